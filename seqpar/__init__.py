@@ -1,0 +1,32 @@
+"""seqpar: long-context, sequence-parallel attention for PyTorch."""
+
+from .attention import (
+    attention,
+    context_parallel_attention,
+    hybrid_attention,
+    ring_attention,
+    ulysses_attention,
+)
+from .backends import backends
+from .comm import Trace, trace
+from .mask import Mask
+from .mesh import init_mesh
+from .sharding import positions, shard, unshard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Mask",
+    "Trace",
+    "attention",
+    "backends",
+    "context_parallel_attention",
+    "hybrid_attention",
+    "init_mesh",
+    "positions",
+    "ring_attention",
+    "shard",
+    "trace",
+    "ulysses_attention",
+    "unshard",
+]

@@ -1,0 +1,214 @@
+"""The attention function: check, agree with the other ranks, run."""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from .backends import BACKENDS, Score
+from .check import (
+    DTYPES,
+    check_choice,
+    check_dropout,
+    check_head_vector,
+    check_int,
+    check_number,
+    check_qkv,
+)
+from .comm import agree
+from .layout import LAYOUTS, shard_length
+from .mask import Mask
+from .mesh import Groups, rank_in, size_of
+from .schedule import Shards
+from .strategies import Call, SequenceParallelAttention, resolve
+
+_FIELDS = ("length", "batch", "heads", "kv_heads", "head_dim", "dtype", "mask or options", "dropout seed")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    strategy: str = "ring",
+    mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
+    group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    layout: str = "contiguous",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+    return_lse: bool = False,
+    seq_len: int | None = None,
+    dropout_seed: int | None = None,
+    **strategy_options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over one sequence whose tokens are sharded over a group of ranks.
+
+    The result on each rank is its tokens' part of what one device would compute over the whole sequence, up to
+    rounding, for every strategy, layout and mask; so are the gradients of ``q, k, v``. Differentiable once.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64.
+        k, v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
+        strategy: "local", "ring", "ulysses", "context_parallel" or "hybrid".
+        mask: which keys each query sees, in global positions.
+        group, mesh: the ranks the sequence is sharded over: a ProcessGroup, or a mesh as of ``init_mesh``. With
+            neither, the default group.
+        layout: how the tokens are sharded, as given to ``shard``: "contiguous", "zigzag" or "striped".
+        softmax_scale: of the scores; by default ``head_dim ** -0.5``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
+        sinks: ``[heads]``, one more logit for each head in the softmax's denominator (gpt-oss). Its gradient is this
+            rank's share: sum it over the sequence group.
+        alibi_slopes: ``[heads]`` or ``[batch, heads]``, not differentiated; scores lose ``slope * |i - j|`` with
+            global positions (Press et al., 2021).
+        dropout_p: probability of dropping an attention weight. What is dropped depends only on the seed, the batch
+            row, the head and the two global positions: not on the strategy or the number of ranks.
+        deterministic: ask for bitwise reproducible gradients. All present backends are.
+        backend: "auto" or one of ``seqpar.backends()``. One that lacks a feature asked for leaves the call to the
+            next that has it; ``seqpar.trace`` shows which ran.
+        return_lse: also return the log-sum-exp of the scores, sinks included.
+        seq_len: the whole sequence's length. With it the call starts without a control exchange between the ranks;
+            they must then agree by themselves.
+        dropout_seed: the same on all ranks; by default rank 0 draws one from torch's CPU generator.
+        strategy_options: context_parallel: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p"); hybrid and "a2a+p2p" on
+            a plain group: ``ulysses_size``.
+
+    Returns:
+        ``out [batch, seq, heads, head_dim]`` in q's dtype; with ``return_lse`` also ``lse [batch, heads, seq]``,
+        float32 (float64 for float64). A query that sees no key has 0 and -inf.
+
+    Raises:
+        TypeError, ValueError: bad input, before any payload is sent. RuntimeError: another rank's input was bad.
+    """
+    groups = _check_call(strategy, mask, group, mesh, layout, backend, strategy_options)
+    dropout_p = check_dropout(dropout_p)
+    softcap = check_number("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap={softcap}: a positive cap is needed, or 0 for none")
+    if softmax_scale is not None:
+        softmax_scale = check_number("softmax_scale", softmax_scale)
+    if seq_len is not None:
+        check_int("seq_len", seq_len, 0)
+    if dropout_seed is not None:
+        check_int("dropout_seed", dropout_seed, 0)
+    seed = dropout_seed
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item()) if dropout_p else 0
+
+    def header() -> list[int]:
+        check_qkv(q, k, v)
+        check_head_vector("sinks", sinks, q, batched=False)
+        check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
+        if mask.batch not in (1, q.shape[0]):
+            raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
+        digest = _digest(mask, f"{strategy} {layout} {softmax_scale} {softcap} {dropout_p} {return_lse} {groups.gather}")
+        batch, length, heads, head_dim = q.shape
+        return [length, batch, heads, k.shape[2], head_dim, DTYPES.index(q.dtype), digest, seed]
+
+    if seq_len is None or (dropout_p and dropout_seed is None):
+        headers = agree(header, groups.sequence)
+        _check_headers(headers, layout, seq_len, drawn=dropout_seed is None)
+        seq_len, seed = sum(fields[0] for fields in headers), headers[0][-1]
+    else:
+        header()
+        expected = shard_length(seq_len, size_of(groups.sequence), rank_in(groups.sequence), layout)
+        if q.shape[1] != expected:
+            raise ValueError(
+                f"length: q has {q.shape[1]} tokens, but layout={layout!r} gives this rank {expected} "
+                f"of seq_len={seq_len}; pass what seqpar.shard gives"
+            )
+    call = Call(
+        groups=groups,
+        shards=Shards(seq_len, layout, groups.ring_size, groups.ulysses_size),
+        mask=mask,
+        score=Score(
+            softmax_scale=softmax_scale if softmax_scale is not None else q.shape[3] ** -0.5,
+            softcap=softcap,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach().float(),
+            sinks=None if sinks is None else sinks.detach(),
+            dropout_p=dropout_p,
+            dropout_seed=seed,
+        ),
+        backend=backend,
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        return_lse=return_lse,
+    )
+    out, lse = SequenceParallelAttention.apply(q, k, v, sinks, call)
+    return (out, lse) if return_lse else out
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` with ``strategy="ring"``: keys and values travel, hop by hop."""
+    return attention(q, k, v, strategy="ring", **kwargs)
+
+
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` with ``strategy="ulysses"``: all-to-all between sequence shards and head shards."""
+    return attention(q, k, v, strategy="ulysses", **kwargs)
+
+
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, comm: str = "all_gather", **kwargs: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` with ``strategy="context_parallel"``: ``comm`` says how keys and values get here."""
+    return attention(q, k, v, strategy="context_parallel", comm=comm, **kwargs)
+
+
+def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups, ring across them."""
+    return attention(q, k, v, strategy="hybrid", **kwargs)
+
+
+def _check_call(
+    strategy: str,
+    mask: Mask,
+    group: ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    layout: str,
+    backend: str,
+    options: dict[str, Any],
+) -> Groups:
+    """Check what must be alike on all ranks, and find the groups."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask={type(mask).__name__}: a seqpar.Mask is needed, such as seqpar.Mask.causal()")
+    check_choice("layout", layout, LAYOUTS)
+    check_choice("backend", backend, ("auto", *BACKENDS))
+    if backend != "auto" and (why := BACKENDS[backend].unavailable()) is not None:
+        raise ValueError(f"backend={backend!r} cannot run here: {why}; use backend='auto'")
+    return resolve(strategy, mesh, group, options)
+
+
+@lru_cache(maxsize=256)
+def _digest(mask: Mask, options: str) -> int:
+    """A number that is the same on every rank when mask and options are."""
+    return zlib.crc32(f"{mask!r} {options}".encode())
+
+
+def _check_headers(headers: list[list[int]], layout: str, seq_len: int | None, drawn: bool) -> None:
+    """Every rank sees every header, so all of them raise the same error."""
+    for i, name in enumerate(_FIELDS[1:-1] if drawn else _FIELDS[1:], start=1):
+        values = [fields[i] for fields in headers]
+        if len(set(values)) > 1:
+            shown = [str(DTYPES[x]) for x in values] if name == "dtype" else values
+            raise ValueError(f"{name}: the ranks of the group differ: {shown}; pass the same on every rank")
+    lengths = [fields[0] for fields in headers]
+    total = sum(lengths)
+    if seq_len is not None and total != seq_len:
+        raise ValueError(f"seq_len={seq_len}: the shards hold {total} tokens together ({lengths})")
+    expected = [shard_length(total, len(lengths), rank, layout) for rank in range(len(lengths))]
+    if lengths != expected:
+        raise ValueError(
+            f"length: the ranks hold {lengths} tokens, but layout={layout!r} cuts {total} tokens in {expected}; "
+            "pass what seqpar.shard gives with the same layout"
+        )

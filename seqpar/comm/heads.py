@@ -1,0 +1,116 @@
+"""The all-to-all of DeepSpeed-Ulysses: a shard of the sequence becomes a shard of the heads, and back.
+
+Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
+Models", 2023. Heads need not divide by the ranks, nor tokens; where two ranks' query heads read the same key/value
+head, both receive it, and its two gradients are summed at home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..schedule import Shards, head_range, kv_head_range
+from .trace import count_sent
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """Moves tensors ``[batch, seq, heads, dim]`` between the two shardings inside one ulysses group.
+
+    A sequence shard holds this rank's tokens and all heads; a head shard holds the tokens of the whole ulysses
+    group, in increasing position, and this rank's heads.
+    """
+
+    group: ProcessGroup
+    shards: Shards
+    ring_rank: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def head_ranges(self, heads: int) -> list[range]:
+        """Of a tensor of ``heads`` query or key/value heads, those each rank takes."""
+        size = self.group.size()
+        if heads == self.heads:
+            return [head_range(self.heads, size, r) for r in range(size)]
+        return [kv_head_range(self.heads, self.kv_heads, size, r) for r in range(size)]
+
+    @property
+    def shared_kv(self) -> bool:
+        """Whether some key/value head is read by two ranks."""
+        ranges = [kv_head_range(self.heads, self.kv_heads, self.group.size(), r) for r in range(self.group.size())]
+        return sum(len(r) for r in ranges) > self.kv_heads
+
+    def _token_rows(self) -> list[Tensor]:
+        """Where each rank's tokens stand in the group's sequence."""
+        merged = self.shards.ring_positions(self.ring_rank)
+        first = self.ring_rank * self.shards.ulysses
+        return [torch.searchsorted(merged, self.shards.rank_positions(first + u)) for u in range(self.shards.ulysses)]
+
+    def to_heads(self, tensors: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+        """Sequence shards to head shards, all in one exchange.
+
+        Args:
+            tensors: pairs of ``x [batch, seq_local, heads, dim]``, all of one dtype, and the number of heads that
+                the rule of division goes by (query heads or key/value heads).
+        """
+        rows = self._token_rows()
+        ranges = [self.head_ranges(heads) for _, heads in tensors]
+        sends = [[x[:, :, r[peer].start : r[peer].stop] for (x, _), r in zip(tensors, ranges, strict=True)]
+                 for peer in range(self.group.size())]  # fmt: skip
+        shapes = [[(x.shape[0], len(peer_rows), len(r[self.rank]), x.shape[3])
+                   for (x, _), r in zip(tensors, ranges, strict=True)] for peer_rows in rows]  # fmt: skip
+        received = _all_to_all(sends, shapes, self.group)
+        total = sum(len(r) for r in rows)
+        results = []
+        for i, (x, _) in enumerate(tensors):
+            out = x.new_empty(x.shape[0], total, len(ranges[i][self.rank]), x.shape[3])
+            for peer_rows, chunks in zip(rows, received, strict=True):
+                out.index_copy_(1, peer_rows.to(x.device), chunks[i])
+            results.append(out)
+        return results
+
+    def to_sequence(self, tensors: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+        """Head shards back to sequence shards; what several ranks hold of one key/value head is summed."""
+        rows = self._token_rows()
+        ranges = [self.head_ranges(heads) for _, heads in tensors]
+        sends = [[x.index_select(1, peer_rows.to(x.device)) for x, _ in tensors] for peer_rows in rows]
+        shapes = [[(x.shape[0], len(rows[self.rank]), len(r[peer]), x.shape[3])
+                   for (x, _), r in zip(tensors, ranges, strict=True)] for peer in range(self.group.size())]  # fmt: skip
+        received = _all_to_all(sends, shapes, self.group)
+        results = []
+        for i, (x, heads) in enumerate(tensors):
+            out = x.new_zeros(x.shape[0], len(rows[self.rank]), heads, x.shape[3])
+            for peer, chunks in enumerate(received):
+                out[:, :, ranges[i][peer].start : ranges[i][peer].stop] += chunks[i]
+            results.append(out)
+        return results
+
+
+def _all_to_all(
+    sends: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], group: ProcessGroup
+) -> list[list[Tensor]]:
+    """One uneven all-to-all of lists of tensors of one dtype: ``sends[peer]`` goes to ``peer``.
+
+    ``shapes[peer]`` are the shapes of what comes from it. Sent as bytes, which every backend takes.
+    """
+    like = sends[0][0]
+    packed = torch.cat([x.reshape(-1) for chunks in sends for x in chunks]).view(torch.uint8)
+    send_sizes = [sum(x.numel() for x in chunks) * like.element_size() for chunks in sends]
+    counts = [[torch.Size(s).numel() for s in peer_shapes] for peer_shapes in shapes]
+    receive_sizes = [sum(c) * like.element_size() for c in counts]
+    received = packed.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(received, packed, receive_sizes, send_sizes, group=group)
+    away = [size for peer, size in enumerate(send_sizes) if peer != group.rank() and size]
+    count_sent(sum(away), len(away))
+    pieces = iter(received.view(like.dtype).split([c for peer in counts for c in peer]))
+    return [[next(pieces).view(shape) for shape in peer_shapes] for peer_shapes in shapes]

@@ -1,0 +1,67 @@
+"""Layouts: which global positions each rank of the sequence group holds, always in increasing order.
+
+The rule for lengths that do not divide is the same everywhere: a length cut in ``m`` parts gives the first
+``length % m`` parts one token more.
+
+* ``contiguous``: ``m = ranks``; rank ``r`` holds part ``r``.
+* ``zigzag``: ``m = 2 * ranks``; rank ``r`` holds parts ``r`` and ``2 * ranks - 1 - r``, so that under a causal
+  mask every rank has the same work (the layout of Llama 3's and ring-flash-attention's context parallelism).
+* ``striped``: rank ``r`` holds ``r, r + ranks, r + 2 * ranks, ...`` (Brandon et al., Striped Attention, 2023).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Layout = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+
+
+def part(length: int, parts: int, index: int) -> range:
+    """Part ``index`` of ``length`` items cut in ``parts``: the first ``length % parts`` hold one item more."""
+    size, longer = divmod(length, parts)
+    start = index * size + min(index, longer)
+    return range(start, start + size + (index < longer))
+
+
+def shard_ranges(seq_len: int, ranks: int, rank: int, layout: str = "contiguous") -> tuple[range, ...]:
+    """The global positions that ``rank`` of ``ranks`` holds, as increasing ranges (empty ones left out)."""
+    if layout == "contiguous":
+        ranges: tuple[range, ...] = (part(seq_len, ranks, rank),)
+    elif layout == "zigzag":
+        first, second = part(seq_len, 2 * ranks, rank), part(seq_len, 2 * ranks, 2 * ranks - 1 - rank)
+        # The middle rank's parts touch: one range.
+        ranges = (range(first.start, second.stop),) if first.stop == second.start else (first, second)
+    elif layout == "striped":
+        ranges = (range(rank, seq_len, ranks),)
+    else:
+        raise ValueError(f"layout={layout!r}: choose one of {', '.join(LAYOUTS)}")
+    return tuple(r for r in ranges if len(r))
+
+
+def shard_length(seq_len: int, ranks: int, rank: int, layout: str = "contiguous") -> int:
+    """How many tokens ``rank`` holds."""
+    return sum(len(r) for r in shard_ranges(seq_len, ranks, rank, layout))
+
+
+@lru_cache(maxsize=256)
+def shard_positions(seq_len: int, ranks: int, rank: int, layout: str = "contiguous") -> Tensor:
+    """Global positions of ``rank``'s tokens, int64 ``[seq_local]``, increasing. Cached: do not write to it."""
+    ranges = shard_ranges(seq_len, ranks, rank, layout)
+    if not ranges:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(r.start, r.stop, r.step) for r in ranges])
+
+
+@lru_cache(maxsize=64)
+def global_order(seq_len: int, ranks: int, layout: str = "contiguous") -> Tensor:
+    """Where each global position stands in the concatenation of all shards, int64 ``[seq_len]``.
+
+    ``torch.cat(shards, dim).index_select(dim, global_order(...))`` is the whole sequence. Cached.
+    """
+    shards = torch.cat([shard_positions(seq_len, ranks, rank, layout) for rank in range(ranks)])
+    return torch.argsort(shards)

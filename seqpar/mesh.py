@@ -1,0 +1,188 @@
+"""Device meshes and the process groups the sequence is sharded over. All arithmetic of degrees stands here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh, ProcessGroup
+
+DIMENSIONS = ("dp", "ring", "ulysses", "tp")
+_SEQUENCE = "sequence"
+
+
+def init_mesh(
+    dp: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device_type: str | None = None
+) -> DeviceMesh:
+    """A DeviceMesh with the dimensions ``("dp", "ring", "ulysses", "tp")``.
+
+    Starts the process group when none is running: from torchrun's environment, on any number of hosts, or for one
+    process alone. The backend is nccl for cuda (with gloo beside it for tensors on the host) and gloo for cpu.
+    Rank order: tp fastest, then ulysses, ring, dp, so that what talks most sits closest.
+
+    Args:
+        dp, ring, ulysses, tp: sizes; one of them may be -1, which takes the ranks that remain.
+        device_type: "cuda" or "cpu"; by default cuda where there is one.
+
+    Raises:
+        TypeError, ValueError: sizes that are not positive ints or whose product is not the number of ranks.
+    """
+    sizes = {"dp": dp, "ring": ring, "ulysses": ulysses, "tp": tp}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name}={size!r}: a mesh size is an int")
+        if size < 1 and size != -1:
+            raise ValueError(f"{name}={size}: a mesh size is at least 1, or -1 for the ranks that remain")
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    shape = _fill(sizes, world)
+    if not dist.is_initialized():
+        _start(device_type)
+    mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
+    mesh["ring", "ulysses"]._flatten(_SEQUENCE)  # made now, by all ranks together
+    return mesh
+
+
+def _fill(sizes: dict[str, int], world: int) -> tuple[int, ...]:
+    """The sizes with -1 filled in, checked against the number of ranks."""
+    open_names = [name for name, size in sizes.items() if size == -1]
+    if len(open_names) > 1:
+        raise ValueError(f"{' and '.join(open_names)} are -1: only one mesh size may be left open")
+    product = 1
+    for size in sizes.values():
+        product *= size if size > 0 else 1
+    spelled = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    if open_names and world % product == 0:
+        sizes = {**sizes, open_names[0]: world // product}
+    elif open_names or product != world:
+        raise ValueError(
+            f"mesh {spelled} does not fit {world} rank(s): the product of the sizes must be {world}; "
+            "change a size or start another number of ranks"
+        )
+    return tuple(sizes.values())
+
+
+def _start(device_type: str) -> None:
+    """Start the default process group from torchrun's environment, or for this process alone."""
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def sequence_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """The group over which the sequence is sharded.
+
+    ``group`` itself; or the mesh's ring and ulysses dimensions together (rank = ring_rank * ulysses +
+    ulysses_rank); or a one-dimensional mesh's only group. With neither, the default group, and None when
+    torch.distributed is not initialised: one process.
+    """
+    if mesh is not None and group is not None:
+        raise ValueError("mesh and group: give one of them, not both")
+    if group is not None:
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(f"group={group!r}: a torch.distributed ProcessGroup that this rank belongs to is needed")
+        return group
+    if mesh is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh={mesh!r}: a torch.distributed DeviceMesh is needed (seqpar.init_mesh makes one)")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    names = _sequence_dimensions(mesh)
+    if len(names) == 1:
+        return mesh[names[0]].get_group()
+    return mesh[names]._flatten(_SEQUENCE).get_group()
+
+
+def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
+    names = tuple(name for name in ("ring", "ulysses") if name in (mesh.mesh_dim_names or ()))
+    if not names:
+        raise ValueError(
+            f"mesh with dimensions {mesh.mesh_dim_names}: a dimension named 'ring' or 'ulysses' is needed, "
+            "or a mesh of one dimension"
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one attention call; a None stands for one rank.
+
+    The sequence is sharded over ``sequence``; heads and tokens change places inside ``ulysses``; keys and values
+    travel inside ``ring``. ``gather``: the ring's keys are fetched in one step.
+    """
+
+    sequence: ProcessGroup | None = None
+    ring: ProcessGroup | None = None
+    ulysses: ProcessGroup | None = None
+    gather: bool = False
+
+    @property
+    def ring_size(self) -> int:
+        return size_of(self.ring)
+
+    @property
+    def ring_rank(self) -> int:
+        return rank_in(self.ring)
+
+    @property
+    def ulysses_size(self) -> int:
+        return size_of(self.ulysses)
+
+
+def size_of(group: ProcessGroup | None) -> int:
+    """Ranks in ``group``; None is one rank."""
+    return 1 if group is None else group.size()
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """This process's rank in ``group``; None is one rank."""
+    return 0 if group is None else group.rank()
+
+
+_SUBGROUPS: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, ProcessGroup]] = {}
+
+
+def two_dimensional(
+    mesh: DeviceMesh | None, group: ProcessGroup | None, ulysses_size: int | None
+) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """The (ring, ulysses) groups of a hybrid: the mesh's dimensions, or a plain group cut by ``ulysses_size``.
+
+    The subgroups of a plain group are made at first use, by all its ranks together, and kept.
+    """
+    if mesh is not None and mesh.ndim > 1 and ulysses_size is None:
+        names = _sequence_dimensions(mesh)
+        ring, ulysses = (mesh[name].get_group() if name in names else None for name in ("ring", "ulysses"))
+        return ring, ulysses
+    whole = sequence_group(mesh, group)
+    ranks = size_of(whole)
+    if ulysses_size is None:
+        ulysses_size = max(d for d in range(1, int(ranks**0.5) + 1) if ranks % d == 0)
+    if isinstance(ulysses_size, bool) or not isinstance(ulysses_size, int):
+        raise TypeError(f"ulysses_size={ulysses_size!r}: an int is needed")
+    if ulysses_size < 1 or ranks % ulysses_size:
+        divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+        raise ValueError(f"ulysses_size={ulysses_size}: it must divide the group's {ranks} ranks: {divisors}")
+    if whole is None or ulysses_size == 1:
+        return whole, None
+    if ulysses_size == ranks:
+        return None, whole
+    key = (whole, ulysses_size)
+    if key not in _SUBGROUPS:
+        _SUBGROUPS[key] = _cut(whole, ulysses_size)
+    return _SUBGROUPS[key]
+
+
+def _cut(group: ProcessGroup, ulysses_size: int) -> tuple[ProcessGroup, ProcessGroup]:
+    ranks = dist.get_process_group_ranks(group)
+    ring_rank, ulysses_rank = divmod(group.rank(), ulysses_size)
+    ring = dist.new_group(ranks[ulysses_rank::ulysses_size], use_local_synchronization=True)
+    start = ring_rank * ulysses_size
+    ulysses = dist.new_group(ranks[start : start + ulysses_size], use_local_synchronization=True)
+    return ring, ulysses
