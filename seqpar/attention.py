@@ -101,9 +101,9 @@ def attention(
         check_int("seq_len", seq_len, 0)
     if dropout_seed is not None:
         check_int("dropout_seed", dropout_seed, 0)
-    seed = dropout_seed
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item()) if dropout_p else 0
+    seed: int = dropout_seed or 0
+    if dropout_p and dropout_seed is None:
+        seed = int(torch.randint(2**62, ()).item())
 
     def header() -> list[int]:
         check_qkv(q, k, v)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -161,7 +162,7 @@ class Mask:
         for row in rows:
             if not row or row[0] != 0:
                 raise ValueError(f"cu_seqlens={_short(row)}: the first boundary must be 0; put a 0 in front")
-            for before, after in zip(row, row[1:], strict=False):
+            for before, after in pairwise(row):
                 if after < before:
                     raise ValueError(
                         f"cu_seqlens={_short(row)}: {after} follows {before}, but boundaries must not fall; "
@@ -242,7 +243,7 @@ def _ints(name: str, value: Any) -> tuple[int, ...]:
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
         value = (value,)
-    items = [item.item() if isinstance(item, Tensor) and item.dim() == 0 else item for item in value]
+    items: list[Any] = [item.item() if isinstance(item, Tensor) and item.dim() == 0 else item for item in value]
     for item in items:
         _check_int(name, item)
     return tuple(items)

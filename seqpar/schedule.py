@@ -44,6 +44,12 @@ class Shards:
 
 
 @lru_cache(maxsize=1024)
+def on_device(index: Tensor, device: torch.device) -> Tensor:
+    """A copy of a schedule's tensor on ``device``, made once (by the tensor's identity)."""
+    return index.to(device)
+
+
+@lru_cache(maxsize=1024)
 def _ring_positions(shards: Shards, ring_rank: int) -> Tensor:
     first = ring_rank * shards.ulysses
     return torch.cat([shards.rank_positions(first + u) for u in range(shards.ulysses)]).sort().values
@@ -69,8 +75,9 @@ class Rows:
         if device == self.lo.device:
             return self
         if device not in self._copies:
-            tensors = (self.lo, self.hi, self.q_positions, self.k_positions)
-            self._copies[device] = Rows(*(t.to(device) for t in tensors))
+            self._copies[device] = Rows(
+                self.lo.to(device), self.hi.to(device), self.q_positions.to(device), self.k_positions.to(device)
+            )
         return self._copies[device]
 
     @property
@@ -222,6 +229,13 @@ def attention_steps(mask: Mask, shards: Shards, rank: int, gather: bool = False)
     return (_own_step(mask, shards, rank), *(_fetch_step(mask, shards, rank, s) for s in shifts))
 
 
+@lru_cache(maxsize=256)
+def token_rows(shards: Shards, ring_rank: int) -> tuple[Tensor, ...]:
+    """Where the tokens of each rank of an ulysses group stand among those of the group, int64 ``[seq_local]``."""
+    merged, first = shards.ring_positions(ring_rank), ring_rank * shards.ulysses
+    return tuple(torch.searchsorted(merged, shards.rank_positions(first + u)) for u in range(shards.ulysses))
+
+
 def head_range(heads: int, ranks: int, rank: int) -> range:
     """The query heads of one rank of an all-to-all: the first ``heads % ranks`` ranks hold one more."""
     return part(heads, ranks, rank)
@@ -232,5 +246,5 @@ def kv_head_range(heads: int, kv_heads: int, ranks: int, rank: int) -> range:
     queries = head_range(heads, ranks, rank)
     group = heads // kv_heads
     if not len(queries):
-        return range(0, 0)
+        return range(0)
     return range(queries.start // group, (queries.stop - 1) // group + 1)

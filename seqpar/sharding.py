@@ -126,7 +126,8 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _join(grad, *ctx.how, ctx.lengths), None, None, None
+        dim, group, layout = ctx.how
+        return _join(grad, dim, group, layout, ctx.lengths), None, None, None
 
 
 class _Unshard(torch.autograd.Function):

@@ -37,10 +37,8 @@ class Score:
 
     def heads(self, start: int, stop: int) -> Score:
         """The same for the heads ``start:stop`` only."""
-        pick = lambda x: None if x is None else x[..., start:stop]  # noqa: E731
-        return replace(
-            self, alibi_slopes=pick(self.alibi_slopes), sinks=pick(self.sinks), head_offset=self.head_offset + start
-        )
+        slopes, sinks = (None if x is None else x[..., start:stop] for x in (self.alibi_slopes, self.sinks))
+        return replace(self, alibi_slopes=slopes, sinks=sinks, head_offset=self.head_offset + start)
 
 
 class Backend(Protocol):

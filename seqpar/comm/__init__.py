@@ -1,9 +1,9 @@
 """Communication: what moves between ranks, how it is started and waited for, and how it is counted."""
 
 from .agree import agree, global_length
-from .exchange import Pending, exchange
+from .exchange import Pending, exchange, make_ready
 from .gather import all_gather
 from .heads import HeadExchange
 from .trace import Trace, trace
 
-__all__ = ["HeadExchange", "Pending", "Trace", "agree", "all_gather", "exchange", "global_length", "trace"]
+__all__ = ["HeadExchange", "Pending", "Trace", "agree", "all_gather", "exchange", "global_length", "make_ready", "trace"]

@@ -36,7 +36,7 @@ def agree(fields: Callable[[], Sequence[int]], group: ProcessGroup | None) -> li
     except Exception:
         _unwaited.append(_start([_FAILED], group, wait=False))
         raise
-    work, gathered = _start([0, *values], group, wait=True)
+    _, gathered = _start([0, *values], group, wait=True)
     headers = gathered.tolist()
     failed = [rank for rank, header in enumerate(headers) if header[0] == _FAILED]
     if failed:

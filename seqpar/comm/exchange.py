@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -25,6 +26,21 @@ class Pending:
         for work in self._works:
             work.wait()
         self._works, self._buffers = [], []
+
+
+_ready: set[ProcessGroup] = set()
+
+
+def make_ready(group: ProcessGroup | None, device: torch.device) -> None:
+    """Set up the group's connections, once, by all its ranks together.
+
+    NCCL makes its communicator at a group's first operation, in which every rank must take part; but a step of a
+    schedule may leave some ranks out.
+    """
+    if group is None or device.type == "cpu" or group in _ready:
+        return
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _ready.add(group)
 
 
 def exchange(sends: Sequence[Message], receives: Sequence[Message], group: ProcessGroup | None) -> Pending:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..schedule import Shards, head_range, kv_head_range
+from ..schedule import Shards, head_range, kv_head_range, on_device, token_rows
 from .trace import count_sent
 
 
@@ -50,11 +50,9 @@ class HeadExchange:
         ranges = [kv_head_range(self.heads, self.kv_heads, self.group.size(), r) for r in range(self.group.size())]
         return sum(len(r) for r in ranges) > self.kv_heads
 
-    def _token_rows(self) -> list[Tensor]:
+    def _token_rows(self, device: torch.device) -> list[Tensor]:
         """Where each rank's tokens stand in the group's sequence."""
-        merged = self.shards.ring_positions(self.ring_rank)
-        first = self.ring_rank * self.shards.ulysses
-        return [torch.searchsorted(merged, self.shards.rank_positions(first + u)) for u in range(self.shards.ulysses)]
+        return [on_device(rows, device) for rows in token_rows(self.shards, self.ring_rank)]
 
     def to_heads(self, tensors: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         """Sequence shards to head shards, all in one exchange.
@@ -63,7 +61,7 @@ class HeadExchange:
             tensors: pairs of ``x [batch, seq_local, heads, dim]``, all of one dtype, and the number of heads that
                 the rule of division goes by (query heads or key/value heads).
         """
-        rows = self._token_rows()
+        rows = self._token_rows(tensors[0][0].device)
         ranges = [self.head_ranges(heads) for _, heads in tensors]
         sends = [[x[:, :, r[peer].start : r[peer].stop] for (x, _), r in zip(tensors, ranges, strict=True)]
                  for peer in range(self.group.size())]  # fmt: skip
@@ -75,15 +73,15 @@ class HeadExchange:
         for i, (x, _) in enumerate(tensors):
             out = x.new_empty(x.shape[0], total, len(ranges[i][self.rank]), x.shape[3])
             for peer_rows, chunks in zip(rows, received, strict=True):
-                out.index_copy_(1, peer_rows.to(x.device), chunks[i])
+                out.index_copy_(1, peer_rows, chunks[i])
             results.append(out)
         return results
 
     def to_sequence(self, tensors: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         """Head shards back to sequence shards; what several ranks hold of one key/value head is summed."""
-        rows = self._token_rows()
+        rows = self._token_rows(tensors[0][0].device)
         ranges = [self.head_ranges(heads) for _, heads in tensors]
-        sends = [[x.index_select(1, peer_rows.to(x.device)) for x, _ in tensors] for peer_rows in rows]
+        sends = [[x.index_select(1, peer_rows) for x, _ in tensors] for peer_rows in rows]
         shapes = [[(x.shape[0], len(rows[self.rank]), len(r[peer]), x.shape[3])
                    for (x, _), r in zip(tensors, ranges, strict=True)] for peer in range(self.group.size())]  # fmt: skip
         received = _all_to_all(sends, shapes, self.group)
@@ -97,7 +95,7 @@ class HeadExchange:
 
 
 def _all_to_all(
-    sends: list[list[Tensor]], shapes: list[list[tuple[int, ...]]], group: ProcessGroup
+    sends: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], group: ProcessGroup
 ) -> list[list[Tensor]]:
     """One uneven all-to-all of lists of tensors of one dtype: ``sends[peer]`` goes to ``peer``.
 

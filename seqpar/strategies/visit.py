@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 
 from ..backends import Score, select
 from ..backends.base import Carry, accumulator, empty_carry, finish
-from ..comm import Pending, exchange
+from ..comm import Pending, exchange, make_ready
 from ..comm.trace import count_hop
-from ..schedule import Rows, Step
+from ..schedule import Rows, Step, on_device
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Visit:
         else:
             k, v = self.received
         if self.step.order is not None:
-            order = self.step.order.to(k.device)
+            order = on_device(self.step.order, k.device)
             k, v = k.index_select(1, order), v.index_select(1, order)
         return k, v
 
@@ -69,6 +69,7 @@ def visit_forward(
     ``q [batch, q_len, heads, head_dim]``, ``k, v [batch, k_len, kv_heads, head_dim]``. Returns the output in
     ``q.dtype`` and the float32 ``lse [batch, heads, q_len]``.
     """
+    make_ready(group, q.device)
     chosen = select(backend, q, k, score)
     visible = [i for i, step in enumerate(steps) if _rows(step, q) is not None]
     carry: Carry | None = None
@@ -147,7 +148,7 @@ class _Homeward:
 
 def _send_home(step: Step, dkeys: Tensor, dvalues: Tensor, group: ProcessGroup | None) -> _Homeward:
     if step.order is not None:
-        back = step.order.argsort().to(dkeys.device)
+        back = on_device(step.order, dkeys.device).argsort()
         dkeys, dvalues = dkeys.index_select(1, back), dvalues.index_select(1, back)
     sizes = [len(t.rows) for t in step.fetch]
     pieces = zip(step.fetch, dkeys.split(sizes, dim=1), dvalues.split(sizes, dim=1), strict=True) if sizes else ()
