@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ..backends import Score
 from ..backends.base import accumulator
-from ..comm import HeadExchange
+from ..comm import HeadExchange, agree
 from ..mask import Mask
 from ..mesh import Groups
 from ..schedule import Shards, Step, attention_steps, head_range, kv_head_range
@@ -140,7 +140,7 @@ def _head_gradients(
     if dout is None:
         dout = q.new_zeros(batch, tokens, call.heads, head_dim)
     (dout,) = exchange.to_heads([(dout, call.heads)])
-    if call.return_lse:
+    if call.return_lse and any(has for (has,) in agree(lambda: [dlse is not None], exchange.group)):
         dtype = accumulator(q.dtype)
         columns = q.new_zeros(batch, tokens, call.heads, 1, dtype=dtype)
         if dlse is not None:
