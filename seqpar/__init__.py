@@ -9,6 +9,17 @@ from .attention import (
 )
 from .backends import backends
 from .comm import Trace, trace
+from .factory import ParallelAttention
+from .layers import (
+    AttentionLayer,
+    ContextParallelAttention,
+    HybridAttention,
+    LocalAttention,
+    RingAttention,
+    RotaryEmbedding,
+    UlyssesAttention,
+    sync_gradients,
+)
 from .mask import Mask
 from .mesh import init_mesh
 from .sharding import positions, shard, unshard
@@ -16,8 +27,16 @@ from .sharding import positions, shard, unshard
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionLayer",
+    "ContextParallelAttention",
+    "HybridAttention",
+    "LocalAttention",
     "Mask",
+    "ParallelAttention",
+    "RingAttention",
+    "RotaryEmbedding",
     "Trace",
+    "UlyssesAttention",
     "attention",
     "backends",
     "context_parallel_attention",
@@ -26,6 +45,7 @@ __all__ = [
     "positions",
     "ring_attention",
     "shard",
+    "sync_gradients",
     "trace",
     "ulysses_attention",
     "unshard",

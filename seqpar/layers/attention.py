@@ -1,0 +1,362 @@
+"""Attention layers: projections and rotary embeddings around the sequence-parallel attention function."""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ..attention import attention
+from ..backends import BACKENDS
+from ..check import check_choice, check_dropout, check_int, check_number, check_options
+from ..comm import agree
+from ..layout import LAYOUTS, shard_length, shard_positions
+from ..mask import Mask
+from ..mesh import rank_in, size_of
+from ..strategies import resolve, strategy_options
+from ..strategies.context_parallel import COMMS
+from .rotary import RotaryEmbedding
+
+_NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
+
+
+class _Where:
+    """The mesh or group of a layer. A copy of the layer works on the same one: groups cannot be copied."""
+
+    def __init__(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
+        if mesh is not None and group is not None:
+            raise ValueError("mesh and group: give one of them, not both")
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh={mesh!r}: a torch.distributed DeviceMesh is needed (seqpar.init_mesh makes one)")
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise TypeError(f"group={group!r}: a torch.distributed ProcessGroup that this rank belongs to is needed")
+        self.mesh = mesh
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Where:
+        return self
+
+
+class AttentionLayer(nn.Module):
+    """Self-attention over a sequence whose tokens are sharded over ranks; each subclass fixes the strategy.
+
+    Every rank holds all the weights, named and shaped as in Hugging Face's Llama: ``q_proj [heads * head_dim,
+    hidden]``, ``k_proj`` and ``v_proj [kv_heads * head_dim, hidden]``, ``o_proj [hidden, heads * head_dim]``; with
+    ``qk_norm`` also ``q_norm`` and ``k_norm [head_dim]``, with ``sinks`` also ``sinks [heads]``. A checkpoint of one
+    strategy therefore loads under every other. After ``backward``, gradients of the weights are this rank's share:
+    ``seqpar.sync_gradients`` sums them.
+
+    Args:
+        hidden_size: width of the hidden states.
+        num_heads: query heads.
+        num_kv_heads: key/value heads, a divisor of ``num_heads``; by default as many (multi-head attention).
+        head_dim: by default ``hidden_size // num_heads``.
+        mesh, group: the ranks the sequence is sharded over, as in ``seqpar.attention``.
+        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped".
+        bias: whether the q, k and v projections have biases (Qwen 2); ``out_bias`` says it of ``o_proj``, and is
+            ``bias`` by default.
+        qk_norm: RMS-normalise each head of q and k before the rotation (Qwen 3, Gemma 3).
+        rope: a ``seqpar.RotaryEmbedding``, or None for no rotation. Layers may share one.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
+        sinks: a learned logit for each head in the softmax's denominator, at first 0 (gpt-oss).
+        dropout_p: probability of dropping an attention weight, in training mode only.
+        backend: "auto" or one of ``seqpar.backends()``.
+        device, dtype: of the weights.
+        strategy_options: those of the strategy, named in the subclass.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit, with the value and what is allowed.
+    """
+
+    strategy: ClassVar[str]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        layout: str = "contiguous",
+        bias: bool = False,
+        out_bias: bool | None = None,
+        qk_norm: bool = False,
+        rope: RotaryEmbedding | None = None,
+        softcap: float = 0.0,
+        sinks: bool = False,
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **strategy_options: Any,
+    ) -> None:
+        super().__init__()
+        kv_heads, head_dim = _check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
+        check_choice("layout", layout, LAYOUTS)
+        check_choice("backend", backend, ("auto", *BACKENDS))
+        if check_number("softcap", softcap) < 0:
+            raise ValueError(f"softcap={softcap}: a positive cap is needed, or 0 for none")
+        _check_rope(rope, head_dim)
+        self._check_options(strategy_options)
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.num_kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.layout = layout
+        self.softcap = float(softcap)
+        self.dropout_p = check_dropout(dropout_p)
+        self.backend = backend
+        self.strategy_options = strategy_options
+        self._where = _Where(mesh, group)
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        out_bias = bias if out_bias is None else out_bias
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **kind)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, **kind)
+        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, **kind)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=out_bias, **kind)
+        self.q_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **kind) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **kind) if qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(num_heads, **kind)) if sinks else None
+        self.rope = rope
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters that belong to no submodule (as FSDP asks of modules made on "meta")."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh it was made with."""
+        return self._where.mesh
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group it was made with."""
+        return self._where.group
+
+    def forward(
+        self,
+        x_local: Tensor,
+        mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
+        positions: Tensor | None = None,
+        seq_len: int | None = None,
+    ) -> Tensor:
+        """Attention over the whole sequence, for this rank's tokens.
+
+        Args:
+            x_local: ``[batch, seq, hidden]``, this rank's tokens in the layer's layout.
+            mask: which tokens each token sees, in global positions. The same on every rank.
+            positions: integers ``[seq]`` or ``[batch, seq]``, for the rotary embedding only; by default the tokens'
+                global positions by the layout.
+            seq_len: the whole sequence's length. With it the call saves the control exchange in which ranks learn
+                it and check that their inputs fit together.
+
+        Returns:
+            ``y_local [batch, seq, hidden]``, of the same tokens.
+
+        Raises:
+            TypeError, ValueError: bad input, before any payload is sent. RuntimeError: another rank's input was bad.
+        """
+        group = resolve(self.strategy, self.mesh, self.group, self.strategy_options).sequence
+        dropout_p = self.dropout_p if self.training else 0.0
+        # Where the layer asks the other ranks anyway, the seed goes along; else the attention sends it.
+        seed = int(torch.randint(2**62, ()).item()) if dropout_p and seq_len is None else None
+        dynamic = self.rope is not None and self.rope.needs_length and positions is not None
+        top = seq_len
+        if seq_len is None or dynamic:
+            headers = agree(lambda: self._header(x_local, mask, positions, seed or 0), group)
+            self._check_headers(headers, seq_len)
+            seq_len = sum(fields[0] for fields in headers)
+            seed = headers[0][-1] if seed is not None else None
+            top = max(fields[3] for fields in headers) if dynamic else seq_len
+        else:
+            check_int("seq_len", seq_len, 0)
+            self._header(x_local, mask, positions, 0)
+            self._check_length(x_local, seq_len, group)
+        q, k, v = self._project(x_local)
+        if self.rope is not None:
+            if positions is None:
+                positions = shard_positions(seq_len, size_of(group), rank_in(group), self.layout)
+            q, k = self.rope(q, k, positions, top)
+        out = attention(
+            q,
+            k,
+            v,
+            strategy=self.strategy,
+            mask=mask,
+            mesh=self.mesh,
+            group=self.group,
+            layout=self.layout,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout_p=dropout_p,
+            backend=self.backend,
+            seq_len=seq_len,
+            dropout_seed=seed,
+            **self.strategy_options,
+        )
+        assert isinstance(out, Tensor)
+        y: Tensor = self.o_proj(out.flatten(2))
+        return y
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v ``[batch, seq, heads, head_dim]`` before the rotation."""
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast the norm gives float32.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        return q, k, v
+
+    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, seed: int) -> list[int]:
+        """This rank's input, checked, as what the ranks must agree on and what they add up."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x_local={type(x).__name__}: a tensor [batch, seq, {self.hidden_size}] is needed")
+        if x.dim() != 3 or x.shape[2] != self.hidden_size:
+            raise ValueError(f"x_local: shape {tuple(x.shape)}; [batch, seq, hidden_size={self.hidden_size}] is needed")
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask={type(mask).__name__}: a seqpar.Mask is needed, such as seqpar.Mask.causal()")
+        if mask.batch not in (1, x.shape[0]):
+            raise ValueError(f"mask: made for {mask.batch} batch rows, but x_local has {x.shape[0]}")
+        top = 0
+        if positions is not None:
+            _check_positions(positions, x)
+            if self.rope is not None and self.rope.needs_length and positions.numel():
+                top = int(positions.max().item()) + 1
+        return [x.shape[1], x.shape[0], _digest(mask), top, seed]
+
+    def _check_headers(self, headers: list[list[int]], seq_len: int | None) -> None:
+        """All ranks see all headers, so all of them raise."""
+        lengths, batches, digests = ([fields[i] for fields in headers] for i in range(3))
+        if len(set(batches)) > 1:
+            raise ValueError(f"batch: the ranks of the group differ: {batches}; pass the same on every rank")
+        if len(set(digests)) > 1:
+            raise ValueError("mask: the ranks of the group differ; pass the same on every rank")
+        total = sum(lengths)
+        if seq_len is not None and total != seq_len:
+            raise ValueError(f"seq_len={seq_len}: the shards hold {total} tokens together ({lengths})")
+        expected = [shard_length(total, len(lengths), rank, self.layout) for rank in range(len(lengths))]
+        if lengths != expected:
+            raise ValueError(
+                f"length: the ranks hold {lengths} tokens, but layout={self.layout!r} cuts {total} tokens in "
+                f"{expected}; pass what seqpar.shard gives with the same layout"
+            )
+
+    def _check_length(self, x: Tensor, seq_len: int, group: ProcessGroup | None) -> None:
+        expected = shard_length(seq_len, size_of(group), rank_in(group), self.layout)
+        if x.shape[1] != expected:
+            raise ValueError(
+                f"length: x_local has {x.shape[1]} tokens, but layout={self.layout!r} gives this rank {expected} "
+                f"of seq_len={seq_len}; pass what seqpar.shard gives"
+            )
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Names and kinds. What depends on the group is checked with it, when it is used."""
+        check_options(self.strategy, options, strategy_options(self.strategy))
+        if "comm" in options:
+            check_choice("comm", options["comm"], COMMS)
+        if options.get("ulysses_size") is not None:
+            check_int("ulysses_size", options["ulysses_size"], 1)
+
+    def extra_repr(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.strategy_options.items())
+        return f"strategy={self.strategy!r}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, layout={self.layout!r}{options}"
+
+
+class LocalAttention(AttentionLayer):
+    """The whole sequence on one rank: nothing is sent. No options. See ``AttentionLayer`` for the arguments."""
+
+    strategy = "local"
+
+
+class RingAttention(AttentionLayer):
+    """Keys and values visit every rank, hop by hop. No options. Causal masks balance under "zigzag" and "striped".
+
+    See ``AttentionLayer`` for the arguments.
+    """
+
+    strategy = "ring"
+
+
+class UlyssesAttention(AttentionLayer):
+    """All-to-all from sequence shards to head shards and back. No options. More ranks than heads leave ranks idle.
+
+    See ``AttentionLayer`` for the arguments.
+    """
+
+    strategy = "ulysses"
+
+
+class ContextParallelAttention(AttentionLayer):
+    """Context parallelism as TransformerEngine names it. See ``AttentionLayer`` for the other arguments.
+
+    Args:
+        comm: "all_gather" (default: all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p"
+            (the hybrid).
+        ulysses_size: with "a2a+p2p" on a plain group, the size of the all-to-all's subgroups.
+    """
+
+    strategy = "context_parallel"
+
+
+class HybridAttention(AttentionLayer):
+    """All-to-all in subgroups, ring across them. See ``AttentionLayer`` for the other arguments.
+
+    Args:
+        ulysses_size: on a plain group, the size of the subgroups, a divisor of the group's size (by default the
+            largest up to its square root); a mesh's ring and ulysses dimensions say it themselves.
+    """
+
+    strategy = "hybrid"
+
+
+def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    """``(kv_heads, head_dim)`` with their defaults."""
+    check_int("hidden_size", hidden_size, 1)
+    check_int("num_heads", heads, 1)
+    kv_heads = heads if kv_heads is None else kv_heads
+    check_int("num_kv_heads", kv_heads, 1)
+    if heads % kv_heads:
+        divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
+        raise ValueError(f"num_kv_heads={kv_heads}: it must divide num_heads={heads}: one of {divisors}")
+    if head_dim is None:
+        if hidden_size % heads:
+            raise ValueError(
+                f"num_heads={heads}: it does not divide hidden_size={hidden_size}; pass head_dim, or heads that divide it"
+            )
+        head_dim = hidden_size // heads
+    check_int("head_dim", head_dim, 1)
+    return kv_heads, head_dim
+
+
+def _check_rope(rope: RotaryEmbedding | None, head_dim: int) -> None:
+    if rope is None:
+        return
+    if not isinstance(rope, RotaryEmbedding):
+        raise TypeError(f"rope={rope!r}: a seqpar.RotaryEmbedding is needed, or None")
+    if rope.head_dim != head_dim:
+        raise ValueError(f"rope: made for head_dim={rope.head_dim}, but the layer has {head_dim}; make them equal")
+
+
+def _check_positions(positions: Tensor, x: Tensor) -> None:
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions={type(positions).__name__}: an integer tensor [seq] or [batch, seq] is needed")
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise TypeError(f"positions: dtype {positions.dtype}; integers are needed")
+    batch, length, _ = x.shape
+    if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
+        raise ValueError(f"positions: shape {tuple(positions.shape)}; {(length,)} or {(batch, length)} is needed")
+
+
+@lru_cache(maxsize=256)
+def _digest(mask: Mask) -> int:
+    """A number that is the same on every rank when the mask is."""
+    return zlib.crc32(repr(mask).encode())
