@@ -23,24 +23,39 @@ from .mask import Mask
 
 @dataclass(frozen=True)
 class Shards:
-    """How the sequence lies over ``ring * ulysses`` ranks (rank = ring_rank * ulysses + ulysses_rank)."""
+    """How the sequence lies over the ranks: rank = (ring_rank * ulysses + ulysses_rank) * tensor + tensor_rank.
+
+    ``tensor`` ranks next to one another have gathered their tokens before attention (Megatron's sequence
+    parallelism); to the ring and the all-to-all they are one rank that holds the tokens of all of them.
+    """
 
     seq_len: int
     layout: str = "contiguous"
     ring: int = 1
     ulysses: int = 1
+    tensor: int = 1
 
     @property
     def ranks(self) -> int:
         return self.ring * self.ulysses
 
     def rank_positions(self, rank: int) -> Tensor:
-        """Global positions of one rank's tokens, int64 ``[seq_local]``, increasing."""
-        return shard_positions(self.seq_len, self.ranks, rank, self.layout)
+        """Global positions of the tokens a rank attends with, int64 ``[seq_local]``, increasing."""
+        return _merged_positions(self, rank * self.tensor, self.tensor)
 
     def ring_positions(self, ring_rank: int) -> Tensor:
         """Global positions of the tokens one ulysses group holds together: one stop of the ring."""
-        return _ring_positions(self, ring_rank)
+        ranks = self.ulysses * self.tensor
+        return _merged_positions(self, ring_rank * ranks, ranks)
+
+    def tensor_rows(self, rank: int) -> tuple[Tensor, ...]:
+        """Where the tokens of each tensor rank stand among those that ``rank`` attends with, int64 ``[seq_local]``."""
+        return _rows_among(self, rank * self.tensor, self.tensor, 1)
+
+    def ulysses_rows(self, ring_rank: int) -> tuple[Tensor, ...]:
+        """Where the tokens of each ulysses rank stand among those of one stop of the ring, int64 ``[seq_local]``."""
+        ranks = self.ulysses * self.tensor
+        return _rows_among(self, ring_rank * ranks, ranks, self.tensor)
 
 
 @lru_cache(maxsize=1024)
@@ -50,9 +65,19 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _ring_positions(shards: Shards, ring_rank: int) -> Tensor:
-    first = ring_rank * shards.ulysses
-    return torch.cat([shards.rank_positions(first + u) for u in range(shards.ulysses)]).sort().values
+def _merged_positions(shards: Shards, first: int, count: int) -> Tensor:
+    """Positions of the tokens of ``count`` ranks from ``first``, increasing."""
+    ranks = shards.ranks * shards.tensor
+    parts = [shard_positions(shards.seq_len, ranks, first + i, shards.layout) for i in range(count)]
+    return parts[0] if count == 1 else torch.cat(parts).sort().values
+
+
+@lru_cache(maxsize=256)
+def _rows_among(shards: Shards, first: int, count: int, each: int) -> tuple[Tensor, ...]:
+    """Of ``count`` ranks from ``first``, where every ``each`` ranks' tokens stand among those of all."""
+    merged = _merged_positions(shards, first, count)
+    parts = (_merged_positions(shards, first + i, each) for i in range(0, count, each))
+    return tuple(torch.searchsorted(merged, part) for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,13 +252,6 @@ def attention_steps(mask: Mask, shards: Shards, rank: int, gather: bool = False)
     else:
         shifts = [range(h, h + 1) for h in range(1, shards.ring)]
     return (_own_step(mask, shards, rank), *(_fetch_step(mask, shards, rank, s) for s in shifts))
-
-
-@lru_cache(maxsize=256)
-def token_rows(shards: Shards, ring_rank: int) -> tuple[Tensor, ...]:
-    """Where the tokens of each rank of an ulysses group stand among those of the group, int64 ``[seq_local]``."""
-    merged, first = shards.ring_positions(ring_rank), ring_rank * shards.ulysses
-    return tuple(torch.searchsorted(merged, shards.rank_positions(first + u)) for u in range(shards.ulysses))
 
 
 def head_range(heads: int, ranks: int, rank: int) -> range:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..schedule import Shards, head_range, kv_head_range, on_device, token_rows
+from ..schedule import Shards, head_range, kv_head_range, on_device
 from .trace import count_sent
 
 
@@ -52,7 +52,7 @@ class HeadExchange:
 
     def _token_rows(self, device: torch.device) -> list[Tensor]:
         """Where each rank's tokens stand in the group's sequence."""
-        return [on_device(rows, device) for rows in token_rows(self.shards, self.ring_rank)]
+        return [on_device(rows, device) for rows in self.shards.ulysses_rows(self.ring_rank)]
 
     def to_heads(self, tensors: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
         """Sequence shards to head shards, all in one exchange.
