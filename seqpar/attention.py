@@ -21,7 +21,7 @@ from .check import (
     check_qkv,
 )
 from .comm import agree
-from .layout import LAYOUTS, shard_length
+from .layout import LAYOUTS, check_length, check_lengths
 from .mask import Mask
 from .mesh import Groups, rank_in, size_of
 from .schedule import Shards
@@ -111,7 +111,9 @@ def attention(
         check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-        digest = _digest(mask, f"{strategy} {layout} {softmax_scale} {softcap} {dropout_p} {return_lse} {groups.gather}")
+        digest = _digest(
+            mask, f"{strategy} {layout} {softmax_scale} {softcap} {dropout_p} {return_lse} {groups.gather}"
+        )
         batch, length, heads, head_dim = q.shape
         return [length, batch, heads, k.shape[2], head_dim, DTYPES.index(q.dtype), digest, seed]
 
@@ -121,12 +123,7 @@ def attention(
         seq_len, seed = sum(fields[0] for fields in headers), headers[0][-1]
     else:
         header()
-        expected = shard_length(seq_len, size_of(groups.sequence), rank_in(groups.sequence), layout)
-        if q.shape[1] != expected:
-            raise ValueError(
-                f"length: q has {q.shape[1]} tokens, but layout={layout!r} gives this rank {expected} "
-                f"of seq_len={seq_len}; pass what seqpar.shard gives"
-            )
+        check_length(q.shape[1], seq_len, size_of(groups.sequence), rank_in(groups.sequence), layout)
     call = Call(
         groups=groups,
         shards=Shards(seq_len, layout, groups.ring_size, groups.ulysses_size),
@@ -202,13 +199,4 @@ def _check_headers(headers: list[list[int]], layout: str, seq_len: int | None, d
         if len(set(values)) > 1:
             shown = [str(DTYPES[x]) for x in values] if name == "dtype" else values
             raise ValueError(f"{name}: the ranks of the group differ: {shown}; pass the same on every rank")
-    lengths = [fields[0] for fields in headers]
-    total = sum(lengths)
-    if seq_len is not None and total != seq_len:
-        raise ValueError(f"seq_len={seq_len}: the shards hold {total} tokens together ({lengths})")
-    expected = [shard_length(total, len(lengths), rank, layout) for rank in range(len(lengths))]
-    if lengths != expected:
-        raise ValueError(
-            f"length: the ranks hold {lengths} tokens, but layout={layout!r} cuts {total} tokens in {expected}; "
-            "pass what seqpar.shard gives with the same layout"
-        )
+    check_lengths([fields[0] for fields in headers], layout, seq_len)

@@ -11,6 +11,7 @@ The rule for lengths that do not divide is the same everywhere: a length cut in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -46,6 +47,30 @@ def shard_ranges(seq_len: int, ranks: int, rank: int, layout: str = "contiguous"
 def shard_length(seq_len: int, ranks: int, rank: int, layout: str = "contiguous") -> int:
     """How many tokens ``rank`` holds."""
     return sum(len(r) for r in shard_ranges(seq_len, ranks, rank, layout))
+
+
+def check_lengths(lengths: Sequence[int], layout: str, seq_len: int | None = None) -> int:
+    """The whole length of shards of ``lengths`` tokens, by rank; a ValueError when the layout does not cut it so."""
+    total = sum(lengths)
+    if seq_len is not None and total != seq_len:
+        raise ValueError(f"seq_len={seq_len}: the shards hold {total} tokens together ({list(lengths)})")
+    expected = [shard_length(total, len(lengths), rank, layout) for rank in range(len(lengths))]
+    if list(lengths) != expected:
+        raise ValueError(
+            f"length: the ranks hold {list(lengths)} tokens, but layout={layout!r} cuts {total} tokens in {expected}; "
+            "pass what seqpar.shard gives with the same layout"
+        )
+    return total
+
+
+def check_length(length: int, seq_len: int, ranks: int, rank: int, layout: str) -> None:
+    """A ValueError when this rank's shard of a sequence of ``seq_len`` is not ``length`` tokens long."""
+    expected = shard_length(seq_len, ranks, rank, layout)
+    if length != expected:
+        raise ValueError(
+            f"length: this rank brings {length} tokens, but layout={layout!r} gives it {expected} of "
+            f"seq_len={seq_len}; pass what seqpar.shard gives"
+        )
 
 
 @lru_cache(maxsize=256)

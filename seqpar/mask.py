@@ -119,7 +119,7 @@ class Mask:
         object.__setattr__(self, "_hash", hash(self.rules))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        return self._hash  # type: ignore[attr-defined]
 
     @staticmethod
     def full() -> Mask:
@@ -239,7 +239,9 @@ def _ints(name: str, value: Any) -> tuple[int, ...]:
     """``value`` as a flat tuple of ints."""
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
-            raise TypeError(f"{name}: a one-dimensional integer tensor is needed, not {value.dtype} of {value.dim()} dims")
+            raise TypeError(
+                f"{name}: a one-dimensional integer tensor is needed, not {value.dtype} of {value.dim()} dims"
+            )
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
         value = (value,)
@@ -264,4 +266,3 @@ def _batch_rows(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 def _short(values: Sequence[int]) -> str:
     shown = [str(v) for v in values[:8]] + (["..."] if len(values) > 8 else [])
     return f"[{', '.join(shown)}]"
-

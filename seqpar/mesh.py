@@ -10,12 +10,10 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 DIMENSIONS = ("dp", "ring", "ulysses", "tp")
-_SEQUENCE = "sequence"
+_SEQUENCE, _SEQUENCE_TP = "sequence", "sequence_tp"
 
 
-def init_mesh(
-    dp: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device_type: str | None = None
-) -> DeviceMesh:
+def init_mesh(dp: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
     """A DeviceMesh with the dimensions ``("dp", "ring", "ulysses", "tp")``.
 
     Starts the process group when none is running: from torchrun's environment, on any number of hosts, or for one
@@ -41,7 +39,9 @@ def init_mesh(
     if not dist.is_initialized():
         _start(device_type)
     mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
-    mesh["ring", "ulysses"]._flatten(_SEQUENCE)  # made now, by all ranks together
+    # Made now, by all ranks together.
+    mesh["ring", "ulysses"]._flatten(_SEQUENCE)
+    mesh["ring", "ulysses", "tp"]._flatten(_SEQUENCE_TP)
     return mesh
 
 
@@ -75,12 +75,15 @@ def _start(device_type: str) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def sequence_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> ProcessGroup | None:
+def sequence_group(
+    mesh: DeviceMesh | None = None, group: ProcessGroup | None = None, strategy: str | None = None
+) -> ProcessGroup | None:
     """The group over which the sequence is sharded.
 
     ``group`` itself; or the mesh's ring and ulysses dimensions together (rank = ring_rank * ulysses +
-    ulysses_rank); or a one-dimensional mesh's only group. With neither, the default group, and None when
-    torch.distributed is not initialised: one process.
+    ulysses_rank), and for ``strategy="tp_sp"`` its tp dimension too (tp_rank fastest); or a one-dimensional mesh's
+    only group. A mesh of tp alone shards the sequence over tp. With neither mesh nor group, the default group, and
+    None when torch.distributed is not initialised: one process.
     """
     if mesh is not None and group is not None:
         raise ValueError("mesh and group: give one of them, not both")
@@ -95,9 +98,22 @@ def sequence_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = 
     if mesh.ndim == 1:
         return mesh.get_group()
     names = _sequence_dimensions(mesh)
+    if "tp" in (mesh.mesh_dim_names or ()) and (strategy == "tp_sp" or mesh[names].size() == 1):
+        dimensions = (*names, "tp")
+        return mesh[dimensions]._flatten(_SEQUENCE_TP).get_group()
     if len(names) == 1:
         return mesh[names[0]].get_group()
     return mesh[names]._flatten(_SEQUENCE).get_group()
+
+
+def tensor_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """The group over which weights are sharded: ``group`` itself, the mesh's tp dimension, or a one-dimensional
+    mesh's only group."""
+    if mesh is None or mesh.ndim == 1:
+        return sequence_group(mesh, group)
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        raise ValueError(f"mesh with dimensions {mesh.mesh_dim_names}: a dimension named 'tp' is needed")
+    return mesh["tp"].get_group()
 
 
 def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from .check import check_choice, check_int
 from .comm import agree, all_gather
-from .layout import LAYOUTS, global_order, shard_length, shard_positions, shard_ranges
+from .layout import LAYOUTS, check_lengths, global_order, shard_length, shard_positions, shard_ranges
 from .mesh import rank_in, sequence_group, size_of
 
 
@@ -20,19 +20,21 @@ def shard(
     group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     layout: str = "contiguous",
+    strategy: str | None = None,
 ) -> Tensor:
     """This rank's part of ``x``, which every rank holds whole.
 
     Args:
         x: any tensor; ``dim`` is its sequence, of any length, fewer tokens than ranks included.
-        group, mesh: the ranks the sequence is sharded over (``seqpar.mesh.sequence_group``).
+        group, mesh: the ranks the sequence is sharded over: of a mesh ring x ulysses, and tp too for
+            ``strategy="tp_sp"`` or where it is all there is (``seqpar.mesh.sequence_group``).
         layout: "contiguous", "zigzag" or "striped". A length cut in ``m`` parts gives the first ``length % m`` parts
             one token more (``m`` is the number of ranks, twice that for zigzag).
 
     Differentiable: ``x`` is replicated, so its gradient is the whole one on every rank (gathered from the shards'),
     as in Megatron-LM. All ranks of the group must run the backward.
     """
-    group = sequence_group(mesh, group)
+    group = sequence_group(mesh, group, strategy)
     dim = _check(x, dim, layout)
     return x if group is None else _Shard.apply(x, dim, group, layout)
 
@@ -43,6 +45,7 @@ def unshard(
     group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     layout: str = "contiguous",
+    strategy: str | None = None,
 ) -> Tensor:
     """The whole tensor, on every rank, from the shards ``x_local`` that ``shard`` gives.
 
@@ -51,7 +54,7 @@ def unshard(
     Raises:
         ValueError: shards that do not have the lengths of the layout, or differ in another dimension.
     """
-    group = sequence_group(mesh, group)
+    group = sequence_group(mesh, group, strategy)
     if group is None:
         _check(x_local, dim, layout)
         return x_local
@@ -62,21 +65,19 @@ def unshard(
         return [x_local.shape[axis], x_local.element_size(), others]
 
     headers = agree(header, group)
-    seq_len = sum(length for length, _, _ in headers)
-    expected = [shard_length(seq_len, len(headers), rank, layout) for rank in range(len(headers))]
     lengths = [length for length, _, _ in headers]
-    if lengths != expected:
-        raise ValueError(
-            f"x_local: shards of {lengths} tokens along dim {dim}; {layout} cuts {seq_len} tokens in {expected}; "
-            "pass what seqpar.shard gives with the same layout"
-        )
+    check_lengths(lengths, layout)
     if len({size for _, size, _ in headers}) > 1 or len({n for _, _, n in headers if n >= 0}) > 1:
         raise ValueError(f"x_local: the ranks' shards differ in dtype or in a dimension other than {dim}")
     return _Unshard.apply(x_local, dim % x_local.dim(), group, layout, tuple(lengths))
 
 
 def positions(
-    seq_len: int, group: ProcessGroup | None = None, mesh: DeviceMesh | None = None, layout: str = "contiguous"
+    seq_len: int,
+    group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    layout: str = "contiguous",
+    strategy: str | None = None,
 ) -> Tensor:
     """Global positions of this rank's tokens, int64 ``[seq_local]``, increasing.
 
@@ -84,7 +85,7 @@ def positions(
     """
     check_int("seq_len", seq_len, 0)
     check_choice("layout", layout, LAYOUTS)
-    group = sequence_group(mesh, group)
+    group = sequence_group(mesh, group, strategy)
     return shard_positions(seq_len, size_of(group), rank_in(group), layout).clone()
 
 
@@ -132,9 +133,7 @@ class _Shard(torch.autograd.Function):
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, group: ProcessGroup, layout: str, lengths: tuple[int, ...]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, layout: str, lengths: tuple[int, ...]) -> Tensor:
         ctx.how = dim, group, layout
         return _join(x, dim, group, layout, lengths)
 

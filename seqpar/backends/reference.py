@@ -117,9 +117,7 @@ def _scores(q: Tensor, k: Tensor, rows: Rows, qs: slice, ks: slice, score: Score
 
 def _keep(q: Tensor, rows: Rows, qs: slice, ks: slice, score: Score) -> Tensor:
     heads = range(score.head_offset, score.head_offset + q.shape[2])
-    kept = keep_mask(
-        score.dropout_seed, score.dropout_p, q.shape[0], heads, rows.q_positions[qs], rows.k_positions[ks]
-    )
+    kept = keep_mask(score.dropout_seed, score.dropout_p, q.shape[0], heads, rows.q_positions[qs], rows.k_positions[ks])
     return kept.to(accumulator(q.dtype)) / (1 - score.dropout_p)
 
 

@@ -6,4 +6,14 @@ from .gather import all_gather
 from .heads import HeadExchange
 from .trace import Trace, trace
 
-__all__ = ["HeadExchange", "Pending", "Trace", "agree", "all_gather", "exchange", "global_length", "make_ready", "trace"]
+__all__ = [
+    "HeadExchange",
+    "Pending",
+    "Trace",
+    "agree",
+    "all_gather",
+    "exchange",
+    "global_length",
+    "make_ready",
+    "trace",
+]

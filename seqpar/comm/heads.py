@@ -82,12 +82,13 @@ class HeadExchange:
         rows = self._token_rows(tensors[0][0].device)
         ranges = [self.head_ranges(heads) for _, heads in tensors]
         sends = [[x.index_select(1, peer_rows) for x, _ in tensors] for peer_rows in rows]
-        shapes = [[(x.shape[0], len(rows[self.rank]), len(r[peer]), x.shape[3])
-                   for (x, _), r in zip(tensors, ranges, strict=True)] for peer in range(self.group.size())]  # fmt: skip
+        tokens = len(rows[self.rank])
+        shapes = [[(x.shape[0], tokens, len(r[peer]), x.shape[3]) for (x, _), r in zip(tensors, ranges, strict=True)]
+                  for peer in range(self.group.size())]  # fmt: skip
         received = _all_to_all(sends, shapes, self.group)
         results = []
         for i, (x, heads) in enumerate(tensors):
-            out = x.new_zeros(x.shape[0], len(rows[self.rank]), heads, x.shape[3])
+            out = x.new_zeros(x.shape[0], tokens, heads, x.shape[3])
             for peer, chunks in enumerate(received):
                 out[:, :, ranges[i][peer].start : ranges[i][peer].stop] += chunks[i]
             results.append(out)

@@ -14,7 +14,7 @@ from ..attention import attention
 from ..backends import BACKENDS
 from ..check import check_choice, check_dropout, check_int, check_number, check_options
 from ..comm import agree
-from ..layout import LAYOUTS, shard_length, shard_positions
+from ..layout import LAYOUTS, check_length, check_lengths, shard_positions
 from ..mask import Mask
 from ..mesh import rank_in, size_of
 from ..strategies import resolve, strategy_options
@@ -164,7 +164,7 @@ class AttentionLayer(nn.Module):
         Raises:
             TypeError, ValueError: bad input, before any payload is sent. RuntimeError: another rank's input was bad.
         """
-        group = resolve(self.strategy, self.mesh, self.group, self.strategy_options).sequence
+        group = self._sequence_group()
         dropout_p = self.dropout_p if self.training else 0.0
         # Where the layer asks the other ranks anyway, the seed goes along; else the attention sends it.
         seed = int(torch.randint(2**62, ()).item()) if dropout_p and seq_len is None else None
@@ -179,12 +179,35 @@ class AttentionLayer(nn.Module):
         else:
             check_int("seq_len", seq_len, 0)
             self._header(x_local, mask, positions, 0)
-            self._check_length(x_local, seq_len, group)
-        q, k, v = self._project(x_local)
+            check_length(x_local.shape[1], seq_len, size_of(group), rank_in(group), self.layout)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, seq_len))
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast the norm gives float32.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if self.rope is not None:
-            if positions is None:
-                positions = shard_positions(seq_len, size_of(group), rank_in(group), self.layout)
-            q, k = self.rope(q, k, positions, top)
+            q, k = self.rope(q, k, self._rotary_positions(positions, seq_len), top)
+        out = self._attend(q, k, v, mask, seq_len, dropout_p, seed)
+        return self._output(out.flatten(2), seq_len)
+
+    def _sequence_group(self) -> ProcessGroup | None:
+        """The ranks that the sequence is sharded over."""
+        return resolve(self.strategy, self.mesh, self.group, self.strategy_options).sequence
+
+    def _project(self, x: Tensor, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of the tokens this rank attends with, ``[batch, seq, heads * head_dim]``."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def _rotary_positions(self, positions: Tensor | None, seq_len: int) -> Tensor:
+        """The positions of those tokens: as given, else by the layout."""
+        if positions is not None:
+            return positions
+        group = self._sequence_group()
+        return shard_positions(seq_len, size_of(group), rank_in(group), self.layout)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, seq_len: int, dropout_p: float, seed: int | None
+    ) -> Tensor:
+        """Attention over the whole sequence, ``[batch, seq, heads, head_dim]``."""
         out = attention(
             q,
             k,
@@ -203,18 +226,12 @@ class AttentionLayer(nn.Module):
             **self.strategy_options,
         )
         assert isinstance(out, Tensor)
-        y: Tensor = self.o_proj(out.flatten(2))
-        return y
+        return out
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v ``[batch, seq, heads, head_dim]`` before the rotation."""
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast the norm gives float32.
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        return q, k, v
+    def _output(self, out: Tensor, seq_len: int) -> Tensor:
+        """The output projection, for this rank's tokens."""
+        y: Tensor = self.o_proj(out)
+        return y
 
     def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, seed: int) -> list[int]:
         """This rank's input, checked, as what the ranks must agree on and what they add up."""
@@ -240,23 +257,7 @@ class AttentionLayer(nn.Module):
             raise ValueError(f"batch: the ranks of the group differ: {batches}; pass the same on every rank")
         if len(set(digests)) > 1:
             raise ValueError("mask: the ranks of the group differ; pass the same on every rank")
-        total = sum(lengths)
-        if seq_len is not None and total != seq_len:
-            raise ValueError(f"seq_len={seq_len}: the shards hold {total} tokens together ({lengths})")
-        expected = [shard_length(total, len(lengths), rank, self.layout) for rank in range(len(lengths))]
-        if lengths != expected:
-            raise ValueError(
-                f"length: the ranks hold {lengths} tokens, but layout={self.layout!r} cuts {total} tokens in "
-                f"{expected}; pass what seqpar.shard gives with the same layout"
-            )
-
-    def _check_length(self, x: Tensor, seq_len: int, group: ProcessGroup | None) -> None:
-        expected = shard_length(seq_len, size_of(group), rank_in(group), self.layout)
-        if x.shape[1] != expected:
-            raise ValueError(
-                f"length: x_local has {x.shape[1]} tokens, but layout={self.layout!r} gives this rank {expected} "
-                f"of seq_len={seq_len}; pass what seqpar.shard gives"
-            )
+        check_lengths(lengths, self.layout, seq_len)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Names and kinds. What depends on the group is checked with it, when it is used."""
@@ -268,7 +269,8 @@ class AttentionLayer(nn.Module):
 
     def extra_repr(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.strategy_options.items())
-        return f"strategy={self.strategy!r}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, layout={self.layout!r}{options}"
+        heads = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}"
+        return f"strategy={self.strategy!r}, {heads}, layout={self.layout!r}{options}"
 
 
 class LocalAttention(AttentionLayer):
@@ -330,7 +332,7 @@ def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: i
     if head_dim is None:
         if hidden_size % heads:
             raise ValueError(
-                f"num_heads={heads}: it does not divide hidden_size={hidden_size}; pass head_dim, or heads that divide it"
+                f"num_heads={heads}: it does not divide hidden_size={hidden_size}; pass head_dim, or other heads"
             )
         head_dim = hidden_size // heads
     check_int("head_dim", head_dim, 1)

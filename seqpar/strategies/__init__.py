@@ -20,9 +20,7 @@ from .local import local
 from .ring import ring
 from .ulysses import ulysses
 
-STRATEGIES: dict[str, Callable[..., Groups]] = {
-    f.__name__: f for f in (local, ring, ulysses, context_parallel, hybrid)
-}
+STRATEGIES: dict[str, Callable[..., Groups]] = {f.__name__: f for f in (local, ring, ulysses, context_parallel, hybrid)}
 
 
 def strategy_options(strategy: str) -> list[str]:
@@ -30,9 +28,7 @@ def strategy_options(strategy: str) -> list[str]:
     return list(inspect.signature(STRATEGIES[strategy]).parameters)[2:]
 
 
-def resolve(
-    strategy: str, mesh: DeviceMesh | None, group: ProcessGroup | None, options: dict[str, Any]
-) -> Groups:
+def resolve(strategy: str, mesh: DeviceMesh | None, group: ProcessGroup | None, options: dict[str, Any]) -> Groups:
     """The groups of a strategy.
 
     Raises:

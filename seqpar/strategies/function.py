@@ -108,8 +108,7 @@ class SequenceParallelAttention(torch.autograd.Function):
         )
         if index is not None:
             dk, dv = (
-                torch.zeros_like(x, dtype=g.dtype).index_add_(2, index.to(g.device), g)
-                for x, g in ((k, dk), (v, dv))
+                torch.zeros_like(x, dtype=g.dtype).index_add_(2, index.to(g.device), g) for x, g in ((k, dk), (v, dv))
             )
         if dsinks is not None:
             heads, _ = call.local_heads()
@@ -148,5 +147,3 @@ def _head_gradients(
         (columns,) = exchange.to_heads([(columns, call.heads)])
         dlse = columns.squeeze(-1).transpose(1, 2)
     return dout, dlse
-
-

@@ -1,4 +1,5 @@
-"""Ulysses inside, ring across: the two-dimensional scheme of USP (Fang and Zhao, 2024) and LoongTrain (Gu et al., 2024).
+"""Ulysses inside, ring across: the two-dimensional scheme of USP (Fang and Zhao, 2024) and LoongTrain (Gu et al.,
+2024).
 
 All-to-all in subgroups of ``ulysses_size`` ranks that sit close together, ring among the subgroups: degrees beyond
 the number of heads, and a ring with fewer and longer steps.
