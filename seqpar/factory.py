@@ -13,6 +13,7 @@ from .layers import (
     ContextParallelAttention,
     HybridAttention,
     LocalAttention,
+    MegatronAttention,
     RingAttention,
     RotaryEmbedding,
     UlyssesAttention,
@@ -21,7 +22,14 @@ from .layers import (
 # A strategy's layer joins by standing here.
 LAYERS: dict[str, type[AttentionLayer]] = {
     layer.strategy: layer
-    for layer in (LocalAttention, RingAttention, UlyssesAttention, ContextParallelAttention, HybridAttention)
+    for layer in (
+        LocalAttention,
+        RingAttention,
+        UlyssesAttention,
+        ContextParallelAttention,
+        HybridAttention,
+        MegatronAttention,
+    )
 }
 
 
@@ -52,11 +60,12 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     ``layer(x_local [batch, seq, hidden], mask=seqpar.Mask.causal())`` gives ``y_local`` of the same shape.
 
     Args:
-        strategy: "local", "ring", "ulysses", "context_parallel" or "hybrid".
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "tp_sp".
         others: see ``AttentionLayer``; ``strategy_options`` are those of the strategy's own class.
 
     Returns:
-        One of LocalAttention, RingAttention, UlyssesAttention, ContextParallelAttention, HybridAttention.
+        One of LocalAttention, RingAttention, UlyssesAttention, ContextParallelAttention, HybridAttention,
+        MegatronAttention.
 
     Raises:
         ValueError: an unknown strategy (with the nearest name), or arguments that do not fit. TypeError: arguments

@@ -101,9 +101,13 @@ def sequence_group(
     if "tp" in (mesh.mesh_dim_names or ()) and (strategy == "tp_sp" or mesh[names].size() == 1):
         dimensions = (*names, "tp")
         return mesh[dimensions]._flatten(_SEQUENCE_TP).get_group()
-    if len(names) == 1:
-        return mesh[names[0]].get_group()
-    return mesh[names]._flatten(_SEQUENCE).get_group()
+    return context_group(mesh)
+
+
+def context_group(mesh: DeviceMesh) -> ProcessGroup:
+    """The mesh's ring and ulysses dimensions together, whatever its tp dimension is used for."""
+    names = _sequence_dimensions(mesh)
+    return mesh[names[0]].get_group() if len(names) == 1 else mesh[names]._flatten(_SEQUENCE).get_group()
 
 
 def tensor_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> ProcessGroup | None:

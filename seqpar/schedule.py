@@ -262,7 +262,7 @@ def head_range(heads: int, ranks: int, rank: int) -> range:
 def kv_head_range(heads: int, kv_heads: int, ranks: int, rank: int) -> range:
     """The key/value heads that the query heads of that rank read. Ranks share one where they must."""
     queries = head_range(heads, ranks, rank)
-    group = heads // kv_heads
     if not len(queries):
         return range(0)
+    group = heads // kv_heads
     return range(queries.start // group, (queries.stop - 1) // group + 1)

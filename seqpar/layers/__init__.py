@@ -9,6 +9,7 @@ from .attention import (
     UlyssesAttention,
 )
 from .gradients import sync_gradients
+from .megatron import MegatronAttention, MegatronMLP, SequenceParallelNorm
 from .rotary import RotaryEmbedding
 
 __all__ = [
@@ -16,8 +17,11 @@ __all__ = [
     "ContextParallelAttention",
     "HybridAttention",
     "LocalAttention",
+    "MegatronAttention",
+    "MegatronMLP",
     "RingAttention",
     "RotaryEmbedding",
+    "SequenceParallelNorm",
     "UlyssesAttention",
     "sync_gradients",
 ]

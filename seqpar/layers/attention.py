@@ -24,7 +24,7 @@ from .rotary import RotaryEmbedding
 _NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 
 
-class _Where:
+class Where:
     """The mesh or group of a layer. A copy of the layer works on the same one: groups cannot be copied."""
 
     def __init__(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
@@ -37,7 +37,7 @@ class _Where:
         self.mesh = mesh
         self.group = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Where:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Where:
         return self
 
 
@@ -113,18 +113,22 @@ class AttentionLayer(nn.Module):
         self.dropout_p = check_dropout(dropout_p)
         self.backend = backend
         self.strategy_options = strategy_options
-        self._where = _Where(mesh, group)
+        self._where = Where(mesh, group)
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
-        out_bias = bias if out_bias is None else out_bias
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **kind)
-        self.k_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, **kind)
-        self.v_proj = nn.Linear(hidden_size, kv_heads * head_dim, bias=bias, **kind)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=out_bias, **kind)
+        self._build(bias, bias if out_bias is None else out_bias, sinks, kind)
         self.q_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **kind) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **kind) if qk_norm else None
-        self.sinks = nn.Parameter(torch.empty(num_heads, **kind)) if sinks else None
         self.rope = rope
         self.reset_parameters()
+
+    def _build(self, bias: bool, out_bias: bool, sinks: bool, kind: dict[str, Any]) -> None:
+        """Make the projections and the sinks."""
+        hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, queries, bias=bias, **kind)
+        self.k_proj = nn.Linear(hidden, keys, bias=bias, **kind)
+        self.v_proj = nn.Linear(hidden, keys, bias=bias, **kind)
+        self.o_proj = nn.Linear(queries, hidden, bias=out_bias, **kind)
+        self.sinks = nn.Parameter(torch.empty(self.num_heads, **kind)) if sinks else None
 
     def reset_parameters(self) -> None:
         """Initialise the parameters that belong to no submodule (as FSDP asks of modules made on "meta")."""

@@ -13,16 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import agree
 from ..comm.trace import count_sent
-from ..mesh import sequence_group
+from ..mesh import context_group, sequence_group, size_of
+from .tensor_parallel import shard_of
 
 _BUCKET_BYTES = 64 << 20
 
 
 def sync_gradients(module: nn.Module, mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> None:
-    """Sum the gradients of ``module``'s parameters over the sequence group, in place.
+    """Sum the gradients of ``module``'s parameters over the ranks that hold the same weights, in place.
 
     Call it after ``backward`` and before anything reads the gradients (clipping, the optimizer). Each rank's loss is
     its tokens' share of the whole loss, so that the sum of the shares' gradients is the whole gradient.
+
+    Weights that tensor-parallel layers shard are summed over the mesh's ring and ulysses dimensions only. All others
+    are summed over the whole sequence group, which includes tp where the module has such layers.
 
     Half-precision gradients are summed in float32 and rounded once. A parameter with a gradient on some ranks only
     counts as zero on the others (and has one everywhere afterwards); one without any stays without. Of a DTensor
@@ -36,10 +40,23 @@ def sync_gradients(module: nn.Module, mesh: DeviceMesh | None = None, group: Pro
     Raises:
         ValueError: the ranks' parameters differ in number, name, shape or dtype. TypeError: a sparse gradient.
     """
-    group = sequence_group(mesh, group)
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    sharded = [(name, p) for name, p in named if (shard := shard_of(p)) is not None and size_of(shard.group) > 1]
+    if not sharded:
+        _sync(named, sequence_group(mesh, group))
+        return
+    tensor = {shard.group for _, p in sharded if (shard := shard_of(p)) is not None}
+    context = sequence_group(mesh, group) if mesh is None or mesh.ndim == 1 else context_group(mesh)
+    if context not in tensor:  # on a plain group, the tokens are sharded over the same ranks as the weights
+        _sync(sharded, context)
+    sharded_ids = {id(p) for _, p in sharded}
+    _sync([(name, p) for name, p in named if id(p) not in sharded_ids], sequence_group(mesh, group, "tp_sp"))
+
+
+def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None) -> None:
+    """Sum the gradients of these parameters over ``group``."""
     if group is None or group.size() == 1:
         return
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
 
     def header() -> list[int]:
