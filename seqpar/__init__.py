@@ -21,7 +21,10 @@ from .layers import (
     RotaryEmbedding,
     SequenceParallelNorm,
     UlyssesAttention,
+    VocabParallelEmbedding,
+    VocabParallelHead,
     sync_gradients,
+    vocab_parallel_cross_entropy,
 )
 from .mask import Mask
 from .mesh import init_mesh
@@ -43,6 +46,8 @@ __all__ = [
     "SequenceParallelNorm",
     "Trace",
     "UlyssesAttention",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "attention",
     "backends",
     "context_parallel_attention",
@@ -55,4 +60,5 @@ __all__ = [
     "trace",
     "ulysses_attention",
     "unshard",
+    "vocab_parallel_cross_entropy",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 
@@ -73,6 +74,13 @@ def _start(device_type: str) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    # What starts the group ends it: gloo's threads must not outlive the interpreter.
+    atexit.register(_stop)
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def sequence_group(

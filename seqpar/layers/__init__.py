@@ -11,6 +11,7 @@ from .attention import (
 from .gradients import sync_gradients
 from .megatron import MegatronAttention, MegatronMLP, SequenceParallelNorm
 from .rotary import RotaryEmbedding
+from .vocab import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [
     "AttentionLayer",
@@ -23,5 +24,8 @@ __all__ = [
     "RotaryEmbedding",
     "SequenceParallelNorm",
     "UlyssesAttention",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "sync_gradients",
+    "vocab_parallel_cross_entropy",
 ]

@@ -279,15 +279,15 @@ def gathered_pieces(x: Tensor, group: ProcessGroup | None, overlap: str, hidden_
 
 def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, kind: dict[str, Any]) -> nn.Linear:
     """This rank's rows of a column-parallel projection."""
-    return _cut(nn.Linear(hidden_size, shard.size, bias=bias, **kind), {"weight": shard, "bias": shard})
+    return cut_linear(nn.Linear(hidden_size, shard.size, bias=bias, **kind), {"weight": shard, "bias": shard})
 
 
 def row_parallel(hidden_size: int, shard: WeightShard, bias: bool, kind: dict[str, Any]) -> nn.Linear:
     """This rank's columns of a row-parallel projection; its bias is whole."""
-    return _cut(nn.Linear(shard.size, hidden_size, bias=bias, **kind), {"weight": shard})
+    return cut_linear(nn.Linear(shard.size, hidden_size, bias=bias, **kind), {"weight": shard})
 
 
-def _cut(whole: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
+def cut_linear(whole: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
     """Keep this rank's shards of a whole layer, so that one seed gives the same model for every number of ranks."""
     for name, shard in shards.items():
         weight = getattr(whole, name)
@@ -301,7 +301,7 @@ def _cut(whole: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
 def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], pieces: Pieces | None) -> list[Tensor]:
     """Gather the sequence and project it, ``[batch, tokens, out_local]`` for each of ``linears``."""
     if pieces is None:
-        return [linear(x) for linear in linears]
+        return [F.linear(x, linear.weight, linear.bias) for linear in linears]
     outs = gather_linear(x, [sum_shared(linear.weight) for linear in linears], pieces)
     biases = [linear.bias for linear in linears]
     return [y if b is None else y + sum_shared(b) for y, b in zip(outs, biases, strict=True)]
