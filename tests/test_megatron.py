@@ -255,7 +255,8 @@ def _load(group: ProcessGroup, strategy: str, heads: tuple[int, int], path: str)
     ("saver", "loader"),
     [
         (("tp_sp", 4), ("tp_sp", 2)), (("tp_sp", 2), ("tp_sp", 8)), (("tp_sp", 4), ("ring", 2)),
-        (("ring", 4), ("tp_sp", 4)), (("tp_sp", 3), ("local", 1)), (("local", 1), ("tp_sp", 3)), (("ulysses", 2), ("hybrid", 4)),
+        (("ring", 4), ("tp_sp", 4)), (("tp_sp", 3), ("local", 1)), (("local", 1), ("tp_sp", 3)),
+        (("ulysses", 2), ("hybrid", 4)),
         (("context_parallel", 2), ("tp_sp", 2)),
     ],
     ids=str,
