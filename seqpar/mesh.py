@@ -139,16 +139,47 @@ def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Subgroup:
+    """Some ranks of a process group, which all of them know and none has to set up: a group within a group.
+
+    Making a process group of a group's ranks needs every rank of the world, or every member to have made as many
+    groups before (torch names them by that number); a subgroup needs nobody.
+    """
+
+    whole: ProcessGroup
+    ranks: tuple[int, ...]  # in ``whole``
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(self.whole.rank())
+
+
+Ranks = ProcessGroup | Subgroup
+
+
+def whole_group(ranks: Ranks) -> ProcessGroup:
+    """The process group that carries the messages of ``ranks``."""
+    return ranks.whole if isinstance(ranks, Subgroup) else ranks
+
+
+def rank_in_whole(ranks: Ranks, rank: int) -> int:
+    """The rank in that process group of ``rank`` of ``ranks``."""
+    return ranks.ranks[rank] if isinstance(ranks, Subgroup) else rank
+
+
+@dataclass(frozen=True)
 class Groups:
-    """The process groups of one attention call; a None stands for one rank.
+    """Who takes part in one attention call; a None stands for one rank.
 
     The sequence is sharded over ``sequence``; heads and tokens change places inside ``ulysses``; keys and values
     travel inside ``ring``. ``gather``: the ring's keys are fetched in one step.
     """
 
     sequence: ProcessGroup | None = None
-    ring: ProcessGroup | None = None
-    ulysses: ProcessGroup | None = None
+    ring: Ranks | None = None
+    ulysses: Ranks | None = None
     gather: bool = False
 
     @property
@@ -164,26 +195,20 @@ class Groups:
         return size_of(self.ulysses)
 
 
-def size_of(group: ProcessGroup | None) -> int:
+def size_of(group: Ranks | None) -> int:
     """Ranks in ``group``; None is one rank."""
     return 1 if group is None else group.size()
 
 
-def rank_in(group: ProcessGroup | None) -> int:
+def rank_in(group: Ranks | None) -> int:
     """This process's rank in ``group``; None is one rank."""
     return 0 if group is None else group.rank()
 
 
-_SUBGROUPS: dict[tuple[ProcessGroup, int], tuple[ProcessGroup, ProcessGroup]] = {}
-
-
 def two_dimensional(
     mesh: DeviceMesh | None, group: ProcessGroup | None, ulysses_size: int | None
-) -> tuple[ProcessGroup | None, ProcessGroup | None]:
-    """The (ring, ulysses) groups of a hybrid: the mesh's dimensions, or a plain group cut by ``ulysses_size``.
-
-    The subgroups of a plain group are made at first use, by all its ranks together, and kept.
-    """
+) -> tuple[Ranks | None, Ranks | None]:
+    """The (ring, ulysses) ranks of a hybrid: the mesh's dimensions, or a plain group cut by ``ulysses_size``."""
     if mesh is not None and mesh.ndim > 1 and ulysses_size is None:
         names = _sequence_dimensions(mesh)
         ring, ulysses = (mesh[name].get_group() if name in names else None for name in ("ring", "ulysses"))
@@ -201,16 +226,6 @@ def two_dimensional(
         return whole, None
     if ulysses_size == ranks:
         return None, whole
-    key = (whole, ulysses_size)
-    if key not in _SUBGROUPS:
-        _SUBGROUPS[key] = _cut(whole, ulysses_size)
-    return _SUBGROUPS[key]
-
-
-def _cut(group: ProcessGroup, ulysses_size: int) -> tuple[ProcessGroup, ProcessGroup]:
-    ranks = dist.get_process_group_ranks(group)
-    ring_rank, ulysses_rank = divmod(group.rank(), ulysses_size)
-    ring = dist.new_group(ranks[ulysses_rank::ulysses_size], use_local_synchronization=True)
-    start = ring_rank * ulysses_size
-    ulysses = dist.new_group(ranks[start : start + ulysses_size], use_local_synchronization=True)
-    return ring, ulysses
+    first = rank_in(whole) // ulysses_size * ulysses_size
+    across = range(rank_in(whole) % ulysses_size, ranks, ulysses_size)
+    return Subgroup(whole, tuple(across)), Subgroup(whole, tuple(range(first, first + ulysses_size)))

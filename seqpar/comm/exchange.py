@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..mesh import Ranks, rank_in_whole, whole_group
 from .trace import count_sent
 
 Message = tuple[int, Tensor]
@@ -31,30 +33,34 @@ class Pending:
 _ready: set[ProcessGroup] = set()
 
 
-def make_ready(group: ProcessGroup | None, device: torch.device) -> None:
-    """Set up the group's connections, once, by all its ranks together.
+def make_ready(ranks: Ranks | None, device: torch.device) -> None:
+    """Set up the connections between ``ranks``, once, by all of their process group together.
 
     NCCL makes its communicator at a group's first operation, in which every rank must take part; but a step of a
     schedule may leave some ranks out.
     """
-    if group is None or device.type == "cpu" or group in _ready:
+    if ranks is None or device.type == "cpu" or (group := whole_group(ranks)) in _ready:
         return
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     _ready.add(group)
 
 
-def exchange(sends: Sequence[Message], receives: Sequence[Message], group: ProcessGroup | None) -> Pending:
-    """Start sending and receiving ``(rank in group, contiguous tensor)`` messages, and return at once.
+def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None) -> Pending:
+    """Start sending and receiving ``(rank in ranks, contiguous tensor)`` messages, and return at once.
 
     Both ends must name the messages between them in the same order. On CUDA the transfer starts when the work
     already queued on the current stream is done, and runs on NCCL's own stream.
     """
     if not sends and not receives:
         return Pending([], [])
-    assert group is not None
-    ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends if tensor.numel()]
-    ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives if tensor.numel()]
+    assert ranks is not None
+    ops = [_operation(dist.isend, peer, tensor, ranks) for peer, tensor in sends if tensor.numel()]
+    ops += [_operation(dist.irecv, peer, tensor, ranks) for peer, tensor in receives if tensor.numel()]
     for _, tensor in sends:
         count_sent(tensor.numel() * tensor.element_size())
     works = dist.batch_isend_irecv(ops) if ops else []
     return Pending(works, [tensor for _, tensor in (*sends, *receives)])
+
+
+def _operation(kind: Callable[..., Any], peer: int, tensor: Tensor, ranks: Ranks) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, group=whole_group(ranks), group_peer=rank_in_whole(ranks, peer))

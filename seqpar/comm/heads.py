@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from ..mesh import Ranks, rank_in_whole, whole_group
 from ..schedule import Shards, head_range, kv_head_range, on_device
 from .trace import count_sent
 
@@ -27,7 +27,7 @@ class HeadExchange:
     group, in increasing position, and this rank's heads.
     """
 
-    group: ProcessGroup
+    group: Ranks
     shards: Shards
     ring_rank: int
     heads: int
@@ -96,7 +96,7 @@ class HeadExchange:
 
 
 def _all_to_all(
-    sends: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], group: ProcessGroup
+    sends: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], ranks: Ranks
 ) -> list[list[Tensor]]:
     """One uneven all-to-all of lists of tensors of one dtype: ``sends[peer]`` goes to ``peer``.
 
@@ -108,8 +108,13 @@ def _all_to_all(
     counts = [[torch.Size(s).numel() for s in peer_shapes] for peer_shapes in shapes]
     receive_sizes = [sum(c) * like.element_size() for c in counts]
     received = packed.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(received, packed, receive_sizes, send_sizes, group=group)
-    away = [size for peer, size in enumerate(send_sizes) if peer != group.rank() and size]
+    group = whole_group(ranks)
+    receive_splits, send_splits = [0] * group.size(), [0] * group.size()
+    for peer, (coming, going) in enumerate(zip(receive_sizes, send_sizes, strict=True)):
+        receive_splits[rank_in_whole(ranks, peer)] = coming
+        send_splits[rank_in_whole(ranks, peer)] = going
+    dist.all_to_all_single(received, packed, receive_splits, send_splits, group=group)
+    away = [size for peer, size in enumerate(send_sizes) if peer != ranks.rank() and size]
     count_sent(sum(away), len(away))
     pieces = iter(received.view(like.dtype).split([c for peer in counts for c in peer]))
     return [[next(pieces).view(shape) for shape in peer_shapes] for peer_shapes in shapes]

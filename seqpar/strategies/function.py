@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..backends import Score
 from ..backends.base import accumulator
 from ..comm import HeadExchange, agree
 from ..mask import Mask
-from ..mesh import Groups
+from ..mesh import Groups, Ranks, whole_group
 from ..schedule import Shards, Step, attention_steps, head_range, kv_head_range
 from .visit import visit_backward, visit_forward
 
@@ -32,7 +31,7 @@ class Call:
     return_lse: bool
 
     @property
-    def ring(self) -> ProcessGroup | None:
+    def ring(self) -> Ranks | None:
         return self.groups.ring
 
     def steps(self) -> tuple[Step, ...]:
@@ -139,7 +138,7 @@ def _head_gradients(
     if dout is None:
         dout = q.new_zeros(batch, tokens, call.heads, head_dim)
     (dout,) = exchange.to_heads([(dout, call.heads)])
-    if call.return_lse and any(has for (has,) in agree(lambda: [dlse is not None], exchange.group)):
+    if call.return_lse and any(has for (has,) in agree(lambda: [dlse is not None], whole_group(exchange.group))):
         dtype = accumulator(q.dtype)
         columns = q.new_zeros(batch, tokens, call.heads, 1, dtype=dtype)
         if dlse is not None:

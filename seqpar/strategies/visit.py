@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..backends import Score, select
 from ..backends.base import Carry, accumulator, empty_carry, finish
 from ..comm import Pending, exchange, make_ready
 from ..comm.trace import count_hop
+from ..mesh import Ranks
 from ..schedule import Rows, Step, on_device
 
 
@@ -43,7 +43,7 @@ class _Visit:
         return k, v
 
 
-def _start(step: Step, k: Tensor, v: Tensor, group: ProcessGroup | None) -> _Visit:
+def _start(step: Step, k: Tensor, v: Tensor, group: Ranks | None) -> _Visit:
     if step.fetch:
         count_hop()
     received = [_room(x, len(t.rows)) for t in step.fetch for x in (k, v)]
@@ -62,7 +62,7 @@ def _room(like: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def visit_forward(
-    steps: tuple[Step, ...], q: Tensor, k: Tensor, v: Tensor, score: Score, backend: str, group: ProcessGroup | None
+    steps: tuple[Step, ...], q: Tensor, k: Tensor, v: Tensor, score: Score, backend: str, group: Ranks | None
 ) -> Carry:
     """Attention of the local queries over the keys of the whole ring.
 
@@ -94,7 +94,7 @@ def visit_backward(
     dlse: Tensor | None,
     score: Score,
     backend: str,
-    group: ProcessGroup | None,
+    group: Ranks | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the local ``q, k, v`` (float32, float64 for float64) and this rank's share of the sinks'."""
     dtype = accumulator(q.dtype)
@@ -146,7 +146,7 @@ class _Homeward:
             transfer.rows.add_to(dv, self.received[2 * i + 1])
 
 
-def _send_home(step: Step, dkeys: Tensor, dvalues: Tensor, group: ProcessGroup | None) -> _Homeward:
+def _send_home(step: Step, dkeys: Tensor, dvalues: Tensor, group: Ranks | None) -> _Homeward:
     if step.order is not None:
         back = on_device(step.order, dkeys.device).argsort()
         dkeys, dvalues = dkeys.index_select(1, back), dvalues.index_select(1, back)
