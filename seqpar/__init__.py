@@ -29,6 +29,7 @@ from .layers import (
 from .mask import Mask
 from .mesh import init_mesh
 from .sharding import positions, shard, unshard
+from .strategies import keep_attention
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "context_parallel_attention",
     "hybrid_attention",
     "init_mesh",
+    "keep_attention",
     "positions",
     "ring_attention",
     "shard",

@@ -17,6 +17,7 @@ from .context_parallel import context_parallel
 from .function import Call, SequenceParallelAttention
 from .hybrid import hybrid
 from .local import local
+from .recompute import keep_attention
 from .ring import ring
 from .ulysses import ulysses
 
@@ -39,4 +40,4 @@ def resolve(strategy: str, mesh: DeviceMesh | None, group: ProcessGroup | None, 
     return STRATEGIES[strategy](mesh, group, **options)
 
 
-__all__ = ["STRATEGIES", "Call", "SequenceParallelAttention", "resolve", "strategy_options"]
+__all__ = ["STRATEGIES", "Call", "SequenceParallelAttention", "keep_attention", "resolve", "strategy_options"]

@@ -14,6 +14,7 @@ from ..comm import HeadExchange, agree
 from ..mask import Mask
 from ..mesh import Groups, Ranks, whole_group
 from ..schedule import Shards, Step, attention_steps, head_range, kv_head_range
+from .recompute import kept
 from .visit import visit_backward, visit_forward
 
 
@@ -75,16 +76,21 @@ class SequenceParallelAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         exchange = call.exchange()
         if exchange is not None:
-            q, k, v = exchange.to_heads([(q, call.heads), (k, call.kv_heads), (v, call.kv_heads)])
+            kinds = (call.heads, call.kv_heads, call.kv_heads)
+            to_heads = exchange.to_heads
+            q, k, v = kept(lambda *qkv: tuple(to_heads(list(zip(qkv, kinds, strict=True)))), q, k, v)
         else:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         index = call.kv_index()
         keys, values = (k, v) if index is None else (x.index_select(2, index.to(x.device)) for x in (k, v))
-        out, lse = visit_forward(call.steps(), q, keys, values, call.local_score(), call.backend, call.ring)
+        score = call.local_score()
+        steps = call.steps()
+        out, lse = kept(lambda q, k, v: visit_forward(steps, q, k, v, score, call.backend, call.ring), q, keys, values)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         if exchange is not None:
-            (out,) = exchange.to_sequence([(out, call.heads)])
+            to_sequence = exchange.to_sequence
+            (out,) = kept(lambda out: tuple(to_sequence([(out, call.heads)])), out)
             if call.return_lse:
                 (columns,) = exchange.to_sequence([(lse.transpose(1, 2).unsqueeze(-1).contiguous(), call.heads)])
                 lse = columns.squeeze(-1).transpose(1, 2)
