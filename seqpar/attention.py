@@ -101,6 +101,8 @@ def attention(
         check_int("seq_len", seq_len, 0)
     if dropout_seed is not None:
         check_int("dropout_seed", dropout_seed, 0)
+        if dropout_seed >= 2**63:
+            raise ValueError(f"dropout_seed={dropout_seed}: a seed in [0, 2**63) is needed")
     seed: int = dropout_seed or 0
     if dropout_p and dropout_seed is None:
         seed = int(torch.randint(2**62, ()).item())

@@ -91,8 +91,8 @@ class RotaryEmbedding(nn.Module):
         if self.needs_length and length is None:
             length = int(positions.max().item()) + 1 if positions.numel() else 1
         inverse, factor = self._frequencies(length, device)
-        positions = positions.to(device)
-        angles = positions.reshape(-1, positions.shape[-1], 1, 1).to(dtype) * inverse.to(dtype)
+        by_row = (positions if positions.dim() == 2 else positions[None]).to(device, dtype)
+        angles = by_row[:, :, None, None] * inverse.to(dtype)
         return angles.cos() * factor, angles.sin() * factor
 
     def _frequencies(self, length: int | None, device: torch.device) -> Frequencies:

@@ -1,0 +1,152 @@
+"""``seqpar demo``: one training run under every strategy, and proof that they are the same run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .config import TrainConfig
+from .data import read_corpus
+from .errors import BAD_OPTION, CommandError, bad_options
+from .launch import cores, launch, threads_per_rank
+from .report import PLOT_NEEDS, can_plot, human_bytes, make_folder, plot_comparison, write_csv
+
+ONE = "one process"
+# Learning amplifies rounding; a wrong gradient shows far above this.
+_AGREE = 0.02
+
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    "ring, zigzag": {"strategy": "ring", "layout": "zigzag"},
+    "ring, striped": {"strategy": "ring", "layout": "striped"},
+    "ulysses": {"strategy": "ulysses", "layout": "contiguous"},
+    "context_parallel all_gather": {"strategy": "context_parallel", "comm": "all_gather", "layout": "zigzag"},
+    "tp_sp": {"strategy": "tp_sp", "layout": "contiguous"},
+    "hybrid": {"strategy": "hybrid", "layout": "zigzag"},
+}
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What one run left behind."""
+
+    name: str
+    losses: list[float]
+    summary: dict[str, Any]
+
+    def gap(self, other: _Result) -> float:
+        """Largest difference of the loss at any step."""
+        return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+
+
+def demo(
+    nproc: Annotated[int, typer.Option(help="Ranks of each parallel run, started on this machine.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 50,
+    seq_len: Annotated[int, typer.Option(help="Tokens (bytes) of a sequence.")] = 2048,
+    mask: Annotated[str, typer.Option(help="As of seqpar train.")] = "causal",
+    text: Annotated[str | None, typer.Option(help="Text file (default: this package's own sources).")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    out: Annotated[str, typer.Option(help="Folder for the table, the plot and each run's files.")] = "demo",
+    deadline: Annotated[float, typer.Option(help="Seconds for each run.")] = 300.0,
+) -> None:
+    """Train one model on one process and under each strategy, and compare: a few minutes on two cores.
+
+    Every run starts fresh processes with the same weights and the same data. The loss curves must agree.
+    """
+    if nproc < 2:
+        raise CommandError(f"nproc={nproc}: at least 2 are needed to compare with one process", BAD_OPTION)
+    base = TrainConfig(
+        text=text, mask=mask, seq_len=seq_len, steps=steps, seed=seed, device=device, layers=2, hidden=256, heads=8,
+        kv_heads=4, lr=3e-3, deadline=deadline, plot=False,
+    )  # fmt: skip
+    runs = {ONE: (1, replace(base, strategy="local", layout="contiguous"))}
+    runs |= {name: (nproc, replace(base, **options)) for name, options in _STRATEGIES.items()}
+    folder = Path(out)
+    with bad_options():
+        for ranks, config in runs.values():
+            config.check(ranks)
+        corpus = read_corpus(text)
+        make_folder(folder)
+    corpus.save(folder / "text.txt")  # every run reads the same, whatever happens to the file
+    runs = {name: (ranks, replace(c, text=str(folder / "text.txt"))) for name, (ranks, c) in runs.items()}
+    console = Console()
+    console.print(
+        f"Training on {corpus.name} ({len(corpus.data):,} bytes), {steps} steps of {seq_len:,} tokens: on one process, "
+        f"then on {nproc} processes with {threads_per_rank(nproc)} thread(s) each; {cores()} cores."
+    )
+    start = time.perf_counter()
+    results = [_run(name, ranks, config, folder) for name, (ranks, config) in runs.items()]
+    _report(results, folder, console, f"{seq_len:,} tokens a sequence, {mask} mask, {nproc} ranks")
+    console.print(f"[dim]{time.perf_counter() - start:.0f} s in all; everything is in {out}[/]")
+    apart = [r.name for r in results if not r.gap(results[0]) <= _AGREE]
+    if apart:
+        raise CommandError(f"the loss of {' and '.join(apart)} is more than {_AGREE} from that of one process")
+
+
+def _run(name: str, ranks: int, config: TrainConfig, folder: Path) -> _Result:
+    """Train in fresh processes, and read what they wrote."""
+    out = folder / name.replace(", ", "-").replace(" ", "-")
+    config = replace(config, out=str(out), title=name)
+    (out / "summary.json").unlink(missing_ok=True)
+    try:
+        launch(["-m", "seqpar.cli.worker", config.to_json()], ranks, config.deadline)
+    except CommandError as error:
+        raise CommandError(f"{name}: {error}", error.code) from error
+    with (out / "losses.csv").open(newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    return _Result(name, losses, json.loads((out / "summary.json").read_text()))
+
+
+def _report(results: list[_Result], folder: Path, console: Console, title: str) -> None:
+    one = results[0]
+    rows = [
+        {
+            "run": r.name,
+            "ranks": r.summary["ranks"],
+            "first_loss": r.losses[0],
+            "final_loss": r.losses[-1],
+            "largest_difference": r.gap(one),
+            "tokens_per_second": r.summary["tokens_per_second"],
+            "peak_memory_per_rank": max(r.summary["peak_memory_per_rank"]),
+            "attention_bytes_per_token": r.summary["attention_bytes_per_token"],
+            "gradient_bytes_per_step": r.summary["gradient_bytes_per_step"],
+        }
+        for r in results
+    ]
+    write_csv(folder / "demo.csv", rows)
+    curves = [{"step": i + 1, **{r.name: r.losses[i] for r in results}} for i in range(len(one.losses))]
+    write_csv(folder / "curves.csv", curves)
+    table = Table(title=f"The same training under every strategy: {title}", title_justify="left")
+    table.add_column("run")
+    for heading in ("final\nloss", "largest\ndifference", "tokens/s", "peak memory\nper rank", "sent\nper token"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["run"],
+            f"{row['final_loss']:.4f}",
+            "" if row["run"] == ONE else f"{row['largest_difference']:.1e}",
+            f"{row['tokens_per_second']:,.0f}",
+            human_bytes(row["peak_memory_per_rank"]),
+            human_bytes(row["attention_bytes_per_token"]),
+            end_section=row["run"] == ONE,
+        )
+    console.print(table)
+    gradients = human_bytes(rows[-1]["gradient_bytes_per_step"])
+    console.print(
+        f"[dim]The loss began at {one.losses[0]:.4f}. Largest difference: of the loss from one process's, over all "
+        "steps. Peak memory: the largest rank's resident memory above what it held before the model was made. Sent: "
+        "payload of attention, forward and backward, all ranks together; the sum of the weights' gradients "
+        f"({gradients} a step) is the same for all.[/]"
+    )
+    if can_plot():
+        plot_comparison(folder / "demo.png", {r.name: r.losses for r in results}, title)
+    else:
+        console.print(PLOT_NEEDS)
