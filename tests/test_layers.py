@@ -538,19 +538,19 @@ def test_a_checkpoint_loads_under_another_strategy_and_size(pool: Pool, tmp_path
 def summed(group: ProcessGroup, dtype: torch.dtype) -> dict[str, Tensor | None]:
     """Gradients that only some ranks have, none at all, frozen and shared parameters."""
     rank = group.rank()
-    module = nn.ModuleDict({name: nn.Linear(3, 3, bias=False, dtype=dtype) for name in ("all", "one", "no", "frozen")})
-    module["tied"] = nn.Linear(3, 3, bias=False)
-    module["tied"].weight = module["all"].weight
-    module["frozen"].weight.requires_grad_(False)
-    module["frozen"].weight.grad = torch.full((3, 3), float(rank), dtype=dtype)
+    names = ("all", "one", "no", "frozen", "tied")
+    linears = {name: nn.Linear(3, 3, bias=False, dtype=dtype) for name in names}
+    linears["tied"].weight = linears["all"].weight
+    linears["frozen"].weight.requires_grad_(False)
+    linears["frozen"].weight.grad = torch.full((3, 3), float(rank), dtype=dtype)
     # In half precision the running sum would stay at 256: 1 is half its last digit in bfloat16.
-    module["all"].weight.grad = torch.full((3, 3), 256.0 if rank == 0 else 1.0, dtype=dtype)
+    linears["all"].weight.grad = torch.full((3, 3), 256.0 if rank == 0 else 1.0, dtype=dtype)
     if rank == 1:
-        module["one"].weight.grad = torch.full((3, 3), 5.0, dtype=dtype)
+        linears["one"].weight.grad = torch.full((3, 3), 5.0, dtype=dtype)
     with seqpar.trace() as t:
-        seqpar.sync_gradients(module, group=group)
+        seqpar.sync_gradients(nn.ModuleDict(linears), group=group)
     assert t.bytes_sent > 0
-    return {name: m.weight.grad for name, m in module.items()}
+    return {name: m.weight.grad for name, m in linears.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -82,6 +82,10 @@ class TrainConfig:
         for name in ("lr", "deadline"):
             if check_number(name, getattr(self, name)) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: a positive number is needed")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(
+                f"heads={self.heads}: hidden={self.hidden} must be a multiple of twice that (head_dim is even)"
+            )
         if self.strategy == "local" and ranks > 1:
             raise ValueError(f"strategy='local' with {ranks} ranks: it runs on one; choose another, or --nproc 1")
         if self.device == "cuda" and torch.cuda.device_count() < ranks:

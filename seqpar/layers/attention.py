@@ -186,8 +186,9 @@ class AttentionLayer(nn.Module):
             check_length(x_local.shape[1], seq_len, size_of(group), rank_in(group), self.layout)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, seq_len))
         if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast the norm gives float32.
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            # Under autocast the weights are float32, and so is the norm.
+            dtype = self.q_norm.weight.dtype
+            q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
         if self.rope is not None:
             q, k = self.rope(q, k, self._rotary_positions(positions, seq_len), top)
         out = self._attend(q, k, v, mask, seq_len, dropout_p, seed)

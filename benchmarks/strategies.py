@@ -1,0 +1,349 @@
+"""Sequence-parallel attention against one process: the same cores, the same sequence, side by side.
+
+``--nproc`` ranks share this machine's cores; one process with all of the cores runs PyTorch's own
+``scaled_dot_product_attention`` over the whole sequence. Both do forward and backward, in turns within the same
+minutes, so that a machine that slows down slows both. A ratio of 1 is what communication that costs nothing would
+give; the ratio of a strategy is the median over the rounds of its time over that of SDPA in the same round.
+
+    python benchmarks/strategies.py                                # 8,192 tokens, 8 heads of 64, causal, two ranks
+    python benchmarks/strategies.py --mask window:1024 --strategy ring:contiguous --strategy ulysses
+
+Prints a table and appends a row for each strategy to a CSV file, with machine, versions and commit.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import seqpar
+from seqpar import Mask
+
+RESULTS = Path(__file__).parent / "results" / "strategies.csv"
+DEADLINE_S = 300
+SDPA, LOCAL = "sdpa", "local"
+DEFAULT = ("ring:zigzag", "ulysses:contiguous", "all_gather:zigzag", "ring:striped", "ring:contiguous")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is computed."""
+
+    seq_len: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: str
+    dtype: str
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v and the gradient of the output, of the whole sequence: the same in every process."""
+        made = torch.Generator().manual_seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(self.batch, self.seq_len, n, self.head_dim) for n in heads]
+        return [torch.randn(shape, generator=made).to(getattr(torch, self.dtype)) for shape in shapes]
+
+    def visible(self) -> Mask:
+        """causal, full, window:N (the last N tokens) or documents:N (causal documents of N tokens)."""
+        name, _, size = self.mask.partition(":")
+        if name == "window":
+            return Mask.causal() & Mask.sliding_window(int(size) - 1)
+        if name == "documents":
+            return Mask.documents([*range(0, self.seq_len, int(size)), self.seq_len])
+        if self.mask not in ("causal", "full"):
+            raise typer.BadParameter(f"{self.mask!r}: causal, full, window:N or documents:N", param_hint="--mask")
+        return Mask.causal() if self.mask == "causal" else Mask.full()
+
+    @property
+    def operations(self) -> float:
+        """Of a forward and a backward: 2 and 5 matrix products over the visible pairs."""
+        positions = torch.arange(self.seq_len)
+        lo, hi = self.visible().intervals(positions)
+        pairs = int((hi.clamp_max(self.seq_len) - lo).sum())
+        return 7 * 2.0 * pairs * self.batch * self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Run:
+    """One forward and backward on one rank."""
+
+    seconds: float
+    sent_forward: int = 0
+    sent_backward: int = 0
+    checksum: float = 0.0
+
+
+# ------------------------------------------------------------------------------------------------ in the processes
+
+
+def sdpa(shape: Shape) -> Callable[[], Run]:
+    """PyTorch's attention over the whole sequence."""
+    q, k, v, dout = (x.transpose(1, 2).contiguous().requires_grad_() for x in shape.tensors())
+    plain = shape.mask in ("causal", "full")
+    dense = None if plain else shape.visible().dense(shape.seq_len)
+
+    def once() -> Run:
+        start = time.perf_counter()
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=dense, is_causal=shape.mask == "causal", enable_gqa=shape.heads != shape.kv_heads
+        )
+        out.backward(dout)
+        return _done(start, out, q, k, v)
+
+    return once
+
+
+def strategy(shape: Shape, spec: str) -> Callable[[], Run]:
+    """This rank's part under a strategy and layout, ``ring:zigzag`` for example; or the whole, for ``local``."""
+    name, _, layout = spec.partition(":")
+    options = {"strategy": name} if name in ("local", "ring", "ulysses", "hybrid") else {
+        "strategy": "context_parallel", "comm": name
+    }  # fmt: skip
+    layout = layout or "contiguous"
+    mask = shape.visible()
+    q, k, v, dout = (
+        (x if name == LOCAL else seqpar.shard(x, layout=layout)).contiguous().requires_grad_() for x in shape.tensors()
+    )
+
+    def once() -> Run:
+        if name != LOCAL:
+            dist.barrier()
+        start = time.perf_counter()
+        with seqpar.trace() as forward:
+            out: Any = seqpar.attention(q, k, v, mask=mask, layout=layout, seq_len=shape.seq_len, **options)
+        with seqpar.trace() as backward:
+            out.backward(dout)
+        return replace(_done(start, out, q, k, v), sent_forward=forward.bytes_sent, sent_backward=backward.bytes_sent)
+
+    return once
+
+
+def _done(start: float, out: Tensor, *leaves: Tensor) -> Run:
+    seconds = time.perf_counter() - start
+    checksum = float(out.detach().double().square().sum())
+    for leaf in leaves:
+        assert leaf.grad is not None
+        checksum += float(leaf.grad.double().square().sum())
+        leaf.grad = None
+    return Run(seconds, checksum=checksum)
+
+
+def work(pipe: Connection, shape: Shape, threads: int, rank: int, ranks: int, port: int) -> None:
+    """The life of a process: get the name of what to run, run it once, send back how it went."""
+    torch.set_num_threads(threads)
+    try:
+        if ranks > 1:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        ready: dict[str, Callable[[], Run]] = {}
+        while (what := pipe.recv()) is not None:
+            if what not in ready:
+                ready[what] = sdpa(shape) if what == SDPA else strategy(shape, what)
+                ready[what]()  # connections, caches, memory
+            pipe.send(ready[what]())
+    except EOFError:
+        return
+    except Exception:
+        pipe.send(traceback.format_exc())
+
+
+# ------------------------------------------------------------------------------------------------ in the parent
+
+
+class Team:
+    """Processes that take turns with other teams; only one team works at a time."""
+
+    def __init__(self, shape: Shape, ranks: int, threads: int, stack: ExitStack) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes = []
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # the processes inherit it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if platform.system() == "Linux" else "lo0")
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=work, args=(theirs, shape, threads, rank, ranks, self._store.port), daemon=True
+            )
+            process.start()
+            theirs.close()
+            stack.callback(process.kill)
+            self._pipes.append(ours)
+
+    def run(self, what: str) -> Run:
+        """The slowest rank's time; the most bytes that a rank sends; all of the checksum."""
+        for pipe in self._pipes:
+            pipe.send(what)
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(DEADLINE_S):
+                raise SystemExit(f"{what}: rank {rank} did not answer in {DEADLINE_S} s")
+            answer = pipe.recv()
+            if isinstance(answer, str):
+                raise SystemExit(f"{what}: rank {rank} failed:\n{answer}")
+            answers.append(answer)
+        return Run(
+            max(a.seconds for a in answers),
+            max(a.sent_forward for a in answers),
+            max(a.sent_backward for a in answers),
+            sum(a.checksum for a in answers),
+        )
+
+
+def measure(shape: Shape, specs: Sequence[str], nproc: int, threads: int, repeats: int) -> dict[str, list[Run]]:
+    """``repeats`` rounds, in each of which everything runs once; each round starts elsewhere."""
+    everything = [SDPA, LOCAL, *specs]
+    runs: dict[str, list[Run]] = {what: [] for what in everything}
+    with ExitStack() as stack:
+        one = Team(shape, 1, threads * nproc, stack)
+        several = Team(shape, nproc, threads, stack)
+        for repeat in range(-1, repeats):  # the first round is not counted
+            turn = repeat % len(everything)
+            for what in everything[turn:] + everything[:turn]:
+                time.sleep(0.05)  # let the other team's threads stop spinning
+                run = (one if what in (SDPA, LOCAL) else several).run(what)
+                if repeat >= 0:
+                    runs[what].append(run)
+    expected = runs[SDPA][0].checksum
+    for what, done in runs.items():
+        if abs(done[0].checksum / expected - 1) > 1e-2:
+            raise SystemExit(f"{what}: its results are not SDPA's ({done[0].checksum} instead of {expected})")
+    return runs
+
+
+def summary(runs: dict[str, list[Run]], shape: Shape) -> list[dict[str, Any]]:
+    """A row for each of what ran."""
+    rows = []
+    for what, done in runs.items():
+        seconds = sorted(run.seconds for run in done)
+        ratios = sorted(run.seconds / base.seconds for run, base in zip(done, runs[SDPA], strict=True))
+        median = statistics.median(seconds)
+        rows.append(
+            {
+                "what": what,
+                "median_s": round(median, 4),
+                "fastest_s": round(seconds[0], 4),
+                "slowest_s": round(seconds[-1], 4),
+                "ratio_to_sdpa": round(statistics.median(ratios), 4),
+                "gflops": round(shape.operations / median / 1e9, 1),
+                "sent_forward_bytes": done[0].sent_forward,
+                "sent_backward_bytes": done[0].sent_backward,
+            }
+        )
+    return rows
+
+
+def machine(nproc: int, threads: int, repeats: int, load: float) -> dict[str, Any]:
+    """What a row has to say for someone else to judge it."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "processor": _processor(),
+        "cores": nproc * threads,
+        "nproc": nproc,
+        "threads_per_rank": threads,
+        "repeats": repeats,
+        "load_before": round(load, 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "seqpar": seqpar.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if (
+        info.exists()
+    ) else []  # fmt: skip
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def show(rows: list[dict[str, Any]], shape: Shape, facts: dict[str, Any]) -> None:
+    title = (
+        f"{shape.seq_len:,} tokens, {shape.heads} heads ({shape.kv_heads} kv) of {shape.head_dim}, {shape.mask}, "
+        f"{shape.dtype}, forward + backward\n{facts['nproc']} ranks x {facts['threads_per_rank']} thread(s) against "
+        f"1 process x {facts['cores']}, median of {facts['repeats']}"
+    )
+    table = Table("", "seconds", "range", "GFLOP/s", "MB sent fwd + bwd", "time / SDPA", title=title)
+    for row in rows:
+        sent = f"{row['sent_forward_bytes'] / 1e6:.1f} + {row['sent_backward_bytes'] / 1e6:.1f}"
+        table.add_row(
+            {SDPA: "SDPA, one process", LOCAL: "seqpar local, one process"}.get(row["what"], row["what"]),
+            f"{row['median_s']:.3f}",
+            f"{row['fastest_s']:.3f} to {row['slowest_s']:.3f}",
+            f"{row['gflops']:.0f}",
+            "" if row["what"] in (SDPA, LOCAL) else sent,
+            f"{row['ratio_to_sdpa']:.3f}",
+        )
+    Console(width=120).print(table)
+
+
+def main(
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="strategy:layout, repeatable. Strategies: ring, ulysses, hybrid, and context_parallel's "
+            "all_gather, p2p, a2a, a2a+p2p.",
+            show_default=", ".join(DEFAULT),
+        ),
+    ] = None,
+    seq_len: int = 8192,
+    batch: int = 1,
+    heads: int = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads.", show_default="as heads")] = None,
+    head_dim: int = 64,
+    mask: Annotated[str, typer.Option(help="causal, full, window:N or documents:N.")] = "causal",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    nproc: Annotated[int, typer.Option(help="Ranks.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 15,
+    out: Annotated[Path, typer.Option(help="CSV file that rows are appended to.")] = RESULTS,
+) -> None:
+    """Compare strategies with one process running PyTorch's attention, on the same cores."""
+    shape = Shape(seq_len, batch, heads, kv_heads or heads, head_dim, mask, dtype)
+    shape.visible()
+    threads = max(
+        1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // nproc
+    )
+    facts = machine(nproc, threads, repeats, os.getloadavg()[0])
+    rows = summary(measure(shape, strategy or DEFAULT, nproc, threads, repeats), shape)
+    show(rows, shape, facts)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = not out.exists()
+    with out.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [*facts, *asdict(shape), *rows[0]])
+        if new:
+            writer.writeheader()
+        writer.writerows({**facts, **asdict(shape), **row} for row in rows)
+    print(f"{len(rows)} rows added to {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,354 @@
+"""The command line: one loss curve for every strategy, exact resumption, errors without tracebacks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqpar.cli import main
+from seqpar.cli.checkpoint import load_checkpoint, save_checkpoint
+from seqpar.cli.config import TrainConfig
+from seqpar.cli.data import MaskChoice, make_batch, read_corpus
+from seqpar.cli.errors import CommandError
+from seqpar.cli.launch import launch
+from seqpar.cli.model import IGNORED
+from seqpar.cli.worker import run_training
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = TrainConfig(seq_len=61, batch=2, layers=2, hidden=32, heads=4, kv_heads=2, steps=4, plot=False, deadline=90)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def losses(out: Path) -> list[float]:
+    with (out / "losses.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def train_here(config: TrainConfig, out: Path, **changes: Any) -> list[float]:
+    run_training(replace(config, out=str(out), **changes))
+    return losses(out)
+
+
+def train_on(ranks: int, config: TrainConfig, out: Path, **changes: Any) -> list[float]:
+    config = replace(config, out=str(out), **changes)
+    launch(["-m", "seqpar.cli.worker", config.to_json()], ranks, config.deadline)
+    return losses(out)
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of ``seqpar <arguments>``."""
+    monkeypatch.setattr(sys, "argv", ["seqpar", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+RICH = replace(SMALL, mask="window:30+documents:20", dropout=0.2, tied=False)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of ``RICH`` without interruption on one process."""
+    return train_here(RICH, tmp_path_factory.mktemp("one"))
+
+
+def test_two_processes_follow_one(tmp_path: Path, one_process: list[float]) -> None:
+    assert train_on(2, RICH, tmp_path, strategy="ring", layout="zigzag") == pytest.approx(one_process, rel=1e-5)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ranks"] == 2 and len(summary["peak_memory_per_rank"]) == 2
+    assert summary["attention_bytes_per_token"] > 0 and summary["gradient_bytes_per_step"] > 0
+    assert summary["parameters"] == 2 * 256 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 96 + 2 * 32) + 32
+
+
+def test_resuming_is_exact_and_changes_ranks(tmp_path: Path, one_process: list[float]) -> None:
+    first = train_here(RICH, tmp_path, steps=2)
+    assert first == one_process[:2]
+    # Sharded weights and moments go into the checkpoint whole, and come out of it.
+    assert train_on(2, RICH, tmp_path, steps=3, resume=True, strategy="tp_sp") == pytest.approx(
+        one_process[:3], rel=1e-5
+    )
+    assert train_here(RICH, tmp_path, steps=4, resume=True, strategy="local") == pytest.approx(one_process, rel=1e-5)
+    again = tmp_path / "again"
+    train_here(RICH, again, steps=2, save_every=2)
+    assert train_here(RICH, again, resume=True) == one_process
+
+
+def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, one_process: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from seqpar.cli import training
+
+    make = training.make_batch
+
+    def fail_at_3(*arguments: Any) -> Any:
+        if arguments[-1] == 3:
+            raise KeyboardInterrupt
+        return make(*arguments)
+
+    monkeypatch.setattr(training, "make_batch", fail_at_3)
+    with pytest.raises(KeyboardInterrupt):
+        train_here(RICH, tmp_path, save_every=2)
+    monkeypatch.undo()
+    assert len(load_checkpoint(tmp_path / "checkpoint.pt")["losses"]) == 2
+    assert train_here(RICH, tmp_path, resume=True) == one_process
+
+
+def test_resuming_another_run_is_refused(tmp_path: Path) -> None:
+    train_here(SMALL, tmp_path, steps=1)
+    for changes, words in (
+        ({"seq_len": 62}, "seq_len=61, this run 62"),
+        ({"text": __file__}, "text="),
+        ({"steps": 1}, "1 steps are done already; give a larger --steps"),
+    ):
+        with pytest.raises(CommandError, match=words):
+            train_here(SMALL, tmp_path, resume=True, **changes)
+    (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(CommandError, match="cannot be read"):
+        train_here(SMALL, tmp_path, resume=True)
+    with pytest.raises(CommandError, match="does not exist"):
+        train_here(SMALL, tmp_path / "nowhere", resume=True)
+
+
+def test_half_and_double_precision(tmp_path: Path) -> None:
+    single = train_here(SMALL, tmp_path / "single")
+    assert train_here(SMALL, tmp_path / "double", dtype="float64") == pytest.approx(single, rel=1e-5)
+    assert train_here(SMALL, tmp_path / "half", dtype="bfloat16") == pytest.approx(single, rel=2e-2)
+
+
+def test_the_loss_falls_and_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curve = train_here(SMALL, tmp_path, steps=30, lr=1e-2, mask="causal", plot=True, deterministic=True)
+    torch.use_deterministic_algorithms(False)
+    assert curve[-1] < curve[0] - 1
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += ["--nproc-per-node=2", "-m", "seqpar", "train", "--strategy=context_parallel", "--comm=all_gather"]
+    command += ["--seq-len=61", "--batch=2", "--layers=2", "--hidden=32", "--heads=4", "--kv-heads=2", "--steps=2"]
+    command += ["--no-plot", f"--text={__file__}", f"--out={tmp_path}"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == pytest.approx(train_here(SMALL, tmp_path, steps=2, text=__file__), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--strategy rign", "did you mean 'ring'? Choose one of local, ring, ulysses"),
+        ("--layout zigzog", "did you mean 'zigzag'"),
+        ("--mask prefix:3", "'prefix:3' is not a mask of a language model; choose causal, window:N"),
+        ("--mask window", "'window' needs a number of tokens"),
+        ("--comm p2p", "comm: not an option of strategy 'ring'"),
+        ("--kv-heads 3", "num_kv_heads=3: it must divide num_heads=8"),
+        ("--heads 3", "heads=3: hidden=256 must be a multiple of twice that"),
+        ("--text /nowhere/at/all", "No such file or directory; name a readable text file"),
+        ("--strategy local --nproc 2", "strategy='local' with 2 ranks"),
+        ("--nproc 0", "nproc=0: at least 1"),
+        ("--device cuda --nproc 99", "use --device cpu"),
+        ("--steps 0", "steps=0: at least 1"),
+        ("--lr -1", "lr=-1.0: a positive number"),
+        ("--dtype int8", "did you mean"),
+        ("--steps many", "--steps"),
+        ("--stepz 3", "No such option"),
+        ("--resume --steps 1 --out /nowhere", "/nowhere/checkpoint.pt does not exist"),
+        ("--steps 1 --out /proc/nowhere", "--out /proc/nowhere"),
+    ],
+)
+def test_bad_options(
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "train", *arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_a_loss_that_runs_away(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    small = "--seq-len 32 --hidden 16 --heads 2 --kv-heads 1 --layers 1 --no-plot --lr 1e30"
+    assert run_command(monkeypatch, "train", *small.split(), f"--out={tmp_path}") == 1
+    assert "choose a lower --lr" in capsys.readouterr().err
+
+
+def test_ranks_find_a_bad_option_together() -> None:
+    with pytest.raises(CommandError, match=r"^ulysses_size=3: it must divide the group's 2 ranks: 1, 2$") as error:
+        train_on(2, SMALL, Path("unused"), strategy="hybrid", ulysses_size=3)
+    assert error.value.code == 2
+
+
+DIE = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    sys.stderr.write("a bad day\\n")
+    {how}
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("sys.exit(3)", "(?s)rank 1 failed:.*a bad day"), ("os.kill(os.getpid(), 9)", "rank 1 was ended by SIGKILL")],
+)
+def test_a_rank_that_dies_ends_the_rest(how: str, words: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(CommandError, match=words) as error:
+        launch(["-c", DIE.format(how=how)], 2, 60)
+    assert error.value.code == 1
+    assert time.monotonic() - start < 20
+
+
+def test_a_deadline() -> None:
+    with pytest.raises(CommandError, match=r"rank\(s\) \[0, 1\] were still running after 1 s") as error:
+        launch(["-c", "import time; time.sleep(600)"], 2, 1)
+    assert error.value.code == 124
+
+
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("parent-death signals are Linux's")
+    rank = f"""
+import os, time
+from seqpar.cli.launch import follow_launcher
+follow_launcher()
+open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+    code = f"from seqpar.cli.launch import launch; launch(['-c', {rank!r}], 2, 60)"
+    launcher = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        _until(lambda: all((tmp_path / r).exists() and (tmp_path / r).read_text() for r in "01"))
+        ranks = [int((tmp_path / r).read_text()) for r in "01"]
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    _until(lambda: not any(_alive(pid) for pid in ranks))
+
+
+def _until(condition: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def test_batches_are_a_function_of_seed_and_step() -> None:
+    corpus = read_corpus(None)
+    choice = MaskChoice.parse("causal")
+    batch = make_batch(corpus, choice, 2, 100, seed=1, step=5)
+    again = make_batch(corpus, choice, 2, 100, seed=1, step=5)
+    assert torch.equal(batch.tokens, again.tokens) and torch.equal(batch.labels, again.labels)
+    assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+    assert batch.count == 200
+    for other in (make_batch(corpus, choice, 2, 100, 1, 6), make_batch(corpus, choice, 2, 100, 2, 5)):
+        assert not torch.equal(batch.tokens, other.tokens)
+
+
+def test_documents(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"one\n\nthree\n\n\nfive")
+    corpus = read_corpus(str(text))
+    assert corpus.starts.nonzero().flatten().tolist() == [0, 5, 12]
+    batch = make_batch(corpus, MaskChoice.parse("documents"), 1, 40, seed=0, step=0)  # longer than the text: a circle
+    seen = batch.mask.dense(40)
+    for i in range(40):
+        first = int(seen[i].nonzero()[0]) if seen.dim() == 2 else int(seen[0, i].nonzero()[0])
+        words = bytes(batch.tokens[0, first : i + 1].tolist())
+        assert b"\n\n" not in words[:-3]
+        # A document's last token has no label: the next token is another document's.
+        assert (batch.labels[0, i] == IGNORED) == (
+            words.endswith((b"e\n\n", b"\n\n\n", b"five")) and words != b"\n\n\n"
+        )
+
+
+def test_a_corpus_is_read_back_with_its_documents(tmp_path: Path) -> None:
+    corpus = read_corpus(None)
+    corpus.save(tmp_path / "text")
+    again = read_corpus(str(tmp_path / "text"))
+    assert torch.equal(corpus.data, again.data) and torch.equal(corpus.starts, again.starts)
+    assert corpus.digest == again.digest and int(corpus.starts.sum()) > 10
+
+
+def test_masks() -> None:
+    i = torch.arange(10)
+    lo, hi = MaskChoice.parse("window:3 + chunked:4").fixed.intervals(i)
+    assert hi.tolist() == (i + 1).tolist()
+    assert lo.tolist() == [0, 0, 0, 1, 4, 4, 4, 5, 8, 8]
+    assert MaskChoice.parse("documents:50").mean_document == 50
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, {"step": 1})
+
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        save_checkpoint(path, {"step": 2})
+    assert load_checkpoint(path)["step"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# ------------------------------------------------------------------------------------------------ demo and doctor
+
+
+def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    from seqpar.cli import demo
+
+    some = {name: options for name, options in demo._STRATEGIES.items() if name in ("ring, zigzag", "tp_sp")}
+    monkeypatch.setattr(demo, "_STRATEGIES", some)
+    arguments = ["demo", "--nproc=2", "--steps=2", "--seq-len=65", f"--text={__file__}", f"--out={tmp_path}"]
+    assert run_command(monkeypatch, *arguments) == 0
+    with (tmp_path / "demo.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows[0]["run"] == "one process" and [row["run"] for row in rows[1:]] == list(some)
+    assert all(float(row["largest_difference"]) < 1e-4 for row in rows)
+    assert all(float(row["attention_bytes_per_token"]) > 0 for row in rows[1:])
+    assert "ring, zigzag" in capfd.readouterr().out
+    if (tmp_path / "demo.png").exists():
+        assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("seqpar.cli.measure._LONG_ENOUGH_S", 0.01)
+    assert run_command(monkeypatch, "doctor") == 0
+    said = capsys.readouterr().out
+    for words in ("PyTorch", "gloo yes", "reference", "GFLOP/s", "GB/s each way"):
+        assert words in said
