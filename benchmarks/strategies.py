@@ -118,9 +118,8 @@ def sdpa(shape: Shape) -> Callable[[], Run]:
 def strategy(shape: Shape, spec: str) -> Callable[[], Run]:
     """This rank's part under a strategy and layout, ``ring:zigzag`` for example; or the whole, for ``local``."""
     name, _, layout = spec.partition(":")
-    options = {"strategy": name} if name in ("local", "ring", "ulysses", "hybrid") else {
-        "strategy": "context_parallel", "comm": name
-    }  # fmt: skip
+    named = name in ("local", "ring", "ulysses", "hybrid")
+    options: dict[str, Any] = {"strategy": name} if named else {"strategy": "context_parallel", "comm": name}
     layout = layout or "contiguous"
     mask = shape.visible()
     q, k, v, dout = (
@@ -280,9 +279,8 @@ def machine(nproc: int, threads: int, repeats: int, load: float) -> dict[str, An
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if (
-        info.exists()
-    ) else []  # fmt: skip
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 

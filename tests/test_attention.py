@@ -160,7 +160,7 @@ def complaints(case: Case, shards: list[Results], label: str = "") -> list[str]:
 
 def check(pool: Pool, world: int, cases: list[Case]) -> None:
     """Run the cases on ``world`` ranks and compare each with one device."""
-    by_rank = pool.run(world, attend_all, cases, deadline_s=120)
+    by_rank = pool.run(world, attend_all, cases)
     found: list[str] = []
     for index, case in enumerate(cases):
         shards = [results[index] for results in by_rank]

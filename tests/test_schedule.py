@@ -139,6 +139,7 @@ def test_tiles_cover_the_intervals(problem: tuple[Mask, Shards, bool], data: st.
             assert tile.q1 - tile.q0 == tile.k1 - tile.k0
             covered[q, k] += torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0).tril().long()
         else:
+            assert bool(seen[q, k].any(1).all())  # the kernel has no answer for a row without keys
             covered[q, k] += seen[q, k]
     assert torch.equal(covered, seen.long())
     assert torch.equal(needed(lo, hi, keys), seen.any(0))

@@ -48,13 +48,10 @@ class CpuBackend:
         heads_first = _heads_first(q, k, v)
         for batch, tile in _tiles(rows, q.shape[0]):
             tq, tk, tv = _cut(heads_first, batch, tile)
-            mask, blind = _mask(rows, batch, tile)
+            mask = _mask(rows, batch, tile)
             out, out_lse = _forward(
                 tq, tk, tv, 0.0, tile.kind is Kind.CAUSAL, attn_mask=mask, scale=score.softmax_scale
             )
-            if blind is not None:  # rows of this tile that see nothing at all
-                out = out.masked_fill(blind[:, None], 0.0)
-                out_lse = out_lse.masked_fill(blind, -torch.inf)
             span = slice(tile.q0, tile.q1)
             merge_(acc[batch, span], lse[batch, :, span], out.transpose(1, 2), out_lse)
         return finish((acc, lse), score, q.dtype) if last else (acc, lse)
@@ -75,10 +72,9 @@ class CpuBackend:
         dv: Tensor,
     ) -> None:
         keys, queries = _heads_first(k, v), _heads_first(q, dout, out)
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # rows that saw nothing: exp(-inf - 0) is 0
         for batch, tile in _tiles(rows, q.shape[0]):
             tq, tk, tv, tdout, tout = _cut((queries[0], *keys, *queries[1:]), batch, tile)
-            mask, _ = _mask(rows, batch, tile)
+            mask = _mask(rows, batch, tile)
             span, keys_span = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             gq, gk, gv = _backward(
                 tdout, tq, tk, tv, tout, lse[batch, :, span], 0.0, tile.kind is Kind.CAUSAL,
@@ -109,14 +105,12 @@ def _cut(tensors: tuple[Tensor, ...], batch: slice, tile: Tile) -> Iterator[Tens
         yield x[batch, :, span]
 
 
-def _mask(rows: Rows, batch: slice, tile: Tile) -> tuple[Tensor | None, Tensor | None]:
-    """A masked tile's additive mask ``[1, 1, q, k]``, and which of its rows see nothing (None: all see something)."""
+def _mask(rows: Rows, batch: slice, tile: Tile) -> Tensor | None:
+    """A masked tile's additive mask ``[1, 1, q, k]``. Each of a tile's rows sees something of it."""
     if tile.kind is not Kind.MASKED:
-        return None, None
+        return None
     row = batch.start if rows.lo.shape[0] > 1 else 0
     lo, hi = rows.lo[row, tile.q0 : tile.q1], rows.hi[row, tile.q0 : tile.q1]
     keys = torch.arange(tile.k0, tile.k1, dtype=torch.int32)
     seen = (keys >= lo[:, None]) & (keys < hi[:, None])
-    blind = lo >= hi
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-    return mask[None, None], blind if bool(blind.any()) else None
+    return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[None, None]

@@ -25,8 +25,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Tile:
-    """The queries ``q0:q1`` against the keys ``k0:k1``. The tiles of a decomposition never overlap, and together
-    hold every visible pair."""
+    """The queries ``q0:q1`` against the keys ``k0:k1``. The tiles of a decomposition never overlap, together
+    hold every visible pair, and leave out the rows that see nothing."""
 
     q0: int
     q1: int

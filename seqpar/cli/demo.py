@@ -27,7 +27,7 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
     "ring, zigzag": {"strategy": "ring", "layout": "zigzag"},
     "ring, striped": {"strategy": "ring", "layout": "striped"},
     "ulysses": {"strategy": "ulysses", "layout": "contiguous"},
-    "context_parallel all_gather": {"strategy": "context_parallel", "comm": "all_gather", "layout": "zigzag"},
+    "context_parallel": {"strategy": "context_parallel", "comm": "all_gather", "layout": "zigzag"},
     "tp_sp": {"strategy": "tp_sp", "layout": "contiguous"},
     "hybrid": {"strategy": "hybrid", "layout": "zigzag"},
 }
@@ -49,7 +49,7 @@ class _Result:
 def demo(
     nproc: Annotated[int, typer.Option(help="Ranks of each parallel run, started on this machine.")] = 4,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 50,
-    seq_len: Annotated[int, typer.Option(help="Tokens (bytes) of a sequence.")] = 2048,
+    seq_len: Annotated[int, typer.Option(help="Tokens (bytes) of a sequence; two a step.")] = 1024,
     mask: Annotated[str, typer.Option(help="As of seqpar train.")] = "causal",
     text: Annotated[str | None, typer.Option(help="Text file (default: this package's own sources).")] = None,
     seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
@@ -64,7 +64,7 @@ def demo(
     if nproc < 2:
         raise CommandError(f"nproc={nproc}: at least 2 are needed to compare with one process", BAD_OPTION)
     base = TrainConfig(
-        text=text, mask=mask, seq_len=seq_len, steps=steps, seed=seed, device=device, layers=2, hidden=256, heads=8,
+        text=text, mask=mask, seq_len=seq_len, batch=2, steps=steps, seed=seed, device=device, layers=2, hidden=256, heads=8,
         kv_heads=4, lr=3e-3, deadline=deadline, plot=False,
     )  # fmt: skip
     runs = {ONE: (1, replace(base, strategy="local", layout="contiguous"))}
@@ -79,7 +79,7 @@ def demo(
     runs = {name: (ranks, replace(c, text=str(folder / "text.txt"))) for name, (ranks, c) in runs.items()}
     console = Console()
     console.print(
-        f"Training on {corpus.name} ({len(corpus.data):,} bytes), {steps} steps of {seq_len:,} tokens: on one process, "
+        f"Training on {corpus.name} ({len(corpus.data):,} bytes), {steps} steps of 2 x {seq_len:,} tokens: on one process, "
         f"then on {nproc} processes with {threads_per_rank(nproc)} thread(s) each; {cores()} cores."
     )
     start = time.perf_counter()
@@ -124,7 +124,8 @@ def _report(results: list[_Result], folder: Path, console: Console, title: str) 
     write_csv(folder / "demo.csv", rows)
     curves = [{"step": i + 1, **{r.name: r.losses[i] for r in results}} for i in range(len(one.losses))]
     write_csv(folder / "curves.csv", curves)
-    table = Table(title=f"The same training under every strategy: {title}", title_justify="left")
+    console.print(f"\n[bold]The same training under every strategy[/]: {title}", highlight=False)
+    table = Table()
     table.add_column("run")
     for heading in ("final\nloss", "largest\ndifference", "tokens/s", "peak memory\nper rank", "sent\nper token"):
         table.add_column(heading, justify="right")
@@ -139,12 +140,12 @@ def _report(results: list[_Result], folder: Path, console: Console, title: str) 
             end_section=row["run"] == ONE,
         )
     console.print(table)
-    gradients = human_bytes(rows[-1]["gradient_bytes_per_step"])
+    gradients = sorted({int(row["gradient_bytes_per_step"]) for row in rows[1:]}, reverse=True)
     console.print(
         f"[dim]The loss began at {one.losses[0]:.4f}. Largest difference: of the loss from one process's, over all "
         "steps. Peak memory: the largest rank's resident memory above what it held before the model was made. Sent: "
-        "payload of attention, forward and backward, all ranks together; the sum of the weights' gradients "
-        f"({gradients} a step) is the same for all.[/]"
+        "payload in forward and backward, all ranks together. Summing the weights' gradients adds "
+        f"{' or '.join(map(human_bytes, gradients))} a step{' (tp_sp shards most weights)' * (len(gradients) > 1)}.[/]"
     )
     if can_plot():
         plot_comparison(folder / "demo.png", {r.name: r.losses for r in results}, title)
