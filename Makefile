@@ -1,11 +1,10 @@
 # make demo | test | lint | bench. The first of them sets up .venv, about two minutes with a warm pip cache.
 
 PYTHON ?= python3
-# torch goes in first, by itself, so that nothing else chooses its build. Without a GPU on Linux,
-#   make TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# takes the CPU build and spares several GB of CUDA libraries.
+# torch goes in first, by itself, so that nothing else chooses its build: without a GPU the CPU build, which spares
+# several GB of CUDA libraries; from the usual index where PyTorch's own cannot be reached.
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?=
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_DEADLINE_S ?= 1500
 
 BIN := .venv/bin
@@ -33,7 +32,9 @@ bench: $(READY)
 
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	nvidia-smi -L >/dev/null 2>&1 || \
+	  $(BIN)/python -m pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) "$(TORCH)" || true
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
