@@ -110,7 +110,11 @@ BAD: dict[str, Bad] = {
     "dropout nan": (lambda: attend(dropout_p=float("nan")), ValueError, ["dropout_p=nan", "finite"]),
     "dropout's type": (lambda: attend(dropout_p="0.1"), TypeError, ["dropout_p='0.1'", "number"]),
     "dropout_seed": (lambda: attend(dropout_p=0.1, dropout_seed=-1), ValueError, ["dropout_seed=-1", "0"]),
-    "dropout_seed too large": (lambda: attend(dropout_p=0.1, dropout_seed=2**63), ValueError, ["dropout_seed=9223"]),
+    "dropout_seed too large": (
+        lambda: attend(dropout_p=0.1, dropout_seed=2**63),
+        ValueError,
+        ["dropout_seed=9223372036854775808", "[0, 2**63)"],
+    ),
     "softcap": (lambda: attend(softcap=-2.0), ValueError, ["softcap=-2.0", "positive", "0 for none"]),
     "softmax_scale": (lambda: attend(softmax_scale=float("inf")), ValueError, ["softmax_scale=inf", "finite"]),
     "sinks": (lambda: attend(sinks=tensor(3)), ValueError, ["sinks", "(3,)", "(4,)"]),

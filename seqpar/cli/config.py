@@ -36,7 +36,7 @@ class TrainConfig:
     seq_len: int = 2048
     batch: int = 1
     steps: int = 100
-    lr: float = 2e-3
+    lr: float = 1e-3
     layers: int = 4
     hidden: int = 256
     heads: int = 8

@@ -81,18 +81,19 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
     top.plot(steps, reference, label=names[0], color="0.8", linewidth=7, solid_capstyle="round")
     colors = pyplot.get_cmap("tab10").colors
     # The curves coincide: each shows a dash where the others leave a gap.
-    dash = 5
+    dash, largest = 5, 0.0
     for i, name in enumerate(names[1:]):
         pattern = (i * dash, (dash, dash * (len(names) - 2)) if len(names) > 2 else (1, 0))
         top.plot(steps, runs[name], color=colors[i], linewidth=2.5, linestyle=pattern)
         top.plot([], [], label=name, color=colors[i], linewidth=2.5)  # the legend shows no gaps
         gap = [abs(a - b) for a, b in zip(runs[name], reference, strict=True)]
-        points = [(step, g) for step, g in zip(steps, gap, strict=True) if g > 0]  # a logarithm has no place for 0
-        bottom.plot(*zip(*points, strict=True), color=colors[i], marker=".", markersize=5, linewidth=0.8, alpha=0.9)
+        largest = max(largest, *gap)
+        bottom.plot(steps, gap, color=colors[i], marker=".", markersize=6, linestyle="none")
     top.set_ylabel("loss (nats a byte)")
     top.set_title(title, fontsize=10)
     top.legend(fontsize=9, handlelength=2.5)
-    bottom.set_yscale("log")
+    bottom.set_yscale("log")  # leaves out what is exactly equal
+    bottom.set_ylim(1e-8, max(1e-4, 10 * largest))
     bottom.set_ylabel(f"difference from\n{names[0]}")
     bottom.set_xlabel("step")
     for axes in (top, bottom):
