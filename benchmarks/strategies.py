@@ -3,7 +3,8 @@
 ``--nproc`` ranks share this machine's cores; one process with all of the cores runs PyTorch's own
 ``scaled_dot_product_attention`` over the whole sequence. Both do forward and backward, in turns within the same
 minutes, so that a machine that slows down slows both. A ratio of 1 is what communication that costs nothing would
-give; the ratio of a strategy is the median over the rounds of its time over that of SDPA in the same round.
+give; the ratio of a strategy is the median over the rounds of its time over that of SDPA in the same round. CPU
+seconds, of all threads and ranks, say what a strategy costs where other work takes turns on the cores.
 
     python benchmarks/strategies.py                                # 8,192 tokens, 8 heads of 64, causal, two ranks
     python benchmarks/strategies.py --mask window:1024 --strategy ring:contiguous --strategy ulysses
@@ -90,6 +91,7 @@ class Run:
     """One forward and backward on one rank."""
 
     seconds: float
+    cpu_seconds: float = 0.0  # of all its threads
     sent_forward: int = 0
     sent_backward: int = 0
     checksum: float = 0.0
@@ -105,7 +107,7 @@ def sdpa(shape: Shape) -> Callable[[], Run]:
     dense = None if plain else shape.visible().dense(shape.seq_len)
 
     def once() -> Run:
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=dense, is_causal=shape.mask == "causal", enable_gqa=shape.heads != shape.kv_heads
         )
@@ -129,7 +131,7 @@ def strategy(shape: Shape, spec: str) -> Callable[[], Run]:
     def once() -> Run:
         if name != LOCAL:
             dist.barrier()
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         with seqpar.trace() as forward:
             out: Any = seqpar.attention(q, k, v, mask=mask, layout=layout, seq_len=shape.seq_len, **options)
         with seqpar.trace() as backward:
@@ -139,14 +141,14 @@ def strategy(shape: Shape, spec: str) -> Callable[[], Run]:
     return once
 
 
-def _done(start: float, out: Tensor, *leaves: Tensor) -> Run:
-    seconds = time.perf_counter() - start
+def _done(start: tuple[float, float], out: Tensor, *leaves: Tensor) -> Run:
+    seconds, cpu_seconds = time.perf_counter() - start[0], time.process_time() - start[1]
     checksum = float(out.detach().double().square().sum())
     for leaf in leaves:
         assert leaf.grad is not None
         checksum += float(leaf.grad.double().square().sum())
         leaf.grad = None
-    return Run(seconds, checksum=checksum)
+    return Run(seconds, cpu_seconds, checksum=checksum)
 
 
 def work(pipe: Connection, shape: Shape, threads: int, rank: int, ranks: int, port: int) -> None:
@@ -191,7 +193,7 @@ class Team:
             self._pipes.append(ours)
 
     def run(self, what: str) -> Run:
-        """The slowest rank's time; the most bytes that a rank sends; all of the checksum."""
+        """The slowest rank's time; the most bytes that a rank sends; all of the CPU time and of the checksum."""
         for pipe in self._pipes:
             pipe.send(what)
         answers = []
@@ -204,6 +206,7 @@ class Team:
             answers.append(answer)
         return Run(
             max(a.seconds for a in answers),
+            sum(a.cpu_seconds for a in answers),
             max(a.sent_forward for a in answers),
             max(a.sent_backward for a in answers),
             sum(a.checksum for a in answers),
@@ -244,6 +247,7 @@ def summary(runs: dict[str, list[Run]], shape: Shape) -> list[dict[str, Any]]:
                 "median_s": round(median, 4),
                 "fastest_s": round(seconds[0], 4),
                 "slowest_s": round(seconds[-1], 4),
+                "cpu_s": round(statistics.median(run.cpu_seconds for run in done), 4),
                 "ratio_to_sdpa": round(statistics.median(ratios), 4),
                 "gflops": round(shape.operations / median / 1e9, 1),
                 "sent_forward_bytes": done[0].sent_forward,
@@ -290,13 +294,14 @@ def show(rows: list[dict[str, Any]], shape: Shape, facts: dict[str, Any]) -> Non
         f"{shape.dtype}, forward + backward\n{facts['nproc']} ranks x {facts['threads_per_rank']} thread(s) against "
         f"1 process x {facts['cores']}, median of {facts['repeats']}"
     )
-    table = Table("", "seconds", "range", "GFLOP/s", "MB sent fwd + bwd", "time / SDPA", title=title)
+    table = Table("", "seconds", "range", "CPU s", "GFLOP/s", "MB sent fwd + bwd", "time / SDPA", title=title)
     for row in rows:
         sent = f"{row['sent_forward_bytes'] / 1e6:.1f} + {row['sent_backward_bytes'] / 1e6:.1f}"
         table.add_row(
             {SDPA: "SDPA, one process", LOCAL: "seqpar local, one process"}.get(row["what"], row["what"]),
             f"{row['median_s']:.3f}",
             f"{row['fastest_s']:.3f} to {row['slowest_s']:.3f}",
+            f"{row['cpu_s']:.2f}",
             f"{row['gflops']:.0f}",
             "" if row["what"] in (SDPA, LOCAL) else sent,
             f"{row['ratio_to_sdpa']:.3f}",

@@ -33,6 +33,15 @@ from .strategies import keep_attention
 
 __version__ = "0.1.0"
 
+
+def __getattr__(name: str) -> object:
+    if name == "hf":  # at first use: it imports transformers
+        import importlib
+
+        return importlib.import_module(".hf", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AttentionLayer",
     "ContextParallelAttention",

@@ -92,8 +92,9 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
     top.set_ylabel("loss (nats a byte)")
     top.set_title(title, fontsize=10)
     top.legend(fontsize=9, handlelength=2.5)
-    bottom.set_yscale("log")  # leaves out what is exactly equal
-    bottom.set_ylim(1e-8, max(1e-4, 10 * largest))
+    if largest > 0:
+        bottom.set_yscale("log")  # leaves out what is exactly equal
+        bottom.set_ylim(1e-8, max(1e-4, 10 * largest))
     bottom.set_ylabel(f"difference from\n{names[0]}")
     bottom.set_xlabel("step")
     for axes in (top, bottom):

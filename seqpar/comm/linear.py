@@ -158,6 +158,7 @@ def gather_linear(x: Tensor, weights: Sequence[Tensor], pieces: Pieces) -> list[
         One ``[batch, tokens, out_i]`` for each weight. The gathered input is not kept: backward gathers it again,
         behind the GEMMs of the input's gradient.
     """
+    x, *weights = _autocast(x, *weights)
     return list(_GatherLinear.apply(x, pieces, *weights))
 
 
@@ -171,8 +172,17 @@ def linear_scatter(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
     Returns:
         ``[batch, seq_local, out]``.
     """
+    x, weight = _autocast(x, weight)
     y: Tensor = _LinearScatter.apply(x, weight, pieces)
     return y
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in autocast's dtype, where it is on: inside an autograd function it would round behind our back."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
 
 
 class _GatherLinear(torch.autograd.Function):

@@ -74,6 +74,12 @@ class SequenceParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        ctx.device_type = q.device.type
+        with torch.autocast(ctx.device_type, enabled=False):  # float32 statistics stay float32
+            return SequenceParallelAttention._forward(ctx, q, k, v, sinks, call)
+
+    @staticmethod
+    def _forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
         exchange = call.exchange()
         if exchange is not None:
             kinds = (call.heads, call.kv_heads, call.kv_heads)
@@ -101,6 +107,11 @@ class SequenceParallelAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        with torch.autocast(ctx.device_type, enabled=False):
+            return SequenceParallelAttention._backward(ctx, dout, dlse)
+
+    @staticmethod
+    def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         call: Call = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
         exchange = call.exchange()

@@ -1,0 +1,137 @@
+"""transformers' ``Trainer`` on a parallelized model: the same arguments, data and losses as one process.
+
+What changes is little: which rank sees which batch, that a batch is cut before the model sees it, and by what the
+Trainer's own sums over processes are divided, since several processes now share a batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from .batch import shard_batch
+from .patch import Patch, patch_of
+
+# A mixin's methods call those of the Trainer that stands after it, which a type checker does not know.
+_Mixin: Any = object
+
+
+class SequenceParallelMixin(_Mixin):
+    """Put it before any Trainer (``class Mine(SequenceParallelMixin, SFTTrainer)``) whose model is parallelized.
+
+    Batches are dealt to the ranks along dp only, and each is cut in ``compute_loss``. Gradients are averaged by the
+    wrapper that the Trainer makes (DDP, or FSDP2 over all ranks), and are those of one device.
+
+    Raises:
+        ValueError: the model is not parallelized, or the arguments ask for what a shard cannot give.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        patch = self._patch
+        if self.args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor}: it needs the whole logits; set it to 0"
+            )
+        if self.compute_loss_func is not None:
+            raise ValueError(
+                "compute_loss_func: it would see one rank's logits; leave it out (the model computes its loss)"
+            )
+        if self.compute_metrics is not None and not self.args.prediction_loss_only:
+            raise ValueError("compute_metrics: logits of a shard are not made whole; set prediction_loss_only=True")
+        if self.args.world_size > 1 and self.args.world_size % patch.ranks:
+            raise ValueError(
+                f"model: its sequence is sharded over {patch.ranks} ranks, which do not divide the Trainer's "
+                f"{self.args.world_size}; start a multiple of {patch.ranks}"
+            )
+
+    @property
+    def _patch(self) -> Patch:
+        return patch_of(self.model)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Ranks of one sequence take one place in the dealing out of batches."""
+        accelerator = self.accelerator
+        prepare = accelerator.prepare
+        size, rank = _data_parallel(self._patch, self.args.world_size)
+
+        def dealt(loader: DataLoader[Any]) -> DataLoader[Any]:
+            config = accelerator.dataloader_config
+            return prepare_data_loader(
+                loader,
+                accelerator.device,
+                num_processes=size,
+                process_index=rank,
+                split_batches=config.split_batches,
+                put_on_device=accelerator.device_placement,
+                rng_types=accelerator.rng_types.copy() if accelerator.rng_types else None,
+                dispatch_batches=False,
+                even_batches=config.even_batches,
+                use_seedable_sampler=config.use_seedable_sampler,
+                data_seed=config.data_seed,
+                non_blocking=config.non_blocking,
+            )
+
+        accelerator.prepare = dealt
+        try:
+            loader: DataLoader[Any] = super()._get_dataloader(*args, **kwargs)
+        finally:
+            accelerator.prepare = prepare
+        accelerator._dataloaders.append(loader)
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | int | None:
+        """Every rank of a sequence has counted the same labels."""
+        items: Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
+        if items is not None and self.args.average_tokens_across_devices and self.args.world_size > 1:
+            items = items / self._patch.ranks  # type: ignore[assignment]
+        return items
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of the whole batch, from this rank's part of it."""
+        patch = self._patch
+        local = shard_batch(inputs, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
+        # Straight to transformers': a trainer in between that makes its own loss would make it of one rank's tokens.
+        result = Trainer.compute_loss(self, model, local, return_outputs, num_items_in_batch)
+        loss, outputs = result if return_outputs else (result, None)
+        if (
+            self.args.average_tokens_across_devices
+            and self.model_accepts_loss_kwargs
+            and num_items_in_batch is not None
+            and self.args.world_size > 1
+        ):
+            # The Trainer multiplied by the number of processes, of which a sequence's ranks are one.
+            loss = loss / patch.ranks
+        return (loss, outputs) if return_outputs else loss
+
+
+class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
+    """``transformers.Trainer`` for a model that ``seqpar.hf.parallelize`` has patched."""
+
+
+def _data_parallel(patch: Patch, world: int) -> tuple[int, int]:
+    """How many ranks get different batches, and which of them this is."""
+    if world == 1:
+        return 1, 0
+    names = (patch.mesh.mesh_dim_names or ()) if patch.mesh is not None else ()
+    if patch.mesh is not None and "dp" in names:
+        return patch.mesh["dp"].size(), patch.mesh["dp"].get_local_rank()
+    if patch.group is None or patch.ranks == 1:
+        return world, dist.get_rank()
+    members = dist.get_process_group_ranks(patch.group)
+    if members != list(range(members[0], members[0] + patch.ranks)):
+        raise ValueError(
+            f"group: ranks {members} do not follow one another; give parallelize a mesh with a dp dimension"
+        )
+    return world // patch.ranks, members[0] // patch.ranks

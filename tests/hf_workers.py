@@ -1,0 +1,167 @@
+"""Tiny transformers models and batches, and what the ranks of the HuggingFace tests run."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import seqpar
+import seqpar.hf
+
+VOCAB = 62
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+
+
+def _config(kind: str) -> Any:
+    t = transformers
+    if kind == "llama":
+        return t.LlamaConfig(**_SMALL)
+    if kind == "qwen3":
+        return t.Qwen3Config(**_SMALL)
+    if kind == "mistral":
+        return t.MistralConfig(**_SMALL, sliding_window=9)
+    if kind == "gemma2":
+        return t.Gemma2Config(**_SMALL, **_ALTERNATE, attn_logit_softcapping=3.0, final_logit_softcapping=2.0)
+    if kind == "gemma3":
+        return t.Gemma3TextConfig(**_SMALL, **_ALTERNATE)
+    if kind == "gpt_oss":
+        return t.GptOssConfig(**_SMALL, **_ALTERNATE, num_local_experts=4, num_experts_per_tok=2)
+    if kind == "qwen3_moe":
+        return t.Qwen3MoeConfig(
+            **_SMALL,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+        )
+    if kind == "modernbert":
+        small = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+        return t.ModernBertConfig(
+            **small, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
+        )
+    raise ValueError(kind)
+
+
+MODELS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert")
+STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ring-zigzag": ("ring", "zigzag", {}),
+    "ulysses": ("ulysses", "contiguous", {}),
+    "hybrid": ("hybrid", "zigzag", {"ulysses_size": 2}),
+    "context_parallel-striped": ("context_parallel", "striped", {}),
+}
+
+
+def tiny(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> Any:
+    """A model with random weights, larger than the usual ones so that every path has a gradient to speak of."""
+    config = _config(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    kind_of_model = transformers.AutoModelForMaskedLM if kind == "modernbert" else transformers.AutoModelForCausalLM
+    model = kind_of_model.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.25)
+            elif "sinks" in name:
+                p.normal_(0, 1)
+    return model.train()
+
+
+def make_batch(how: str, length: int = 45, rows: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    """A whole batch: plain, packed, or padded on the left or right; some labels do not count."""
+    g = torch.Generator().manual_seed(seed)
+    rows = 1 if how == "packed" else rows
+    ids = torch.randint(3, VOCAB, (rows, length), generator=g)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.2, -100)
+    batch = {"input_ids": ids, "labels": labels}
+    if how == "packed":
+        cuts = [0, 11, 12, 31, length]
+        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in pairwise(cuts)])[None]
+        labels[:, cuts[:-1]] = -100
+    if how in ("left", "right"):
+        mask = torch.ones_like(ids)
+        for row in range(rows):
+            pad = 5 + 9 * row
+            where = slice(0, pad + 1) if how == "left" else slice(length - pad, length)
+            labels[row, where] = -100
+            mask[row, slice(0, pad) if how == "left" else where] = 0
+        batch["attention_mask"] = mask
+        batch["input_ids"] = ids * mask
+    return batch
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest error of a gradient, relative to that gradient's largest entry."""
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    top = max(float(g.abs().max()) for g in theirs.values())
+    return max(
+        float((ours[name] - g).abs().max() / max(float(g.abs().max()), 1e-5 * top)) for name, g in theirs.items()
+    )
+
+
+def one_device(kind: str, batch: dict[str, Any], attention: str = "eager") -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the unpatched model on the whole batch.
+
+    transformers notices packed documents only without a cache, which is on by default, and in gpt-oss and in
+    bidirectional models not at all: there the documents go one by one.
+    """
+    model = tiny(kind, attention)
+    shift = int(kind != "modernbert")
+    total = torch.zeros(())
+    if "position_ids" in batch and kind in ("gpt_oss", "modernbert"):
+        starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
+        items = int((batch["labels"][:, shift:] != -100).sum())
+        for a, b in pairwise(starts):
+            alone = {name: batch[name][:, a:b] for name in ("input_ids", "labels")}
+            total = total + model(**alone, num_items_in_batch=items, use_cache=False).loss
+    else:
+        total = model(**batch, use_cache=False).loss
+    total.backward()
+    return total.item(), gradients(model)
+
+
+def compare(group: ProcessGroup, kind: str, strategy: str, how: str, **options: Any) -> tuple[float, float]:
+    """Errors of loss and gradients against one device."""
+    batch = make_batch(how)
+    expected, grads = one_device(kind, batch)
+    name, layout, more = STRATEGIES[strategy]
+    model = seqpar.hf.parallelize(tiny(kind), group=group, strategy=name, layout=layout, **more, **options)
+    local = seqpar.hf.shard_batch(batch, group=group, layout=layout)
+    loss = model(**local).loss
+    loss.backward()
+    seqpar.sync_gradients(model, group=group)
+    return abs(loss.item() - expected), worst(gradients(model), grads)
+
+
+def table(group: ProcessGroup, cases: list[tuple[str, str, str]]) -> list[tuple[float, float]]:
+    return [compare(group, *case) for case in cases]
+
+
+def generate(group: ProcessGroup, kind: str, layout: str, prompt: dict[str, Tensor], **options: Any) -> Tensor:
+    model = tiny(kind).eval()
+    seqpar.hf.parallelize(model, group=group, layout=layout)
+    return model.generate(**prompt, do_sample=False, **options)

@@ -1,0 +1,249 @@
+"""Cutting batches: labels, positions, padding and documents; loaders, collators, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+pytest.importorskip("transformers")
+
+import seqpar
+import seqpar.hf
+from seqpar.hf.batch import cut
+from seqpar.hf.masks import documents_in, token_ranges
+
+from .hf_workers import make_batch
+from .pool import Pool, WorkerError
+
+
+def whole(name: str, batch: dict[str, Any], ranks: int, layout: str, **options: Any) -> Tensor:
+    """The ranks' parts of one tensor put together again."""
+    parts = [cut(batch, ranks, rank, layout, **options)[name] for rank in range(ranks)]
+    order = torch.cat(
+        [seqpar.layout.shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)]
+    )
+    return torch.cat(parts, 1)[:, order.argsort()]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_parts_hold_the_batch(ranks: int, layout: str) -> None:
+    batch = make_batch("plain", 23)
+    batch["token_type_ids"] = torch.arange(46).view(2, 23)
+    batch["extra"] = torch.ones(3)
+    shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    assert torch.equal(whole("input_ids", batch, ranks, layout), batch["input_ids"])
+    assert torch.equal(whole("token_type_ids", batch, ranks, layout), batch["token_type_ids"])
+    assert torch.equal(whole("labels", batch, ranks, layout), shifted)
+    assert torch.equal(whole("labels", batch, ranks, layout, shift_labels=False), batch["labels"])
+    assert torch.equal(whole("position_ids", batch, ranks, layout), torch.arange(23).expand(2, -1))
+    local = cut(batch, ranks, 0, layout)
+    assert torch.equal(local["extra"], batch["extra"])
+    assert local["seqpar"].items == int((shifted != -100).sum())
+    given = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
+    assert torch.equal(whole("labels", given, ranks, layout), batch["labels"])
+
+
+def test_documents_from_positions_and_boundaries() -> None:
+    batch = make_batch("packed", 40)
+    from_positions = cut(batch, 1, 0, "zigzag")
+    assert from_positions["seqpar"].mask == seqpar.Mask.documents([0, 11, 12, 31, 40], causal=False)
+    edges = torch.tensor([0, 11, 12, 31, 40], dtype=torch.int32)
+    flash = {
+        "input_ids": batch["input_ids"],
+        "cu_seq_lens_q": edges,
+        "cu_seq_lens_k": edges,
+        "max_length_q": 19,
+        "max_length_k": 19,
+    }
+    from_boundaries = cut(flash, 1, 0, "zigzag")
+    assert from_boundaries["seqpar"].mask == from_positions["seqpar"].mask
+    assert torch.equal(from_boundaries["position_ids"], batch["position_ids"])
+    assert set(from_boundaries) == {"input_ids", "position_ids", "seqpar"}
+    open_end = cut({"input_ids": batch["input_ids"], "cu_seqlens": [0, 11, 31]}, 1, 0, "zigzag")
+    lo, hi = open_end["seqpar"].mask.intervals(torch.arange(40))
+    assert torch.equal(hi[31:], lo[31:])  # past the last boundary there is padding
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(side: str) -> None:
+    batch = make_batch(side, 30)
+    real = batch["attention_mask"].bool()
+    mask = (cut(batch, 1, 0, "zigzag")["seqpar"].mask & seqpar.Mask.causal()).dense(30)
+    causal = torch.ones(30, 30, dtype=torch.bool).tril()
+    assert torch.equal(mask, real[:, :, None] & real[:, None, :] & causal)
+    windowed = (cut(batch, 1, 0, "zigzag")["seqpar"].mask & seqpar.Mask.sliding_window(4)).dense(30)
+    assert torch.equal(windowed, mask & causal.triu(-4))
+    parts = [cut(batch, 4, rank, "striped") for rank in range(4)]
+    valid = torch.stack([part["seqpar"].valid[:, :7] for part in parts], 2).flatten(1)
+    assert torch.equal(valid, real[:, :28])
+
+
+def test_padded_documents() -> None:
+    ids = torch.tensor([[0, 0, 0, 1, 2, 0, 1, 1], [0, 1, 0, 1, 2, 3, 0, 0]])  # as transformers fills padding, too
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0]])
+    assert documents_in(ids, token_ranges(mask)) == [(0, 5, 8), (0, 2, 8)]
+    batch = {"input_ids": ids, "position_ids": ids, "attention_mask": mask}
+    dense = cut(batch, 1, 0, "zigzag")["seqpar"].mask.dense(8)
+    expected = torch.zeros(2, 8, 8, dtype=torch.bool)
+    for row, a, b in ((0, 2, 5), (0, 5, 7), (1, 0, 2), (1, 2, 6)):
+        expected[row, a:b, a:b] = True
+    assert torch.equal(dense, expected)
+
+
+def test_masks_are_shared_by_equal_rows() -> None:
+    batch = {"input_ids": torch.ones(4, 12, dtype=torch.long), "attention_mask": torch.ones(4, 12)}
+    batch["attention_mask"][:, 9:] = 0
+    assert cut(batch, 1, 0, "zigzag")["seqpar"].mask.batch == 1
+    batch["attention_mask"][1, 7:] = 0
+    assert cut(batch, 1, 0, "zigzag")["seqpar"].mask.batch == 4
+    assert cut({"input_ids": batch["input_ids"]}, 1, 0, "zigzag")["seqpar"].mask == seqpar.Mask.full()
+
+
+def scattered(group: ProcessGroup, layout: str) -> None:
+    for how in ("left", "packed"):
+        batch = make_batch(how, 33)
+        ours: Any = batch if group.rank() == 0 else None
+        got = seqpar.hf.shard_batch(ours, group=group, layout=layout)
+        expected = seqpar.hf.shard_batch(batch, group=group, layout=layout)
+        assert got.keys() == expected.keys()
+        a, b = got.pop("seqpar"), expected.pop("seqpar")
+        for name in got:
+            assert torch.equal(got[name], expected[name])
+        assert (a.seq_len, a.ranks, a.layout, a.mask, a.items) == (b.seq_len, b.ranks, b.layout, b.mask, b.items)
+        assert (a.valid is None and b.valid is None) or torch.equal(a.valid, b.valid)
+        assert torch.equal(a.in_place[0], b.in_place[0]) and a.in_place[1] == b.in_place[1]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_scatter_from_the_first_rank(pool: Pool, layout: str) -> None:
+    pool.run(3, scattered, layout)
+
+
+class Counting(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        return iter(examples(9))
+
+
+def examples(count: int) -> Any:
+    return [{"input_ids": torch.arange(8) + 100 * i, "labels": torch.arange(8) + 100 * i} for i in range(count)]
+
+
+def loaded(group: ProcessGroup, kind: str) -> list[int]:
+    """Which examples this rank saw, by their first number, as far as its part tells."""
+    mesh = seqpar.init_mesh(2, 2, 2, 1, device_type="cpu")
+    dp = mesh["dp"].get_local_rank()
+    data: Any = Counting() if kind == "iterable" else examples(9)
+    generator = torch.Generator().manual_seed(5)
+    if kind == "sampler":
+        sampler: Any = DistributedSampler(data, num_replicas=2, rank=dp, shuffle=False, drop_last=True)
+        loader = DataLoader(data, batch_size=1, sampler=sampler)
+    elif kind == "iterable":
+        loader = DataLoader(data, batch_size=1)
+    elif kind == "whole batches":
+        loader = DataLoader([{name: x[None] for name, x in one.items()} for one in data], batch_size=None)  # type: ignore[arg-type]
+    else:
+        loader = DataLoader(data, batch_size=1, shuffle=True, generator=generator)
+    sharded = seqpar.hf.ShardedLoader(loader, mesh=mesh, scatter=kind == "scatter")
+    if kind != "iterable":
+        assert len(sharded) == 4
+    return [int(batch["input_ids"][0, 0]) // 100 for batch in sharded]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "scatter", "sampler", "iterable", "whole batches"])
+def test_loader(pool: Pool, kind: str) -> None:
+    seen = pool.run(8, loaded, kind)
+    assert all(ranks == seen[0] for ranks in seen[:4]) and all(ranks == seen[4] for ranks in seen[4:])
+    assert len(seen[0]) == len(seen[4]) == 4 and not set(seen[0]) & set(seen[4])
+
+
+def test_loader_in_one_process() -> None:
+    loader = seqpar.hf.ShardedLoader(DataLoader(examples(3), batch_size=2))
+    assert [tuple(batch["input_ids"].shape) for batch in loader] == [(2, 8), (1, 8)]
+    assert len(loader) == 2
+
+
+def test_loader_refuses_a_sampler_over_the_world(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match="make it with num_replicas=1, rank=0"):
+        pool.run(2, over_the_world)
+
+
+def over_the_world(group: ProcessGroup) -> None:
+    sampler: Any = DistributedSampler(examples(4), num_replicas=2, rank=group.rank())
+    seqpar.hf.ShardedLoader(DataLoader(examples(4), sampler=sampler), group=group)
+
+
+def collated(group: ProcessGroup, workers: int) -> list[Tensor]:
+    collator = seqpar.hf.ShardCollator(group=group, layout="striped")
+    loader = DataLoader(examples(4), batch_size=2, collate_fn=collator, num_workers=workers)
+    return [batch["input_ids"] for batch in loader]
+
+
+def test_collator(pool: Pool) -> None:
+    first, second = pool.run(2, collated, 0)
+    assert torch.equal(torch.stack([first[1], second[1]], 2).flatten(1)[0], torch.arange(8) + 200)
+
+
+def test_collator_in_a_worker_process() -> None:
+    collator = seqpar.hf.ShardCollator()
+    loader = DataLoader(examples(4), batch_size=2, collate_fn=collator, num_workers=1, multiprocessing_context="fork")
+    assert [batch["seqpar"].items for batch in loader] == [14, 14]
+
+
+def brought(group: ProcessGroup, what: str) -> None:
+    batch: Any = make_batch("plain", 12, seed=group.rank() if what == "different" else 0)
+    if what == "one lacks" and group.rank() == 1:
+        batch = None
+    if what == "one bad" and group.rank() == 2:
+        batch = {"labels": batch["labels"]}
+    seqpar.hf.shard_batch(batch, group=group)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("different", "brought different batches"),
+        ("one lacks", r"ranks \[0, 2\] of the sequence group's 3 brought one"),
+        ("one bad", r"rank\(s\) \[2\] of the group refused their input"),
+    ],
+)
+def test_ranks_that_disagree_all_raise(pool: Pool, what: str, words: str) -> None:
+    with pytest.raises(WorkerError, match=words):
+        pool.run(3, brought, what)
+
+
+ONES = torch.ones(2, 8, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"labels": ONES}, r"'input_ids' \[batch, seq\]"),
+        ({"input_ids": ONES, "attention_mask": ONES[:, :7]}, r"shape \(2, 7\); \(2, 8\) is needed"),
+        ({"input_ids": ONES, "attention_mask": torch.ones(2, 1, 8, 8)}, "no dense mask"),
+        ({"input_ids": ONES, "attention_mask": 2 * ONES}, "values up to 2"),
+        ({"input_ids": ONES, "attention_mask": torch.tensor([[1, 0, 1] + [1] * 5] * 2)}, "row 0 has zeros between"),
+        ({"input_ids": ONES, "labels": ONES[:, 1:]}, r"labels: shape \(2, 7\)"),
+        ({"input_ids": ONES, "position_ids": torch.ones(3, 2, 8)}, "several ids a token"),
+        ({"input_ids": ONES, "cu_seqlens": [0, 9]}, "the last boundary is 9, but the rows hold 8"),
+        ({"input_ids": ONES, "cu_seqlens": [[0, 4], [0, 3], [0, 2]]}, "for 3 rows, but the batch has 2"),
+        ({"input_ids": ONES, "seqpar": 1}, "cut already"),
+    ],
+)
+def test_refused_batches(batch: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        seqpar.hf.shard_batch(batch)
+
+
+def test_refused_arguments() -> None:
+    with pytest.raises(TypeError, match="batch=Tensor: a dict"):
+        seqpar.hf.shard_batch(ONES)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layout='zig': did you mean 'zigzag'"):
+        seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig")
+    with pytest.raises(ValueError, match="8 tokens in a row cannot be shared by 9 ranks"):
+        cut({"input_ids": ONES}, 9, 0, "zigzag")

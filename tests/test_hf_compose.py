@@ -1,0 +1,316 @@
+"""Parallelized models inside what else scales training: DDP, FSDP2, checkpointing, LoRA, compile, pipelines, TP."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+pytest.importorskip("transformers")
+
+import transformers
+from packaging.version import Version
+
+import seqpar
+import seqpar.hf
+
+from .hf_workers import gradients, make_batch, tiny, worst
+from .pool import Pool
+
+LOSS, GRADIENT = 2e-5, 1e-3
+
+
+@cache
+def mesh_of(dp: int, ring: int, ulysses: int, tp: int) -> DeviceMesh:
+    """A mesh over all eight workers, made once."""
+    return seqpar.init_mesh(dp, ring, ulysses, tp, device_type="cpu")
+
+
+def reference(kind: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    """Each batch's one-device loss, and the gradient of their mean."""
+    model = tiny(kind)
+    losses = []
+    for batch in batches:
+        loss = model(**batch, use_cache=False).loss
+        (loss / len(batches)).backward()
+        losses.append(loss.item())
+    return losses, gradients(model)
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.removeprefix("module."): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def wrapped(group: ProcessGroup, wrapper: str, kind: str, checkpoint: bool | None) -> tuple[float, float]:
+    """Gradients come out right by themselves: no ``sync_gradients``. Two data-parallel ranks, four of the sequence."""
+    mesh = mesh_of(2, 2, 2, 1)
+    batches = [make_batch("packed", seed=3), make_batch("right", seed=4)]
+    losses, grads = reference(kind, batches)
+    model = tiny(kind)
+    if checkpoint is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
+    if wrapper == "fsdp then parallelize":
+        shard_fully(model)
+    seqpar.hf.parallelize(model, mesh=mesh, strategy="hybrid")
+    outer: Any = model
+    if wrapper == "ddp":
+        outer = DistributedDataParallel(model)
+    elif wrapper == "fsdp":
+        shard_fully(model)
+    mine = mesh["dp"].get_local_rank()
+    local = seqpar.hf.shard_batch(batches[mine], mesh=mesh)
+    loss = outer(**local).loss
+    loss.backward()
+    return abs(loss.item() - losses[mine]), worst(whole_gradients(outer), grads)
+
+
+@cache
+def all_ranks() -> DeviceMesh:
+    return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def shard_fully(model: Any) -> None:
+    everyone = all_ranks()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "kind", "checkpoint"),
+    [
+        ("ddp", "llama", None),
+        ("ddp", "qwen3_moe", False),
+        ("fsdp", "gemma2", None),
+        ("fsdp", "llama", False),
+        ("fsdp", "llama", True),
+        ("fsdp then parallelize", "llama", None),
+    ],
+)
+def test_wrappers_that_average(pool: Pool, wrapper: str, kind: str, checkpoint: bool | None) -> None:
+    for loss, gradient in pool.run(8, wrapped, wrapper, kind, checkpoint):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+def averaged_by_hand(group: ProcessGroup, gradients_are: str) -> float:
+    """A wrapper that parallelize cannot know averages the ranks' gradients, or sums them."""
+    batch = make_batch("plain")
+    _, grads = reference("llama", [batch])
+    model = seqpar.hf.parallelize(tiny("llama"), group=group, gradients=gradients_are)
+    model(**seqpar.hf.shard_batch(batch, group=group)).loss.backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= group.size() if gradients_are == "mean" else 1
+    return worst(gradients(model), grads)
+
+
+@pytest.mark.parametrize("gradients_are", ["mean", "share"])
+def test_gradients_as_asked_for(pool: Pool, gradients_are: str) -> None:
+    assert max(pool.run(4, averaged_by_hand, gradients_are)) < GRADIENT
+
+
+def data_parallel_alone(group: ProcessGroup) -> tuple[float, float]:
+    """DDP over dp only: it averages the replicas, ``sync_gradients`` sums the sequence."""
+    mesh = mesh_of(2, 2, 2, 1)
+    batches = [make_batch("plain", seed=3), make_batch("left", seed=4)]
+    losses, grads = reference("llama", batches)
+    model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh, strategy="hybrid")
+    outer = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    mine = mesh["dp"].get_local_rank()
+    # Two micro-batches without a sum in between, as in gradient accumulation.
+    local = seqpar.hf.shard_batch(batches[mine], mesh=mesh)
+    with outer.no_sync():
+        (outer(**local).loss / 2).backward()
+    loss = outer(**local).loss
+    (loss / 2).backward()
+    seqpar.sync_gradients(model, mesh=mesh)
+    return abs(loss.item() - losses[mine]), worst(whole_gradients(outer), grads)
+
+
+def test_ddp_over_data_parallel_ranks(pool: Pool) -> None:
+    for loss, gradient in pool.run(8, data_parallel_alone):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+def checkpointed(group: ProcessGroup, kind: str, reentrant: bool) -> tuple[float, float]:
+    """Two forwards before the backwards: each recomputation must find its own batch's mask."""
+    batches = [make_batch("packed", seed=5), make_batch("left", 38, seed=6)]
+    losses, grads = reference(kind, batches)
+    model = seqpar.hf.parallelize(tiny(kind), group=group)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    ours = [model(**seqpar.hf.shard_batch(batch, group=group)).loss for batch in batches]
+    for loss in ours:
+        (loss / 2).backward()
+    seqpar.sync_gradients(model, group=group)
+    error = max(abs(a.item() - b) for a, b in zip(ours, losses, strict=True))
+    return error, worst(gradients(model), grads)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3"])
+def test_activation_checkpointing(pool: Pool, kind: str, reentrant: bool) -> None:
+    for loss, gradient in pool.run(2, checkpointed, kind, reentrant):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+def with_lora(group: ProcessGroup, targets: list[str], before: bool) -> tuple[float, float]:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+
+    def adapted(parallel: bool) -> Any:
+        model = tiny("qwen3")
+        if parallel and before:
+            seqpar.hf.parallelize(model, group=group, strategy="ulysses")
+        torch.manual_seed(7)
+        model = get_peft_model(model, config)
+        if parallel and not before:
+            seqpar.hf.parallelize(model, group=group, strategy="ulysses")
+        return model
+
+    batch = make_batch("packed")
+    alone, model = adapted(False), adapted(True)
+    expected = alone(**batch, use_cache=False).loss
+    expected.backward()
+    loss = model(**seqpar.hf.shard_batch(batch, group=group)).loss
+    loss.backward()
+    seqpar.sync_gradients(model, group=group)
+    return abs(loss.item() - expected.item()), worst(gradients(model), gradients(alone))
+
+
+@pytest.mark.parametrize(
+    ("targets", "before"), [(["q_proj", "v_proj"], False), (["q_proj", "v_proj"], True), (["o_proj", "lm_head"], True)]
+)
+def test_lora(pool: Pool, targets: list[str], before: bool) -> None:
+    pytest.importorskip("peft")
+    for loss, gradient in pool.run(2, with_lora, targets, before):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+def compiled(group: ProcessGroup) -> tuple[float, float, int, int]:
+    """Decoder layers compiled one by one. Graphs: one before the attention, one after it."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    batches = [make_batch("packed", seed=3), make_batch("packed", seed=4)]
+    losses, grads = reference("llama", batches)
+    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    first = 0
+    error = 0.0
+    for batch, expected in zip(batches, losses, strict=True):
+        loss = model(**seqpar.hf.shard_batch(batch, group=group)).loss
+        (loss / 2).backward()
+        error = max(error, abs(loss.item() - expected))
+        first = first or graphs
+    seqpar.sync_gradients(model, group=group)
+    return error, worst({n.replace("_orig_mod.", ""): g for n, g in gradients(model).items()}, grads), first, graphs
+
+
+def test_compiled_layers_break_once(pool: Pool) -> None:
+    for loss, gradient, first, graphs in pool.run(2, compiled):
+        assert loss < LOSS and gradient < GRADIENT
+        assert first <= 2 * 2  # two layers, two graphs each
+        assert graphs == first  # another batch, with another mask, compiles nothing
+
+
+class Stage(nn.Module):
+    """Half of a Llama. The first one embeds, the last one gives what the loss needs."""
+
+    def __init__(self, model: Any, first: bool) -> None:
+        super().__init__()
+        half = len(model.model.layers) // 2
+        self.embed = model.model.embed_tokens if first else None
+        self.layers = model.model.layers[:half] if first else model.model.layers[half:]
+        self.rotary = model.model.rotary_emb
+        self.norm = None if first else model.model.norm
+        self.head = None if first else model.lm_head
+
+    def forward(self, x: Tensor, position_ids: Tensor, seqpar: Any) -> Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        rotation = self.rotary(x, position_ids=position_ids)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=rotation, attention_mask=None, seqpar=seqpar)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def pipelined(group: ProcessGroup) -> tuple[float, float]:
+    """2 stages x 2 sequence ranks (and the whole twice)."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "ring"))
+    sequence, stages = mesh["ring"].get_group(), mesh["pp"].get_group()
+    batch = make_batch("plain", 46, rows=4)
+    losses, grads = reference("llama", [batch])
+    model = seqpar.hf.parallelize(tiny("llama"), group=sequence)
+    first = stages.rank() == 0
+    part = Stage(model, first)
+    local = seqpar.hf.shard_batch(batch, group=sequence)
+    shard, labels = local["seqpar"], local["labels"]
+
+    def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+        return model.loss_function(logits, target, seqpar=shard)
+
+    stage = PipelineStage(part, stages.rank(), 2, torch.device("cpu"), group=stages)
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of, scale_grads=False)
+    arguments = {"position_ids": local["position_ids"], "seqpar": shard}
+    found: list[Tensor] = []
+    if first:
+        schedule.step(local["input_ids"], **arguments)
+    else:
+        schedule.step(target=labels, losses=found, **arguments)
+    seqpar.sync_gradients(part, group=sequence)
+    mine = set(map(id, part.parameters()))
+    ours = {name: p.grad for name, p in model.named_parameters() if id(p) in mine and p.grad is not None}
+    error = 0.0 if first else abs(sum(x.item() for x in found) - losses[0])
+    return error, worst(ours, {name: grads[name] for name in ours})
+
+
+def test_pipeline_stages(pool: Pool) -> None:
+    for loss, gradient in pool.run(8, pipelined):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+def with_tensor_parallel(group: ProcessGroup, path: str, kind: str) -> tuple[float, float]:
+    """transformers' own ``tp_plan`` and FSDP2 (2 x 4 ranks) under a hybrid of 2 x 2 sequence ranks."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    mesh = mesh_of(1, 2, 2, 2)
+    batch = make_batch("packed")
+    losses, grads = reference(kind, [batch])
+    # Ranks of one tensor-parallel group stand next to one another in both meshes.
+    split = DistributedConfig(tp_size=2, fsdp_size=4)
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=split, attn_implementation="eager").train()
+    assert model.model.layers[0].self_attn.q_proj.weight.to_local().numel() == 32 * 32 // 8
+    seqpar.hf.parallelize(model, mesh=mesh, strategy="hybrid")
+    loss = model(**seqpar.hf.shard_batch(batch, mesh=mesh)).loss
+    loss.backward()
+    return abs(loss.item() - losses[0]), worst(whole_gradients(model), grads)
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="its tp_plan with FSDP2")
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_tensor_parallel_plan(pool: Pool, tmp_path: Path, kind: str) -> None:
+    tiny(kind).save_pretrained(tmp_path)
+    for loss, gradient in pool.run(8, with_tensor_parallel, str(tmp_path), kind):
+        assert loss < LOSS and gradient < GRADIENT

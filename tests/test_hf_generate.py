@@ -1,0 +1,155 @@
+"""Greedy generation over a sharded cache gives one device's tokens, and the cache stays sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+
+import seqpar
+import seqpar.hf
+from seqpar.comm import trace
+
+from .hf_workers import VOCAB, tiny
+from .pool import Pool
+
+GENERATIVE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe")
+
+
+def prompt(how: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, (2, 23), generator=torch.Generator().manual_seed(3))
+    if how == "short":  # fewer tokens than ranks
+        ids = ids[:, :3]
+    mask = torch.ones_like(ids)
+    if how == "padded":
+        mask[1, :6] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def model_of(kind: str) -> Any:
+    changes: dict[str, Any] = {"output_router_logits": False} if kind == "qwen3_moe" else {}
+    # With tied embeddings, random weights say one token again and again.
+    return tiny(kind, tie_word_embeddings=False, **changes).eval()
+
+
+def generated(group: ProcessGroup, kind: str, layout: str, calls: list[tuple[str, dict[str, Any]]]) -> list[Tensor]:
+    model = seqpar.hf.parallelize(model_of(kind), group=group, layout=layout)
+    return [model.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
+
+
+LONG: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", GENERATIVE)
+def test_tokens(pool: Pool, kind: str, world: int) -> None:
+    calls = [("plain", LONG), ("padded", LONG), ("short", LONG), ("plain", {"max_new_tokens": 8, "num_beams": 3})]
+    calls = calls if kind in ("llama", "mistral") else calls[:2]
+    reference = model_of(kind)
+    expected = [reference.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
+    assert len(set(expected[0][0, 23:].tolist())) > 3  # no model that says one thing
+    for layout in ("zigzag", "contiguous", "striped") if kind in ("llama", "mistral") else ("zigzag",):
+        for tokens in pool.run(world, generated, kind, layout, calls):
+            for ours, theirs in zip(tokens, expected, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int]:
+    """Keys this rank keeps in each layer; the sequence's length; what a token's step sends."""
+    model = seqpar.hf.parallelize(model_of(kind), group=group)
+    cache = DynamicCache(config=model.config)
+    model.generate(**prompt("plain"), do_sample=False, past_key_values=cache, **LONG)
+    held = [layer.keys.shape[2] for layer in cache.layers]
+    length = cache.get_seq_length()
+    with torch.no_grad(), trace() as t:
+        model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+    assert cache.get_seq_length() == length + 1
+    return held, length, t.bytes_sent
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_cache_stays_sharded(pool: Pool, kind: str) -> None:
+    world = 4
+    results = pool.run(world, kept, kind)
+    for layer in range(2):
+        held = [counts[layer] for counts, _, _ in results]
+        total = 8 if kind == "mistral" else 42  # a window of 9 needs 8 keys before the next token
+        assert sum(held) == total and max(held) - min(held) <= 2
+    rows, heads, head_dim = 2, 4, 8
+    one_layer = rows * heads * (head_dim + 1) * 4 * (world - 1)
+    for _, length, sent in results:
+        assert length == 42 and sent == 2 * one_layer
+
+
+def forwards(group: ProcessGroup) -> list[float]:
+    """Logits of a prompt, whole on every rank, then several new tokens at once, then after a crop."""
+    reference, model = model_of("gemma2"), seqpar.hf.parallelize(model_of("gemma2"), group=group)
+    tokens = prompt("plain")["input_ids"]
+    errors = []
+    with torch.no_grad():
+        whole = reference(input_ids=tokens).logits
+        cache = DynamicCache()
+        first = model(input_ids=tokens[:, :17], past_key_values=cache, use_cache=True).logits
+        errors.append(float((first - whole[:, :17]).abs().max()))
+        errors.append(
+            float((model(input_ids=tokens[:, 17:], past_key_values=cache).logits - whole[:, 17:]).abs().max())
+        )
+        cache.crop(3)
+        again = model(input_ids=tokens[:, 20:], past_key_values=cache).logits
+        errors.append(float((again - whole[:, 20:]).abs().max()))
+        made = model(input_ids=tokens, use_cache=True, logits_to_keep=4)
+        errors.append(float((made.logits - whole[:, -4:]).abs().max()))
+    return errors
+
+
+def test_forwards_with_a_cache(pool: Pool) -> None:
+    for errors in pool.run(3, forwards):
+        assert max(errors) < 2e-5, errors
+
+
+def adapted(group: ProcessGroup) -> bool:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    reference = get_peft_model(model_of("llama"), config)
+    torch.manual_seed(1)
+    model = seqpar.hf.parallelize(get_peft_model(model_of("llama"), config), group=group)
+    ours, theirs = (m.generate(**prompt("plain"), do_sample=False, **LONG) for m in (model, reference))
+    return bool(torch.equal(ours, theirs))
+
+
+def test_adapted_model(pool: Pool) -> None:
+    pytest.importorskip("peft")
+    assert all(pool.run(2, adapted))
+
+
+def test_training_after_generating() -> None:
+    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    model.generate(**prompt("plain"), max_new_tokens=2)
+    batch = {**prompt("plain"), "labels": prompt("plain")["input_ids"]}
+    loss = model(**seqpar.hf.shard_batch(batch)).loss
+    assert abs(loss.item() - tiny("llama")(**batch).loss.item()) < 2e-5
+
+
+def test_refused_caches() -> None:
+    model = seqpar.hf.parallelize(model_of("llama"), strategy="local")
+    ids = prompt("plain")["input_ids"]
+    with pytest.raises(ValueError, match="layers of type StaticLayer"):
+        model(input_ids=ids, past_key_values=StaticCache(model.config, max_cache_len=40))
+    filled = DynamicCache()
+    for layer in range(2):
+        filled.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), layer)
+    with pytest.raises(ValueError, match="filled before the model was parallelized"):
+        model(input_ids=ids, past_key_values=filled)
+    with pytest.raises(TypeError, match="past_key_values=tuple"):
+        model(input_ids=ids, past_key_values=())
+    with pytest.raises(ValueError, match="called without 'seqpar'"):
+        model(input_ids=ids)

@@ -1,0 +1,370 @@
+"""Every model's loss and gradients are one device's, for every strategy, packed, padded and plain."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import seqpar
+import seqpar.hf
+from seqpar.hf.patch import NAME
+
+from .hf_workers import MODELS, STRATEGIES, VOCAB, gradients, make_batch, one_device, table, tiny, worst
+from .pool import Pool
+
+LOSS, GRADIENT = 2e-5, 1e-3
+BATCHES = ("plain", "packed", "left", "right")
+
+
+def cases(world: int, kind: str) -> list[tuple[str, str, str]]:
+    """Every strategy with every kind of batch on 4 ranks; on 2, each strategy with one of them."""
+    if world == 4:
+        return [(kind, strategy, how) for strategy in STRATEGIES for how in ("plain", "packed")] + [
+            (kind, strategy, ("left", "right")[i % 2]) for i, strategy in enumerate(STRATEGIES)
+        ]
+    start = MODELS.index(kind)
+    return [(kind, strategy, BATCHES[(start + i) % 4]) for i, strategy in enumerate(STRATEGIES)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
+    chosen = cases(world, kind)
+    for errors in pool.run(world, table, chosen):
+        for case, (loss, gradient) in zip(chosen, errors, strict=True):
+            assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
+
+
+def with_padding_labels(group: ProcessGroup) -> tuple[float, float]:
+    """The last padding token in front predicts the first token: its loss counts, as under transformers' SDPA."""
+    batch = make_batch("left")
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    expected, grads = one_device("llama", batch, "sdpa")
+    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    loss = model(**seqpar.hf.shard_batch(batch, group=group)).loss
+    loss.backward()
+    seqpar.sync_gradients(model, group=group)
+    return abs(loss.item() - expected), worst(gradients(model), grads)
+
+
+def test_labels_next_to_padding(pool: Pool) -> None:
+    for loss, gradient in pool.run(2, with_padding_labels):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+def with_few_labels(group: ProcessGroup, labelled: int) -> list[tuple[float, float]]:
+    """Only the first tokens are labelled: most ranks have nothing to predict."""
+    batch = make_batch("plain")
+    batch["labels"][:, labelled:] = -100
+    expected, grads = one_device("llama", batch)
+    errors = []
+    for chunk in (None, 2):
+        model = seqpar.hf.parallelize(tiny("llama"), group=group, layout="contiguous", loss_chunk=chunk)
+        loss = model(**seqpar.hf.shard_batch(batch, group=group, layout="contiguous")).loss
+        loss.backward()
+        seqpar.sync_gradients(model, group=group)
+        errors.append((abs(loss.item() - expected), worst(gradients(model), grads)))
+    return errors
+
+
+def test_ranks_without_labels(pool: Pool) -> None:
+    for errors in pool.run(4, with_few_labels, 6):
+        for loss, gradient in errors:
+            assert loss < LOSS and gradient < GRADIENT
+
+
+def accumulated(group: ProcessGroup, kind: str) -> tuple[float, float]:
+    """Two batches of unlike label counts, and the loss over both by ``num_items_in_batch``."""
+    batches = [make_batch("plain", 45, seed=1), make_batch("packed", 45, seed=2)]
+    batches[0]["labels"][:, 10:] = -100
+    items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+    reference = tiny(kind)
+    model = seqpar.hf.parallelize(tiny(kind), group=group)
+    expected = total = 0.0
+    for batch in batches:
+        loss = reference(**batch, num_items_in_batch=torch.tensor(items), use_cache=False).loss
+        loss.backward()
+        expected += loss.item()
+        local = seqpar.hf.shard_batch(batch, group=group)
+        ours = model(**local, num_items_in_batch=torch.tensor(items)).loss
+        ours.backward()
+        total += ours.item()
+    seqpar.sync_gradients(model, group=group)
+    return abs(total - expected), worst(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_gradient_accumulation(pool: Pool, kind: str) -> None:
+    for loss, gradient in pool.run(2, accumulated, kind):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+def dropped(group: ProcessGroup) -> tuple[list[float], list[float]]:
+    """Losses under attention dropout: of this rank, and of the same model in one process with the same seed."""
+    model = tiny("llama", attention_dropout=0.3)
+    batch = make_batch("plain")
+    alone = dict(seqpar.hf.shard_batch(batch, group=group, check=False))
+    seqpar.hf.parallelize(model, group=group)
+    ours = [model(**alone).loss.item() for _ in range(2)]
+    seqpar.hf.restore(model)
+    model.eval()
+    seqpar.hf.parallelize(model, group=group)
+    return ours, [model(**alone).loss.item()]
+
+
+def test_dropout_of_attention_weights(pool: Pool) -> None:
+    two, four = pool.run(2, dropped)[0], pool.run(4, dropped)[0]
+    assert two[0][0] == two[0][1]  # the batch's seed decides
+    assert abs(two[0][0] - two[1][0]) > 1e-3
+    assert abs(two[0][0] - four[0][0]) < LOSS  # not the number of ranks
+
+
+def with_rope_of_length(group: ProcessGroup, scaling: dict[str, Any]) -> tuple[float, float, bool]:
+    """Frequencies that follow the longest position, which one rank has."""
+    changes: dict[str, Any] = {"rope_parameters": scaling, "max_position_embeddings": 16}
+    batch = make_batch("packed")
+    reference, model = tiny("llama", **changes), tiny("llama", **changes)
+    plain = tiny("llama")(**batch, use_cache=False).loss
+    expected = reference(**batch, use_cache=False).loss
+    expected.backward()
+    seqpar.hf.parallelize(model, group=group, layout="contiguous")
+    loss = model(**seqpar.hf.shard_batch(batch, group=group, layout="contiguous")).loss
+    loss.backward()
+    seqpar.sync_gradients(model, group=group)
+    assert abs(plain.item() - expected.item()) > 1e-4  # the scaling matters
+    ids = batch["input_ids"]
+    tokens = [m.eval().generate(ids, max_new_tokens=8, do_sample=False) for m in (model, reference)]
+    same = torch.equal(*tokens)
+    return abs(loss.item() - expected.item()), worst(gradients(model), gradients(reference)), same
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+        },
+    ],
+    ids=["dynamic", "longrope"],
+)
+def test_rope_that_follows_the_length(pool: Pool, scaling: dict[str, Any]) -> None:
+    for loss, gradient, same in pool.run(2, with_rope_of_length, scaling):
+        assert loss < LOSS and gradient < GRADIENT and same
+
+
+def under_autocast(group: ProcessGroup, kind: str) -> tuple[float, float]:
+    """Mixed precision: float32 weights under bfloat16 autocast. How far one device is from float32, and we are."""
+    batch = make_batch("plain")
+    exact, grads = one_device(kind, batch)
+    errors = []
+    for model in (tiny(kind, "sdpa" if kind == "llama" else "eager"), seqpar.hf.parallelize(tiny(kind), group=group)):
+        ours = hasattr(model, "_seqpar")
+        given = seqpar.hf.shard_batch(batch, group=group) if ours else batch
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**given).loss
+        loss.backward()
+        if ours:
+            seqpar.sync_gradients(model, group=group)
+        square = sum(float((g - grads[n]).square().sum()) for n, g in gradients(model).items())
+        errors.append(square**0.5)
+        assert abs(loss.item() - exact) < 0.05
+    return errors[0], errors[1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_autocast(pool: Pool, kind: str) -> None:
+    for theirs, ours in pool.run(2, under_autocast, kind):
+        assert ours < 1.2 * theirs
+
+
+def test_logits_are_not_made_for_a_loss() -> None:
+    batch = make_batch("plain")
+    model = seqpar.hf.parallelize(tiny("gemma2"), strategy="local")
+    local = seqpar.hf.shard_batch(batch)
+    widest = 0
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal widest
+        widest = max(widest, output.numel())
+
+    # Hooks run in order of registration; this one sees what the output embedding itself made.
+    model.lm_head.register_forward_hook(watch, prepend=True)
+    output = model(**local)
+    assert widest == 0 and output.logits is None
+    assert abs(output.loss.item() - tiny("gemma2")(**batch).loss.item()) < LOSS
+    del local["labels"]
+    assert model(**local).logits.shape == (2, 45, VOCAB)
+    as_tuple = model(**seqpar.hf.shard_batch(batch), return_dict=False)
+    assert as_tuple[0].dim() == 0
+
+
+def test_loss_of_materialised_logits() -> None:
+    """A head that is no plain linear layer makes its logits; the loss is the same."""
+    batch = make_batch("plain")
+    model = tiny("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    model.get_output_embeddings = lambda: model.lm_head
+    seqpar.hf.parallelize(model, strategy="local")
+    loss = model(**seqpar.hf.shard_batch(batch)).loss
+    assert abs(loss.item() - tiny("llama")(**batch).loss.item()) < LOSS
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_restore_undoes_all(kind: str) -> None:
+    batch = make_batch("plain")
+    model, twin = tiny(kind), tiny(kind)
+    config, before = model.config, copy.deepcopy(model.config.__dict__)
+    attributes = {name: set(vars(m)) for name, m in model.named_modules()}
+    expected = twin(**batch).loss
+    seqpar.hf.parallelize(model, strategy="local")
+    assert model.config is not config and model.config._attn_implementation == NAME
+    assert config._attn_implementation == "eager"
+    model.config.use_cache = False
+    assert seqpar.hf.restore(model) is model
+    assert model.config is config and model.config.use_cache is False
+    config.use_cache = before.get("use_cache", config.use_cache)
+    assert config.__dict__.keys() - before.keys() <= {"use_cache"}
+    assert attributes == {name: set(vars(m)) for name, m in model.named_modules()}
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(model(**batch).loss, expected)
+    with pytest.raises(ValueError, match="not parallelized"):
+        seqpar.hf.restore(model)
+
+
+def test_router_loss_function_is_put_back() -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as code
+
+    original = code.load_balancing_loss_func
+    first = seqpar.hf.parallelize(tiny("qwen3_moe"), strategy="local")
+    second = seqpar.hf.parallelize(tiny("qwen3_moe"), strategy="local")
+    assert code.load_balancing_loss_func is not original
+    seqpar.hf.restore(first)
+    assert code.load_balancing_loss_func is not original
+    seqpar.hf.restore(second)
+    assert code.load_balancing_loss_func is original
+
+
+def test_models_of_one_config_are_told_apart() -> None:
+    batch = make_batch("plain")
+    first = tiny("mistral")
+    second = transformers.MistralForCausalLM(first.config)
+    second.load_state_dict(first.state_dict())
+    expected = second(**batch).loss
+    seqpar.hf.parallelize(first, strategy="local")
+    assert torch.equal(second(**batch).loss, expected)
+
+
+def test_a_copy_stays_parallelized() -> None:
+    batch = make_batch("plain")
+    model = copy.deepcopy(seqpar.hf.parallelize(tiny("llama"), strategy="local"))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0)
+    loss = model(**seqpar.hf.shard_batch(batch)).loss
+    assert abs(loss.item() - float(torch.tensor(float(VOCAB)).log())) < LOSS
+    with pytest.raises(ValueError, match="copy of a parallelized model"):
+        seqpar.hf.restore(model)
+
+
+def test_saved_config_names_no_patch(tmp_path: Any) -> None:
+    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+
+
+class _Own(nn.Module):
+    """Attention code of its own."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        return x, None
+
+
+class SlowAttention(_Own):
+    pass
+
+
+def refused(change: str) -> Any:
+    model = tiny("llama")
+    if change == "own attention":
+        model.model.layers[1].self_attn = SlowAttention()
+    elif change == "convolution":
+        model.model.layers[0].mlp.conv = nn.Conv1d(4, 4, 3)
+    elif change == "linear layers":
+        model.config.layer_types = ["full_attention", "linear_attention"]
+    elif change == "pooled head":
+        return transformers.LlamaForSequenceClassification(model.config)
+    elif change == "two sequences":
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+        )
+    elif change == "state space":
+        return transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
+        )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("own attention", r"'model.layers.1.self_attn' \(SlowAttention\) mixes tokens"),
+        ("convolution", r"'model.layers.0.mlp.conv' \(Conv1d\) mixes tokens"),
+        ("linear layers", "layer 1 is of type 'linear_attention'"),
+        ("pooled head", "its loss is ForSequenceClassification"),
+        ("two sequences", "encoder-decoder"),
+        ("state space", r"\(MambaMixer\) mixes tokens"),
+    ],
+)
+def test_refused_models(change: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        seqpar.hf.parallelize(refused(change), strategy="local")
+
+
+def test_seqpar_itself_does_without_transformers() -> None:
+    code = "import sys, seqpar; sys.exit('transformers' in sys.modules or 'accelerate' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_refused_calls() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="strategy='rong': did you mean 'ring'"):
+        seqpar.hf.parallelize(model, strategy="rong")
+    with pytest.raises(ValueError, match="layout='zigzack'"):
+        seqpar.hf.parallelize(model, layout="zigzack")
+    with pytest.raises(ValueError, match="gradients='sum'"):
+        seqpar.hf.parallelize(model, gradients="sum")
+    with pytest.raises(TypeError, match="Linear: it holds no transformers model"):
+        seqpar.hf.parallelize(nn.Linear(2, 2))
+    seqpar.hf.parallelize(model, strategy="local")
+    with pytest.raises(ValueError, match="parallelized already"):
+        seqpar.hf.parallelize(model, strategy="local")
+    batch = make_batch("plain")
+    with pytest.raises(ValueError, match="called without 'seqpar'"):
+        model(**batch)
+    local = seqpar.hf.shard_batch(batch, layout="striped")
+    with pytest.raises(ValueError, match=r"cut with layout='striped'.* parallelized with layout='zigzag'"):
+        model(**local)
+    local = seqpar.hf.shard_batch(batch)
+    dense = torch.zeros(2, 1, 45, 45)
+    with pytest.raises(ValueError, match="dense score terms are not supported"):
+        model(**local, attention_mask=dense)
+    labels = local.pop("labels")
+    local["seqpar"].items = None
+    with pytest.raises(ValueError, match="they were not cut by"):
+        model(**local, labels=labels)

@@ -1,0 +1,135 @@
+"""The Trainer and the example scripts: several ranks give the losses of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+import seqpar
+import seqpar.hf
+
+from .hf_workers import VOCAB, tiny
+from .pool import Pool
+
+ROOT = Path(__file__).parent.parent
+
+
+def sequences(count: int) -> list[dict[str, Tensor]]:
+    """Unlike numbers of labels, so that a mean of means would show."""
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randint(3, VOCAB, (count, 40), generator=g)
+    labels = rows.clone()
+    for i, row in enumerate(labels):
+        row[: 3 * (i % 9)] = -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(rows, labels, strict=True)]
+
+
+def train(parallel: Any, folder: str, batch: int, across: bool) -> tuple[list[float], float]:
+    """Losses of three optimizer steps of two micro-batches, then the evaluation loss."""
+    model = tiny("qwen3")
+    if parallel is not None:
+        seqpar.hf.parallelize(model, mesh=parallel, strategy="hybrid")
+    kind = transformers.Trainer if parallel is None else seqpar.hf.SequenceParallelTrainer
+    trainer = kind(
+        model,
+        transformers.TrainingArguments(
+            output_dir=folder,
+            max_steps=3,
+            per_device_train_batch_size=batch,
+            per_device_eval_batch_size=batch,
+            gradient_accumulation_steps=2,
+            average_tokens_across_devices=across,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=sequences(20),
+        eval_dataset=sequences(8),
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], evaluated
+
+
+def train_in_parallel(group: ProcessGroup, folder: str, across: bool) -> tuple[list[float], float]:
+    mesh = seqpar.init_mesh(2, 2, 2, 1, device_type="cpu")
+    rank, world = group.rank(), group.size()
+    before = dict(os.environ)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
+    try:
+        return train(mesh, folder, 1, across)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_trainer(pool: Pool, tmp_path: Path, across: bool) -> None:
+    """dp = 2, four sequence ranks each, against one process with twice the batch."""
+    losses, evaluated = train(None, str(tmp_path), 2, across)
+    for ours, ours_evaluated in pool.run(8, train_in_parallel, str(tmp_path), across):
+        if across:
+            assert ours == pytest.approx(losses, abs=1e-4)
+        else:  # transformers then takes the mean of each replica's mean
+            assert ours == pytest.approx(losses, abs=0.2)
+        assert ours_evaluated == pytest.approx(evaluated, abs=0.2 if not across else 2e-2)
+
+
+def run(script: str, ranks: int, folder: Path, *more: str) -> list[float]:
+    """The losses an example prints."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    text = ROOT / "LICENSE"
+    command = [sys.executable, *launcher, str(ROOT / "examples" / script), "--text", str(text), *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OUTPUT": str(folder), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--length", "513", "--steps", "5"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
+    losses: list[float] = json.loads(line)["losses"]
+    return losses
+
+
+@pytest.mark.parametrize(("script", "more"), [("finetune.py", ("--accumulate", "2")), ("lora.py", ())])
+def test_examples(tmp_path: Path, script: str, more: tuple[str, ...]) -> None:
+    if script == "lora.py":
+        pytest.importorskip("peft")
+    assert len((ROOT / "examples" / script).read_text().splitlines()) <= 80
+    alone, together = (run(script, ranks, tmp_path, *more) for ranks in (1, 2))
+    assert len(alone) == 5 and alone[0] > alone[-1]
+    assert together == pytest.approx(alone, abs=5e-5)
+
+
+def test_refused_arguments(tmp_path: Path) -> None:
+    def trainer(model: Any, **arguments: Any) -> Any:
+        settings = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **arguments)
+        return seqpar.hf.SequenceParallelTrainer(model, settings, train_dataset=sequences(2))
+
+    with pytest.raises(ValueError, match="not parallelized"):
+        trainer(tiny("llama"))
+    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
+        trainer(model, label_smoothing_factor=0.1)
