@@ -95,6 +95,10 @@ class Run:
     sent_forward: int = 0
     sent_backward: int = 0
     checksum: float = 0.0
+    process_cpu: float = 0.0  # CPU seconds of its process so far, whatever for
+
+
+Round = dict[str, Run]
 
 
 # ------------------------------------------------------------------------------------------------ in the processes
@@ -163,7 +167,7 @@ def work(pipe: Connection, shape: Shape, threads: int, rank: int, ranks: int, po
             if what not in ready:
                 ready[what] = sdpa(shape) if what == SDPA else strategy(shape, what)
                 ready[what]()  # connections, caches, memory
-            pipe.send(ready[what]())
+            pipe.send(replace(ready[what](), process_cpu=time.process_time()))
     except EOFError:
         return
     except Exception:
@@ -180,6 +184,7 @@ class Team:
         context = multiprocessing.get_context("spawn")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes = []
+        self.cpu = 0.0  # CPU seconds that its processes have used, as of their last run
         os.environ["OMP_NUM_THREADS"] = str(threads)  # the processes inherit it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if platform.system() == "Linux" else "lo0")
         for rank in range(ranks):
@@ -204,6 +209,7 @@ class Team:
             if isinstance(answer, str):
                 raise SystemExit(f"{what}: rank {rank} failed:\n{answer}")
             answers.append(answer)
+        self.cpu = sum(a.process_cpu for a in answers)
         return Run(
             max(a.seconds for a in answers),
             sum(a.cpu_seconds for a in answers),
@@ -213,33 +219,63 @@ class Team:
         )
 
 
-def measure(shape: Shape, specs: Sequence[str], nproc: int, threads: int, repeats: int) -> dict[str, list[Run]]:
-    """``repeats`` rounds, in each of which everything runs once; each round starts elsewhere."""
+def busy_seconds() -> float:
+    """CPU seconds that all processes of the machine have used; 0 where that is not known."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq = map(int, stat.read_text().split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(
+    shape: Shape, specs: Sequence[str], nproc: int, threads: int, repeats: int, quiet: float, most: int
+) -> tuple[list[Round], float]:
+    """Rounds, in each of which everything runs once; each starts elsewhere.
+
+    A round in which other processes took more than ``quiet`` of the cores is repeated, up to ``most`` rounds in all.
+
+    Returns:
+        The ``repeats`` rounds that others disturbed least, and the largest share that others took in one of them.
+    """
     everything = [SDPA, LOCAL, *specs]
-    runs: dict[str, list[Run]] = {what: [] for what in everything}
+    rounds: list[tuple[float, Round]] = []
     with ExitStack() as stack:
         one = Team(shape, 1, threads * nproc, stack)
         several = Team(shape, nproc, threads, stack)
-        for repeat in range(-1, repeats):  # the first round is not counted
-            turn = repeat % len(everything)
+        for number in range(-1, most):  # the first round is not counted
+            turn = number % len(everything)
+            done: Round = {}
+            ours, all_of_it, start = one.cpu + several.cpu + time.process_time(), busy_seconds(), time.perf_counter()
             for what in everything[turn:] + everything[:turn]:
                 time.sleep(0.05)  # let the other team's threads stop spinning
-                run = (one if what in (SDPA, LOCAL) else several).run(what)
-                if repeat >= 0:
-                    runs[what].append(run)
-    expected = runs[SDPA][0].checksum
-    for what, done in runs.items():
-        if abs(done[0].checksum / expected - 1) > 1e-2:
-            raise SystemExit(f"{what}: its results are not SDPA's ({done[0].checksum} instead of {expected})")
-    return runs
+                done[what] = (one if what in (SDPA, LOCAL) else several).run(what)
+            ours = one.cpu + several.cpu + time.process_time() - ours
+            others = busy_seconds() - all_of_it - ours
+            share = max(0.0, others) / (time.perf_counter() - start) / (os.cpu_count() or 1)
+            _check(done)
+            if number >= 0:
+                rounds.append((share, {what: done[what] for what in everything}))
+            if sum(share <= quiet for share, _ in rounds) == repeats:
+                break
+    rounds = sorted(rounds, key=lambda r: r[0])[:repeats]
+    return [done for _, done in rounds], rounds[-1][0]
 
 
-def summary(runs: dict[str, list[Run]], shape: Shape) -> list[dict[str, Any]]:
+def _check(done: Round) -> None:
+    expected = done[SDPA].checksum
+    for what, run in done.items():
+        if abs(run.checksum / expected - 1) > 1e-2:
+            raise SystemExit(f"{what}: its results are not SDPA's ({run.checksum} instead of {expected})")
+
+
+def summary(rounds: list[Round], shape: Shape) -> list[dict[str, Any]]:
     """A row for each of what ran."""
     rows = []
-    for what, done in runs.items():
+    for what in rounds[0]:
+        done = [r[what] for r in rounds]
         seconds = sorted(run.seconds for run in done)
-        ratios = sorted(run.seconds / base.seconds for run, base in zip(done, runs[SDPA], strict=True))
+        ratios = [r[what].seconds / r[SDPA].seconds for r in rounds]
         median = statistics.median(seconds)
         rows.append(
             {
@@ -257,7 +293,7 @@ def summary(runs: dict[str, list[Run]], shape: Shape) -> list[dict[str, Any]]:
     return rows
 
 
-def machine(nproc: int, threads: int, repeats: int, load: float) -> dict[str, Any]:
+def machine(nproc: int, threads: int, rounds: int, others: float) -> dict[str, Any]:
     """What a row has to say for someone else to judge it."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
@@ -273,8 +309,8 @@ def machine(nproc: int, threads: int, repeats: int, load: float) -> dict[str, An
         "cores": nproc * threads,
         "nproc": nproc,
         "threads_per_rank": threads,
-        "repeats": repeats,
-        "load_before": round(load, 2),
+        "rounds": rounds,
+        "others_share": round(others, 3),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "seqpar": seqpar.__version__,
@@ -292,7 +328,8 @@ def show(rows: list[dict[str, Any]], shape: Shape, facts: dict[str, Any]) -> Non
     title = (
         f"{shape.seq_len:,} tokens, {shape.heads} heads ({shape.kv_heads} kv) of {shape.head_dim}, {shape.mask}, "
         f"{shape.dtype}, forward + backward\n{facts['nproc']} ranks x {facts['threads_per_rank']} thread(s) against "
-        f"1 process x {facts['cores']}, median of {facts['repeats']}"
+        f"1 process x {facts['cores']}, median of {facts['rounds']} rounds in which other processes took at most "
+        f"{facts['others_share']:.0%} of the cores"
     )
     table = Table("", "seconds", "range", "CPU s", "GFLOP/s", "MB sent fwd + bwd", "time / SDPA", title=title)
     for row in rows:
@@ -327,6 +364,8 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     nproc: Annotated[int, typer.Option(help="Ranks.")] = 2,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 15,
+    quiet: Annotated[float, typer.Option(help="Share of the cores that others may take in a round.")] = 0.03,
+    most: Annotated[int, typer.Option(help="Rounds in all, where others disturb them.")] = 45,
     out: Annotated[Path, typer.Option(help="CSV file that rows are appended to.")] = RESULTS,
 ) -> None:
     """Compare strategies with one process running PyTorch's attention, on the same cores."""
@@ -335,8 +374,9 @@ def main(
     threads = max(
         1, (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) // nproc
     )
-    facts = machine(nproc, threads, repeats, os.getloadavg()[0])
-    rows = summary(measure(shape, strategy or DEFAULT, nproc, threads, repeats), shape)
+    rounds, others = measure(shape, strategy or DEFAULT, nproc, threads, repeats, quiet, max(most, repeats))
+    facts = machine(nproc, threads, len(rounds), others)
+    rows = summary(rounds, shape)
     show(rows, shape, facts)
     out.parent.mkdir(parents=True, exist_ok=True)
     new = not out.exists()

@@ -2,7 +2,9 @@
 
 ``backend="auto"`` takes, for every call, the first of the list below that can run on this machine and supports the
 request (dtype, device, head_dim, features). A backend asked for by name that lacks a feature of the request leaves
-that call to the next that has it; ``seqpar.trace()`` shows which ran. The list, best first: triton, cpu, reference.
+that call to the next that has it; ``seqpar.trace()`` shows which ran. The list, best first: triton (CUDA, ROCm),
+cpu, reference. Triton's interpreter (``TRITON_INTERPRET=1``) checks the kernels on a CPU, slowly: it runs only when
+``backend="triton"`` asks for it.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from ..comm.trace import count_backend
 from .base import Backend, Score
 from .cpu import CpuBackend
 from .reference import ReferenceBackend
+from .triton import TritonBackend, interpreted
 
 # Best first. A backend joins by standing here.
-BACKENDS: dict[str, Backend] = {b.name: b for b in (CpuBackend(), ReferenceBackend())}
+BACKENDS: dict[str, Backend] = {b.name: b for b in (TritonBackend(), CpuBackend(), ReferenceBackend())}
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ def backends() -> list[BackendStatus]:
 def select(name: str, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool = False) -> Backend:
     """The backend for this request: the one named if it supports it, else the best that does."""
     preferred = [BACKENDS[name]] if name != "auto" else []
-    for backend in (*preferred, *BACKENDS.values()):
+    others = (b for b in BACKENDS.values() if not (isinstance(b, TritonBackend) and interpreted()))
+    for backend in (*preferred, *others):
         if backend.unavailable() is None and backend.unsupported(q, k, score, lse_gradient=lse_gradient) is None:
             count_backend(backend.name)
             return backend

@@ -1,0 +1,135 @@
+"""Attention on the package's own Triton kernels: row intervals and the carry are native to them."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..schedule import Rows
+from .base import Carry, Score
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_HEAD_DIM = 256
+
+
+class TritonBackend:
+    """CUDA and ROCm GPUs; CPU tensors under ``TRITON_INTERPRET=1``, for tests. Deterministic."""
+
+    name = "triton"
+
+    def unavailable(self) -> str | None:
+        return _unavailable()
+
+    def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
+        if q.dtype not in _DTYPES:
+            return f"{q.dtype} (float16, bfloat16 and float32 only)"
+        if q.shape[-1] > _MAX_HEAD_DIM:
+            return f"head_dim={q.shape[-1]} (at most {_MAX_HEAD_DIM})"
+        if not score.softmax_scale > 0:
+            return f"softmax_scale={score.softmax_scale} (positive only)"
+        if interpreted():
+            if q.device.type != "cpu":
+                return f"the tensors are on {q.device.type}, and TRITON_INTERPRET runs on the CPU"
+            if q.dtype == torch.bfloat16:
+                return "bfloat16 (Triton's interpreter multiplies it wrongly)"
+        elif q.device.type != "cuda":
+            return f"the tensors are on {q.device.type}"
+        elif q.dtype == torch.bfloat16 and _capability(q.device) < (8, 0):
+            return "bfloat16 (this GPU has no matrix instructions for it)"
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, score: Score, carry: Carry | None, last: bool
+    ) -> Carry:
+        from ..triton_kernels.forward import forward
+
+        rows = rows.to(q.device)
+        return forward(
+            q,
+            k,
+            v,
+            rows.lo,
+            rows.hi,
+            rows.q_positions,
+            rows.k_positions,
+            carry=carry,
+            last=last,
+            sinks=score.sinks,
+            **_score_arguments(score),
+        )
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        rows: Rows,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        from ..triton_kernels.backward import backward
+
+        rows = rows.to(q.device)
+        backward(
+            dout,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            rows.lo,
+            rows.hi,
+            rows.q_positions,
+            rows.k_positions,
+            dq,
+            dk,
+            dv,
+            **_score_arguments(score),
+        )
+
+
+def _score_arguments(score: Score) -> dict[str, Any]:
+    return {
+        "softmax_scale": score.softmax_scale,
+        "softcap": score.softcap,
+        "alibi_slopes": score.alibi_slopes,
+        "dropout_p": score.dropout_p,
+        "dropout_seed": score.dropout_seed,
+        "head_offset": score.head_offset,
+    }
+
+
+def interpreted() -> bool:
+    """Triton reads the variable when it is imported: set it before."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _unavailable() -> str | None:
+    if not _installed():
+        return "Triton is not installed"
+    if interpreted():
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA or ROCm GPU (TRITON_INTERPRET=1, set before the first import, runs the kernels on the CPU)"
+    return None
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

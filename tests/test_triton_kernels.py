@@ -1,0 +1,147 @@
+"""The Triton kernels without a GPU: interpreted against float64, and compiled ahead of time for four architectures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[1]
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# What is allowed to spill: exact float32 products at head_dim 256 have no tile small enough on CUDA.
+SPILLS_ALLOWED = {("float32", 256, "dkdv"), ("float32", 256, "dq")}
+# No spill but a small table in local memory: an accurate sine reduces angles of any size.
+SPILLS_ALLOWED |= {("bfloat16", 128, "rotary")}
+
+
+def _environment(interpreted: bool) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**environment, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpreted else {})}
+
+
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_triton_interpreter.py"]
+    run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout and "skipped" not in run.stdout
+
+
+@lru_cache(maxsize=1)
+def _inspections() -> dict[str, Any]:
+    """Started together, two at a time: compilation is most of the time of these tests."""
+    calls = {target: ["--target", target] for target in TARGETS}
+    calls["features"] = ["--target", "sm_90", "--what", "features"]
+    calls["small"] = [word for target in TARGETS for word in ("--target", target)] + ["--what", "small"]
+    waiting, results = list(calls), {}
+    running: dict[str, subprocess.Popen[str]] = {}
+    while waiting or running:
+        while waiting and len(running) < 2:
+            name = waiting.pop(0)
+            command = [sys.executable, "-m", "seqpar.triton_kernels.inspect", "--json", *calls[name]]
+            running[name] = subprocess.Popen(
+                command, cwd=ROOT, env=_environment(False), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        name, process = next(iter(running.items()))
+        try:
+            output, errors = process.communicate(timeout=280)
+        except subprocess.TimeoutExpired:
+            for other in running.values():
+                other.kill()
+            raise
+        del running[name]
+        results[name] = [json.loads(line) for line in output.splitlines()], process.returncode, errors
+    return results
+
+
+@pytest.mark.parametrize("what", [*TARGETS, "features", "small"])
+def test_compiles_without_spills_and_with_matrix_instructions(what: str) -> None:
+    rows, code, errors = _inspections()[what]
+    assert code in (0, 1), errors[-4000:]
+    assert len(rows) >= (18 if what in TARGETS else 10)
+    wrong = []
+    for row in rows:
+        key = (row["dtype"], row["head_dim"], row["kernel"])
+        exact = row["dtype"] == "float32" and row["head_dim"] == 256 and row["target"] != "gfx942"
+        complaints = [c for c in row["wrong"].split(", ") if c]
+        if exact:
+            complaints = [c for c in complaints if c != "no matrix instructions"]
+        if key in SPILLS_ALLOWED and row["target"] != "gfx942":
+            complaints = [c for c in complaints if not c.startswith("spills")]
+        wrong += [f"{row['target']} {row['kernel']} {key} {row['feature']}: {c}" for c in complaints]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("target", "instruction"), [("sm_90", "wgmma"), ("sm_100", "tcgen05"), ("gfx942", "mfma")])
+def test_half_precision_uses_the_newest_matrix_instructions(target: str, instruction: str) -> None:
+    rows, _, _ = _inspections()[target]
+    used = {row["matrix"] for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] <= 128}
+    assert used == {instruction}
+
+
+def test_the_interpreter_is_refused_for_compilation() -> None:
+    command = [sys.executable, "-m", "seqpar.triton_kernels.inspect", "--target", "sm_90", "--what", "small"]
+    run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0 and "unset it to compile" in run.stderr
+
+
+def test_choosing_a_configuration() -> None:
+    from seqpar.triton_kernels.configs import candidates, choose, table_config
+
+    assert table_config("sm_90", "forward", 96, torch.float16) == table_config("sm_90", "forward", 128, torch.bfloat16)
+    assert table_config("sm_100", "dq", 64, torch.float32) == table_config("sm_80", "dq", 64, torch.float32)
+    with pytest.raises(ValueError, match=r"head_dim=300: .*at most 256"):
+        table_config("sm_80", "dq", 300, torch.float16)
+    cpu = torch.device("cpu")
+    assert candidates("forward", cpu, 64, torch.float16)[0] == choose("forward", cpu, 64, torch.float16)
+
+
+def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqpar.triton_kernels import tune
+    from triton.runtime.errors import OutOfResources
+
+    monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tune, "_best", {})
+    tune.cache_file().write_text("not json")
+    q = torch.empty(1, 64, 2, 64)
+    made = []
+
+    def make(config: Any) -> Any:
+        made.append(config)
+        return config
+
+    def time(config: Any) -> float:
+        if config.num_warps == 8:
+            raise OutOfResources(1, 1, "shared memory")
+        return float(config.block_m + config.block_n + config.num_stages)
+
+    best = tune.tuned("forward", q, q, "", make, time)
+    assert best == min((c for c in made if c.num_warps != 8), key=lambda c: c.block_m + c.block_n + c.num_stages)
+    monkeypatch.setattr(tune, "_best", {})
+    assert tune.tuned("forward", q, q, "", pytest.fail, time) == best  # from disk
+    assert not tune.wanted(q)
+
+
+def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqpar.backends import triton as module
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    backend = module.TritonBackend()
+    assert "no CUDA or ROCm GPU" in str(backend.unavailable())
+    monkeypatch.setattr(module, "_installed", lambda: False)
+    assert "not installed" in str(backend.unavailable())
+
+
+def test_the_backend_imports_without_triton() -> None:
+    # Not "import seqpar.backends.triton as t": seqpar.backends is also a function.
+    code = "import sys; sys.modules['triton'] = None; from seqpar.backends.triton import TritonBackend"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]

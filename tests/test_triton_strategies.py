@@ -1,0 +1,91 @@
+"""Strategies on the Triton backend, in Triton's interpreter, on real processes: the carry goes from hop to hop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask
+
+from .pool import Pool
+from .reference import assert_close
+
+pytest.importorskip("triton")
+
+MASKS = {
+    "causal": Mask.causal(),
+    "documents": Mask.documents([[0, 9, 40, 61], [0, 33, 50]]) & Mask.sliding_window(20),
+    "full": Mask.full(),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[Pool]:
+    """Two workers that import Triton with its interpreter on."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    workers = Pool(ranks=2)
+    workers.run(2, _nothing)
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+    else:
+        os.environ["TRITON_INTERPRET"] = before
+    yield workers
+    workers.close()
+
+
+def _nothing(group: ProcessGroup) -> None:
+    pass
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = seqpar.attention(*leaves, **options)
+    assert isinstance(out, Tensor)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def _case(
+    group: ProcessGroup, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
+) -> None:
+    torch.manual_seed(7)
+    q, dout = torch.randn(2, 2, 61, 4, 24, dtype=dtype).unbind()
+    k, v = torch.randn(2, 2, 61, 2, 24, dtype=dtype).unbind()
+    features = dict(features)
+    for name in ("sinks", "alibi_slopes"):
+        if features.pop(name, False):
+            features[name] = torch.rand(4)
+    whole = _gradients(*(x.double() for x in (q, k, v, dout)), strategy="local", mask=MASKS[mask], **features)
+    cut = [seqpar.shard(x, group=group, layout=layout) for x in (q, k, v, dout)]
+    with seqpar.trace() as used:
+        local = _gradients(
+            *cut, strategy=strategy, group=group, layout=layout, mask=MASKS[mask], backend="triton", **features
+        )
+    assert set(used.backends) == {"triton"}
+    for name, actual, expected in zip(("out", "dq", "dk", "dv"), local, whole, strict=True):
+        assert_close(seqpar.unshard(actual, group=group, layout=layout), expected, dtype, name)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "mask", "dtype", "features"),
+    [
+        ("ring", "zigzag", "causal", torch.float32, {}),
+        ("ring", "striped", "documents", torch.float32, {"sinks": True}),
+        ("ring", "contiguous", "full", torch.float16, {}),
+        ("ring", "zigzag", "causal", torch.float32, {"dropout_p": 0.2, "dropout_seed": 3}),
+        ("ulysses", "zigzag", "documents", torch.float32, {"softcap": 3.0}),
+        ("context_parallel", "striped", "causal", torch.float32, {"alibi_slopes": True}),
+    ],
+    ids=str,
+)
+def test_two_ranks(
+    interpreters: Pool, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
+) -> None:
+    interpreters.run(2, _case, strategy, layout, mask, dtype, features, deadline_s=120)

@@ -1,0 +1,150 @@
+"""Tile sizes by architecture, kernel, dtype and head_dim.
+
+A configuration stands here only if it compiles without spilling a register and within the shared memory of every GPU
+that uses it; ``python -m seqpar.triton_kernels.inspect`` prints what each takes. Which one is used:
+
+* head_dim counts as the next of 64, 128, 256;
+* compute capability 9.x takes ``sm_90``, 10.x ``sm_100``, every other CUDA GPU ``sm_80``, whose configurations stay
+  within 99 KB (Ampere, Ada and Blackwell cards for desktops have no more); every ROCm GPU takes ``gfx942``, which stays
+  within 64 KB;
+* float32 on CUDA takes the same small tiles everywhere, with three tf32 products up to head_dim 128 and exact ones,
+  which have no matrix instructions, beyond it.
+
+``SEQPAR_TRITON_AUTOTUNE=1`` measures :func:`candidates` instead and remembers (``tune.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to compile a kernel.
+
+    Attributes:
+        block_m: queries in a tile.
+        block_n: keys in a tile (0 where a kernel has none).
+        num_warps, num_stages: as Triton's.
+        tma: read the tiles that stream through the loop with Hopper's bulk copies, where their layout allows it.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+    tma: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Triton's compile options. Fused multiply-add is meant: scores are scaled and shifted by one."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+_INTERPRETED = Config(64, 64)
+_KERNELS = ("forward", "dkdv", "dq")
+_HEAD_DIMS = (64, 128, 256)
+# (architecture, bytes of an element) -> kernel -> configurations for head_dim 64, 128, 256
+_TABLE: dict[tuple[str, int], dict[str, tuple[Config, Config, Config]]] = {
+    ("sm_80", 2): {
+        "forward": (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 8, 2)),
+        "dkdv": (Config(32, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
+        "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 16, 8, 2)),
+    },
+    ("sm_90", 2): {
+        "forward": (Config(128, 64, 4, 3, True), Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True)),
+        "dkdv": (Config(64, 128, 8, 2, True), Config(64, 128, 8, 2, True), Config(16, 64, 8, 2, True)),
+        "dq": (Config(128, 64, 8, 2, True), Config(128, 64, 8, 2, True), Config(64, 32, 8, 2, True)),
+    },
+    ("sm_100", 2): {
+        "forward": (Config(128, 64, 4, 3, True), Config(128, 128, 8, 2, True), Config(128, 32, 8, 2, True)),
+        "dkdv": (Config(64, 128, 8, 2, True), Config(64, 128, 8, 1, True), Config(32, 32, 8, 1, True)),
+        "dq": (Config(128, 64, 4, 2, True), Config(128, 64, 8, 2, True), Config(64, 64, 8, 1, True)),
+    },
+    ("gfx942", 2): {
+        "forward": (Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(64, 32, 4, 1)),
+        "dkdv": (Config(64, 64, 4, 1), Config(32, 64, 4, 1), Config(16, 32, 4, 1)),
+        "dq": (Config(128, 64, 8, 1), Config(128, 32, 8, 1), Config(64, 16, 4, 1)),
+    },
+    ("sm_80", 4): {
+        "forward": (Config(32, 64, 8, 1), Config(16, 64, 8, 1), Config(16, 16, 8, 1)),
+        "dkdv": (Config(32, 32, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+        "dq": (Config(16, 32, 4, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
+    },
+    ("gfx942", 4): {
+        "forward": (Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
+        "dkdv": (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
+        "dq": (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+    },
+}
+
+
+def architecture(device: torch.device) -> str:
+    """The architecture of the table whose configurations ``device`` takes."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    return _cuda_architecture(device)
+
+
+@lru_cache(maxsize=64)
+def _cuda_architecture(device: torch.device) -> str:
+    return {9: "sm_90", 10: "sm_100"}.get(torch.cuda.get_device_capability(device)[0], "sm_80")
+
+
+def table_config(architecture: str, kernel: str, head_dim: int, dtype: torch.dtype, heavy: bool = False) -> Config:
+    """The configuration that the table gives.
+
+    Args:
+        architecture: "sm_80", "sm_90", "sm_100" or "gfx942".
+        kernel: "forward", "dkdv" or "dq".
+        heavy: whether scores take more registers than a product: with softcap, ALiBi or dropout the tile that streams
+            through the loop is halved.
+    """
+    size = dtype.itemsize
+    if size == 4 and architecture.startswith("sm"):
+        architecture = "sm_80"
+    column = next((i for i, limit in enumerate(_HEAD_DIMS) if head_dim <= limit), None)
+    if column is None:
+        raise ValueError(f"head_dim={head_dim}: the kernels take at most {_HEAD_DIMS[-1]}")
+    config = _TABLE[architecture, size][kernel][column]
+    if not heavy:
+        return config
+    if kernel == "dkdv":
+        return replace(config, block_m=max(16, config.block_m // 2))
+    warps = 8 if architecture.startswith("sm") else config.num_warps
+    return replace(config, block_n=max(16, config.block_n // 2), num_warps=warps)
+
+
+def choose(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, heavy: bool = False) -> Config:
+    """The configuration for a call on ``device``; arguments as for :func:`table_config`."""
+    name = architecture(device)
+    return _INTERPRETED if name == "interpreter" else table_config(name, kernel, head_dim, dtype, heavy)
+
+
+def table() -> Iterator[tuple[str, str, int, torch.dtype]]:
+    """All entries, as (architecture, kernel, head_dim, dtype): what the ahead-of-time gate compiles."""
+    for architecture, size in _TABLE:
+        for kernel in _KERNELS:
+            for head_dim in _HEAD_DIMS:
+                yield architecture, kernel, head_dim, torch.bfloat16 if size == 2 else torch.float32
+
+
+def candidates(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> list[Config]:
+    """What autotuning tries: the table's choice and its neighbours, some of which may not fit."""
+    first = choose(kernel, device, head_dim, dtype)
+    tried = [first]
+    for block_m in sorted({first.block_m, max(16, first.block_m // 2), min(128, first.block_m * 2)}):
+        for block_n in sorted({first.block_n, max(16, first.block_n // 2), min(128, first.block_n * 2)}):
+            for num_warps in (4, 8):
+                for num_stages in sorted({max(1, first.num_stages - 1), first.num_stages, first.num_stages + 1}):
+                    config = Config(block_m, block_n, num_warps, num_stages, first.tma)
+                    if config not in tried:
+                        tried.append(config)
+    return tried

@@ -1,0 +1,102 @@
+"""One kernel launch as a value: it can be run, and it can be compiled ahead of time for a GPU that is not here."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .configs import Config
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid, its arguments by name (also some it does not take) and its configuration."""
+
+    kernel: Any
+    grid: int
+    arguments: dict[str, Any]
+    config: Config
+
+    def __call__(self) -> None:
+        """Run it on the current stream of the device its tensors are on. An empty grid is no launch."""
+        if self.grid == 0:
+            return
+        device = next(a.device for a in self.arguments.values() if isinstance(a, Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            arguments = {name: self.arguments[name] for name in self.kernel.arg_names}
+            self.kernel[(self.grid,)](**arguments, **self.config.options)
+
+
+def strides(name: str, x: Tensor | None, axes: str = "bsh") -> dict[str, int]:
+    """``stride_<name><axis>`` for the leading axes of ``x``; 0 for an axis of size 1 or a tensor that is not there."""
+    if x is None:
+        return {f"stride_{name}{axis}": 0 for axis in axes}
+    # torch gives an axis of size 1 any stride: 0 keeps those from making new compiled variants.
+    return {f"stride_{name}{axis}": 0 if x.shape[i] == 1 else x.stride(i) for i, axis in enumerate(axes)}
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """``x`` itself if its last dimension is dense, as the kernels need it, else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def descriptors(
+    config: Config, tiles: dict[str, tuple[Tensor, int]], lines: dict[str, tuple[Tensor, int]] | None = None
+) -> dict[str, Any]:
+    """The tensors that a kernel reads in tiles, and whether with Hopper's bulk copies (TMA).
+
+    Args:
+        tiles: by name, ``x [batch, seq, heads, head_dim]`` and how many rows of one head are read at once.
+        lines: by name, a contiguous ``[lines, padded length]`` and how many numbers of one line are read at once.
+
+    Returns:
+        Descriptors, where the configuration asks for them (``config.tma``) and every tensor is laid out as they need
+        it (start and strides multiples of 16 bytes), else the tensors; and ``TMA``.
+    """
+    lines = lines or {}
+    if not config.tma or not all(_describable(x) for x, _ in tiles.values()):
+        return {**{name: x for name, (x, _) in (*tiles.items(), *lines.items())}, "TMA": False}
+    described: dict[str, Any] = {}
+    for name, (x, rows) in tiles.items():
+        # An axis of size 1 may have any stride, also one that the descriptor refuses.
+        axes = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
+        described[name] = TensorDescriptor(x, list(x.shape), [*axes, 1], [1, rows, 1, padded(x.shape[-1])])
+    for name, (x, numbers) in lines.items():
+        described[name] = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, numbers])
+    return {**described, "TMA": True}
+
+
+def _describable(x: Tensor) -> bool:
+    if 0 in x.shape or x.data_ptr() % 16:
+        return False
+    strides = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+    return all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+
+
+def padded(head_dim: int) -> int:
+    """The tile that holds a head: the next power of two, at least the 16 that matrix units take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def precision(dtype: torch.dtype, head_dim: int, allow_tf32: bool | None, hip: bool | None = None) -> str:
+    """How products of ``dtype`` are made.
+
+    float32: one tf32 product only if asked for, here or by ``torch.set_float32_matmul_precision``. Otherwise on CUDA
+    three of them, which keep about 22 of float32's 24 bits (Ootomo and Yokota, 2022) on the matrix units, and on ROCm,
+    whose matrix units multiply float32, one exact product; so also on CUDA past head_dim 128, where the operands'
+    halves would fill the registers.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    if allow_tf32 is None:
+        allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    if allow_tf32:
+        return "tf32"
+    if hip is None:
+        hip = torch.version.hip is not None
+    return "ieee" if hip or head_dim > 128 else "tf32x3"

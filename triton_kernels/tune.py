@@ -1,0 +1,98 @@
+"""Optional autotuning: ``SEQPAR_TRITON_AUTOTUNE=1``. Off, nothing here runs and nothing is read from disk.
+
+The first call with a new shape class times every candidate on scratch outputs and keeps the fastest, in memory and in
+``$SEQPAR_CACHE_DIR`` (``~/.cache/seqpar``) as ``triton_tuning.json``. Lengths count by their power of two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+from .configs import Config, candidates
+from .launch import Launch
+
+_best: dict[str, Config] = {}
+
+
+def wanted(x: Tensor) -> bool:
+    """Whether calls with ``x`` are to be tuned: asked for by the environment, and on a GPU."""
+    return os.environ.get("SEQPAR_TRITON_AUTOTUNE", "0") == "1" and x.is_cuda
+
+
+def cache_file() -> Path:
+    """Where results are kept."""
+    folder = os.environ.get("SEQPAR_CACHE_DIR") or str(Path.home() / ".cache" / "seqpar")
+    return Path(folder) / "triton_tuning.json"
+
+
+def tuned(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    flags: str,
+    make: Callable[[Config], Launch],
+    time: Callable[[Launch], float] | None = None,
+) -> Config:
+    """The fastest configuration for a call like this one.
+
+    Args:
+        kernel: "forward", "dkdv" or "dq".
+        flags: the features in use, which change the kernel.
+        make: the launch with a configuration, on outputs that may be overwritten any number of times.
+        time: milliseconds of a launch; None measures on the GPU.
+    """
+    key = _key(kernel, q, k, flags)
+    if not _best:
+        _best.update(_load())
+    if key not in _best:
+        times: dict[Config, float] = {}
+        for config in candidates(kernel, q.device, q.shape[-1], q.dtype):
+            try:
+                times[config] = (time or _milliseconds)(make(config))
+            except (OutOfResources, CompilationError):
+                continue  # does not fit this GPU or this version of Triton
+        if not times:
+            raise RuntimeError(f"no configuration of {kernel} runs for {key}; unset SEQPAR_TRITON_AUTOTUNE")
+        _best[key] = min(times, key=lambda config: times[config])
+        _save()
+    return _best[key]
+
+
+def _milliseconds(launch: Launch) -> float:
+    return float(triton.testing.do_bench(launch, warmup=10, rep=50, return_mode="median"))
+
+
+def _key(kernel: str, q: Tensor, k: Tensor, flags: str) -> str:
+    device = torch.cuda.get_device_name(q.device) if q.is_cuda else str(q.device)
+    lengths = f"q2^{q.shape[1].bit_length()} k2^{k.shape[1].bit_length()}"
+    heads = f"{q.shape[0] * q.shape[2]}/{q.shape[2] // k.shape[2]}"
+    return f"{device} triton{triton.__version__} {kernel} {q.dtype} d{q.shape[-1]} h{heads} {lengths} {flags}".strip()
+
+
+def _load() -> dict[str, Config]:
+    try:
+        stored: dict[str, dict[str, Any]] = json.loads(cache_file().read_text())
+        return {key: Config(**fields) for key, fields in stored.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # no cache, or not ours to read: tune again
+
+
+def _save() -> None:
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Other processes tune too: keep theirs, and let nobody read half a file.
+    merged = {**_load(), **_best}
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps({key: asdict(config) for key, config in merged.items()}, indent=1))
+    scratch.replace(path)
