@@ -249,7 +249,7 @@ def backward_launches(
         **score_arguments(softmax_scale, softcap, dropout_p, dropout_seed, head_offset),
         "heads": heads, "q_len": q_len, "k_len": k_len, "GROUP": heads // kv_heads, "D": head_dim,
         "BLOCK_D": padded(head_dim), "ALIBI": alibi_slopes is not None,
-        "PRECISION": precision(q.dtype, head_dim, allow_tf32, hip),
+        "PRECISION": precision(q.dtype, allow_tf32, hip),
     }  # fmt: skip
     tiles = triton.cdiv(k_len, dkdv_config.block_n)
     dkdv_launch = Launch(

@@ -1,14 +1,14 @@
 """Tile sizes by architecture, kernel, dtype and head_dim.
 
-A configuration stands here only if it compiles without spilling a register and within the shared memory of every GPU
-that uses it; ``python -m seqpar.triton_kernels.inspect`` prints what each takes. Which one is used:
+A configuration stands here only if it compiles without spilling a register and within the shared memory of its GPUs,
+but for float32 at head_dim 256, whose operands' halves fill the registers of any tile.
+``python -m seqpar.triton_kernels.inspect`` prints what each takes. Which one is used:
 
 * head_dim counts as the next of 64, 128, 256;
 * compute capability 9.x takes ``sm_90``, 10.x ``sm_100``, every other CUDA GPU ``sm_80``, whose configurations stay
   within 99 KB (Ampere, Ada and Blackwell cards for desktops have no more); every ROCm GPU takes ``gfx942``, which stays
   within 64 KB;
-* float32 on CUDA takes the same small tiles everywhere, with three tf32 products up to head_dim 128 and exact ones,
-  which have no matrix instructions, beyond it.
+* float32 on CUDA takes the same small tiles everywhere, with three tf32 products for one.
 
 ``SEQPAR_TRITON_AUTOTUNE=1`` measures :func:`candidates` instead and remembers (``tune.py``).
 """

@@ -177,7 +177,7 @@ def forward_launch(
         "GROUP": heads // k.shape[2], "D": head_dim, "BLOCK_D": padded(head_dim),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "CARRY": acc is not None, "LAST": last,
         "ALIBI": alibi_slopes is not None, "SINKS": sinks is not None and last,
-        "PRECISION": precision(q.dtype, head_dim, allow_tf32, hip),
+        "PRECISION": precision(q.dtype, allow_tf32, hip),
         **descriptors(config, {"K": (k, config.block_n), "V": (v, config.block_n)}),
     }  # fmt: skip
     return Launch(forward_kernel, batch * heads * tiles, arguments, config)

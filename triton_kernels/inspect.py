@@ -1,7 +1,7 @@
 """``python -m seqpar.triton_kernels.inspect``: compile the table of configurations for GPUs that are not here.
 
-Prints registers, spills, shared memory and matrix instructions of every kernel, and exits with 1 where one spills,
-passes the shared memory of its GPU or misses the matrix unit. ``--json`` writes one object for each kernel instead.
+Prints registers, spills, shared memory and matrix instructions of every kernel, and exits with 1 where one spills
+(but for ``SPILLS``), passes the shared memory of its GPU or misses the matrix unit. ``--json`` writes one object for each kernel instead.
 """
 
 from __future__ import annotations
@@ -37,6 +37,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "carry": {"carry": True},
     "carry, last": {"carry": True, "last": True},
     "sinks": {"sinks": True},
+}
+# Bytes that CUDA's compiler may put into local memory, by (kernel, head_dim, dtype); everything else has none.
+SPILLS = {
+    # Three tf32 products keep both halves of their operands: no tile of 256 columns fits the registers.
+    ("forward", 256, torch.float32): 64,
+    ("dq", 256, torch.float32): 256,
+    ("dkdv", 256, torch.float32): 384,
+    # No spill but a table: an accurate sine reduces angles of any size.
+    ("rotary", 128, torch.bfloat16): 32,
 }
 _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
 
@@ -146,7 +155,8 @@ def small_kernels() -> dict[str, Launch]:
 
 def verdict(case: Case, found: Resources) -> str:
     """ "" for a kernel as it should be, else what is wrong with it."""
-    wrong = [] if found.spilled_bytes == 0 else [f"spills {found.spilled_bytes} bytes"]
+    allowed = SPILLS.get((case.kernel, case.head_dim, case.dtype), 0) if not case.target.startswith("gfx") else 0
+    wrong = [] if found.spilled_bytes <= allowed else [f"spills {found.spilled_bytes} bytes"]
     if not found.fits_shared(case.target):
         wrong.append(f"{found.shared_bytes} bytes of shared memory")
     if case.needs_matrix and not found.matrix:

@@ -83,13 +83,12 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def precision(dtype: torch.dtype, head_dim: int, allow_tf32: bool | None, hip: bool | None = None) -> str:
+def precision(dtype: torch.dtype, allow_tf32: bool | None, hip: bool | None = None) -> str:
     """How products of ``dtype`` are made.
 
     float32: one tf32 product only if asked for, here or by ``torch.set_float32_matmul_precision``. Otherwise on CUDA
     three of them, which keep about 22 of float32's 24 bits (Ootomo and Yokota, 2022) on the matrix units, and on ROCm,
-    whose matrix units multiply float32, one exact product; so also on CUDA past head_dim 128, where the operands'
-    halves would fill the registers.
+    whose matrix units multiply float32, one exact product.
     """
     if dtype != torch.float32:
         return "ieee"
@@ -99,4 +98,4 @@ def precision(dtype: torch.dtype, head_dim: int, allow_tf32: bool | None, hip: b
         return "tf32"
     if hip is None:
         hip = torch.version.hip is not None
-    return "ieee" if hip or head_dim > 128 else "tf32x3"
+    return "ieee" if hip else "tf32x3"
