@@ -3,8 +3,9 @@
 The two halves of Megatron-LM's tensor parallelism with sequence parallelism (Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022), each the other's backward. ``overlap`` says how they communicate:
 
-* "ring": in as many pieces as ranks, each piece's GEMM running while the next piece is on its way (Wang et al.,
-  "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023);
+* "ring": piece by piece, a piece's GEMMs running while the next one is on its way (Wang et al., "Overlap Communication
+  with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023). With few ranks a piece
+  travels in several parts, so that its own GEMMs, too, hide the rest of it;
 * "symm_mem": PyTorch's fused symmetric-memory operators, for NVLink;
 * "none": one collective before or after one GEMM;
 * "auto": "symm_mem" where it can run, else "ring".
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from .gather import all_gather, reduce_scatter
 from .symmetric import gather_matmul, matmul_scatter, symmetric_memory_reason
 
 OVERLAPS = ("auto", "ring", "symm_mem", "none")
+_PARTS = 8  # of the whole sequence, at least, where it goes by pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,28 +53,9 @@ class Pieces:
     def total(self) -> int:
         return sum(len(r) for r in self.rows)
 
-    def take(self, whole: Tensor, rank: int) -> Tensor:
-        """The tokens of ``rank``, contiguous."""
-        start = self._start(rank)
-        if start is not None:
-            return whole[:, start : start + len(self.rows[rank])].contiguous()
-        return whole.index_select(1, on_device(self.rows[rank], whole.device))
-
-    def place(self, whole: Tensor, rank: int, piece: Tensor) -> None:
-        """Write the tokens of ``rank``."""
-        start = self._start(rank)
-        if start is not None:
-            whole[:, start : start + len(self.rows[rank])] = piece
-        else:
-            whole.index_copy_(1, on_device(self.rows[rank], whole.device), piece)
-
-    def _start(self, rank: int) -> int | None:
-        """The first row of ``rank``, if its rows follow one another."""
-        rows = self.rows[rank]
-        if not len(rows):
-            return 0
-        first = int(rows[0])
-        return first if int(rows[-1]) - first + 1 == len(rows) else None
+    def parts(self, rank: int) -> list[Tensor]:
+        """The rows of ``rank`` in the parts in which they travel."""
+        return list(self.rows[rank].tensor_split(max(1, _PARTS // len(self.rows))))
 
     def gather(self, piece: Tensor) -> Tensor:
         """The whole sequence, by one collective."""
@@ -84,25 +68,58 @@ class Pieces:
 
     def scatter(self, whole: Tensor) -> Tensor:
         """The sum over the ranks of this rank's tokens, by one collective."""
-        pieces = [self.take(whole, r) for r in range(len(self.rows))]
-        return reduce_scatter(pieces, self.group)
+        return reduce_scatter([take(whole, rows) for rows in self.rows], self.group)
 
-    def visit(self, piece: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's piece, this rank's own first; the next one is on its way while one is used."""
-        ranks = self.group.size()
-        coming, received = Pending([], []), piece
-        for step in range(ranks):
-            coming.wait()
-            source, current = (self.rank - step) % ranks, received
-            if step + 1 < ranks:
-                received, coming = self._fetch(piece, step + 1)
-            yield source, current
+    def visit(self, piece: Tensor) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
+        """Every rank's piece, this rank's own first, as ``(rows, part)``; the next piece comes while one is used."""
+        coming: Iterator[tuple[Tensor, Tensor]] = iter([(self.rows[self.rank], piece)])
+        for step in range(1, self.group.size() + 1):
+            current = coming
+            if step < self.group.size():
+                coming = self._fetch(piece, step)
+            yield current
 
-    def _fetch(self, piece: Tensor, step: int) -> tuple[Tensor, Pending]:
+    def _fetch(self, piece: Tensor, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Post the exchange of whole pieces with the ranks ``step`` away; yields each part when it is here."""
         ranks = self.group.size()
         source, target = (self.rank - step) % ranks, (self.rank + step) % ranks
-        room = piece.new_empty(piece.shape[0], len(self.rows[source]), *piece.shape[2:])
-        return room, exchange([(target, piece)], [(source, room)], self.group)
+        served = piece.tensor_split(len(self.parts(self.rank)), 1)
+        posted = []
+        for rows, send in zip(self.parts(source), served, strict=True):
+            room = piece.new_empty(piece.shape[0], len(rows), *piece.shape[2:])
+            posted.append((rows, room, exchange([(target, send.contiguous())], [(source, room)], self.group)))
+        return self._arrivals(posted)
+
+    @staticmethod
+    def _arrivals(posted: list[tuple[Tensor, Tensor, Pending]]) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows, room, pending in posted:
+            pending.wait()
+            yield rows, room
+
+
+def take(whole: Tensor, rows: Tensor) -> Tensor:
+    """``whole[:, rows]``, contiguous, for rising ``rows``."""
+    start = _start(rows)
+    if start is not None:
+        return whole[:, start : start + len(rows)].contiguous()
+    return whole.index_select(1, on_device(rows, whole.device))
+
+
+def _place(whole: Tensor, rows: Tensor, piece: Tensor) -> None:
+    """``whole[:, rows] = piece``."""
+    start = _start(rows)
+    if start is not None:
+        whole[:, start : start + len(rows)] = piece
+    else:
+        whole.index_copy_(1, on_device(rows, whole.device), piece)
+
+
+def _start(rows: Tensor) -> int | None:
+    """The first of ``rows``, if they follow one another."""
+    if not len(rows):
+        return 0
+    first = int(rows[0])
+    return first if int(rows[-1]) - first + 1 == len(rows) else None
 
 
 class _Sum:
@@ -110,30 +127,35 @@ class _Sum:
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
-        self._sending = Pending([], [])
-        self._arriving: list[Tensor] = []
+        self._sending: list[Pending] = []
+        self._arriving: list[list[Tensor]] = []
         self._own: Tensor | None = None
 
-    def add(self, step: int, partial: Callable[[int], Tensor]) -> None:
-        """Compute the part of the rank ``step`` after this one, and send it; the same steps on every rank."""
+    def add(self, step: int, partial: Callable[[Tensor], Tensor]) -> None:
+        """Compute ``partial(rows)`` for the rank ``step`` after this one, and send it; the same steps on every rank."""
         pieces, ranks = self._pieces, self._pieces.group.size()
         target, source = (pieces.rank + step) % ranks, (pieces.rank - step) % ranks
-        piece = partial(target).contiguous()
         if target == pieces.rank:
-            self._own = piece
+            self._own = partial(pieces.rows[target])
             return
-        room = piece.new_empty(piece.shape[0], len(pieces.rows[pieces.rank]), *piece.shape[2:])
-        self._sending.wait()
-        self._sending = exchange([(target, piece)], [(source, room)], pieces.group)
-        self._arriving.append(room)
+        before, self._sending = self._sending, []
+        rooms = []
+        for rows, own in zip(pieces.parts(target), pieces.parts(pieces.rank), strict=True):
+            piece = partial(rows).contiguous()
+            rooms.append(piece.new_empty(piece.shape[0], len(own), *piece.shape[2:]))
+            self._sending.append(exchange([(target, piece)], [(source, rooms[-1])], pieces.group))
+        self._arriving.append(rooms)
+        for pending in before:  # what was sent is freed: at most two pieces wait
+            pending.wait()
 
     def result(self) -> Tensor:
         """This rank's part, summed in float32 and rounded once."""
         assert self._own is not None
-        self._sending.wait()
+        for pending in self._sending:
+            pending.wait()
         total = self._own.to(_wide(self._own))
-        for piece in self._arriving:
-            total = total + piece
+        for rooms in self._arriving:
+            total = total + torch.cat(rooms, 1)
         return total.to(self._own.dtype)
 
 
@@ -198,9 +220,9 @@ class _GatherLinear(torch.autograd.Function):
         if pieces.overlap == "symm_mem":
             return tuple(gather_matmul(x, weights, pieces.group))
         outs = tuple(x.new_empty(x.shape[0], pieces.total, w.shape[0]) for w in weights)
-        for rank, piece in pieces.visit(x):
+        for rows, part in chain.from_iterable(pieces.visit(x)):
             for out, w in zip(outs, weights, strict=True):
-                pieces.place(out, rank, F.linear(piece, w))
+                _place(out, rows, F.linear(part, w))
         return outs
 
     @staticmethod
@@ -209,35 +231,29 @@ class _GatherLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         pieces: Pieces = ctx.pieces
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
-        grads = [torch.zeros_like(w, dtype=_wide(w)) for w in weights]
-
-        def input_gradient(rank: int) -> Tensor:
-            partial = x.new_zeros(x.shape[0], len(pieces.rows[rank]), x.shape[2])
-            for dout, w in zip(douts, weights, strict=True):
-                partial = partial + pieces.take(dout, rank) @ w
-            return partial
-
+        # One weight: the partial gradient of x is then rounded once, after the sum over all of them.
+        weight, dout = torch.cat(weights), torch.cat(douts, -1)
+        grad = torch.zeros_like(weight, dtype=_wide(weight))
         dx = None
         if pieces.overlap == "ring":
             # Behind each step's GEMMs: the next piece of the input comes in, the last part of dx goes out.
-            dx_sum = _Sum(pieces)
-            visits = pieces.visit(x) if need_w else [(-1, x)] * pieces.group.size()
-            for step, (rank, piece) in enumerate(visits):
+            dx_sum, ranks = _Sum(pieces), pieces.group.size()
+            visits = pieces.visit(x) if need_w else repeat(iter(()), ranks)
+            for step, parts in enumerate(visits, start=1):
                 if need_x:
-                    dx_sum.add(step, input_gradient)
-                for grad, dout in zip(grads, douts, strict=True) if need_w else ():
-                    _add_weight_gradient(grad, pieces.take(dout, rank), piece)
+                    dx_sum.add(step % ranks, lambda rows: take(dout, rows) @ weight)
+                for rows, part in parts:
+                    _add_weight_gradient(grad, take(dout, rows), part)
             dx = dx_sum.result() if need_x else None
         else:
             if need_x and pieces.overlap == "symm_mem":
-                dx = matmul_scatter(torch.cat(douts, -1), torch.cat(weights), pieces.group)
+                dx = matmul_scatter(dout, weight, pieces.group)
             elif need_x:
-                dx = pieces.scatter(torch.cat(douts, -1) @ torch.cat(weights))
+                dx = pieces.scatter(dout @ weight)
             if need_w:
-                whole = pieces.gather(x)
-                for grad, dout in zip(grads, douts, strict=True):
-                    _add_weight_gradient(grad, dout, whole)
-        return dx, None, *(g.to(w.dtype) if need_w else None for g, w in zip(grads, weights, strict=True))
+                _add_weight_gradient(grad, dout, pieces.gather(x))
+        grads = grad.to(weight.dtype).split([len(w) for w in weights]) if need_w else [None] * len(weights)
+        return dx, None, *grads
 
 
 class _LinearScatter(torch.autograd.Function):
@@ -252,7 +268,7 @@ class _LinearScatter(torch.autograd.Function):
             return matmul_scatter(x, weight.t(), pieces.group)
         total = _Sum(pieces)
         for step in (*range(1, pieces.group.size()), 0):  # its own part last, behind the last transfer
-            total.add(step, lambda rank: F.linear(pieces.take(x, rank), weight))
+            total.add(step, lambda rows: F.linear(take(x, rows), weight))
         return total.result()
 
     @staticmethod
@@ -264,9 +280,9 @@ class _LinearScatter(torch.autograd.Function):
         grad = torch.zeros_like(weight, dtype=_wide(weight))
         if pieces.overlap == "ring":
             dx = torch.empty_like(x)
-            for rank, piece in pieces.visit(dout):
-                pieces.place(dx, rank, piece @ weight)
-                _add_weight_gradient(grad, piece, pieces.take(x, rank))
+            for rows, part in chain.from_iterable(pieces.visit(dout)):
+                _place(dx, rows, part @ weight)
+                _add_weight_gradient(grad, part, take(x, rows))
         else:
             whole = pieces.gather(dout)
             dx = whole @ weight
@@ -281,4 +297,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _add_weight_gradient(grad: Tensor, dout: Tensor, x: Tensor) -> None:
     """Add ``dout^T x`` over all tokens."""
-    grad += dout.flatten(0, 1).t() @ x.flatten(0, 1)
+    dout, x = dout.flatten(0, 1).t(), x.flatten(0, 1)
+    if grad.dtype == x.dtype:
+        grad.addmm_(dout, x)
+    else:
+        grad += dout @ x
