@@ -48,7 +48,7 @@ class _Result:
 
 def demo(
     nproc: Annotated[int, typer.Option(help="Ranks of each parallel run, started on this machine.")] = 4,
-    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 50,
+    steps: Annotated[int, typer.Option(help="Steps of each run.")] = 36,
     seq_len: Annotated[int, typer.Option(help="Tokens (bytes) of a sequence; two a step.")] = 1024,
     mask: Annotated[str, typer.Option(help="As of seqpar train.")] = "causal",
     text: Annotated[str | None, typer.Option(help="Text file (default: this package's own sources).")] = None,
@@ -64,8 +64,8 @@ def demo(
     if nproc < 2:
         raise CommandError(f"nproc={nproc}: at least 2 are needed to compare with one process", BAD_OPTION)
     base = TrainConfig(
-        text=text, mask=mask, seq_len=seq_len, batch=2, steps=steps, seed=seed, device=device, layers=2, hidden=256,
-        heads=8, kv_heads=4, deadline=deadline, plot=False,
+        text=text, mask=mask, seq_len=seq_len, batch=2, steps=steps, seed=seed, device=device,
+        deadline=deadline, plot=False,
     )  # fmt: skip
     runs = {ONE: (1, replace(base, strategy="local", layout="contiguous"))}
     runs |= {name: (nproc, replace(base, **options)) for name, options in _STRATEGIES.items()}
