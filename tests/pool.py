@@ -40,8 +40,9 @@ class WorkerError(AssertionError):
 class Pool:
     """``run`` is the whole of it. Processes start at the first ``run``."""
 
-    def __init__(self, ranks: int = 8, deadline_s: float = 60.0) -> None:
+    def __init__(self, ranks: int = 8, deadline_s: float = 60.0, environment: dict[str, str] | None = None) -> None:
         self.ranks = ranks
+        self.environment = environment or {}
         self.worlds = tuple(world for world in WORLDS if world <= ranks)
         self.deadline_s = deadline_s
         self._processes: list[BaseProcess] = []
@@ -91,7 +92,9 @@ class Pool:
                 ours, theirs = context.Pipe()
                 stack = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-")  # noqa: SIM115 (closed in close)
                 process = context.Process(
-                    target=_work, args=(rank, self.worlds, store.port, theirs, stack.name), daemon=True
+                    target=_work,
+                    args=(rank, self.worlds, store.port, theirs, stack.name, self.environment),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -137,8 +140,12 @@ class Pool:
         return "\n".join(parts)
 
 
-def _work(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack_file: str) -> None:
+def _work(
+    rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack_file: str, environment: dict[str, str]
+) -> None:
     """The life of a worker: join the groups, then run what comes."""
+    # Here, not around its start: the process that workers are forked from is older than the second pool.
+    os.environ.update(environment)
     stacks = open(stack_file, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True).start()

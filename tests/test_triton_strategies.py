@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,20 +28,9 @@ MASKS = {
 @pytest.fixture(scope="module")
 def interpreters() -> Iterator[Pool]:
     """Two workers that import Triton with its interpreter on."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    workers = Pool(ranks=2)
-    workers.run(2, _nothing)
-    if before is None:
-        del os.environ["TRITON_INTERPRET"]
-    else:
-        os.environ["TRITON_INTERPRET"] = before
+    workers = Pool(ranks=2, environment={"TRITON_INTERPRET": "1"})
     yield workers
     workers.close()
-
-
-def _nothing(group: ProcessGroup) -> None:
-    pass
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
