@@ -12,18 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_triton_kernels.py in a process with TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+import seqpar.triton_kernels
 from seqpar.triton_kernels import Config, backward, delta, forward, merge_, rotary, rotary_from_tables
 from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges
 
+from seqpar.backends import base
 from seqpar.backends.base import Score
 from seqpar.backends.philox import keep_mask
 from seqpar.backends.triton import TritonBackend
+from seqpar.layers import rotary as rotary_module
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
 from seqpar.schedule import Rows
@@ -351,6 +355,8 @@ def test_merge(dtype: torch.dtype) -> None:
     both = torch.logaddexp(lse.double(), out_lse.double())
     weights = [torch.exp(x.double() - both).nan_to_num(0).transpose(1, 2)[..., None] for x in (lse, out_lse)]
     expected = acc.double() * weights[0] + out.double() * weights[1]
+    # Rows of something longer, as a block of queries is.
+    acc, lse = (F.pad(x, (0,) * (2 * (x.dim() - 1 - d)) + (2, 3)).narrow(d, 2, 37) for x, d in ((acc, 1), (lse, 2)))
     merge_(acc, lse, out, out_lse)
     torch.testing.assert_close(acc.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), both, atol=1e-4, rtol=1e-5)
@@ -378,6 +384,32 @@ def test_rotary(head_dim: int, by_batch: bool) -> None:
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
         (got,) = torch.autograd.grad((found * weight).sum(), x)
         torch.testing.assert_close(got.double(), want.double(), atol=1e-5, rtol=1e-5)
+
+
+def test_the_small_work_around_attention_is_the_same_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, dout = torch.randn(2, 2, 37, 3, 40).unbind()
+    lse, dlse = torch.randn(2, 2, 3, 37).unbind()
+    partial, angles = torch.randn(2, 37, 3, 40), torch.randn(1, 37, 1, 20)
+
+    def small_work() -> list[Tensor]:
+        carry, x = (out.clone(), lse.clone()), dout.clone().requires_grad_()
+        base.merge_(*carry, partial, dlse)
+        rotated = rotary_module.rotate(x, angles.cos(), angles.sin())
+        (dx,) = torch.autograd.grad(rotated, x, partial)
+        return [*carry, base.row_delta(out, dout, None), base.row_delta(out, dout, dlse), rotated.detach(), dx]
+
+    expected = small_work()
+    used: list[Tensor] = []
+
+    def kernels(x: Tensor) -> Any:
+        used.append(x)
+        return seqpar.triton_kernels
+
+    for module in (base, rotary_module):
+        monkeypatch.setattr(module, "small_kernels", kernels)
+    for found, want in zip(small_work(), expected, strict=True):
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    assert len(used) == 4
 
 
 def test_rotary_says_what_does_not_fit() -> None:

@@ -117,11 +117,12 @@ def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, mo
 
 
 def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seqpar.backends import triton as module
+    from seqpar.backends import kernels as module
+    from seqpar.backends.triton import TritonBackend
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    backend = module.TritonBackend()
+    backend = TritonBackend()
     assert "no CUDA or ROCm GPU" in str(backend.unavailable())
     monkeypatch.setattr(module, "_installed", lambda: False)
     assert "not installed" in str(backend.unavailable())

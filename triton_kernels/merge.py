@@ -20,6 +20,7 @@ _LN2 = tl.constexpr(LN2)
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def merge_kernel(ACC, LSE, OUT, OUT_LSE, stride_ab, stride_as, stride_ah, stride_ob, stride_os, stride_oh,
+                 stride_lb, stride_lh,
                  heads, q_len, tiles, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Grid ``batch * heads * tiles``."""
     program = tl.program_id(0)
@@ -28,7 +29,8 @@ def merge_kernel(ACC, LSE, OUT, OUT_LSE, stride_ab, stride_as, stride_ah, stride
     batch = program // tiles // heads
     row = q_start + tl.arange(0, BLOCK_M)
     first = (tl.cast(batch, tl.int64) * heads + head) * q_len + row
-    a = tl.load(LSE + first, mask=row < q_len, other=float("-inf"))
+    LSE = head_base(LSE, batch, head, stride_lb, stride_lh, False) + row
+    a = tl.load(LSE, mask=row < q_len, other=float("-inf"))
     b = tl.load(OUT_LSE + first, mask=row < q_len, other=float("-inf"))
     larger = tl.maximum(a, b)
     shift = tl.where(larger == float("-inf"), 0.0, larger)
@@ -44,7 +46,7 @@ def merge_kernel(ACC, LSE, OUT, OUT_LSE, stride_ab, stride_as, stride_ah, stride
     acc = acc * (weight_a / total)[:, None] + out * (weight_b / total)[:, None]
     store_rows(ACC, acc, q_start, stride_as, q_len, D, BLOCK_M, BLOCK_D)
     lse = tl.where(seen, shift + tl.log2(total) * _LN2, float("-inf"))
-    tl.store(LSE + first, lse, mask=row < q_len)
+    tl.store(LSE, lse, mask=row < q_len)
 
 
 def merge_launch(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, config: Config | None = None) -> Launch:
@@ -54,6 +56,7 @@ def merge_launch(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, config:
     tiles = triton.cdiv(q_len, config.block_m)
     arguments = {
         "ACC": acc, "LSE": lse, "OUT": out, "OUT_LSE": out_lse, **strides("a", acc), **strides("o", out),
+        **strides("l", lse, "bh"),
         "heads": heads, "q_len": q_len, "tiles": tiles, "D": head_dim, "BLOCK_D": padded(head_dim),
         "BLOCK_M": config.block_m,
     }  # fmt: skip
@@ -65,14 +68,14 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
 
     Args:
         acc: float32 ``[batch, q_len, heads, head_dim]``, normalised by its own ``lse``.
-        lse: float32 ``[batch, heads, q_len]``, contiguous; natural logarithm, -inf for a row that saw nothing.
+        lse: float32 ``[batch, heads, q_len]``, its last dimension dense; natural logarithm, -inf for a row that saw nothing.
         out: as ``acc``, of any dtype.
         out_lse: as ``lse``.
 
     Raises:
         ValueError: an ``acc`` or ``lse`` that cannot be written in place.
     """
-    if not lse.is_contiguous() or acc.stride(-1) != 1:
-        raise ValueError("acc and lse are updated in place: lse must be contiguous and acc's last dimension dense")
+    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (acc, lse)):
+        raise ValueError("acc and lse are updated in place: the last dimension of both must be dense")
     if acc.numel():
         merge_launch(acc, lse, unit_stride(out), out_lse.contiguous())()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..schedule import Rows
+from .kernels import small_kernels
 
 Carry = tuple[Tensor, Tensor]
 
@@ -114,9 +115,22 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
 
     ``out [batch, q_len, heads, head_dim]`` is normalised by its own ``out_lse [batch, heads, q_len]``, as ``acc`` is.
     """
+    if acc.dtype == torch.float32 and (kernels := small_kernels(out)) is not None:
+        kernels.merge_(acc, lse, out, out_lse)
+        return
     share = torch.sigmoid(out_lse - lse).nan_to_num_(0.0)  # nan: neither has seen anything
     acc.lerp_(out, share.transpose(1, 2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, out_lse))
+
+
+def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """``rowsum(dout * out) - dlse``, contiguous ``[batch, heads, q_len]``, for ``out, dout [batch, q_len, heads,
+    head_dim]``."""
+    if (kernels := small_kernels(out)) is not None:
+        return kernels.delta(out, dout, dlse)
+    dtype = accumulator(out.dtype)
+    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
+    return (delta if dlse is None else delta - dlse).contiguous()
 
 
 def finish(carry: Carry, score: Score, dtype: torch.dtype) -> Carry:

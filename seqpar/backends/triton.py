@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,8 +10,8 @@ from torch import Tensor
 
 from ..schedule import Rows
 from .base import Carry, Score
+from .kernels import DTYPES, interpreted, unavailable
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 256
 
 
@@ -23,10 +21,10 @@ class TritonBackend:
     name = "triton"
 
     def unavailable(self) -> str | None:
-        return _unavailable()
+        return unavailable()
 
     def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
-        if q.dtype not in _DTYPES:
+        if q.dtype not in DTYPES:
             return f"{q.dtype} (float16, bfloat16 and float32 only)"
         if q.shape[-1] > _MAX_HEAD_DIM:
             return f"head_dim={q.shape[-1]} (at most {_MAX_HEAD_DIM})"
@@ -108,26 +106,6 @@ def _score_arguments(score: Score) -> dict[str, Any]:
         "dropout_seed": score.dropout_seed,
         "head_offset": score.head_offset,
     }
-
-
-def interpreted() -> bool:
-    """Triton reads the variable when it is imported: set it before."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
-
-
-@lru_cache(maxsize=1)
-def _installed() -> bool:
-    return find_spec("triton") is not None
-
-
-def _unavailable() -> str | None:
-    if not _installed():
-        return "Triton is not installed"
-    if interpreted():
-        return None
-    if not torch.cuda.is_available():
-        return "no CUDA or ROCm GPU (TRITON_INTERPRET=1, set before the first import, runs the kernels on the CPU)"
-    return None
 
 
 @lru_cache(maxsize=16)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..backends.kernels import small_kernels
 from ..check import check_choice, check_int, check_number
 
 # Inverse frequencies, float32 [head_dim / 2], and a factor on cos and sin.
@@ -112,6 +113,8 @@ class RotaryEmbedding(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``x [batch, seq, heads, head_dim]``; computed in the dtype of ``cos`` and ``sin``, rounded to x's."""
+    if cos.dtype == torch.float32 and (kernels := small_kernels(x)) is not None:
+        return kernels.rotary_from_tables(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Score, select
-from ..backends.base import Carry, accumulator, empty_carry, finish
+from ..backends.base import Carry, accumulator, empty_carry, finish, row_delta
 from ..comm import Pending, exchange, make_ready
 from ..comm.trace import count_hop
 from ..mesh import Ranks
@@ -99,10 +99,7 @@ def visit_backward(
     """Gradients of the local ``q, k, v`` (float32, float64 for float64) and this rank's share of the sinks'."""
     dtype = accumulator(q.dtype)
     chosen = select(backend, q, k, score, lse_gradient=dlse is not None)
-    delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)  # [batch, heads, q_len]
-    if dlse is not None:
-        delta = delta - dlse
-    delta = delta.contiguous()
+    delta = row_delta(out, dout, dlse)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
     coming = _start(steps[0], k, v, group)
     going = _Homeward.nothing()
