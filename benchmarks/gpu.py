@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-from seqpar.triton_kernels import backward, delta, forward, merge_, rotary
+from seqpar.triton_kernels import backward, delta, forward, merge_, rotary, rotary_from_tables
 
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
@@ -331,21 +331,39 @@ def measure_carry(report: Report, smoke: bool) -> None:
 
 
 def measure_small(report: Report, smoke: bool) -> None:
-    """Kernels that only move bytes, in GB/s of the bytes that must move."""
+    """Kernels that only move bytes, and what PyTorch's operators take, in GB/s of the bytes that must move."""
     length, heads, head_dim = (64, 2, 32) if smoke else (32768, 32, 128)
     x = normal(1, length, heads, head_dim, dtype=torch.float16 if INTERPRETED else torch.bfloat16)
     acc, lse = x.float(), torch.zeros(1, heads, length, device=DEVICE)
     positions = torch.arange(length, device=DEVICE)
     frequencies = 1.0 / 10000 ** (torch.arange(0, head_dim, 2, device=DEVICE).float() / head_dim)
+    angles = (positions[:, None] * frequencies)[None, :, None]
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotary_in_pytorch() -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    def merge_in_pytorch() -> None:
+        share = torch.sigmoid(lse - lse).transpose(1, 2).unsqueeze(-1)
+        acc.lerp_(x.float(), share)
+        torch.logaddexp(lse, lse)
+
     thunks: dict[str, Thunk] = {
         "rotary": partial(rotary, x, positions, frequencies),
+        "rotary, tables": partial(rotary_from_tables, x, cos, sin),
+        "rotary, PyTorch": rotary_in_pytorch,
         "merge": partial(merge_, acc, lse, x, lse.clone()),
+        "merge, PyTorch": merge_in_pytorch,
         "delta": partial(delta, x, x),
+        "delta, PyTorch": lambda: (x.float() * x.float()).sum(-1).transpose(1, 2).contiguous(),
         "copy": x.clone,
     }
-    moved = {"rotary": 4, "merge": 10, "delta": 4, "copy": 4}  # bytes by element
+    least = {"rotary": 4, "merge": 10, "delta": 4, "copy": 4}  # bytes by element that must move
     times = interleaved(thunks, 1 if smoke else 50)
-    report.small += [{"kernel": n, "ms": ms, "gb_per_s": moved[n] * x.numel() / ms / 1e6} for n, ms in times.items()]
+    report.small += [
+        {"kernel": n, "ms": ms, "gb_per_s": least[n.split(",")[0]] * x.numel() / ms / 1e6} for n, ms in times.items()
+    ]
 
 
 # --------------------------------------------------------------------------------------------------- report

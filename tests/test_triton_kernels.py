@@ -30,6 +30,13 @@ def test_in_the_interpreter() -> None:
     assert " passed" in run.stdout and "skipped" not in run.stdout
 
 
+def test_the_gpu_benchmark_runs() -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--smoke"]
+    run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "every part ran" in run.stdout and "0 failed" in run.stdout
+
+
 @lru_cache(maxsize=1)
 def _inspections() -> dict[str, Any]:
     """Started together, two at a time: compilation is most of the time of these tests."""
