@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -63,7 +65,7 @@ class HeadExchange:
         """
         rows = self._token_rows(tensors[0][0].device)
         ranges = [self.head_ranges(heads) for _, heads in tensors]
-        sends = [[x[:, :, r[peer].start : r[peer].stop] for (x, _), r in zip(tensors, ranges, strict=True)]
+        sends = [[_Chunk(x, heads=r[peer]) for (x, _), r in zip(tensors, ranges, strict=True)]
                  for peer in range(self.group.size())]  # fmt: skip
         shapes = [[(x.shape[0], len(peer_rows), len(r[self.rank]), x.shape[3])
                    for (x, _), r in zip(tensors, ranges, strict=True)] for peer_rows in rows]  # fmt: skip
@@ -81,31 +83,69 @@ class HeadExchange:
         """Head shards back to sequence shards; what several ranks hold of one key/value head is summed."""
         rows = self._token_rows(tensors[0][0].device)
         ranges = [self.head_ranges(heads) for _, heads in tensors]
-        sends = [[x.index_select(1, peer_rows) for x, _ in tensors] for peer_rows in rows]
+        sends = [[_Chunk(x, rows=peer_rows) for x, _ in tensors] for peer_rows in rows]
         tokens = len(rows[self.rank])
         shapes = [[(x.shape[0], tokens, len(r[peer]), x.shape[3]) for (x, _), r in zip(tensors, ranges, strict=True)]
                   for peer in range(self.group.size())]  # fmt: skip
         received = _all_to_all(sends, shapes, self.group)
         results = []
         for i, (x, heads) in enumerate(tensors):
-            out = x.new_zeros(x.shape[0], tokens, heads, x.shape[3])
+            out = x.new_empty(x.shape[0], tokens, heads, x.shape[3])
+            filled = 0
             for peer, chunks in enumerate(received):
-                out[:, :, ranges[i][peer].start : ranges[i][peer].stop] += chunks[i]
+                span = ranges[i][peer]
+                again = max(0, min(filled, span.stop) - span.start)  # heads that a rank before this one has sent, too
+                out[:, :, span.start : span.start + again] += chunks[i][:, :, :again]
+                out[:, :, span.start + again : span.stop] = chunks[i][:, :, again:]
+                filled = max(filled, span.stop)
             results.append(out)
         return results
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Some heads or some rows of ``x [batch, seq, heads, dim]``, to be sent."""
+
+    x: Tensor
+    heads: range | None = None
+    rows: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        batch, seq, heads, dim = self.x.shape
+        return (
+            batch,
+            seq if self.rows is None else len(self.rows),
+            heads if self.heads is None else len(self.heads),
+            dim,
+        )
+
+    def write(self, room: Tensor) -> None:
+        """Copy it, in one pass."""
+        room = room.view(self.shape)
+        if self.heads is not None:
+            room.copy_(self.x[:, :, self.heads.start : self.heads.stop])
+        else:
+            assert self.rows is not None
+            torch.index_select(self.x, 1, self.rows, out=room)
+
+
 def _all_to_all(
-    sends: list[list[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], ranks: Ranks
+    sends: list[list[_Chunk]], shapes: Sequence[Sequence[tuple[int, ...]]], ranks: Ranks
 ) -> list[list[Tensor]]:
     """One uneven all-to-all of lists of tensors of one dtype: ``sends[peer]`` goes to ``peer``.
 
     ``shapes[peer]`` are the shapes of what comes from it. Sent as bytes, which every backend takes.
     """
-    like = sends[0][0]
-    packed = torch.cat([x.reshape(-1) for chunks in sends for x in chunks]).view(torch.uint8)
-    send_sizes = [sum(x.numel() for x in chunks) * like.element_size() for chunks in sends]
-    counts = [[torch.Size(s).numel() for s in peer_shapes] for peer_shapes in shapes]
+    like = sends[0][0].x
+    lengths = [[prod(chunk.shape) for chunk in chunks] for chunks in sends]
+    buffer = like.new_empty(sum(map(sum, lengths)))
+    rooms = iter(buffer.split([n for peer in lengths for n in peer]))
+    for chunk in chain.from_iterable(sends):
+        chunk.write(next(rooms))
+    packed = buffer.view(torch.uint8)
+    send_sizes = [sum(peer) * like.element_size() for peer in lengths]
+    counts = [[prod(s) for s in peer_shapes] for peer_shapes in shapes]
     receive_sizes = [sum(c) * like.element_size() for c in counts]
     received = packed.new_empty(sum(receive_sizes))
     group = whole_group(ranks)
