@@ -227,6 +227,38 @@ def _memory(group: ProcessGroup) -> None:
     assert _saved(group, mlp, x, False) == unit + 4 * 3 * unit
 
 
+class _PaperLayer(nn.Module):
+    """The transformer layer of Korthikanti et al., 2022, without its two dropouts."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__()
+        dtype = torch.bfloat16
+        self.norms = nn.ModuleList(seqpar.SequenceParallelNorm(32, kind="layer", dtype=dtype) for _ in range(2))
+        self.attention = seqpar.ParallelAttention("tp_sp", 32, 8, 8, 4, group=group, dtype=dtype)
+        self.mlp = seqpar.MegatronMLP(32, 4 * 32, "gelu", group=group, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+def _paper_memory(group: ProcessGroup) -> None:
+    seq, batch, tp = 64, 2, group.size()
+    sbh = seq * batch * 32
+    layer = _PaperLayer(group)
+    x = torch.randn(batch, seq // tp, 32, dtype=torch.bfloat16, requires_grad=True)
+    masks = 2 * sbh  # of the dropouts, one byte an element
+    statistics = 4 * seq * batch * 8 + 2 * 2 * 2 * seq * batch  # lse; mean and deviation of two norms
+    # sbh/t (34 + 5as/h), of which the last term, the attention matrix, is never kept.
+    assert _saved(group, layer, x, False) == (34 * sbh - masks + statistics) // tp
+    assert _saved(group, layer, x, True) == 2 * sbh // tp  # full recomputation: the layer's input
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_saved_activations_meet_the_formula_of_sequence_parallelism(pool: Pool, world: int) -> None:
+    pool.run(world, _paper_memory)
+
+
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_saved_activations_are_divided_by_the_ranks(pool: Pool, world: int) -> None:
     pool.run(world, _memory)
