@@ -105,7 +105,7 @@ def attention(
             raise ValueError(f"dropout_seed={dropout_seed}: a seed in [0, 2**63) is needed")
     seed: int = dropout_seed or 0
     if dropout_p and dropout_seed is None:
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
 
     def header() -> list[int]:
         check_qkv(q, k, v)

@@ -78,8 +78,8 @@ def shard_positions(seq_len: int, ranks: int, rank: int, layout: str = "contiguo
     """Global positions of ``rank``'s tokens, int64 ``[seq_local]``, increasing. Cached: do not write to it."""
     ranges = shard_ranges(seq_len, ranks, rank, layout)
     if not ranges:
-        return torch.empty(0, dtype=torch.int64)
-    return torch.cat([torch.arange(r.start, r.stop, r.step) for r in ranges])
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.cat([torch.arange(r.start, r.stop, r.step, device="cpu") for r in ranges])
 
 
 @lru_cache(maxsize=64)

@@ -225,7 +225,7 @@ class Mask:
 
         For references and tests: it holds the square of the sequence.
         """
-        keys = torch.arange(seq_len)
+        keys = torch.arange(seq_len, device="cpu")
         lo, hi = self.intervals(keys)
         return (keys >= lo[..., None]) & (keys < hi[..., None])
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .layout import part, shard_positions
@@ -188,14 +189,14 @@ def _local_intervals(mask: Mask, queries: Tensor, keys: Tensor) -> tuple[Tensor,
 def needed(lo: Tensor, hi: Tensor, keys: int) -> Tensor:
     """Which of ``keys`` lie inside some interval, bool ``[keys]``."""
     seen = lo < hi
-    edges = torch.zeros(keys + 1, dtype=torch.int64)
+    edges = torch.zeros(keys + 1, dtype=torch.int64, device="cpu")
     edges.index_add_(0, lo[seen], torch.ones_like(lo[seen]))
     edges.index_add_(0, hi[seen], -torch.ones_like(hi[seen]))
     return edges.cumsum(0)[:keys] > 0
 
 
 def _selection(chosen: Tensor) -> Selection:
-    padded = torch.cat([torch.zeros(1), chosen.float(), torch.zeros(1)])
+    padded = F.pad(chosen.float(), (1, 1))
     edges = padded.diff().nonzero().flatten().tolist()
     return Selection(tuple(zip(edges[::2], edges[1::2], strict=True)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask
-from seqpar.layers.tensor_parallel import shard_of
+from seqpar.layers.tensor_parallel import weight_shards
 from tests.pool import Pool
 from tests.reference import assert_close
 
@@ -40,9 +41,9 @@ def _randomise(module: nn.Module) -> None:
 
 
 def _check_gradients(parallel: nn.Module, whole: nn.Module) -> None:
-    expected = dict(whole.named_parameters())
+    expected, shards = dict(whole.named_parameters()), weight_shards(parallel)
     for name, p in parallel.named_parameters():
-        shard, grad = shard_of(p), expected[name].grad
+        shard, grad = shards.get(p), expected[name].grad
         assert grad is not None and p.grad is not None, name
         assert_close(p.grad, grad if shard is None else shard.take(grad), torch.float64, name)
 
@@ -174,6 +175,30 @@ def _block_cases(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_block_equals_one_rank(pool: Pool, world: int) -> None:
     pool.run(world, _block_cases)
+
+
+def _replaced_parameters(group: ProcessGroup, how: str) -> None:
+    where: dict[str, Any] = {"group": group}
+    whole = Block("swiglu", None)
+    _randomise(whole)
+    with torch.device("meta" if how == "to_empty" else "cpu"):
+        parallel = Block("swiglu", where)
+    if how == "copy":
+        for name, child in list(parallel.named_children()):
+            setattr(parallel, name, copy.deepcopy(child))
+    if how == "to_empty":
+        parallel.to_empty(device="cpu")
+    parallel.load_state_dict(copy.deepcopy(whole.state_dict()), assign=how == "assign")
+    ids, labels = torch.randint(VOCAB, (2, 2, 45)).unbind()
+    whole(ids, labels).backward()
+    parallel(seqpar.shard(ids, **where), seqpar.shard(labels, **where)).backward()
+    seqpar.sync_gradients(parallel, **where)
+    _check_gradients(parallel, whole)
+
+
+@pytest.mark.parametrize("how", ["copy", "to_empty", "assign"])
+def test_parameters_may_be_replaced(pool: Pool, how: str) -> None:
+    pool.run(4, _replaced_parameters, how)
 
 
 def _bytes(group: ProcessGroup, overlap: str) -> None:

@@ -111,6 +111,6 @@ def _mask(rows: Rows, batch: slice, tile: Tile) -> Tensor | None:
         return None
     row = batch.start if rows.lo.shape[0] > 1 else 0
     lo, hi = rows.lo[row, tile.q0 : tile.q1], rows.hi[row, tile.q0 : tile.q1]
-    keys = torch.arange(tile.k0, tile.k1, dtype=torch.int32)
+    keys = torch.arange(tile.k0, tile.k1, dtype=torch.int32, device="cpu")
     seen = (keys >= lo[:, None]) & (keys < hi[:, None])
-    return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[None, None]
+    return torch.zeros(seen.shape, device="cpu").masked_fill_(~seen, -torch.inf)[None, None]

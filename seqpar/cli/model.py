@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..factory import ParallelAttention
 from ..layers import MegatronMLP, RotaryEmbedding
-from ..layers.tensor_parallel import shard_of
+from ..layers.tensor_parallel import weight_shards
 from ..mask import Mask
 
 VOCABULARY = 256
@@ -115,16 +115,16 @@ class ByteLlama(nn.Module):
     def initialise(self, seed: int) -> None:
         """The same weights on every rank and device, by ``seed``."""
         generator = torch.Generator().manual_seed(seed)
+        shards = weight_shards(self)
         for name, p in self.named_parameters():
             if p.dim() < 2:
                 continue
             # Projections back into the residual stream start smaller by its depth (GPT-2).
             deep = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 * ((2 * len(self.layers)) ** -0.5 if deep else 1.0)
-            shard, shape = shard_of(p), list(p.shape)
-            if shard is not None:
-                shape[shard.dim] = shard.size
-            weight = torch.empty(shape).normal_(0, std, generator=generator)
+            shard = shards.get(p)
+            whole = p.shape if shard is None else shard.whole_shape(p)
+            weight = torch.empty(whole).normal_(0, std, generator=generator)
             with torch.no_grad():
                 p.copy_(weight if shard is None else shard.take(weight))
 

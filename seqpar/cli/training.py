@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ..comm import trace
 from ..layers import sync_gradients
-from ..layers.tensor_parallel import shard_of
+from ..layers.tensor_parallel import weight_shards
 from ..mesh import init_mesh, rank_in, sequence_group, size_of
 from ..sharding import shard
 from ..strategies import STRATEGIES, resolve
@@ -123,13 +124,14 @@ class Training:
             **config.strategy_options,
         )
         self.model.initialise(config.seed)
+        self.shards = weight_shards(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1)
         torch.manual_seed(config.seed)  # attention draws its dropout's seeds from here, on rank 0
 
     @property
     def parameters(self) -> int:
-        sizes = ((p, shard_of(p)) for p in self.model.parameters())
-        return sum(p.numel() if s is None else p.numel() // p.shape[s.dim] * s.size for p, s in sizes)
+        sizes = ((p, self.shards.get(p)) for p in self.model.parameters())
+        return sum(p.numel() if s is None else prod(s.whole_shape(p)) for p, s in sizes)
 
     @property
     def defining(self) -> dict[str, Any]:
@@ -164,7 +166,7 @@ class Training:
             loss.backward()
         with trace() as gradients:
             sync_gradients(self.model, group=world.group)
-        norm = nn.utils.get_total_norm([_whole(p, p.grad) for p in self.model.parameters() if p.grad is not None])
+        norm = nn.utils.get_total_norm([self._whole(p, p.grad) for p in self.model.parameters() if p.grad is not None])
         nn.utils.clip_grads_with_norm_(self.model.parameters(), _CLIP, norm)
         self.optimizer.step()
         total, attention_bytes, gradient_bytes = world.sum(loss.item(), attention.bytes_sent, gradients.bytes_sent)
@@ -183,9 +185,9 @@ class Training:
             "defining": self.defining,
             "corpus": {"name": self.corpus.name, "data": self.corpus.data, "starts": self.corpus.starts},
             "losses": self.losses,
-            "model": {name: _whole(p, p.detach()) for name, p in named.items()},
+            "model": {name: self._whole(p, p.detach()) for name, p in named.items()},
             "optimizer": {
-                name: {key: _whole(p, value) if value.shape == p.shape else value
+                name: {key: self._whole(p, value) if value.shape == p.shape else value
                        for key, value in self.optimizer.state[p].items()}
                 for name, p in named.items()
             },
@@ -205,22 +207,20 @@ class Training:
             raise ValueError(f"--resume: {len(state['losses'])} steps are done already; give a larger --steps")
         with torch.no_grad():
             for name, p in self.model.named_parameters():
-                p.copy_(_share(p, state["model"][name]))
+                p.copy_(self._share(p, state["model"][name]))
                 self.optimizer.state[p] = {
                     key: value.to(p.device) if key != "step" else value
-                    for key, value in ((k, _share(p, v)) for k, v in state["optimizer"][name].items())
+                    for key, value in ((k, self._share(p, v)) for k, v in state["optimizer"][name].items())
                 }
         self.losses = list(state["losses"])
         torch.set_rng_state(state["rng"])
 
+    def _whole(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """A whole gradient or moment of a parameter that tensor parallelism shards; all ranks call it together."""
+        shard = self.shards.get(parameter)
+        return value if shard is None else shard.gather(value)
 
-def _whole(parameter: Tensor, value: Tensor) -> Tensor:
-    """A whole gradient or moment of a parameter that tensor parallelism shards; all ranks call it together."""
-    shard = shard_of(parameter)
-    return value if shard is None else shard.gather(value)
-
-
-def _share(parameter: Tensor, value: Tensor) -> Tensor:
-    """This rank's part of what ``_whole`` gave."""
-    shard = shard_of(parameter)
-    return value if shard is None or value.dim() == 0 else shard.take(value).clone()
+    def _share(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """This rank's part of what ``_whole`` gave."""
+        shard = self.shards.get(parameter)
+        return value if shard is None or value.dim() == 0 else shard.take(value).clone()

@@ -46,9 +46,7 @@ def agree(fields: Callable[[], Sequence[int]], group: ProcessGroup | None) -> li
 
 def _start(values: Sequence[int], group: ProcessGroup, wait: bool) -> tuple[object, Tensor]:
     device = _control_device(group)
-    header = torch.zeros(_WIDTH, dtype=torch.int64)
-    header[: len(values)] = torch.tensor(values, dtype=torch.int64)
-    header = header.to(device)
+    header = torch.tensor([*values, *[0] * (_WIDTH - len(values))], dtype=torch.int64, device=device)
     gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64, device=device)
     work = all_gather_single(gathered.view(-1), header, group=group, async_op=True)
     if wait:

@@ -61,7 +61,7 @@ class Pieces:
         """The whole sequence, by one collective."""
         whole = all_gather(piece, [len(r) for r in self.rows], 1, self.group)
         order = torch.cat(self.rows)
-        if torch.equal(order, torch.arange(len(order))):
+        if torch.equal(order, torch.arange(len(order), device="cpu")):
             return whole
         out = torch.empty_like(whole)
         return out.index_copy_(1, order.to(whole.device), whole)

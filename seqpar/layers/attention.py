@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from ..check import check_choice, check_dropout, check_int, check_number, check_
 from ..comm import agree
 from ..layout import LAYOUTS, check_length, check_lengths, shard_positions
 from ..mask import Mask
-from ..mesh import rank_in, size_of
+from ..mesh import rank_in, size_of, tensor_group
 from ..strategies import resolve, strategy_options
 from ..strategies.context_parallel import COMMS
 from .rotary import RotaryEmbedding
@@ -36,6 +36,11 @@ class Where:
             raise TypeError(f"group={group!r}: a torch.distributed ProcessGroup that this rank belongs to is needed")
         self.mesh = mesh
         self.group = group
+
+    @cached_property
+    def tensor(self) -> ProcessGroup | None:
+        """The ranks that weights are sharded over, in tensor-parallel layers."""
+        return tensor_group(self.mesh, self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Where:
         return self
@@ -171,7 +176,7 @@ class AttentionLayer(nn.Module):
         group = self._sequence_group()
         dropout_p = self.dropout_p if self.training else 0.0
         # Where the layer asks the other ranks anyway, the seed goes along; else the attention sends it.
-        seed = int(torch.randint(2**62, ()).item()) if dropout_p and seq_len is None else None
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if dropout_p and seq_len is None else None
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
         top = seq_len
         if seq_len is None or dynamic:

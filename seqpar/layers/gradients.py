@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import agree
 from ..comm.trace import count_sent
 from ..mesh import context_group, sequence_group, size_of
-from .tensor_parallel import shard_of
+from .tensor_parallel import weight_shards
 
 _BUCKET_BYTES = 64 << 20
 
@@ -41,11 +41,12 @@ def sync_gradients(module: nn.Module, mesh: DeviceMesh | None = None, group: Pro
         ValueError: the ranks' parameters differ in number, name, shape or dtype. TypeError: a sparse gradient.
     """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    sharded = [(name, p) for name, p in named if (shard := shard_of(p)) is not None and size_of(shard.group) > 1]
+    shards = weight_shards(module)
+    sharded = [(name, p) for name, p in named if p in shards and size_of(shards[p].group) > 1]
     if not sharded:
         _sync(named, sequence_group(mesh, group))
         return
-    tensor = {shard.group for _, p in sharded if (shard := shard_of(p)) is not None}
+    tensor = {shards[p].group for _, p in sharded}
     context = sequence_group(mesh, group) if mesh is None or mesh.ndim == 1 else context_group(mesh)
     if context not in tensor:  # on a plain group, the tokens are sharded over the same ranks as the weights
         _sync(sharded, context)
@@ -73,7 +74,7 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None) -> 
             f"module: the ranks' trainable parameters differ in number ({counts}), name, shape or dtype; "
             "build the same module on every rank"
         )
-    flags = torch.tensor(_flags(parameters), dtype=torch.int32)
+    flags = torch.tensor(_flags(parameters), dtype=torch.int32, device="cpu")
     if any(fields[2] != headers[0][2] for fields in headers):
         flags = _any_rank(flags, group)
     for p, wanted in zip(parameters, flags.tolist(), strict=True):

@@ -24,7 +24,7 @@ from ..comm import agree, all_gather
 from ..comm.linear import OVERLAPS, Pieces, gather_linear, linear_scatter, resolve_overlap
 from ..layout import part
 from ..mask import Mask
-from ..mesh import Groups, rank_in, sequence_group, size_of, tensor_group
+from ..mesh import Groups, rank_in, sequence_group, size_of
 from ..schedule import Shards, head_range, kv_head_range
 from ..strategies import STRATEGIES, Call, SequenceParallelAttention, resolve, strategy_options
 from .attention import AttentionLayer, Where
@@ -71,7 +71,6 @@ class MegatronAttention(AttentionLayer):
                 raise ValueError(f"context={context!r}: it needs a mesh with ring or ulysses beside tp; see init_mesh")
         self.context = context or _default_context(mesh)
         self.overlap = overlap
-        self._tp = tensor_group(mesh, group)
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
         self._context_groups()  # raises here, not at the first forward
 
@@ -90,6 +89,10 @@ class MegatronAttention(AttentionLayer):
         self.sinks = nn.Parameter(torch.empty(stop - start, **kind)) if sinks else None
         sink_spans = make_spans(tp, partial(head_range, heads, size_of(tp)))
         shard_weights(self, {"sinks": WeightShard(tp, 0, sink_spans, heads)})
+
+    @property
+    def _tp(self) -> ProcessGroup | None:
+        return self._where.tensor
 
     def _local_heads(self) -> range:
         return head_range(self.num_heads, size_of(self._tp), rank_in(self._tp))
@@ -137,7 +140,7 @@ class MegatronAttention(AttentionLayer):
     ) -> Tensor:
         groups = self._context_groups()
         if seed is None and dropout_p:
-            drawn = agree(lambda: [int(torch.randint(2**62, ()).item())], self._sequence_group())
+            drawn = agree(lambda: [int(torch.randint(2**62, (), device="cpu").item())], self._sequence_group())
             seed = drawn[0][0]
         heads = self._local_heads()
         group_size = self.num_heads // self.num_kv_heads
@@ -212,17 +215,17 @@ class MegatronMLP(nn.Module):
         check_choice("overlap", overlap, OVERLAPS)
         self.activation, self.overlap, self.hidden_size = activation, overlap, hidden_size
         self._where = Where(mesh, group)
-        self._tp = tensor_group(mesh, group)
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
-        spans = make_spans(self._tp, partial(part, intermediate_size, size_of(self._tp)))
-        column, row = (WeightShard(self._tp, dim, spans, intermediate_size) for dim in (0, 1))
+        tp = self._where.tensor
+        spans = make_spans(tp, partial(part, intermediate_size, size_of(tp)))
+        column, row = (WeightShard(tp, dim, spans, intermediate_size) for dim in (0, 1))
         self.gate_proj = column_parallel(hidden_size, column, bias, kind) if activation == "swiglu" else None
         self.up_proj = column_parallel(hidden_size, column, bias, kind)
         self.down_proj = row_parallel(hidden_size, row, bias, kind)
 
     def forward(self, x_local: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to the same, for this rank's tokens."""
-        pieces = gathered_pieces(x_local, self._tp, self.overlap, self.hidden_size)
+        pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.hidden_size)
         if self.gate_proj is None:
             (up,) = column_linear(x_local, (self.up_proj,), pieces)
             hidden = _ACTIVATIONS[self.activation](up)
@@ -252,7 +255,7 @@ def SequenceParallelNorm(  # noqa: N802 (reads as the class whose instances it m
 def make_pieces(group: ProcessGroup, rows: tuple[Tensor, ...], overlap: str, device: torch.device) -> Pieces:
     """The pieces of a sequence over ``group``, with its way of overlapping resolved."""
     lengths = {len(r) for r in rows}
-    even = len(lengths) == 1 and torch.equal(torch.cat(rows), torch.arange(sum(len(r) for r in rows)))
+    even = len(lengths) == 1 and torch.equal(torch.cat(rows), torch.arange(sum(len(r) for r in rows), device="cpu"))
     return Pieces(group, rows, resolve_overlap(overlap, group, device, even))
 
 
@@ -273,7 +276,7 @@ def gathered_pieces(x: Tensor, group: ProcessGroup | None, overlap: str, hidden_
             f"batch: the ranks of the group differ: {[b for _, b in headers]}; pass the same on every rank"
         )
     starts = [sum(length for length, _ in headers[:rank]) for rank in range(len(headers))]
-    rows = tuple(torch.arange(s, s + length) for s, (length, _) in zip(starts, headers, strict=True))
+    rows = tuple(torch.arange(s, s + length, device="cpu") for s, (length, _) in zip(starts, headers, strict=True))
     return make_pieces(group, rows, overlap, x.device)
 
 
@@ -302,9 +305,10 @@ def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], pieces: Pieces | No
     """Gather the sequence and project it, ``[batch, tokens, out_local]`` for each of ``linears``."""
     if pieces is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    outs = gather_linear(x, [sum_shared(linear.weight) for linear in linears], pieces)
-    biases = [linear.bias for linear in linears]
-    return [y if b is None else y + sum_shared(b) for y, b in zip(outs, biases, strict=True)]
+    outs = gather_linear(x, [sum_shared(linear, "weight") for linear in linears], pieces)
+    return [
+        y if linear.bias is None else y + sum_shared(linear, "bias") for y, linear in zip(outs, linears, strict=True)
+    ]
 
 
 def row_linear(x: Tensor, linear: nn.Linear, pieces: Pieces | None) -> Tensor:

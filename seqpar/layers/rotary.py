@@ -120,7 +120,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _default(head_dim: int, base: float) -> Frequencies:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     return 1.0 / base**exponents, 1.0
 
 
@@ -188,7 +188,7 @@ def _yarn(
     if low == high:
         high += 0.001
     inverse, _ = _default(head_dim, base)
-    kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ((torch.arange(head_dim // 2, device="cpu").float() - low) / (high - low)).clamp(0, 1)
     if attention_factor is None:
         over_all = mscale and mscale_all_dim
         attention_factor = _yarn_scale(factor, mscale if over_all else None)

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from ..comm import all_gather
 from ..mesh import rank_in, size_of
 
+_SHARDS = "_seqpar_shards"  # the attribute of a module that holds them
+
 
 @dataclass(frozen=True)
 class WeightShard:
@@ -58,22 +60,32 @@ class WeightShard:
         start, stop = self.span
         return whole.narrow(self.dim, start, stop - start)
 
+    def whole_shape(self, local: Tensor) -> list[int]:
+        """The shape of the weight of which ``local`` is a slice."""
+        return [*local.shape[: self.dim], self.size, *local.shape[self.dim + 1 :]]
+
     def gather(self, local: Tensor) -> Tensor:
         """The whole weight, on every rank of the group."""
         lengths = [stop - start for start, stop in self.spans]
         parts = all_gather(local, lengths, self.dim, self.group).split(lengths, self.dim)
-        shape = list(local.shape)
-        shape[self.dim] = self.size
-        whole = local.new_empty(shape)
+        whole = local.new_empty(self.whole_shape(local))
         for (start, stop), part in zip(self.spans, parts, strict=True):
             whole.narrow(self.dim, start, stop - start).copy_(part)
         return whole
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightShard:
+        return self  # groups cannot be copied
 
-def shard_of(parameter: Tensor) -> WeightShard | None:
-    """How a parameter is sharded over a tensor-parallel group, if it is."""
-    shard: WeightShard | None = getattr(parameter, "_seqpar_shard", None)
-    return shard
+
+def weight_shards(module: nn.Module) -> dict[Tensor, WeightShard]:
+    """How those parameters of ``module`` that are sharded over a tensor-parallel group are.
+
+    Modules know it by the parameters' names: parameters themselves are replaced by ``to_empty``, by a copy, by
+    ``load_state_dict(assign=True)`` and by FSDP.
+    """
+    return {
+        getattr(part, name): shard for part in module.modules() for name, shard in getattr(part, _SHARDS, {}).items()
+    }
 
 
 def make_spans(
@@ -85,11 +97,9 @@ def make_spans(
 
 
 def shard_weights(module: nn.Module, shards: dict[str, WeightShard]) -> None:
-    """Declare how parameters of ``module`` (by name, dots included) are sharded, and hook its state dict to it."""
-    parameters = dict(module.named_parameters())
-    shards = {name: shard for name, shard in shards.items() if name in parameters}
-    for name, shard in shards.items():
-        parameters[name]._seqpar_shard = shard  # type: ignore[attr-defined]
+    """Declare how ``module``'s own parameters are sharded, by name, and hook its state dict to it."""
+    shards = {name: shard for name, shard in shards.items() if getattr(module, name) is not None}
+    setattr(module, _SHARDS, shards)
 
     def save(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
         for name, shard in shards.items():
@@ -143,17 +153,16 @@ class _SumShared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shard: WeightShard = ctx.shard
-        shape = list(grad.shape)
-        shape[shard.dim] = shard.size
-        whole = grad.new_zeros(shape, dtype=torch.promote_types(grad.dtype, torch.float32))
+        whole = grad.new_zeros(shard.whole_shape(grad), dtype=torch.promote_types(grad.dtype, torch.float32))
         shard.take(whole).copy_(grad)
         dist.all_reduce(whole, group=shard.group)
         return shard.take(whole).to(grad.dtype), None
 
 
-def sum_shared(weight: Tensor) -> Tensor:
-    """``weight``, whose gradient is summed over the ranks that hold the same rows (replicated key/value heads)."""
-    shard = shard_of(weight)
+def sum_shared(module: nn.Module, name: str) -> Tensor:
+    """That weight, whose gradient is summed over the ranks that hold the same rows (replicated key/value heads)."""
+    weight: Tensor = getattr(module, name)
+    shard: WeightShard | None = getattr(module, _SHARDS, {}).get(name)
     if shard is None or not shard.shared:
         return weight
     summed: Tensor = _SumShared.apply(weight, shard)

@@ -20,6 +20,7 @@ from ..comm.linear import OVERLAPS, Pieces
 from ..comm.trace import count_sent
 from ..layout import part
 from ..mesh import rank_in, size_of, tensor_group
+from .attention import Where
 from .megatron import column_linear, cut_linear, gathered_pieces, make_pieces
 from .tensor_parallel import WeightShard, make_spans, shard_weights
 
@@ -50,10 +51,9 @@ class VocabParallelEmbedding(nn.Module):
         check_int("num_embeddings", num_embeddings, 1)
         check_int("embedding_dim", embedding_dim, 1)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self._tp = tensor_group(mesh, group)
-        shard = WeightShard(
-            self._tp, 0, make_spans(self._tp, partial(part, num_embeddings, size_of(self._tp))), num_embeddings
-        )
+        self._where = Where(mesh, group)
+        tp = self._where.tensor
+        shard = WeightShard(tp, 0, make_spans(tp, partial(part, num_embeddings, size_of(tp))), num_embeddings)
         whole = nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype).weight.detach()
         self.weight = nn.Parameter(shard.take(whole).clone())
         self._start, self._stop = shard.span
@@ -61,8 +61,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 ``[batch, seq]``. Raises ValueError for ids outside the vocabulary."""
-        lengths = _lengths(ids, self.num_embeddings, self._tp)
-        everyone = all_gather(ids, lengths, 1, self._tp)
+        tp = self._where.tensor
+        lengths = _lengths(ids, self.num_embeddings, tp)
+        everyone = all_gather(ids, lengths, 1, tp)
         local = everyone - self._start
         mine = (local >= 0) & (local < self._stop - self._start)
         if self._stop == self._start:  # more ranks than vocabulary
@@ -70,11 +71,11 @@ class VocabParallelEmbedding(nn.Module):
             partial_sum = partial_sum + self.weight.sum()
         else:
             partial_sum = F.embedding(local.masked_fill(~mine, 0), self.weight) * mine.unsqueeze(-1)
-        if self._tp is None or self._tp.size() == 1:
+        if tp is None or tp.size() == 1:
             return partial_sum
         starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
-        rows = tuple(torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True))
-        out: Tensor = _ScatterSum.apply(partial_sum, make_pieces(self._tp, rows, "none", ids.device))
+        rows = tuple(torch.arange(s, s + n, device="cpu") for s, n in zip(starts, lengths, strict=True))
+        out: Tensor = _ScatterSum.apply(partial_sum, make_pieces(tp, rows, "none", ids.device))
         return out
 
 
@@ -102,14 +103,15 @@ class VocabParallelHead(nn.Linear):
         check_choice("overlap", overlap, OVERLAPS)
         super().__init__(hidden_size, num_embeddings, bias=bias, device=device, dtype=dtype)
         self.overlap = overlap
-        self._tp = tensor_group(mesh, group)
-        spans = make_spans(self._tp, partial(part, num_embeddings, size_of(self._tp)))
-        shard = WeightShard(self._tp, 0, spans, num_embeddings)
+        self._where = Where(mesh, group)
+        tp = self._where.tensor
+        spans = make_spans(tp, partial(part, num_embeddings, size_of(tp)))
+        shard = WeightShard(tp, 0, spans, num_embeddings)
         cut_linear(self, {"weight": shard, "bias": shard})
 
     def forward(self, x_local: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to ``[batch, tokens, vocab_local]``."""
-        pieces = gathered_pieces(x_local, self._tp, self.overlap, self.in_features)
+        pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.in_features)
         (logits,) = column_linear(x_local, (self,), pieces)
         return logits
 

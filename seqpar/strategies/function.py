@@ -62,7 +62,7 @@ class Call:
         equal = not index or (
             len(index) % len(kv_heads) == 0 and index == [i // (len(index) // len(kv_heads)) for i in range(len(index))]
         )
-        return None if equal else torch.tensor(index)
+        return None if equal else torch.tensor(index, device="cpu")
 
 
 class SequenceParallelAttention(torch.autograd.Function):
