@@ -170,10 +170,10 @@ def test_ulysses_with_few_kv_heads(pool: Pool, world: int) -> None:
 def test_hybrid(pool: Pool, world: int, size: int) -> None:
     """Ulysses's bytes inside the subgroups, ring's across them with 1/size of the heads."""
     calls = [
-        Sent({**options, "ulysses_size": size}, layout=layout, dtype=dtype)
+        Sent({**options, "ulysses_size": size}, layout=layout, kv_heads=kv_heads, dtype=dtype)
         for options in HYBRID
         for layout in LAYOUTS
-        for dtype in (torch.float32, torch.bfloat16)
+        for kv_heads, dtype in ((8, torch.float32), (8, torch.bfloat16), (size, torch.float32))
     ]
     ring = world // size
     for call, ranks in zip(calls, run(pool, world, calls), strict=True):

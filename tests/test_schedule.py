@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from seqpar import Mask
 from seqpar.backends.tiles import Kind, decompose
+from seqpar.comm import HeadExchange
 from seqpar.layout import LAYOUTS
 from seqpar.schedule import Shards, attention_steps, head_range, kv_head_range, needed, visible
 
@@ -119,6 +123,28 @@ def test_heads_are_dealt_once_and_meet_their_keys(kv_heads: int, group: int, ran
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     for rank, mine in enumerate(dealt):
         assert {h // group for h in mine} == set(kv_head_range(heads, kv_heads, ranks, rank))
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 12), st.integers(1, 2))
+def test_parts_of_heads_cover_them_once_in_equal_groups(kv_heads: int, group: int, ranks: int, ring: int) -> None:
+    heads = kv_heads * group
+    shards = Shards(ranks * ring, "contiguous", ring, ranks)
+    subgroup: Any = SimpleNamespace(size=lambda: ranks)
+    exchange = HeadExchange(subgroup, shards, 0, heads, kv_heads)
+    whole, parts = exchange.whole, exchange.parts()
+    for rank in range(ranks):
+        assert [h for part in parts for h in part.queries[rank]] == list(whole.queries[rank])
+        assert [h for part in parts for h in part.keys[rank]] == list(whole.keys[rank])
+        keys: range = range(0)
+        for part in parts:
+            keys = part.keys[rank] or keys
+            assert {h // group for h in part.queries[rank]} == set(keys)
+            if len(parts) > 1:  # equal groups
+                assert len({sum(h // group == k for h in part.queries[rank]) for k in keys}) == 1
+    # Around a ring keys go on travelling: no part may read another's.
+    assert ring == 1 or all(any(part.keys) for part in parts)
+    divide = heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    assert len(parts) > 1 or not divide or heads == ranks or (ring > 1 and kv_heads <= ranks)
 
 
 @settings(max_examples=200, deadline=None)

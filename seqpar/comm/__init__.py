@@ -3,11 +3,13 @@
 from .agree import agree, global_length
 from .exchange import Pending, exchange, make_ready
 from .gather import all_gather
-from .heads import HeadExchange
+from .heads import Arriving, HeadExchange, HeadPart
 from .trace import Trace, trace
 
 __all__ = [
+    "Arriving",
     "HeadExchange",
+    "HeadPart",
     "Pending",
     "Trace",
     "agree",
