@@ -1,4 +1,6 @@
-"""Does communication hide behind computation? A TP-SP block on two hosts whose link is slow, and on a fast one.
+"""Does communication hide behind computation? A layer on two hosts whose link is slow, and on a fast one.
+
+The layer is a TP-SP block (attention and SwiGLU) or, with ``--strategy``, attention in another way.
 
 Makes two network namespaces joined by a veth pair (two hosts on one machine; root and iproute2 are needed), runs one
 rank in each with one thread, first on the bare link, then with a ``tc tbf`` limit under which the step's messages, sent
@@ -32,15 +34,20 @@ SETTINGS = (
 )
 
 
+# How each strategy can communicate: what is measured, the first one being what it does by itself.
+VARIANTS = {"tp_sp": ("ring", "none"), "ulysses": ("parts", "none"), "ring": ("ring",), "context_parallel": ("ring",)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="tp_sp", choices=tuple(VARIANTS))
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--intermediate", type=int, default=2816)
     parser.add_argument("--share", type=float, default=0.6, help="transfer alone, as a share of the fast step")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/slow_link.json"))
+    parser.add_argument("--out", type=Path, help="JSON file (default: in benchmarks/results)")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -49,43 +56,42 @@ def main() -> None:
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
         sys.exit("slow_link: root and iproute2 (ip, tc) are needed to make two hosts on this machine")
     with two_hosts():
-        fast = {overlap: step(arguments, overlap) for overlap in ("ring", "none")}
-        transfer_s = arguments.share * fast["ring"]["seconds"]
-        rate = int(8 * fast["ring"]["bytes_sent"] / transfer_s)
+        fast = step(arguments, VARIANTS[arguments.strategy][0])
+        transfer_s = arguments.share * fast["seconds"]
+        rate = int(8 * fast["bytes_sent"] / transfer_s)
         for _ in range(3):  # until what is measured is what was asked for
             limit(rate)
-            alone = step(arguments, "ring", transfer_only=True)["seconds"]
-            print(
-                f"link {rate / 1e6:.0f} Mbit/s: transfer alone takes {alone / fast['ring']['seconds']:.2f} of the step"
-            )
+            alone = step(arguments, VARIANTS[arguments.strategy][0], transfer_only=True)["seconds"]
+            print(f"link {rate / 1e6:.0f} Mbit/s: transfer alone takes {alone / fast['seconds']:.2f} of the step")
             if abs(alone / transfer_s - 1) < 0.03:
                 break
             rate = int(rate * alone / transfer_s)
-        results = []
+        results: list[dict[str, float | str]] = []
         # In turns, so that a machine that slows down slows both.
         for _ in range(3):
-            for overlap in ("ring", "none"):
+            for overlap in VARIANTS[arguments.strategy]:
                 limit(None)
                 quick = step(arguments, overlap)
                 limit(rate)
                 results.append(
                     {"overlap": overlap, "fast_s": quick["seconds"], "slow_s": step(arguments, overlap)["seconds"]}
                 )
-    report(arguments, results, rate, int(fast["ring"]["bytes_sent"]), alone / fast["ring"]["seconds"])
+    report(arguments, results, rate, int(fast["bytes_sent"]), alone / fast["seconds"])
 
 
 def report(
     arguments: argparse.Namespace, results: list[dict[str, float | str]], rate: int, sent: int, share: float
 ) -> None:
     summary = {}
-    for overlap in ("ring", "none"):
+    for overlap in VARIANTS[arguments.strategy]:
         ratios = [float(r["slow_s"]) / float(r["fast_s"]) for r in results if r["overlap"] == overlap]
         summary[overlap] = statistics.median(ratios)
         print(f"overlap={overlap:5s} slow / fast: {summary[overlap]:.2f} (median of {[round(r, 2) for r in ratios]})")
     print(f"link {rate / 1e6:.0f} Mbit/s, {sent / 1e6:.1f} MB sent a step, transfer alone {share:.2f} of the step")
     shape = {k: v for k, v in vars(arguments).items() if k not in ("out", "worker")}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(
+    out = arguments.out or Path(__file__).parent / "results" / f"slow_link_{arguments.strategy}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(
         json.dumps(
             {
                 **shape,
@@ -152,7 +158,7 @@ def step(arguments: argparse.Namespace, overlap: str, transfer_only: bool = Fals
         }  # fmt: skip
         shape = [
             f"--{key.replace('_', '-')}={getattr(arguments, key)}"
-            for key in ("hidden", "seq_len", "heads", "intermediate", "repeats")
+            for key in ("strategy", "hidden", "seq_len", "heads", "intermediate", "repeats")
         ]
         command = ["ip", "netns", "exec", name, sys.executable, __file__, f"--worker={rank}", *shape]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
@@ -172,20 +178,33 @@ def worker(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import seqpar
+    from seqpar.comm import heads
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    mesh = seqpar.init_mesh(tp=2, device_type="cpu")
     overlap = os.environ["BENCHMARK_OVERLAP"]
     hidden = arguments.hidden
-    attention = seqpar.ParallelAttention("tp_sp", hidden, arguments.heads, mesh=mesh, overlap=overlap)
-    mlp = seqpar.MegatronMLP(hidden, arguments.intermediate, mesh=mesh, overlap=overlap)
-    norms = [seqpar.SequenceParallelNorm(hidden) for _ in range(2)]
     x = torch.randn(1, arguments.seq_len // 2, hidden, requires_grad=True)
+    layers: list[torch.nn.Module]
+    if arguments.strategy == "tp_sp":
+        mesh = seqpar.init_mesh(tp=2, device_type="cpu")
+        layers = [
+            seqpar.ParallelAttention("tp_sp", hidden, arguments.heads, mesh=mesh, overlap=overlap),
+            seqpar.MegatronMLP(hidden, arguments.intermediate, mesh=mesh, overlap=overlap),
+        ]
+    else:
+        ulysses = 2 if arguments.strategy == "ulysses" else 1
+        mesh = seqpar.init_mesh(ring=2 // ulysses, ulysses=ulysses, device_type="cpu")
+        if overlap == "none":
+            heads._PARTS = 1
+        layers = [seqpar.ParallelAttention(arguments.strategy, hidden, arguments.heads, mesh=mesh)]
+    norms = [seqpar.SequenceParallelNorm(hidden) for _ in layers]
 
     def once() -> None:
-        y = x + attention(norms[0](x), seq_len=arguments.seq_len)
-        (y + mlp(norms[1](y))).square().mean().backward()
+        y = x
+        for norm, layer in zip(norms, layers, strict=True):
+            y = y + layer(norm(y))
+        y.square().mean().backward()
 
     once()
     with seqpar.trace() as counted:
