@@ -13,17 +13,19 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from .backends import BACKENDS, Score
 from .check import (
     DTYPES,
+    check_alike,
     check_choice,
     check_dropout,
     check_head_vector,
     check_int,
     check_number,
     check_qkv,
+    has_length,
 )
-from .comm import agree
+from .comm import agree, refusing
 from .layout import LAYOUTS, check_length, check_lengths
 from .mask import Mask
-from .mesh import Groups, rank_in, size_of
+from .mesh import Groups, rank_in, sequence_group, size_of
 from .schedule import Shards
 from .strategies import Call, SequenceParallelAttention, resolve
 
@@ -90,42 +92,41 @@ def attention(
     Raises:
         TypeError, ValueError: bad input, before any payload is sent. RuntimeError: another rank's input was bad.
     """
-    groups = _check_call(strategy, mask, group, mesh, layout, backend, strategy_options)
-    dropout_p = check_dropout(dropout_p)
-    softcap = check_number("softcap", softcap)
-    if softcap < 0:
-        raise ValueError(f"softcap={softcap}: a positive cap is needed, or 0 for none")
-    if softmax_scale is not None:
-        softmax_scale = check_number("softmax_scale", softmax_scale)
-    if seq_len is not None:
-        check_int("seq_len", seq_len, 0)
-    if dropout_seed is not None:
-        check_int("dropout_seed", dropout_seed, 0)
-        if dropout_seed >= 2**63:
-            raise ValueError(f"dropout_seed={dropout_seed}: a seed in [0, 2**63) is needed")
-    seed: int = dropout_seed or 0
-    if dropout_p and dropout_seed is None:
-        seed = int(torch.randint(2**62, (), device="cpu").item())
-
-    def header() -> list[int]:
+    drawn = bool(dropout_p) and dropout_seed is None
+    asking = drawn or not has_length(seq_len)
+    alone = strategy == "local" and mesh is None and group is None
+    everyone = None if alone else sequence_group(mesh, group)
+    with refusing(everyone if asking else None):
+        groups = _check_call(strategy, mask, group, mesh, layout, backend, strategy_options)
+        dropout_p = check_dropout(dropout_p)
+        softcap = check_number("softcap", softcap)
+        if softcap < 0:
+            raise ValueError(f"softcap={softcap}: a positive cap is needed, or 0 for none")
+        if softmax_scale is not None:
+            softmax_scale = check_number("softmax_scale", softmax_scale)
+        if seq_len is not None:
+            check_int("seq_len", seq_len, 0)
+        if dropout_seed is not None:
+            check_int("dropout_seed", dropout_seed, 0)
+            if dropout_seed >= 2**63:
+                raise ValueError(f"dropout_seed={dropout_seed}: a seed in [0, 2**63) is needed")
         check_qkv(q, k, v)
         check_head_vector("sinks", sinks, q, batched=False)
         check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-        digest = _digest(
-            mask, f"{strategy} {layout} {softmax_scale} {softcap} {dropout_p} {return_lse} {groups.gather}"
-        )
+        how = f"{strategy} {groups.ring_size} {groups.ulysses_size} {groups.gather} {layout}"
+        digest = _digest(mask, f"{how} {softmax_scale} {softcap} {dropout_p} {return_lse}")
+    seed: int = int(torch.randint(2**62, (), device="cpu").item()) if drawn else dropout_seed or 0
+    if asking:
         batch, length, heads, head_dim = q.shape
-        return [length, batch, heads, k.shape[2], head_dim, DTYPES.index(q.dtype), digest, seed]
-
-    if seq_len is None or (dropout_p and dropout_seed is None):
-        headers = agree(header, groups.sequence)
-        _check_headers(headers, layout, seq_len, drawn=dropout_seed is None)
+        header = [length, batch, heads, k.shape[2], head_dim, DTYPES.index(q.dtype), digest, seed]
+        headers = agree(lambda: header, everyone)
+        _check_headers(headers, layout, seq_len, drawn)
         seq_len, seed = sum(fields[0] for fields in headers), headers[0][-1]
     else:
-        header()
-        check_length(q.shape[1], seq_len, size_of(groups.sequence), rank_in(groups.sequence), layout)
+        assert seq_len is not None
+        check_length(q.shape[1], seq_len, size_of(everyone), rank_in(everyone), layout)
     call = Call(
         groups=groups,
         shards=Shards(seq_len, layout, groups.ring_size, groups.ulysses_size),
@@ -198,7 +199,5 @@ def _check_headers(headers: list[list[int]], layout: str, seq_len: int | None, d
     """Every rank sees every header, so all of them raise the same error."""
     for i, name in enumerate(_FIELDS[1:-1] if drawn else _FIELDS[1:], start=1):
         values = [fields[i] for fields in headers]
-        if len(set(values)) > 1:
-            shown = [str(DTYPES[x]) for x in values] if name == "dtype" else values
-            raise ValueError(f"{name}: the ranks of the group differ: {shown}; pass the same on every rank")
+        check_alike(name, [DTYPES[x] for x in values] if name == "dtype" else values)
     check_lengths([fields[0] for fields in headers], layout, seq_len)

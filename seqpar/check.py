@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from math import isfinite
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -28,6 +29,18 @@ def check_int(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name}={value!r}: an int is needed, not {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name}={value}: at least {least} is needed")
+
+
+def has_length(seq_len: object) -> bool:
+    """Whether the whole length is known. With a wrong one the ranks ask each other, so that all learn of it."""
+    return isinstance(seq_len, int) and seq_len >= 0
+
+
+def check_alike(name: str, by_rank: Sequence[object]) -> None:
+    """Every rank brings the same; all of them see it and raise."""
+    if len(set(by_rank)) > 1:
+        shown = ", ".join(map(str, by_rank))
+        raise ValueError(f"{name}: the ranks of the group differ: [{shown}]; pass the same on every rank")
 
 
 def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str]) -> None:
@@ -90,6 +103,23 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if head_dim < 1:
         raise ValueError(f"head_dim={head_dim}: at least 1 is needed")
+
+
+def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
+    """One rank's hidden states ``[batch, seq, hidden]``, which ``linear`` is to project."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x_local={type(x).__name__}: a tensor [batch, seq, {hidden_size}] is needed")
+    if x.dim() != 3 or x.shape[2] != hidden_size:
+        raise ValueError(f"x_local: shape {tuple(x.shape)}; [batch, seq, hidden_size={hidden_size}] is needed")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x_local: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
+    plain = isinstance(linear, nn.Linear) and not isinstance(linear.weight, DTensor) and linear.weight.dtype in DTYPES
+    if not plain or torch.is_autocast_enabled(x.device.type):
+        return  # autocast, and what stands in for it (FSDP, LoRA, quantised weights), may convert its input
+    if x.dtype != linear.weight.dtype:
+        raise TypeError(f"x_local: dtype {x.dtype}, but the weights have {linear.weight.dtype}; convert one of them")
+    if x.device != linear.weight.device:
+        raise ValueError(f"x_local: device {x.device}, but the weights are on {linear.weight.device}; move one of them")
 
 
 def check_head_vector(name: str, x: Tensor | None, q: Tensor, batched: bool) -> None:

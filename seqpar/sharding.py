@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -61,14 +62,17 @@ def unshard(
 
     def header() -> list[int]:
         axis = _check(x_local, dim, layout)
-        others = x_local.numel() // max(x_local.shape[axis], 1) if x_local.shape[axis] else -1
-        return [x_local.shape[axis], x_local.element_size(), others]
+        others = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
+        return [x_local.shape[axis], crc32(f"{axis} {layout} {x_local.dtype} {others}".encode())]
 
     headers = agree(header, group)
-    lengths = [length for length, _, _ in headers]
+    if len({same for _, same in headers}) > 1:
+        raise ValueError(
+            f"x_local: the ranks of the group differ in dim, layout, dtype or a dimension other than {dim} "
+            f"(here {x_local.dtype} {tuple(x_local.shape)}, layout={layout!r}); pass the same on every rank"
+        )
+    lengths = [length for length, _ in headers]
     check_lengths(lengths, layout)
-    if len({size for _, size, _ in headers}) > 1 or len({n for _, _, n in headers if n >= 0}) > 1:
-        raise ValueError(f"x_local: the ranks' shards differ in dtype or in a dimension other than {dim}")
     return _Unshard.apply(x_local, dim % x_local.dim(), group, layout, tuple(lengths))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,6 +192,17 @@ def bad_on(bad_rank: int, rank: int) -> dict[str, tuple[dict[str, Any], str]]:
         "type": ({"q": here(tensor(), "q")}, "tensor"),
         "sinks": ({"sinks": tensor(here(4, 5))}, "sinks"),
         "mask": ({"mask": here(Mask.full(), Mask.documents([[0, 8]] * 3))}, "batch rows"),
+        "mask's type": ({"mask": here(Mask.full(), "full")}, "seqpar.Mask"),
+        "strategy": (here({}, {"strategy": "rign"}), "'ring'"),
+        "option": (here({}, {"window": 4}), "window"),
+        "layout": (here({}, {"layout": "zig"}), "'zigzag'"),
+        "backend": (here({}, {"backend": "cuda"}), "backend='cuda'"),
+        "dropout_p": ({"dropout_p": here(0.1, 1.5)}, "[0, 1)"),
+        "softcap": ({"softcap": here(1.0, -1.0)}, "softcap=-1.0"),
+        "softmax_scale": ({"softmax_scale": here(1.0, float("nan"))}, "finite"),
+        "dropout_seed": ({"dropout_p": 0.1, "dropout_seed": here(3, -3)}, "dropout_seed=-3"),
+        "seq_len": ({"seq_len": here(None, -32)}, "seq_len=-32"),
+        "local": (here({}, {"strategy": "local"}), "'local'"),
     }
 
 
@@ -236,6 +248,51 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "dropout_seed": (lambda rank: {"dropout_p": 0.1, "dropout_seed": rank}, "dropout seed"),
     "return_lse": (lambda rank: {"return_lse": rank == 2}, "options"),
 }
+
+
+def odd_one_out(group: ProcessGroup) -> dict[str, list[str]]:
+    """What this rank says where rank 1's input is bad, and where it only differs, beside the attention function."""
+    odd = group.rank() == 1
+    x, ids = torch.zeros(2, 4, 16), torch.zeros(2, 4, dtype=torch.int64)
+    ring, tp_sp = (seqpar.ParallelAttention(s, 16, 4, group=group) for s in ("ring", "tp_sp"))
+    mlp, head = seqpar.MegatronMLP(16, 32, group=group), seqpar.VocabParallelHead(16, 11, group=group)
+    whole = [t.detach() for t in (head(x), head(x)[..., :-1], head(x)[:, :-1], head(x).double())]
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, layer in (("ring", ring), ("tp_sp", tp_sp), ("mlp", mlp), ("head", head)):
+        calls[f"bad: {name}, dtype"] = partial(layer, x.half() if odd else x)
+        calls[f"bad: {name}, integers"] = partial(layer, x.int() if odd else x)
+        calls[f"bad: {name}, width"] = partial(layer, x[..., 1:] if odd else x)
+        calls[f"bad: {name}, type"] = partial(layer, None if odd else x)
+    calls["bad: layer, seq_len"] = lambda: ring(x, seq_len=4.5 if odd else None)
+    loss: Any = partial(seqpar.vocab_parallel_cross_entropy, num_embeddings=11, group=group)
+    calls["bad: logits, width"] = lambda: loss(whole[odd], ids)
+    calls["bad: logits, type"] = lambda: loss(None if odd else whole[0], ids)
+    calls["bad: labels"] = lambda: loss(whole[0], ids + 50 * odd)
+    calls["differ: logits, tokens"] = lambda: loss(whole[2 * odd], ids)
+    calls["differ: logits, dtype"] = lambda: loss(whole[3 * odd], ids)
+    unshard = partial(seqpar.unshard, group=group)
+    calls["differ: unshard, layout"] = lambda: unshard(x, layout="zigzag" if odd else "striped")
+    calls["differ: unshard, dim"] = lambda: unshard(x[:, :2], dim=int(odd))
+    calls["differ: unshard, dtype"] = lambda: unshard(x.int() if odd else x)
+    said: dict[str, list[str]] = {}
+    for what, call in calls.items():
+        said[what] = ["nothing", ""]
+        try:
+            call()
+        except (TypeError, ValueError, RuntimeError) as error:
+            said[what] = [type(error).__name__, str(error)]
+        assert not attend(strategy="ring", group=group).any()
+    return said
+
+
+def test_layers_and_losses_raise_on_all_ranks(pool: Pool) -> None:
+    by_rank = pool.run(3, odd_one_out, deadline_s=30)
+    for rank, said in enumerate(by_rank):
+        for what, (kind, words) in said.items():
+            if what.startswith("bad") and rank != 1:
+                assert kind == "RuntimeError" and "[1]" in words, f"{what}, rank {rank}: {kind}: {words}"
+            else:
+                assert kind in ("ValueError", "TypeError"), f"{what}, rank {rank}: {kind}: {words}"
 
 
 def disagree(group: ProcessGroup, strategy: str) -> dict[str, str]:

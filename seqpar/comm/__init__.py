@@ -1,6 +1,6 @@
 """Communication: what moves between ranks, how it is started and waited for, and how it is counted."""
 
-from .agree import agree, global_length
+from .agree import agree, global_length, refusing
 from .exchange import Pending, exchange, make_ready
 from .gather import all_gather
 from .heads import Arriving, HeadExchange, HeadPart
@@ -17,5 +17,6 @@ __all__ = [
     "exchange",
     "global_length",
     "make_ready",
+    "refusing",
     "trace",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ _WIDTH = 16
 _FAILED = 1
 # Exchanges a failing rank started and did not wait for; their buffers must outlive the call.
 _unwaited: deque[object] = deque(maxlen=64)
+
+
+@contextmanager
+def refusing(group: ProcessGroup | None) -> Iterator[None]:
+    """An exception in the block, which comes before an ``agree``, makes the other ranks' ``agree`` raise as well."""
+    try:
+        yield
+    except Exception:
+        if group is not None and group.size() > 1:
+            _unwaited.append(_start([_FAILED], group, wait=False))
+        raise
 
 
 def agree(fields: Callable[[], Sequence[int]], group: ProcessGroup | None) -> list[list[int]]:
@@ -29,13 +41,10 @@ def agree(fields: Callable[[], Sequence[int]], group: ProcessGroup | None) -> li
     Raises:
         Whatever ``fields`` raises, on the rank where it does. RuntimeError: another rank refused its input.
     """
-    if group is None or group.size() == 1:
-        return [list(fields())]
-    try:
+    with refusing(group):
         values = list(fields())
-    except Exception:
-        _unwaited.append(_start([_FAILED], group, wait=False))
-        raise
+    if group is None or group.size() == 1:
+        return [values]
     _, gathered = _start([0, *values], group, wait=True)
     headers = gathered.tolist()
     failed = [rank for rank, header in enumerate(headers) if header[0] == _FAILED]

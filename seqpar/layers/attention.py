@@ -12,7 +12,17 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..attention import attention
 from ..backends import BACKENDS
-from ..check import check_choice, check_dropout, check_int, check_number, check_options
+from ..check import (
+    DTYPES,
+    check_alike,
+    check_choice,
+    check_dropout,
+    check_hidden,
+    check_int,
+    check_number,
+    check_options,
+    has_length,
+)
 from ..comm import agree
 from ..layout import LAYOUTS, check_length, check_lengths, shard_positions
 from ..mask import Mask
@@ -179,15 +189,15 @@ class AttentionLayer(nn.Module):
         seed = int(torch.randint(2**62, (), device="cpu").item()) if dropout_p and seq_len is None else None
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
         top = seq_len
-        if seq_len is None or dynamic:
-            headers = agree(lambda: self._header(x_local, mask, positions, seed or 0), group)
+        if dynamic or not has_length(seq_len):
+            headers = agree(lambda: self._header(x_local, mask, positions, seq_len, seed or 0), group)
             self._check_headers(headers, seq_len)
             seq_len = sum(fields[0] for fields in headers)
             seed = headers[0][-1] if seed is not None else None
-            top = max(fields[3] for fields in headers) if dynamic else seq_len
+            top = max(fields[4] for fields in headers) if dynamic else seq_len
         else:
-            check_int("seq_len", seq_len, 0)
-            self._header(x_local, mask, positions, 0)
+            assert seq_len is not None
+            self._header(x_local, mask, positions, seq_len, 0)
             check_length(x_local.shape[1], seq_len, size_of(group), rank_in(group), self.layout)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, seq_len))
         if self.q_norm is not None and self.k_norm is not None:
@@ -243,12 +253,11 @@ class AttentionLayer(nn.Module):
         y: Tensor = self.o_proj(out)
         return y
 
-    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, seed: int) -> list[int]:
+    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None, seed: int) -> list[int]:
         """This rank's input, checked, as what the ranks must agree on and what they add up."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x_local={type(x).__name__}: a tensor [batch, seq, {self.hidden_size}] is needed")
-        if x.dim() != 3 or x.shape[2] != self.hidden_size:
-            raise ValueError(f"x_local: shape {tuple(x.shape)}; [batch, seq, hidden_size={self.hidden_size}] is needed")
+        if seq_len is not None:
+            check_int("seq_len", seq_len, 0)
+        check_hidden(x, self.hidden_size, self.q_proj)
         if not isinstance(mask, Mask):
             raise TypeError(f"mask={type(mask).__name__}: a seqpar.Mask is needed, such as seqpar.Mask.causal()")
         if mask.batch not in (1, x.shape[0]):
@@ -258,13 +267,13 @@ class AttentionLayer(nn.Module):
             _check_positions(positions, x)
             if self.rope is not None and self.rope.needs_length and positions.numel():
                 top = int(positions.max().item()) + 1
-        return [x.shape[1], x.shape[0], _digest(mask), top, seed]
+        return [x.shape[1], x.shape[0], DTYPES.index(x.dtype), _digest(mask), top, seed]
 
     def _check_headers(self, headers: list[list[int]], seq_len: int | None) -> None:
         """All ranks see all headers, so all of them raise."""
-        lengths, batches, digests = ([fields[i] for fields in headers] for i in range(3))
-        if len(set(batches)) > 1:
-            raise ValueError(f"batch: the ranks of the group differ: {batches}; pass the same on every rank")
+        lengths, batches, dtypes, digests = ([fields[i] for fields in headers] for i in range(4))
+        check_alike("batch", batches)
+        check_alike("dtype", [DTYPES[i] for i in dtypes])
         if len(set(digests)) > 1:
             raise ValueError("mask: the ranks of the group differ; pass the same on every rank")
         check_lengths(lengths, self.layout, seq_len)

@@ -9,7 +9,7 @@ all-gather of the input, which is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..backends import Score
-from ..check import check_choice, check_int, check_options
+from ..check import DTYPES, check_alike, check_choice, check_hidden, check_int, check_options
 from ..comm import agree, all_gather
 from ..comm.linear import OVERLAPS, Pieces, gather_linear, linear_scatter, resolve_overlap
 from ..layout import part
@@ -225,7 +225,7 @@ class MegatronMLP(nn.Module):
 
     def forward(self, x_local: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to the same, for this rank's tokens."""
-        pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.hidden_size)
+        pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.hidden_size, self.up_proj)
         if self.gate_proj is None:
             (up,) = column_linear(x_local, (self.up_proj,), pieces)
             hidden = _ACTIVATIONS[self.activation](up)
@@ -259,25 +259,30 @@ def make_pieces(group: ProcessGroup, rows: tuple[Tensor, ...], overlap: str, dev
     return Pieces(group, rows, resolve_overlap(overlap, group, device, even))
 
 
-def gathered_pieces(x: Tensor, group: ProcessGroup | None, overlap: str, hidden_size: int) -> Pieces | None:
-    """Pieces in the order of the ranks, for what works on each token alone; the ranks tell each other their lengths."""
-    if group is None or group.size() == 1:
-        return None
+def gathered_pieces(
+    x: Tensor, group: ProcessGroup | None, overlap: str, hidden_size: int, linear: nn.Linear
+) -> Pieces | None:
+    """Pieces in the order of the ranks, for what works on each token alone; the ranks tell each other their lengths.
+
+    ``linear`` is the first projection they meet.
+    """
 
     def header() -> list[int]:
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[2] != hidden_size:
-            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"x_local: shape {shape}; [batch, seq, hidden_size={hidden_size}] is needed")
-        return [x.shape[1], x.shape[0]]
+        check_hidden(x, hidden_size, linear)
+        return [x.shape[1], x.shape[0], DTYPES.index(x.dtype)]
 
     headers = agree(header, group)
-    if len({batch for _, batch in headers}) > 1:
-        raise ValueError(
-            f"batch: the ranks of the group differ: {[b for _, b in headers]}; pass the same on every rank"
-        )
-    starts = [sum(length for length, _ in headers[:rank]) for rank in range(len(headers))]
-    rows = tuple(torch.arange(s, s + length, device="cpu") for s, (length, _) in zip(starts, headers, strict=True))
-    return make_pieces(group, rows, overlap, x.device)
+    if group is None or group.size() == 1:
+        return None
+    check_alike("batch", [batch for _, batch, _ in headers])
+    check_alike("dtype", [DTYPES[dtype] for _, _, dtype in headers])
+    return make_pieces(group, rows_in_order([length for length, _, _ in headers]), overlap, x.device)
+
+
+def rows_in_order(lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    """The rows of each rank's tokens, one rank after the other."""
+    rows = torch.arange(sum(lengths), device="cpu")
+    return rows.split(list(lengths))
 
 
 def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, kind: dict[str, Any]) -> nn.Linear:

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..check import check_choice, check_int
-from ..comm import agree, all_gather
+from ..check import DTYPES, check_alike, check_choice, check_int
+from ..comm import agree, all_gather, refusing
 from ..comm.linear import OVERLAPS, Pieces
 from ..comm.trace import count_sent
 from ..layout import part
 from ..mesh import rank_in, size_of, tensor_group
 from .attention import Where
-from .megatron import column_linear, cut_linear, gathered_pieces, make_pieces
+from .megatron import column_linear, cut_linear, gathered_pieces, make_pieces, rows_in_order
 from .tensor_parallel import WeightShard, make_spans, shard_weights
 
 
@@ -62,7 +62,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 ``[batch, seq]``. Raises ValueError for ids outside the vocabulary."""
         tp = self._where.tensor
-        lengths = _lengths(ids, self.num_embeddings, tp)
+        lengths = [length for length, _ in _agreed("ids", ids, self.num_embeddings, tp)]
         everyone = all_gather(ids, lengths, 1, tp)
         local = everyone - self._start
         mine = (local >= 0) & (local < self._stop - self._start)
@@ -73,9 +73,7 @@ class VocabParallelEmbedding(nn.Module):
             partial_sum = F.embedding(local.masked_fill(~mine, 0), self.weight) * mine.unsqueeze(-1)
         if tp is None or tp.size() == 1:
             return partial_sum
-        starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
-        rows = tuple(torch.arange(s, s + n, device="cpu") for s, n in zip(starts, lengths, strict=True))
-        out: Tensor = _ScatterSum.apply(partial_sum, make_pieces(tp, rows, "none", ids.device))
+        out: Tensor = _ScatterSum.apply(partial_sum, make_pieces(tp, rows_in_order(lengths), "none", ids.device))
         return out
 
 
@@ -111,7 +109,7 @@ class VocabParallelHead(nn.Linear):
 
     def forward(self, x_local: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to ``[batch, tokens, vocab_local]``."""
-        pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.in_features)
+        pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.in_features, self)
         (logits,) = column_linear(x_local, (self,), pieces)
         return logits
 
@@ -138,38 +136,57 @@ def vocab_parallel_cross_entropy(
         group; 0 where the label is ``ignore_index``. Every rank of the group must use the same scalar of it.
     """
     tp = tensor_group(mesh, group)
-    lengths = _lengths(labels, num_embeddings, tp, ignore_index)
-    everyone = all_gather(labels, lengths, 1, tp)
-    if logits.shape[:2] != everyone.shape:
+    held = part(num_embeddings, size_of(tp), rank_in(tp))
+    with refusing(tp):
+        if not isinstance(logits, Tensor) or logits.dtype not in DTYPES:
+            what = f"{logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise TypeError(f"logits={what}: a floating-point tensor [batch, tokens, {len(held)}] is needed")
+        if logits.dim() != 3 or logits.shape[2] != len(held):
+            raise ValueError(
+                f"logits: shape {tuple(logits.shape)}; [batch, tokens, {len(held)}] is needed, this rank's part of "
+                f"{num_embeddings}: pass what VocabParallelHead gives"
+            )
+    headers = _agreed("labels", labels, num_embeddings, tp, ignore_index, logits)
+    lengths, tokens = [length for length, _ in headers], [n for _, n in headers]
+    if any(n != sum(lengths) for n in tokens):
         raise ValueError(
-            f"logits: shape {tuple(logits.shape)}, but the group's labels are {tuple(everyone.shape)} together; "
+            f"logits: of {tokens} tokens, by rank, but the group's labels are {sum(lengths)} together ({lengths}); "
             "pass VocabParallelHead's logits and this rank's labels"
         )
-    start = part(num_embeddings, size_of(tp), rank_in(tp)).start
-    loss: Tensor = _CrossEntropy.apply(logits, everyone, start, tp, ignore_index)
+    everyone = all_gather(labels, lengths, 1, tp)
+    loss: Tensor = _CrossEntropy.apply(logits, everyone, held.start, tp, ignore_index)
     return loss
 
 
-def _lengths(ids: Tensor, vocabulary: int, group: ProcessGroup | None, ignored: int | None = None) -> list[int]:
-    """The number of tokens of each rank, after checking every rank's ids."""
+def _agreed(
+    name: str,
+    ids: Tensor,
+    vocabulary: int,
+    group: ProcessGroup | None,
+    ignored: int | None = None,
+    logits: Tensor | None = None,
+) -> list[tuple[int, int]]:
+    """By rank, its number of ids and of tokens it has logits of, after checking every rank's input."""
 
     def header() -> list[int]:
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
             what = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(f"ids={what}: an int64 tensor [batch, seq] is needed")
+            raise TypeError(f"{name}={what}: an int64 tensor [batch, seq] is needed")
         outside = (ids < 0) | (ids >= vocabulary)
         if ignored is not None:
             outside &= ids != ignored
         if bool(outside.any()):
-            raise ValueError(f"ids: {int(ids[outside][0])} lies outside the vocabulary of {vocabulary}")
-        return [ids.shape[1], ids.shape[0]]
+            raise ValueError(f"{name}: {int(ids[outside][0])} lies outside the vocabulary of {vocabulary}")
+        if logits is None:
+            return [ids.shape[1], 0, ids.shape[0], 0]
+        if logits.shape[0] != ids.shape[0]:
+            raise ValueError(f"logits: {logits.shape[0]} batch rows, but {name} has {ids.shape[0]}")
+        return [ids.shape[1], logits.shape[1], ids.shape[0], DTYPES.index(logits.dtype)]
 
     headers = agree(header, group)
-    if len({batch for _, batch in headers}) > 1:
-        raise ValueError(
-            f"batch: the ranks of the group differ: {[b for _, b in headers]}; pass the same on every rank"
-        )
-    return [length for length, _ in headers]
+    check_alike("batch", [fields[2] for fields in headers])
+    check_alike("dtype of logits", [DTYPES[fields[3]] for fields in headers])
+    return [(length, tokens) for length, tokens, *_ in headers]
 
 
 class _ScatterSum(torch.autograd.Function):
