@@ -102,6 +102,7 @@ def _mesh_cases(group: ProcessGroup, sizes: dict[str, int], options: dict[str, A
         ({"ring": 2, "tp": 4}, {}),
         ({"ulysses": 4, "tp": 2}, {"context": "ulysses"}),
         ({"dp": 2, "ring": 2, "tp": 2}, {}),
+        ({"ulysses": 2, "tp": 4}, {}),  # a rank of tp without heads
     ],
     ids=str,
 )

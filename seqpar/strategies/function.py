@@ -42,13 +42,13 @@ class Call:
 
     def exchange(self) -> HeadExchange | None:
         """The all-to-all around the ring, where there is one."""
-        if self.groups.ulysses is None or self.groups.ulysses_size == 1:
-            return None
+        if self.groups.ulysses is None or self.groups.ulysses_size == 1 or not self.heads:
+            return None  # tensor parallelism beyond the heads leaves ranks with none
         return HeadExchange(self.groups.ulysses, self.shards, self.groups.ring_rank, self.heads, self.kv_heads)
 
     def parts(self, exchange: HeadExchange | None) -> list[Part]:
         """The heads this rank attends with, in the parts in which they arrive."""
-        group = self.heads // self.kv_heads
+        group = self.heads // max(1, self.kv_heads)
         if exchange is None:
             return [Part(range(self.heads), range(self.kv_heads), group)]
         parts: list[Part] = []
