@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -58,10 +59,28 @@ def _config(kind: str) -> Any:
         return t.ModernBertConfig(
             **small, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
         )
+    if kind == "llama4":  # chunks of 7 tokens in the first layer
+        return t.Llama4TextConfig(
+            **_SMALL,
+            intermediate_size_mlp=48,
+            num_local_experts=2,
+            attention_chunk_size=7,
+            layer_types=["chunked_attention", "full_attention"],
+            no_rope_layers=[1, 0],
+        )
+    if kind == "gpt2":
+        return t.GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+    if kind in ("bert", "bert_tokens"):
+        small = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+        return t.BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=VOCAB)
     raise ValueError(kind)
 
 
 MODELS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert")
+IN_PLACE = ("modernbert", "bert", "bert_tokens")  # their labels are not shifted
 STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ring-zigzag": ("ring", "zigzag", {}),
     "ulysses": ("ulysses", "contiguous", {}),
@@ -76,7 +95,10 @@ def tiny(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> 
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
-    kind_of_model = transformers.AutoModelForMaskedLM if kind == "modernbert" else transformers.AutoModelForCausalLM
+    kind_of_model: Any = transformers.AutoModelForCausalLM
+    if kind in IN_PLACE:
+        tokens = kind == "bert_tokens"
+        kind_of_model = transformers.AutoModelForTokenClassification if tokens else transformers.AutoModelForMaskedLM
     model = kind_of_model.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -84,6 +106,8 @@ def tiny(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> 
                 p.normal_(0, 0.25)
             elif "sinks" in name:
                 p.normal_(0, 1)
+            elif name.endswith("key.bias"):
+                p.requires_grad_(False)  # shifts all of a query's scores alike: its gradient is rounding
     return model.train()
 
 
@@ -130,16 +154,18 @@ def one_device(kind: str, batch: dict[str, Any], attention: str = "eager") -> tu
     bidirectional models not at all: there the documents go one by one.
     """
     model = tiny(kind, attention)
-    shift = int(kind != "modernbert")
+    shift = int(kind not in IN_PLACE)
     total = torch.zeros(())
-    if "position_ids" in batch and kind in ("gpt_oss", "modernbert"):
+    if "position_ids" in batch and kind in ("gpt_oss", "gpt2", *IN_PLACE):
         starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
         items = int((batch["labels"][:, shift:] != -100).sum())
         for a, b in pairwise(starts):
             alone = {name: batch[name][:, a:b] for name in ("input_ids", "labels")}
-            total = total + model(**alone, num_items_in_batch=items, use_cache=False).loss
+            logits = model(input_ids=alone["input_ids"]).logits[0]
+            labels = F.pad(alone["labels"][0], (0, 1), value=-100)[1:] if shift else alone["labels"][0]
+            total = total + F.cross_entropy(logits.float(), labels, reduction="sum") / items
     else:
-        total = model(**batch, use_cache=False).loss
+        total = model(**batch, **({} if kind in IN_PLACE else {"use_cache": False})).loss
     total.backward()
     return total.item(), gradients(model)
 

@@ -24,7 +24,7 @@ from packaging.version import Version
 import seqpar
 import seqpar.hf
 
-from .hf_workers import gradients, make_batch, tiny, worst
+from .hf_workers import gradients, make_batch, one_device, tiny, worst
 from .pool import Pool
 
 LOSS, GRADIENT = 2e-5, 1e-3
@@ -38,13 +38,9 @@ def mesh_of(dp: int, ring: int, ulysses: int, tp: int) -> DeviceMesh:
 
 def reference(kind: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
     """Each batch's one-device loss, and the gradient of their mean."""
-    model = tiny(kind)
-    losses = []
-    for batch in batches:
-        loss = model(**batch, use_cache=False).loss
-        (loss / len(batches)).backward()
-        losses.append(loss.item())
-    return losses, gradients(model)
+    each = [one_device(kind, batch) for batch in batches]
+    mean = {name: torch.stack([grads[name] for _, grads in each]).mean(0) for name in each[0][1]}
+    return [loss for loss, _ in each], mean
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -95,6 +91,7 @@ def shard_fully(model: Any) -> None:
     [
         ("ddp", "llama", None),
         ("ddp", "qwen3_moe", False),
+        ("ddp", "bert", None),
         ("fsdp", "gemma2", None),
         ("fsdp", "llama", False),
         ("fsdp", "llama", True),

@@ -101,7 +101,7 @@ def forwards(group: ProcessGroup) -> list[float]:
         errors.append(
             float((model(input_ids=tokens[:, 17:], past_key_values=cache).logits - whole[:, 17:]).abs().max())
         )
-        cache.crop(3)
+        cache.crop(-3)
         again = model(input_ids=tokens[:, 20:], past_key_values=cache).logits
         errors.append(float((again - whole[:, 20:]).abs().max()))
         made = model(input_ids=tokens, use_cache=True, logits_to_keep=4)
@@ -129,6 +129,45 @@ def adapted(group: ProcessGroup) -> bool:
 def test_adapted_model(pool: Pool) -> None:
     pytest.importorskip("peft")
     assert all(pool.run(2, adapted))
+
+
+def assisted(group: ProcessGroup, kind: str) -> list[bool]:
+    """Candidates from the prompt, most of them rejected: the cache is cropped."""
+    ids = torch.cat([prompt("plain")["input_ids"][:1]] * 2, dim=1)
+    same = []
+    for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny(kind, seed=5).eval()}):
+        models = model_of(kind), seqpar.hf.parallelize(model_of(kind), group=group)
+        theirs, ours = (m.generate(ids, do_sample=False, **LONG, **draft) for m in models)
+        same.append(torch.equal(theirs, ours))
+    return same
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_assisted_generation(pool: Pool, kind: str) -> None:
+    assert all(all(same) for same in pool.run(2, assisted, kind))
+
+
+def unlike(group: ProcessGroup, what: str) -> str:
+    model = seqpar.hf.parallelize(model_of("llama"), group=group)
+    given = prompt("plain")
+    if what == "prompt":
+        given["input_ids"][0, 3] += group.rank()
+    if what == "padding":
+        given["attention_mask"][0, -2:] = 0
+    torch.manual_seed(group.rank())
+    try:
+        model.generate(**given, do_sample=what == "sampled", temperature=9.0, max_new_tokens=20)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("prompt", "bring different ones"), ("sampled", "seed them alike"), ("padding", "padding on the left")],
+)
+def test_ranks_that_part_are_stopped(pool: Pool, what: str, words: str) -> None:
+    assert all(words in said for said in pool.run(2, unlike, what))
 
 
 def test_training_after_generating() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -44,6 +45,24 @@ def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
     for errors in pool.run(world, table, chosen):
         for case, (loss, gradient) in zip(chosen, errors, strict=True):
             assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "bert_tokens", "llama4"])
+def test_heads_and_chunks(pool: Pool, kind: str) -> None:
+    """A language model without a loss type; heads that make a loss of their own; chunks that begin with the tokens."""
+    chosen = [(kind, "ring-zigzag", how) for how in ("left", "packed")] + [(kind, "ulysses", "plain")]
+    for errors in pool.run(2, table, chosen):
+        for case, (loss, gradient) in zip(chosen, errors, strict=True):
+            assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
+
+
+def test_outputs_as_a_tuple() -> None:
+    batch = make_batch("plain")
+    for kind in ("llama", "bert"):
+        expected = tiny(kind)(**batch).loss
+        model = seqpar.hf.parallelize(tiny(kind), strategy="local")
+        (loss,) = model(**seqpar.hf.shard_batch(batch), return_dict=False)
+        assert abs(loss.item() - expected.item()) < LOSS
 
 
 def with_padding_labels(group: ProcessGroup) -> tuple[float, float]:
@@ -282,6 +301,33 @@ def test_a_copy_stays_parallelized() -> None:
         seqpar.hf.restore(model)
 
 
+def test_layers_without_an_index() -> None:
+    batch = make_batch("plain")
+    model = tiny("bert")
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.layer_idx = None
+    expected = model(**batch).loss
+    seqpar.hf.parallelize(model, strategy="local")
+    assert abs(model(**seqpar.hf.shard_batch(batch)).loss.item() - expected.item()) < LOSS
+
+
+def pickled(group: ProcessGroup) -> str:
+    with pytest.raises(TypeError) as caught:
+        pickle.dumps(seqpar.hf.parallelize(tiny("llama"), group=group))
+    return str(caught.value)
+
+
+def test_pickling_is_refused(pool: Pool) -> None:
+    assert all("restore(model) first" in words for words in pool.run(2, pickled))
+
+
+def test_queries_scaled_by_place_are_refused() -> None:
+    model = seqpar.hf.parallelize(tiny("llama4", floor_scale=45), strategy="local")
+    with pytest.raises(ValueError, match=r"layer 1 .* attn_temperature_tuning"):
+        model(**seqpar.hf.shard_batch(make_batch("plain", 45)))
+    model(**seqpar.hf.shard_batch(make_batch("plain", 44)))
+
+
 def test_saved_config_names_no_patch(tmp_path: Any) -> None:
     model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
     model.save_pretrained(tmp_path)
@@ -309,6 +355,26 @@ def refused(change: str) -> Any:
         model.config.layer_types = ["full_attention", "linear_attention"]
     elif change == "pooled head":
         return transformers.LlamaForSequenceClassification(model.config)
+    elif change == "convolution inside":
+        model.model.layers[0].self_attn.conv = nn.Conv1d(4, 4, 3)
+    elif change == "sentence pairs":
+        return transformers.BertForNextSentencePrediction(tiny("bert").config)
+    elif change == "pooler":
+        return transformers.BertModel(tiny("bert").config)
+    elif change == "neighbours":
+        return transformers.MobileBertForMaskedLM(
+            transformers.MobileBertConfig(
+                vocab_size=VOCAB, hidden_size=16, embedding_size=16, intermediate_size=16, num_hidden_layers=1,
+                num_attention_heads=2, intra_bottleneck_size=16,
+            )
+        )  # fmt: skip
+    elif change == "positions":
+        return transformers.OPTForCausalLM(
+            transformers.OPTConfig(
+                vocab_size=VOCAB, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_hidden_layers=1,
+                num_attention_heads=2,
+            )
+        )  # fmt: skip
     elif change == "two sequences":
         return transformers.T5ForConditionalGeneration(
             transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
@@ -325,6 +391,11 @@ def refused(change: str) -> Any:
     [
         ("own attention", r"'model.layers.1.self_attn' \(SlowAttention\) mixes tokens"),
         ("convolution", r"'model.layers.0.mlp.conv' \(Conv1d\) mixes tokens"),
+        ("convolution inside", r"'model.layers.0.self_attn.conv' \(Conv1d\) mixes tokens"),
+        ("sentence pairs", "its loss is its own"),
+        ("pooler", r"'pooler' \(BertPooler\) pools the tokens at hand"),
+        ("neighbours", r"'mobilebert.embeddings' \(MobileBertEmbeddings\) mixes tokens"),
+        ("positions", r"'model.decoder' \(OPTDecoder\) counts positions"),
         ("linear layers", "layer 1 is of type 'linear_attention'"),
         ("pooled head", "its loss is ForSequenceClassification"),
         ("two sequences", "encoder-decoder"),

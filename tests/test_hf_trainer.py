@@ -27,6 +27,7 @@ from .hf_workers import VOCAB, tiny
 from .pool import Pool
 
 ROOT = Path(__file__).parent.parent
+Run = tuple[list[float], float, int, int]
 
 
 def sequences(count: int) -> list[dict[str, Tensor]]:
@@ -39,8 +40,8 @@ def sequences(count: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": x, "labels": y} for x, y in zip(rows, labels, strict=True)]
 
 
-def train(parallel: Any, folder: str, batch: int, across: bool) -> tuple[list[float], float]:
-    """Losses of three optimizer steps of two micro-batches, then the evaluation loss."""
+def train(parallel: Any, folder: str, batch: int, across: bool, evaluated_on: int) -> Run:
+    """Losses of three optimizer steps of two micro-batches, then the evaluation loss; tokens seen, sequences a step."""
     model = tiny("qwen3")
     if parallel is not None:
         seqpar.hf.parallelize(model, mesh=parallel, strategy="hybrid")
@@ -52,6 +53,7 @@ def train(parallel: Any, folder: str, batch: int, across: bool) -> tuple[list[fl
             max_steps=3,
             per_device_train_batch_size=batch,
             per_device_eval_batch_size=batch,
+            include_num_input_tokens_seen="all",
             gradient_accumulation_steps=2,
             average_tokens_across_devices=across,
             learning_rate=1e-2,
@@ -63,22 +65,24 @@ def train(parallel: Any, folder: str, batch: int, across: bool) -> tuple[list[fl
             disable_tqdm=True,
         ),
         train_dataset=sequences(20),
-        eval_dataset=sequences(8),
+        eval_dataset=sequences(evaluated_on),
     )
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], evaluated
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    seen, together = trainer.state.num_input_tokens_seen, trainer.get_total_train_batch_size(trainer.args)
+    return losses, evaluated, seen, together
 
 
-def train_in_parallel(group: ProcessGroup, folder: str, across: bool) -> tuple[list[float], float]:
-    mesh = seqpar.init_mesh(2, 2, 2, 1, device_type="cpu")
+def train_in_parallel(group: ProcessGroup, folder: str, dp: int, across: bool, evaluated_on: int) -> Run:
+    mesh = seqpar.init_mesh(dp, 4 // dp, 2, 1, device_type="cpu")
     rank, world = group.rank(), group.size()
     before = dict(os.environ)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
     )
     try:
-        return train(mesh, folder, 1, across)
+        return train(mesh, folder, 2 // dp, across, evaluated_on)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -86,16 +90,18 @@ def train_in_parallel(group: ProcessGroup, folder: str, across: bool) -> tuple[l
             state._reset_state()
 
 
-@pytest.mark.parametrize("across", [True, False])
-def test_trainer(pool: Pool, tmp_path: Path, across: bool) -> None:
-    """dp = 2, four sequence ranks each, against one process with twice the batch."""
-    losses, evaluated = train(None, str(tmp_path), 2, across)
-    for ours, ours_evaluated in pool.run(8, train_in_parallel, str(tmp_path), across):
+@pytest.mark.parametrize(("dp", "across", "evaluated_on"), [(2, True, 8), (2, False, 8), (1, True, 7)])
+def test_trainer(pool: Pool, tmp_path: Path, dp: int, across: bool, evaluated_on: int) -> None:
+    """dp replicas of 8 / dp sequence ranks, against one process with dp times the batch."""
+    losses, evaluated, *counts = train(None, str(tmp_path), 2, across, evaluated_on)
+    for ours, ours_evaluated, *ours_counts in pool.run(8, train_in_parallel, str(tmp_path), dp, across, evaluated_on):
         if across:
             assert ours == pytest.approx(losses, abs=1e-4)
         else:  # transformers then takes the mean of each replica's mean
             assert ours == pytest.approx(losses, abs=0.2)
-        assert ours_evaluated == pytest.approx(evaluated, abs=0.2 if not across else 2e-2)
+        # Replicas weigh in by their tokens' number before the shift, one process by that after it.
+        assert ours_evaluated == pytest.approx(evaluated, abs=1e-4 if dp == 1 else 2e-2 if across else 0.2)
+        assert ours_counts == counts
 
 
 def run(script: str, ranks: int, folder: Path, *more: str) -> list[float]:

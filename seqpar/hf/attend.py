@@ -14,6 +14,7 @@ from ..mask import Mask
 from .batch import BatchShard
 from .decode import DecodeShard, decode
 from .forward import current
+from .masks import chunks
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -76,8 +77,14 @@ def attention_forward(
                 f"{name}: no 'seqpar' came with the batch; call model(**seqpar.hf.shard_batch(batch, ...)). A model "
                 "whose layers do not hand **kwargs on cannot recompute them (activation checkpointing)"
             )
+        tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False)
+        if tuned and seqpar.seq_len >= (scale := int(getattr(module, "floor_scale", 0))):
+            raise ValueError(
+                f"{name}: attn_temperature_tuning scales queries by their place among the tokens at hand, which are "
+                f"one rank's here; rows of fewer than floor_scale={scale} tokens do without"
+            )
         mask = _mask(seqpar.mask, causal, window, chunk)
-        seed = (seqpar.seed + getattr(module, "layer_idx", 0) * 0x9E3779B1) % 2**62
+        seed = (seqpar.seed + (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1) % 2**62
         return _sharded(query, key, value, seqpar, patch, mask, scaling, softcap, s_aux, dropout, seed), None
 
 
@@ -148,4 +155,4 @@ def _mask(batch: Mask, causal: bool, window: int | None, chunk: int | None) -> M
     mask = batch & Mask.causal() if causal else batch
     if window is not None:
         mask = mask & Mask.sliding_window(window - 1, 0 if causal else window - 1)
-    return mask & Mask.chunked(chunk, causal=causal) if chunk else mask
+    return mask & chunks(chunk, batch) if chunk else mask

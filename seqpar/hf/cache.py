@@ -19,9 +19,10 @@ class ShardedLayer(DynamicLayer):
     values: Any
     is_initialized: bool
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, record_past: bool = False) -> None:
         super().__init__()
         self.window = window
+        self.record_past = record_past  # keep what a crop may need again
         self.total = 0  # tokens seen, by all ranks
         self.positions = torch.empty(0, dtype=torch.int64)  # of what is kept here, increasing
         self.coming: tuple[Tensor, Tensor | None, int] | None = None
@@ -50,12 +51,18 @@ class ShardedLayer(DynamicLayer):
         self.positions = torch.cat([self.positions, positions])
         self.total = total
         keys, values, self.seen = self.keys, self.values, self.positions
-        if self.window is not None:  # what no later query sees can go
-            gone = int((self.positions <= total - self.window).sum())
-            if gone:
-                self.keys, self.values = (x[:, :, gone:].clone() for x in (self.keys, self.values))
-                self.positions = self.positions[gone:]
+        if not self.record_past:
+            self._let_go()
         return keys, values
+
+    def _let_go(self) -> None:
+        """Of what no later query sees."""
+        if self.window is not None and (gone := int((self.positions <= self.total - self.window).sum())):
+            self.keys, self.values = (x[:, :, gone:].clone() for x in (self.keys, self.values))
+            self.positions = self.positions[gone:]
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
 
     def get_seq_length(self) -> int:
         return self.total
@@ -71,16 +78,20 @@ class ShardedLayer(DynamicLayer):
         self.total, self.positions = 0, torch.empty(0, dtype=torch.int64)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens (rejected candidates of assisted generation)."""
-        if tokens_to_remove < 0:
-            tokens_to_remove = self.total + tokens_to_remove
-        if self.window is not None and tokens_to_remove and self.total > self.window:
-            raise ValueError("crop: a sliding-window layer has let go of the keys it would need again")
-        self.total -= tokens_to_remove
+        """Forget the last ``-tokens_to_remove`` tokens (rejected candidates of assisted generation)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: {tokens_to_remove} given; a negative number removes so many of the last tokens")
+        if self.window is not None and tokens_to_remove and self.total > self.window and not self.record_past:
+            raise ValueError(
+                "crop: a sliding-window layer has let go of the keys it would need again; call "
+                "cache.activate_past_recording() before filling it"
+            )
+        self.total += tokens_to_remove
         kept = int((self.positions < self.total).sum())
         self.positions = self.positions[:kept]
         if self.is_initialized:
             self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+            self._let_go()
 
 
 def shard_cache(cache: Any, layers: int) -> None:
@@ -101,5 +112,7 @@ def shard_cache(cache: Any, layers: int) -> None:
         )
     if cache.get_seq_length() > 0:
         raise ValueError("past_key_values: filled before the model was parallelized; start from an empty cache")
-    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers] or [None] * layers
-    cache.layers = [ShardedLayer(window) for window in windows]
+    cache.layers = [
+        ShardedLayer(getattr(layer, "sliding_window", None), getattr(layer, "record_past", False))
+        for layer in cache.layers or [None] * layers
+    ]

@@ -71,14 +71,12 @@ def decode(
 
 def _visible(new: int, positions: Tensor, shard: DecodeShard, window: int | None, chunk: int | None) -> Tensor:
     queries = torch.arange(shard.start, shard.start + new, device=positions.device)[:, None]
-    seen = positions <= queries
+    first = positions.new_zeros(1, 1, 1) if shard.first is None else shard.first.to(positions)[:, None, None]
+    seen = (positions <= queries) & (positions >= first)
     if window is not None:
         seen = seen & (positions > queries - window)
     if chunk is not None:
-        seen = seen & (positions >= queries - queries % chunk)
-    seen = seen[None]
-    if shard.first is not None:
-        seen = seen & (positions >= shard.first.to(positions.device)[:, None, None])
+        seen = seen & (positions >= queries - (queries - first) % chunk)
     return seen
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .batch import BatchShard
 from .decode import DecodeShard
+from .refuse import predicts_in_place, uses_loss_function
 
 if TYPE_CHECKING:
     from .generate import Prefill
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Forward:
-    """One forward of a parallelized model. ``hidden``: what its output embedding was given, until a loss asks."""
+    """One forward of a parallelized model. ``hidden``: what its output embedding was given, until a loss asks.
+    ``labels``, ``items``: kept from a head that would make a loss of its own."""
 
     model: nn.Module
     patch: Patch
@@ -27,6 +29,8 @@ class Forward:
     wants_loss: bool = False
     prefill: Prefill | None = None
     hidden: Tensor | None = None
+    labels: Tensor | None = None
+    items: Any = None
 
 
 _calls: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", default=())
@@ -53,9 +57,11 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     call = Forward(model, patch, shard, wants_loss=kwargs.get("labels") is not None)
     if shard is not None:
         labels = kwargs.get("labels")
-        if labels is not None and shard.in_place is not None and getattr(model, "loss_type", None) != "ForCausalLM":
+        if labels is not None and shard.in_place is not None and predicts_in_place(model):
             kwargs["labels"] = shard.in_place[0].to(labels.device)
             kwargs["seqpar"] = call.shard = shard.unshifted()
+        if labels is not None and not uses_loss_function(type(model)):
+            call.labels, call.items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         # A cache is on by default; it would only keep every layer's keys.
         if "use_cache" in parameters and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
@@ -74,7 +80,11 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     call = current()
     if call is None or call.model is not model:
         return None
-    _calls.set(_calls.get()[:-1])
+    try:
+        if call.labels is not None and output is not None:  # while the call is current: its wrappers count
+            output = _with_loss(output, call, call.labels)
+    finally:
+        _calls.set(_calls.get()[:-1])
     if output is None:  # the forward raised
         return None
     if call.prefill is not None:
@@ -83,4 +93,12 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(getattr(output, "logits", None), LazyLogits):
         return type(output)(**{name: x for name, x in output.items() if name != "logits"})
-    return None
+    return output if call.labels is not None else None
+
+
+def _with_loss(output: Any, call: Forward, labels: Tensor) -> Any:
+    """Its first value are the logits, one prediction a token."""
+    logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]
+    shard = call.shard if isinstance(call.shard, BatchShard) else None
+    loss = call.patch.loss(logits, labels, num_items_in_batch=call.items, seqpar=shard)
+    return (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})

@@ -7,6 +7,7 @@ later one carries the new token on every rank, whose keys one rank keeps (positi
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm import agree
 from ..layout import shard_positions
 from ..sharding import unshard
 from .batch import BatchShard
@@ -38,13 +40,14 @@ def prepare(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> Prefill:
     """Turn the arguments of a forward on whole tokens, the same on every rank, into this rank's, in place.
 
     Raises:
-        ValueError: labels, or a call that neither trains on a shard nor fills a cache.
+        ValueError: labels, or a call that neither trains on a shard nor fills a cache; padding on the right; ranks
+            that do not continue the same tokens. RuntimeError: another rank's call was refused.
     """
     cache = kwargs.get("past_key_values")
     if kwargs.get("labels") is not None or (cache is None and not kwargs.get("use_cache")):
         raise ValueError(
             "model: called without 'seqpar', which tells how the sequence is cut; call "
-            "model(**seqpar.hf.shard_batch(batch, ...)), or model.generate(...) with the whole prompt"
+            "model(**seqpar.hf.shard_batch(batch, ...)), or model.generate(...) with the whole prompt and its cache"
         )
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     if cache is None:
@@ -61,6 +64,7 @@ def prepare(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> Prefill:
     if ids is None:
         ids = torch.arange(past, past + new, device=tokens.device)[None]
     total = past + new
+    _check(tokens, attention_mask, past, patch)
     if past == 0 and new >= patch.ranks:
         return _prefill(cache, patch, kwargs, ids, attention_mask, total)
     kept = torch.arange(past, total)
@@ -70,6 +74,24 @@ def prepare(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> Prefill:
     kwargs["position_ids"] = ids
     kwargs["seqpar"] = DecodeShard(cache, past, _first(attention_mask))
     return Prefill(sharded=False, last=0, owner=0)
+
+
+def _check(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
+    """One exchange between the ranks: unlike tokens would end in nonsense, or in ranks that wait for ever."""
+
+    def header() -> list[int]:
+        # Each later step adds one token, never padding.
+        if attention_mask is not None and (past == 0 or tokens.shape[1] > 1):
+            kept = attention_mask != 0
+            if attention_mask.dim() == 2 and bool((kept[:, :-1] & ~kept[:, 1:]).any()):
+                raise ValueError("attention_mask: padding after tokens; put a prompt's padding on the left")
+        return [past, zlib.crc32(tokens.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())]
+
+    if len({tuple(fields) for fields in agree(header, patch.group)}) > 1:
+        raise ValueError(
+            "input_ids: the ranks of the sequence group bring different ones; give all the same prompt, and seed them "
+            "alike (torch.manual_seed) before sampling"
+        )
 
 
 def _prefill(

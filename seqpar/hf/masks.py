@@ -31,6 +31,36 @@ class _Padding:
         return (lo[0], hi[0]) if self.batch == 1 else (lo, hi)
 
 
+@dataclass(frozen=True)
+class _Chunks:
+    """Chunks of ``size`` tokens, which begin anew in row ``b`` at each of ``starts[b]``, the first of which is 0."""
+
+    size: int
+    starts: tuple[tuple[int, ...], ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.starts)
+
+    def intervals(self, positions: Tensor) -> Interval:
+        rows = []
+        for row in self.starts:
+            starts = torch.tensor(row, device=positions.device)
+            start = starts[torch.searchsorted(starts, positions, right=True) - 1]
+            rows.append(positions - (positions - start) % self.size)
+        lo = rows[0] if self.batch == 1 else torch.stack(rows)
+        return lo, lo + self.size
+
+
+def chunks(size: int, batch: Mask) -> Mask:
+    """Chunked attention within the rows and documents of ``batch_mask``'s ``batch``."""
+    edges: list[Any] = [rule.boundaries for rule in batch.rules if hasattr(rule, "boundaries")]
+    edges += [[(start,) for start in rule.starts] for rule in batch.rules if isinstance(rule, _Padding)]
+    rows = max(map(len, edges), default=1)
+    starts = ({0}.union(*(given[row % len(given)] for given in edges)) for row in range(rows))
+    return Mask((_Chunks(size, tuple(tuple(sorted(row)) for row in starts)),))
+
+
 def token_ranges(attention_mask: Tensor) -> list[tuple[int, int]] | None:
     """First and one past the last token of each row of a ``[batch, seq]`` mask of ones and zeros; None: all are.
 

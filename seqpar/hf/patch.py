@@ -53,6 +53,10 @@ class Patch:
     losses: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     @property
+    def loss(self) -> TokenLoss:
+        return TokenLoss(self)
+
+    @property
     def ranks(self) -> int:
         return size_of(self.group)
 
@@ -62,6 +66,12 @@ class Patch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # a copy of the model works on the same groups, which cannot be copied
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "model: it is parallelized, and process groups cannot be pickled; save its state_dict (save_pretrained "
+            "does), or call seqpar.hf.restore(model) first"
+        )
 
 
 def parallelize(
@@ -201,14 +211,14 @@ def _swap_configs(model: nn.Module, patch: Patch) -> None:
 
 def _hook(top: PreTrainedModel, patch: Patch) -> None:
     patch.handles.append(top.register_forward_pre_hook(before_forward, with_kwargs=True))
-    patch.handles.append(top.register_forward_hook(after_forward, with_kwargs=True, always_call=True))
+    patch.handles.append(top.register_forward_hook(after_forward, prepend=True, with_kwargs=True, always_call=True))
     for module in top.modules():
         if rope.follows_length(module):
             patch.handles.append(module.register_forward_pre_hook(rope.before_rope, with_kwargs=True))
             patch.handles.append(module.register_forward_hook(rope.after_rope, with_kwargs=True))
         if isinstance(module, PreTrainedModel):
             patch.losses.append((module, vars(module).get("_loss_function")))
-            module.loss_function = TokenLoss(patch)
+            module.loss_function = patch.loss
             router.install(module)
     head = top.get_output_embeddings()
     if isinstance(head, nn.Module):

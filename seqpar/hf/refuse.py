@@ -12,14 +12,19 @@ from transformers import PreTrainedModel
 # Names of layers that mix tokens. One that neither attends through the interface nor holds a layer that does would
 # mix the tokens of one rank only.
 _MIXES = re.compile(
-    r"attention|attn|mamba|mixer(?!mlp)|deltanet|rwkv|recurrent|rglru|retention|hyena|shortconv|timemix|mlstm|slstm",
+    r"attention|attn|^mobilebertembeddings|mamba|mixer(?!mlp)|deltanet|rwkv|recurrent|rglru|retention|hyena|shortconv|timemix|mlstm|slstm",
     re.IGNORECASE,
 )
 # Parts named after the layers they stand in, which act on each token alone.
-_ACTS_ALONE = re.compile(r"(norm|embeddings?|mlp|output|dropout)$", re.IGNORECASE)
+_ACTS_ALONE = re.compile(r"(norm|(?<!^mobilebert)embeddings?|mlp|output|dropout)$", re.IGNORECASE)
+# What an attention layer may not hold either: it chooses among the keys at hand.
+_CHOOSES = re.compile(r"indexer", re.IGNORECASE)
+_COUNTS = "create_position_ids_from_input_ids"
+_POOLER = re.compile(r"pooler$", re.IGNORECASE)
 _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", None)
+_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # a prediction for the token itself, not for the next one
+_LOSSES = ("ForCausalLM", *_IN_PLACE)
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -58,8 +63,10 @@ def _foreign(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] 
     ours = set(map(id, layers.values()))
     mixes = {}
     for name, module in model.named_modules():
-        if any(name.startswith(layer + ".") for layer in layers):
-            continue  # inside an attention layer: a norm, a head-wise gate
+        if any(name.startswith(layer + ".") for layer in layers):  # else a norm, a head-wise gate
+            if isinstance(module, _OPERATORS) or _CHOOSES.search(type(module).__name__):
+                return name, type(module).__name__
+            continue
         if not any(id(child) in ours for child in module.modules()) and _mixes(module):
             mixes[name] = module
     for name, module in mixes.items():
@@ -86,16 +93,23 @@ def _check_layer_types(model: PreTrainedModel, what: str) -> None:
 
 def _check_heads(model: PreTrainedModel, what: str) -> None:
     loss = getattr(model, "loss_type", None)
-    if loss not in _LOSSES and hasattr(model, "loss_type") and not _is_base(model):
+    # A language model whose class has another name (GPT2LMHeadModel) has no loss type, but transformers' loss.
+    known = loss in _LOSSES or (loss is None and uses_loss_function(type(model)))
+    if not known and not _is_base(model):
         raise ValueError(
-            f"model={what}: its loss is {loss}; supported are heads with one prediction a token "
-            f"({', '.join(x for x in _LOSSES if x)}), and base models without a head"
+            f"model={what}: its loss is {loss or 'its own'}; supported are heads with one prediction a token "
+            f"({', '.join(_LOSSES)}), and base models without a head"
         )
     for needed, why in (("kwargs", "by which the mask travels to the layers"), ("position_ids", "which shards need")):
         if needed not in inspect.signature(model.forward).parameters:
             raise ValueError(f"model={what}: its forward takes no {needed}, {why}")
     for name, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
+        if _POOLER.search(type(module).__name__):
+            raise ValueError(
+                f"model={what}: layer {name!r} ({type(module).__name__}) pools the tokens at hand, which are one "
+                "rank's here; make the model with add_pooling_layer=False"
+            )
+        if _counts_positions(module):
             raise ValueError(
                 f"model={what}: layer {name!r} ({type(module).__name__}) counts positions in its own way, from the "
                 "tokens at hand, which are one rank's here"
@@ -106,16 +120,37 @@ def _is_base(model: PreTrainedModel) -> bool:
     return model.base_model is model
 
 
+def _counts_positions(module: nn.Module) -> bool:
+    """Whether positions that are not given depend on the padding (RoBERTa, OPT); here they are the tokens' places."""
+    source = _source(type(module))
+    if isinstance(module, PreTrainedModel) and "position_ids = torch.cumsum(" in source:
+        return True
+    return hasattr(module, _COUNTS) or _COUNTS in source
+
+
 def _uses_interface(kind: type[Any]) -> bool:
-    """Whether its forward asks the interface for the attention function. Wrappers' subclasses have the same one."""
-    cached = _KNOWN.get(kind)
-    if cached is None:
+    """Whether its forward asks the interface for the attention function."""
+    return "ALL_ATTENTION_FUNCTIONS" in _source(kind) or "attention_interface(" in _source(kind)
+
+
+def uses_loss_function(kind: type[Any]) -> bool:
+    """Whether its forward calls the model's ``loss_function``. Otherwise the loss is its own, of the logits at hand."""
+    return "loss_function(" in _source(kind)
+
+
+def predicts_in_place(model: nn.Module) -> bool:
+    """Whether its labels are the tokens' own, not the next ones'."""
+    return getattr(model, "loss_type", None) in _IN_PLACE
+
+
+def _source(kind: type[Any]) -> str:
+    """The code of its forward. Wrappers' subclasses have the same one."""
+    if kind not in _SOURCES:
         try:
-            source = inspect.getsource(inspect.unwrap(kind.forward))
+            _SOURCES[kind] = inspect.getsource(inspect.unwrap(kind.forward))
         except (OSError, TypeError, AttributeError):
-            source = ""
-        cached = _KNOWN[kind] = "ALL_ATTENTION_FUNCTIONS" in source or "attention_interface(" in source
-    return cached
+            _SOURCES[kind] = ""
+    return _SOURCES[kind]
 
 
-_KNOWN: dict[type[Any], bool] = {}
+_SOURCES: dict[type[Any], str] = {}

@@ -92,6 +92,35 @@ class SequenceParallelMixin(_Mixin):
             items = items / self._patch.ranks  # type: ignore[assignment]
         return items
 
+    def _each_once(self, x: Any) -> Any:
+        """What the ranks bring ``[count]``, each sequence's once; without what evens out the last batch."""
+        accelerator = self.accelerator
+        size, _ = _data_parallel(self._patch, self.args.world_size)
+        gathered = accelerator.gather(x).unflatten(0, (self.args.world_size, -1))
+        gathered = gathered[:: self.args.world_size // size].flatten(0, 1)
+        state = accelerator.gradient_state
+        return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, which takes the mean of what all ranks bring."""
+        if self.args.world_size > 1:
+            self.gather_function = self._each_once
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """The Trainer adds up all ranks' tokens."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        new = self.state.num_input_tokens_seen - before
+        size, _ = _data_parallel(self._patch, self.args.world_size)
+        self.state.num_input_tokens_seen = before + new * size // self.args.world_size
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Sequences in an optimizer step."""
+        size, _ = _data_parallel(self._patch, args.world_size)
+        count: int = self._train_batch_size * args.gradient_accumulation_steps * size
+        return count
+
     def compute_loss(
         self,
         model: nn.Module,
