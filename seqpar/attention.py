@@ -22,7 +22,7 @@ from .check import (
     check_qkv,
     has_length,
 )
-from .comm import agree, refusing
+from .comm import agree, refusing, untraced
 from .layout import LAYOUTS, check_length, check_lengths
 from .mask import Mask
 from .mesh import Groups, rank_in, sequence_group, size_of
@@ -32,6 +32,7 @@ from .strategies import Call, SequenceParallelAttention, resolve
 _FIELDS = ("length", "batch", "heads", "kv_heads", "head_dim", "dtype", "mask or options", "dropout seed")
 
 
+@untraced
 def attention(
     q: Tensor,
     k: Tensor,

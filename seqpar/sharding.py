@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .check import check_choice, check_int
-from .comm import agree, all_gather
+from .comm import agree, all_gather, untraced
 from .layout import LAYOUTS, check_lengths, global_order, shard_length, shard_positions, shard_ranges
 from .mesh import rank_in, sequence_group, size_of
 
 
+@untraced
 def shard(
     x: Tensor,
     dim: int = 1,
@@ -40,6 +41,7 @@ def shard(
     return x if group is None else _Shard.apply(x, dim, group, layout)
 
 
+@untraced
 def unshard(
     x_local: Tensor,
     dim: int = 1,
@@ -76,6 +78,7 @@ def unshard(
     return _Unshard.apply(x_local, dim % x_local.dim(), group, layout, tuple(lengths))
 
 
+@untraced
 def positions(
     seq_len: int,
     group: ProcessGroup | None = None,

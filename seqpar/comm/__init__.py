@@ -5,6 +5,7 @@ from .exchange import Pending, exchange, make_ready
 from .gather import all_gather
 from .heads import Arriving, HeadExchange, HeadPart
 from .trace import Trace, trace
+from .untraced import untraced
 
 __all__ = [
     "Arriving",
@@ -19,4 +20,5 @@ __all__ = [
     "make_ready",
     "refusing",
     "trace",
+    "untraced",
 ]

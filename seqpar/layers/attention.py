@@ -23,7 +23,7 @@ from ..check import (
     check_options,
     has_length,
 )
-from ..comm import agree
+from ..comm import agree, untraced
 from ..layout import LAYOUTS, check_length, check_lengths, shard_positions
 from ..mask import Mask
 from ..mesh import rank_in, size_of, tensor_group
@@ -160,6 +160,7 @@ class AttentionLayer(nn.Module):
         """The group it was made with."""
         return self._where.group
 
+    @untraced
     def forward(
         self,
         x_local: Tensor,
@@ -182,6 +183,8 @@ class AttentionLayer(nn.Module):
 
         Raises:
             TypeError, ValueError: bad input, before any payload is sent. RuntimeError: another rank's input was bad.
+
+        Under ``torch.compile`` of what is around it, the layer runs as it is: one graph break.
         """
         group = self._sequence_group()
         dropout_p = self.dropout_p if self.training else 0.0

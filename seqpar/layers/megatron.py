@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..backends import Score
 from ..check import DTYPES, check_alike, check_choice, check_hidden, check_int, check_options
-from ..comm import agree, all_gather
+from ..comm import agree, all_gather, untraced
 from ..comm.linear import OVERLAPS, Pieces, gather_linear, linear_scatter, resolve_overlap
 from ..layout import part
 from ..mask import Mask
@@ -223,6 +223,7 @@ class MegatronMLP(nn.Module):
         self.up_proj = column_parallel(hidden_size, column, bias, kind)
         self.down_proj = row_parallel(hidden_size, row, bias, kind)
 
+    @untraced
     def forward(self, x_local: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to the same, for this rank's tokens."""
         pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.hidden_size, self.up_proj)

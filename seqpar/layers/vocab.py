@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..check import DTYPES, check_alike, check_choice, check_int
-from ..comm import agree, all_gather, refusing
+from ..comm import agree, all_gather, refusing, untraced
 from ..comm.linear import OVERLAPS, Pieces
 from ..comm.trace import count_sent
 from ..layout import part
@@ -59,6 +59,7 @@ class VocabParallelEmbedding(nn.Module):
         self._start, self._stop = shard.span
         shard_weights(self, {"weight": shard})
 
+    @untraced
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 ``[batch, seq]``. Raises ValueError for ids outside the vocabulary."""
         tp = self._where.tensor
@@ -107,6 +108,7 @@ class VocabParallelHead(nn.Linear):
         shard = WeightShard(tp, 0, spans, num_embeddings)
         cut_linear(self, {"weight": shard, "bias": shard})
 
+    @untraced
     def forward(self, x_local: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to ``[batch, tokens, vocab_local]``."""
         pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.in_features, self)
@@ -114,6 +116,7 @@ class VocabParallelHead(nn.Linear):
         return logits
 
 
+@untraced
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
