@@ -160,6 +160,10 @@ def test_loader(pool: Pool, kind: str) -> None:
     seen = pool.run(8, loaded, kind)
     assert all(ranks == seen[0] for ranks in seen[:4]) and all(ranks == seen[4] for ranks in seen[4:])
     assert len(seen[0]) == len(seen[4]) == 4 and not set(seen[0]) & set(seen[4])
+    if kind == "shuffled":  # in the order of the loader itself
+        loader = DataLoader(examples(9), batch_size=1, shuffle=True, generator=torch.Generator().manual_seed(5))
+        order = [int(batch["input_ids"][0, 0]) // 100 for batch in loader]
+        assert [seen[0], seen[4]] == [order[0:8:2], order[1:8:2]]
 
 
 def test_loader_in_one_process() -> None:

@@ -138,6 +138,7 @@ def deal(loader: DataLoader[Any], size: int, rank: int) -> DataLoader[Any]:
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,  # a loader draws from it before its sampler does
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
