@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -333,6 +334,38 @@ def test_checkpoints_cross_over_between_every_pair(pool: Pool, tmp_path: Path, h
                 assert state.keys() == expected.keys()
                 for name, value in expected.items():
                     assert torch.equal(state[name], value), f"{path} under {strategy}: {name}"
+
+
+def _fully_sharded(group: ProcessGroup, heads: tuple[int, int], path: str) -> None:
+    mesh = seqpar.init_mesh(dp=2, ring=2, tp=2, device_type="cpu")
+    local = _layer("local", heads)
+    _randomise(local)
+    cut: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "strategy": "tp_sp"}
+    parallel = _layer("tp_sp", heads, mesh=mesh, layout="zigzag")
+    parallel.load_state_dict(local.state_dict())
+    fully_shard(parallel, mesh=mesh["dp"])
+    rows = torch.randn(2, 1, 67, HIDDEN, dtype=torch.float64)  # one for each data-parallel rank
+    parallel(seqpar.shard(rows[mesh.get_local_rank("dp")], **cut), mask=MASK).square().sum().backward()
+    seqpar.sync_gradients(parallel, mesh=mesh)
+    local(rows.flatten(0, 1), mask=MASK).square().sum().backward()
+    for p in parallel.parameters():
+        assert isinstance(p.grad, DTensor)
+        p.grad = 2 * p.grad.full_tensor()  # FSDP averages over dp
+    _check_gradients(parallel, local)
+    dcp.save({"layer": parallel.state_dict()}, checkpoint_id=path, process_group=group)
+    other = _layer("tp_sp", heads, mesh=mesh)
+    fully_shard(other, mesh=mesh["dp"])
+    state = {"layer": other.state_dict()}
+    dcp.load(state, checkpoint_id=path, process_group=group)
+    other.load_state_dict(state["layer"])
+    for name, value in other.state_dict().items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(full, local.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (6, 2), (3, 1)])
+def test_fsdp_over_dp(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> None:
+    pool.run(8, _fully_sharded, heads, str(tmp_path))
 
 
 def _recompute(group: ProcessGroup, use_reentrant: bool) -> None:

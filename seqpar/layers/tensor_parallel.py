@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..comm import all_gather
 from ..mesh import rank_in, size_of
@@ -106,10 +106,10 @@ def shard_weights(module: nn.Module, shards: dict[str, WeightShard]) -> None:
             if prefix + name in state and size_of(shard.group) > 1:
                 state[prefix + name] = _whole(state[prefix + name], shard)
 
-    def load(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    def load(module: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for name, shard in shards.items():
             if prefix + name in state:
-                state[prefix + name] = _local(state[prefix + name], shard)
+                state[prefix + name] = _local(state[prefix + name], shard, getattr(module, name))
 
     module.register_state_dict_post_hook(save)
     module.register_load_state_dict_pre_hook(load)
@@ -121,12 +121,21 @@ def _mesh_of(group: ProcessGroup, device_type: str) -> DeviceMesh:
 
 
 def _whole(local: Tensor, shard: WeightShard) -> Tensor:
+    if isinstance(local, DTensor):  # FSDP cut this rank's share again
+        local = local.full_tensor()
     if shard.even and shard.group is not None:
         return DTensor.from_local(local, _mesh_of(shard.group, local.device.type), [Shard(shard.dim)], run_check=False)
     return shard.gather(local)
 
 
-def _local(value: Tensor, shard: WeightShard) -> Tensor:
+def _local(value: Tensor, shard: WeightShard, parameter: Tensor) -> Tensor:
+    local = _share(value, shard)
+    if isinstance(parameter, DTensor) and not isinstance(local, DTensor):  # FSDP cuts it again
+        return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return local
+
+
+def _share(value: Tensor, shard: WeightShard) -> Tensor:
     start, stop = shard.span
     if isinstance(value, DTensor):
         if shard.even and shard.group is not None and value.device_mesh == _mesh_of(shard.group, value.device.type):
