@@ -435,6 +435,8 @@ def test_refused_calls() -> None:
     dense = torch.zeros(2, 1, 45, 45)
     with pytest.raises(ValueError, match="dense score terms are not supported"):
         model(**local, attention_mask=dense)
+    with pytest.raises(ValueError, match="logits_to_keep=1: with labels"):
+        model(**local, logits_to_keep=1)
     labels = local.pop("labels")
     local["seqpar"].items = None
     with pytest.raises(ValueError, match="they were not cut by"):

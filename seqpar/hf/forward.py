@@ -46,7 +46,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Take note of the call; a call without a shard generates.
 
     Raises:
-        ValueError: labels or a whole sequence without a shard.
+        ValueError: labels or a whole sequence without a shard, or labels and ``logits_to_keep``.
     """
     from .generate import prepare
 
@@ -57,6 +57,9 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     call = Forward(model, patch, shard, wants_loss=kwargs.get("labels") is not None)
     if shard is not None:
         labels = kwargs.get("labels")
+        kept = kwargs.get("logits_to_keep", 0)
+        if labels is not None and (isinstance(kept, Tensor) or kept):
+            raise ValueError(f"logits_to_keep={kept}: with labels the loss takes every token; leave it out")
         if labels is not None and shard.in_place is not None and predicts_in_place(model):
             kwargs["labels"] = shard.in_place[0].to(labels.device)
             kwargs["seqpar"] = call.shard = shard.unshifted()
