@@ -32,10 +32,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-from seqpar.triton_kernels import backward, delta, forward, merge_, rotary, rotary_from_tables
-
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
+from seqpar.triton_kernels import backward, delta, forward, merge_, rotary, rotary_from_tables
 
 RESULTS = Path(__file__).parent / "results"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

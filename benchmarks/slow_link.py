@@ -178,7 +178,7 @@ def worker(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import seqpar
-    from seqpar.comm import heads
+    from seqpar.strategies import ulysses as heads
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,15 +1,8 @@
 """seqpar: long-context, sequence-parallel attention for PyTorch."""
 
-from .attention import (
-    attention,
-    context_parallel_attention,
-    hybrid_attention,
-    ring_attention,
-    ulysses_attention,
-)
-from .backends import backends
-from .comm import Trace, trace
-from .factory import ParallelAttention
+from .comm.trace import Trace, trace
+from .functional import attention, context_parallel_attention, hybrid_attention, ring_attention, ulysses_attention
+from .kernels import backends
 from .layers import (
     AttentionLayer,
     ContextParallelAttention,
@@ -26,10 +19,11 @@ from .layers import (
     sync_gradients,
     vocab_parallel_cross_entropy,
 )
+from .layers.factory import ParallelAttention
 from .mask import Mask
 from .mesh import init_mesh
 from .sharding import positions, shard, unshard
-from .strategies import keep_attention
+from .strategies.checkpointing import keep_attention
 
 __version__ = "0.1.0"
 

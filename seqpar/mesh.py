@@ -146,31 +146,31 @@ class Subgroup:
     groups before (torch names them by that number); a subgroup needs nobody.
     """
 
-    whole: ProcessGroup
-    ranks: tuple[int, ...]  # in ``whole``
+    parent: ProcessGroup
+    ranks: tuple[int, ...]  # in ``parent``
 
     def size(self) -> int:
         return len(self.ranks)
 
     def rank(self) -> int:
-        return self.ranks.index(self.whole.rank())
+        return self.ranks.index(self.parent.rank())
 
 
 Ranks = ProcessGroup | Subgroup
 
 
-def whole_group(ranks: Ranks) -> ProcessGroup:
+def parent_group(ranks: Ranks) -> ProcessGroup:
     """The process group that carries the messages of ``ranks``."""
-    return ranks.whole if isinstance(ranks, Subgroup) else ranks
+    return ranks.parent if isinstance(ranks, Subgroup) else ranks
 
 
-def rank_in_whole(ranks: Ranks, rank: int) -> int:
+def rank_in_parent(ranks: Ranks, rank: int) -> int:
     """The rank in that process group of ``rank`` of ``ranks``."""
     return ranks.ranks[rank] if isinstance(ranks, Subgroup) else rank
 
 
 @dataclass(frozen=True)
-class Groups:
+class AttentionGroups:
     """Who takes part in one attention call; a None stands for one rank.
 
     The sequence is sharded over ``sequence``; heads and tokens change places inside ``ulysses``; keys and values

@@ -23,7 +23,7 @@ from .mask import Mask
 
 
 @dataclass(frozen=True)
-class Shards:
+class SequenceSharding:
     """How the sequence lies over the ranks: rank = (ring_rank * ulysses + ulysses_rank) * tensor + tensor_rank.
 
     ``tensor`` ranks next to one another have gathered their tokens before attention (Megatron's sequence
@@ -66,7 +66,7 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _merged_positions(shards: Shards, first: int, count: int) -> Tensor:
+def _merged_positions(shards: SequenceSharding, first: int, count: int) -> Tensor:
     """Positions of the tokens of ``count`` ranks from ``first``, increasing."""
     ranks = shards.ranks * shards.tensor
     parts = [shard_positions(shards.seq_len, ranks, first + i, shards.layout) for i in range(count)]
@@ -74,7 +74,7 @@ def _merged_positions(shards: Shards, first: int, count: int) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _rows_among(shards: Shards, first: int, count: int, each: int) -> tuple[Tensor, ...]:
+def _rows_among(shards: SequenceSharding, first: int, count: int, each: int) -> tuple[Tensor, ...]:
     """Of ``count`` ranks from ``first``, where every ``each`` ranks' tokens stand among those of all."""
     merged = _merged_positions(shards, first, count)
     parts = (_merged_positions(shards, first + i, each) for i in range(0, count, each))
@@ -82,7 +82,7 @@ def _rows_among(shards: Shards, first: int, count: int, each: int) -> tuple[Tens
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class KeyIntervals:
     """Which visiting keys each local query sees.
 
     ``lo, hi`` int32 ``[b, q_len]`` with ``b`` 1 or the batch size: local key indices, ``hi`` exclusive,
@@ -94,14 +94,14 @@ class Rows:
     hi: Tensor
     q_positions: Tensor
     k_positions: Tensor
-    _copies: dict[torch.device, Rows] = field(default_factory=dict, repr=False)
+    _copies: dict[torch.device, KeyIntervals] = field(default_factory=dict, repr=False)
 
-    def to(self, device: torch.device) -> Rows:
+    def to(self, device: torch.device) -> KeyIntervals:
         """A copy on ``device``, made once."""
         if device == self.lo.device:
             return self
         if device not in self._copies:
-            self._copies[device] = Rows(
+            self._copies[device] = KeyIntervals(
                 self.lo.to(device), self.hi.to(device), self.q_positions.to(device), self.k_positions.to(device)
             )
         return self._copies[device]
@@ -156,7 +156,7 @@ class Step:
 
     fetch: tuple[Transfer, ...]
     serve: tuple[Transfer, ...]
-    rows: Rows | None
+    rows: KeyIntervals | None
     order: Tensor | None = None
 
     @property
@@ -171,7 +171,7 @@ class Step:
 
 
 @lru_cache(maxsize=1024)
-def visible(mask: Mask, shards: Shards, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
+def visible(mask: Mask, shards: SequenceSharding, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
     """What the queries of one ring rank see of the keys of another, as local key indices.
 
     Returns ``(lo, hi)`` int64 ``[b, q_len]``: because a rank's positions increase, an interval of global positions
@@ -202,23 +202,23 @@ def _selection(chosen: Tensor) -> Selection:
 
 
 @lru_cache(maxsize=4096)
-def transfer_rows(mask: Mask, shards: Shards, query_rank: int, key_rank: int) -> Selection:
+def transfer_rows(mask: Mask, shards: SequenceSharding, query_rank: int, key_rank: int) -> Selection:
     """The rows of ``key_rank``'s keys that ``query_rank`` needs: those inside one of its queries' intervals."""
     lo, hi = visible(mask, shards, query_rank, key_rank)
     return _selection(needed(lo, hi, len(shards.ring_positions(key_rank))))
 
 
-def _rows(lo: Tensor, hi: Tensor, q_positions: Tensor, k_positions: Tensor) -> Rows:
-    return Rows(lo.int(), hi.int(), q_positions.int(), k_positions.int())
+def _rows(lo: Tensor, hi: Tensor, q_positions: Tensor, k_positions: Tensor) -> KeyIntervals:
+    return KeyIntervals(lo.int(), hi.int(), q_positions.int(), k_positions.int())
 
 
-def _own_step(mask: Mask, shards: Shards, rank: int) -> Step:
+def _own_step(mask: Mask, shards: SequenceSharding, rank: int) -> Step:
     lo, hi = visible(mask, shards, rank, rank)
     positions = shards.ring_positions(rank)
     return Step((), (), _rows(lo, hi, positions, positions) if bool((lo < hi).any()) else None)
 
 
-def _fetch_step(mask: Mask, shards: Shards, rank: int, shifts: range) -> Step:
+def _fetch_step(mask: Mask, shards: SequenceSharding, rank: int, shifts: range) -> Step:
     """Visit the keys of the ranks ``shifts`` before this one, and serve the ranks ``shifts`` after it."""
     n = shards.ring
     fetch = [Transfer(peer, transfer_rows(mask, shards, rank, peer)) for peer in ((rank - h) % n for h in shifts)]
@@ -237,7 +237,7 @@ def _fetch_step(mask: Mask, shards: Shards, rank: int, shifts: range) -> Step:
 
 
 @lru_cache(maxsize=256)
-def attention_steps(mask: Mask, shards: Shards, rank: int, gather: bool = False) -> tuple[Step, ...]:
+def attention_steps(mask: Mask, shards: SequenceSharding, rank: int, gather: bool = False) -> tuple[Step, ...]:
     """The steps of one ring rank, own keys first.
 
     Args:

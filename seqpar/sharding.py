@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-from zlib import crc32
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .check import check_choice, check_int
-from .comm import agree, all_gather, untraced
+from .checks import check_choice, check_int, no_compile
+from .comm.collectives import all_gather
+from .comm.handshake import Fingerprint, all_gather_header, fingerprint
 from .layout import LAYOUTS, check_lengths, global_order, shard_length, shard_positions, shard_ranges
 from .mesh import rank_in, sequence_group, size_of
 
 
-@untraced
+@no_compile
 def shard(
     x: Tensor,
     dim: int = 1,
@@ -41,7 +41,7 @@ def shard(
     return x if group is None else _Shard.apply(x, dim, group, layout)
 
 
-@untraced
+@no_compile
 def unshard(
     x_local: Tensor,
     dim: int = 1,
@@ -62,23 +62,23 @@ def unshard(
         _check(x_local, dim, layout)
         return x_local
 
-    def header() -> list[int]:
+    def header() -> _ShardHeader:
         axis = _check(x_local, dim, layout)
         others = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
-        return [x_local.shape[axis], crc32(f"{axis} {layout} {x_local.dtype} {others}".encode())]
+        return _ShardHeader(x_local.shape[axis], fingerprint(axis, layout, x_local.dtype, others))
 
-    headers = agree(header, group)
-    if len({same for _, same in headers}) > 1:
+    headers = all_gather_header(header, group)
+    if len({header.others for header in headers}) > 1:
         raise ValueError(
             f"x_local: the ranks of the group differ in dim, layout, dtype or a dimension other than {dim} "
             f"(here {x_local.dtype} {tuple(x_local.shape)}, layout={layout!r}); pass the same on every rank"
         )
-    lengths = [length for length, _ in headers]
+    lengths = [header.length for header in headers]
     check_lengths(lengths, layout)
     return _Unshard.apply(x_local, dim % x_local.dim(), group, layout, tuple(lengths))
 
 
-@untraced
+@no_compile
 def positions(
     seq_len: int,
     group: ProcessGroup | None = None,
@@ -94,6 +94,13 @@ def positions(
     check_choice("layout", layout, LAYOUTS)
     group = sequence_group(mesh, group, strategy)
     return shard_positions(seq_len, size_of(group), rank_in(group), layout).clone()
+
+
+class _ShardHeader(NamedTuple):
+    """A shard: its tokens, and a fingerprint of what must be the same on every rank."""
+
+    length: int
+    others: Fingerprint
 
 
 def _check(x: Tensor, dim: int, layout: str) -> int:

@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.backends.philox import philox
+from seqpar.kernels.dropout import philox
 from seqpar.layout import LAYOUTS
 
 from . import reference

@@ -213,7 +213,7 @@ def brought(group: ProcessGroup, what: str) -> None:
     [
         ("different", "brought different batches"),
         ("one lacks", r"ranks \[0, 2\] of the sequence group's 3 brought one"),
-        ("one bad", r"rank\(s\) \[2\] of the group refused their input"),
+        ("one bad", r"rank\(s\) \[2\] of the group raised an error on their own input"),
     ],
 )
 def test_ranks_that_disagree_all_raise(pool: Pool, what: str, words: str) -> None:

@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 
 import seqpar
 import seqpar.hf
-from seqpar.comm import trace
+from seqpar.comm.trace import trace
 
 from .hf_workers import VOCAB, tiny
 from .pool import Pool

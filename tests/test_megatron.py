@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask
-from seqpar.layers.tensor_parallel import weight_shards
+from seqpar.layers.sharded_weights import weight_shards
 from tests.pool import Pool
 from tests.reference import assert_close
 
@@ -296,14 +296,14 @@ SAVED_ON = {"local": 1, "ring": 2, "ulysses": 3, "context_parallel": 4, "hybrid"
 LOADED_ON = {"local": 1, "ring": 3, "ulysses": 2, "context_parallel": 2, "hybrid": 8, "tp_sp": 3}
 
 
-def _where(group: ProcessGroup, strategy: str) -> dict[str, Any]:
+def _parallel_context(group: ProcessGroup, strategy: str) -> dict[str, Any]:
     return {} if strategy == "local" else {"group": group}
 
 
 def _save(group: ProcessGroup, strategy: str, heads: tuple[int, int], path: str) -> dict[str, Tensor]:
     whole = _layer("local", heads)
     _randomise(whole)
-    layer = _layer(strategy, heads, **_where(group, strategy))
+    layer = _layer(strategy, heads, **_parallel_context(group, strategy))
     layer.load_state_dict(whole.state_dict())
     dcp.save({"layer": layer.state_dict()}, checkpoint_id=path, process_group=group)
     return dict(whole.state_dict())
@@ -312,7 +312,7 @@ def _save(group: ProcessGroup, strategy: str, heads: tuple[int, int], path: str)
 def _load(group: ProcessGroup, strategy: str, heads: tuple[int, int], paths: list[str]) -> list[dict[str, Tensor]]:
     loaded = []
     for path in paths:
-        layer = _layer(strategy, heads, **_where(group, strategy))
+        layer = _layer(strategy, heads, **_parallel_context(group, strategy))
         for p in layer.parameters():
             nn.init.zeros_(p)  # nothing of what is loaded stands there already
         state = {"layer": layer.state_dict()}

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Mask
-from seqpar.backends.tiles import Kind, decompose
-from seqpar.comm import HeadExchange
+from seqpar.kernels.tiles import Kind, decompose
 from seqpar.layout import LAYOUTS
-from seqpar.schedule import Shards, attention_steps, head_range, kv_head_range, needed, visible
+from seqpar.schedule import SequenceSharding, attention_steps, head_range, kv_head_range, needed, visible
+from seqpar.strategies.ulysses import HeadExchange
 
 
 @st.composite
@@ -45,9 +45,9 @@ def masks(draw: st.DrawFn, seq_len: int) -> Mask:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Mask, Shards, bool]:
+def problems(draw: st.DrawFn) -> tuple[Mask, SequenceSharding, bool]:
     seq_len = draw(st.integers(1, 200))
-    shards = Shards(
+    shards = SequenceSharding(
         seq_len, draw(st.sampled_from(LAYOUTS)), ring=draw(st.integers(1, 6)), ulysses=draw(st.integers(1, 3))
     )
     return draw(masks(seq_len)), shards, draw(st.booleans())
@@ -55,7 +55,7 @@ def problems(draw: st.DrawFn) -> tuple[Mask, Shards, bool]:
 
 @settings(max_examples=150, deadline=None)
 @given(problems())
-def test_each_visible_pair_is_computed_exactly_once(problem: tuple[Mask, Shards, bool]) -> None:
+def test_each_visible_pair_is_computed_exactly_once(problem: tuple[Mask, SequenceSharding, bool]) -> None:
     mask, shards, gather = problem
     computed = torch.zeros(shards.seq_len, shards.seq_len, dtype=torch.int64)
     for rank in range(shards.ring):
@@ -72,7 +72,7 @@ def test_each_visible_pair_is_computed_exactly_once(problem: tuple[Mask, Shards,
 
 @settings(max_examples=100, deadline=None)
 @given(problems())
-def test_what_one_rank_serves_another_fetches(problem: tuple[Mask, Shards, bool]) -> None:
+def test_what_one_rank_serves_another_fetches(problem: tuple[Mask, SequenceSharding, bool]) -> None:
     mask, shards, gather = problem
     schedules = [attention_steps(mask, shards, rank, gather) for rank in range(shards.ring)]
     assert len({len(s) for s in schedules}) == 1
@@ -84,7 +84,7 @@ def test_what_one_rank_serves_another_fetches(problem: tuple[Mask, Shards, bool]
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
-def test_only_needed_rows_travel(problem: tuple[Mask, Shards, bool]) -> None:
+def test_only_needed_rows_travel(problem: tuple[Mask, SequenceSharding, bool]) -> None:
     mask, shards, gather = problem
     dense = mask.dense(shards.seq_len)
     for rank in range(shards.ring):
@@ -96,7 +96,7 @@ def test_only_needed_rows_travel(problem: tuple[Mask, Shards, bool]) -> None:
 
 
 def test_a_window_talks_to_its_neighbour_only() -> None:
-    shards = Shards(64 * 128, "contiguous", ring=64)
+    shards = SequenceSharding(64 * 128, "contiguous", ring=64)
     steps = attention_steps(Mask.sliding_window(100), shards, 20)
     assert [len(step.fetch) for step in steps] == [0, 1] + [0] * 62
     assert steps[1].fetch[0].peer == 19 and steps[1].fetched == 100
@@ -105,7 +105,7 @@ def test_a_window_talks_to_its_neighbour_only() -> None:
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_causal_work_is_balanced(layout: str, ranks: int) -> None:
-    shards = Shards(ranks * 64, layout, ring=ranks)
+    shards = SequenceSharding(ranks * 64, layout, ring=ranks)
     work = [
         sum(step.rows.pairs for step in attention_steps(Mask.causal(), shards, rank) if step.rows is not None)
         for rank in range(ranks)
@@ -128,7 +128,7 @@ def test_heads_are_dealt_once_and_meet_their_keys(kv_heads: int, group: int, ran
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 12), st.integers(1, 2))
 def test_parts_of_heads_cover_them_once_in_equal_groups(kv_heads: int, group: int, ranks: int, ring: int) -> None:
     heads = kv_heads * group
-    shards = Shards(ranks * ring, "contiguous", ring, ranks)
+    shards = SequenceSharding(ranks * ring, "contiguous", ring, ranks)
     subgroup: Any = SimpleNamespace(size=lambda: ranks)
     exchange = HeadExchange(subgroup, shards, 0, heads, kv_heads)
     whole, parts = exchange.whole, exchange.parts()
@@ -149,10 +149,10 @@ def test_parts_of_heads_cover_them_once_in_equal_groups(kv_heads: int, group: in
 
 @settings(max_examples=200, deadline=None)
 @given(problems(), st.data())
-def test_tiles_cover_the_intervals(problem: tuple[Mask, Shards, bool], data: st.DataObject) -> None:
+def test_tiles_cover_the_intervals(problem: tuple[Mask, SequenceSharding, bool], data: st.DataObject) -> None:
     mask, shards, _ = problem
     # Longer than a short run, so that every kind of tile occurs.
-    shards = Shards(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
+    shards = SequenceSharding(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
     lo, hi = visible(mask, shards, data.draw(st.integers(0, shards.ring - 1)), 0)
     keys = len(shards.ring_positions(0))
     seen = (torch.arange(keys) >= lo[0, :, None]) & (torch.arange(keys) < hi[0, :, None])
@@ -173,6 +173,6 @@ def test_tiles_cover_the_intervals(problem: tuple[Mask, Shards, bool], data: st.
 
 def test_a_causal_shard_is_one_causal_tile() -> None:
     """The common case costs one kernel call: no rectangle, no mask."""
-    lo, hi = visible(Mask.causal(), Shards(4096, "zigzag", ring=2), 0, 0)
+    lo, hi = visible(Mask.causal(), SequenceSharding(4096, "zigzag", ring=2), 0, 0)
     (tile,) = decompose(lo[0], hi[0])
     assert tile.kind is Kind.CAUSAL and (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 2048, 0, 2048)

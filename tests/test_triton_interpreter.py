@@ -20,17 +20,16 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 import seqpar.triton_kernels
-from seqpar.triton_kernels import Config, backward, delta, forward, merge_, rotary, rotary_from_tables
-from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges
-
-from seqpar.backends import base
-from seqpar.backends.base import Score
-from seqpar.backends.philox import keep_mask
-from seqpar.backends.triton import TritonBackend
+from seqpar.kernels import base
+from seqpar.kernels.base import Score
+from seqpar.kernels.dropout import keep_mask
+from seqpar.kernels.triton import TritonBackend
 from seqpar.layers import rotary as rotary_module
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
-from seqpar.schedule import Rows
+from seqpar.schedule import KeyIntervals
+from seqpar.triton_kernels import Config, backward, delta, forward, merge_, rotary, rotary_from_tables
+from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges
 
 torch.set_num_threads(1)
 LENGTH = 80
@@ -72,12 +71,12 @@ class Problem:
         self.dout = normal(*self.q.shape)
         self.dlse = normal(self.batch, self.heads, len(self.q_positions)).float()
 
-    def rows(self, keys: Tensor | None = None) -> Rows:
+    def rows(self, keys: Tensor | None = None) -> KeyIntervals:
         """The intervals of the queries among the visiting keys (all by default)."""
         k_positions = self.k_positions if keys is None else self.k_positions[keys]
         lo, hi = (torch.searchsorted(k_positions, x.reshape(-1, len(self.q_positions)).contiguous()).int()
                   for x in self.mask.intervals(self.q_positions))  # fmt: skip
-        return Rows(lo, torch.maximum(lo, hi), self.q_positions.int(), k_positions.int())
+        return KeyIntervals(lo, torch.maximum(lo, hi), self.q_positions.int(), k_positions.int())
 
     def dense(self) -> dict[str, Tensor]:
         """out, lse and the gradients of q, k, v for ``dout`` and ``dlse``, by autograd."""
@@ -406,7 +405,7 @@ def test_the_small_work_around_attention_is_the_same_with_kernels(monkeypatch: p
         return seqpar.triton_kernels
 
     for module in (base, rotary_module):
-        monkeypatch.setattr(module, "small_kernels", kernels)
+        monkeypatch.setattr(module, "elementwise_kernels", kernels)
     for found, want in zip(small_work(), expected, strict=True):
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
     assert len(used) == 4

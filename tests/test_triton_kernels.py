@@ -98,8 +98,9 @@ def test_choosing_a_configuration() -> None:
 
 
 def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from seqpar.triton_kernels import tune
     from triton.runtime.errors import OutOfResources
+
+    from seqpar.triton_kernels import tune
 
     monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tune, "_best", {})
@@ -124,8 +125,8 @@ def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, mo
 
 
 def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seqpar.backends import kernels as module
-    from seqpar.backends.triton import TritonBackend
+    from seqpar.kernels import elementwise as module
+    from seqpar.kernels.triton import TritonBackend
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

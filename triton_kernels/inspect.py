@@ -99,7 +99,7 @@ def feature_cases(targets: list[str]) -> Iterator[Case]:
 def small_cases(targets: list[str]) -> Iterator[Case]:
     """The kernels without products."""
     for target in targets:
-        for name, launch in small_kernels().items():
+        for name, launch in elementwise_kernels().items():
             yield Case(target, name, 128, torch.bfloat16, "plain", launch)
 
 
@@ -134,7 +134,7 @@ def attention(
     return launches[1 if kernel == "dkdv" else 2]
 
 
-def small_kernels() -> dict[str, Launch]:
+def elementwise_kernels() -> dict[str, Launch]:
     """Launches of the kernels without products, by name."""
     x, lse = _empty(_BATCH, _SEQ, _HEADS, 128, dtype=torch.bfloat16), _empty(_BATCH, _HEADS, _SEQ)
     config = Config(64, 64)

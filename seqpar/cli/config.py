@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..check import check_choice, check_int, check_number
-from ..factory import LAYERS
+from ..checks import check_choice, check_int, check_number
+from ..layers.factory import LAYERS
 from .data import MaskChoice
 from .model import ByteLlama, ModelShape
 

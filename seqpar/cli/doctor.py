@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..backends import BACKENDS, backends
+from ..kernels import BACKENDS, backends
 from .errors import CommandError
 from .launch import cores, launch
 from .measure import attention_rate, copy_rate, matrix_rate

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..comm import exchange
+from ..comm.p2p import exchange
 from .launch import follow_launcher
 
 _BYTES = 32 << 20

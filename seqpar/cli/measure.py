@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention import attention
-from ..comm import trace
+from ..comm.trace import trace
+from ..functional import attention
 
 _HEADS, _HEAD_DIM = 8, 64
 _LONG_ENOUGH_S = 0.15

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from ..factory import ParallelAttention
 from ..layers import MegatronMLP, RotaryEmbedding
-from ..layers.tensor_parallel import weight_shards
+from ..layers.factory import ParallelAttention
+from ..layers.sharded_weights import weight_shards
 from ..mask import Mask
 
 VOCABULARY = 256

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..factory import LAYERS
+from ..layers.factory import LAYERS
 from .config import DEVICES, DTYPES, TrainConfig
 from .data import MASKS, read_corpus
 from .errors import BAD_OPTION, CommandError, bad_options

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..comm import trace
+from ..comm.trace import trace
 from ..layers import sync_gradients
-from ..layers.tensor_parallel import weight_shards
+from ..layers.sharded_weights import weight_shards
 from ..mesh import init_mesh, rank_in, sequence_group, size_of
 from ..sharding import shard
 from ..strategies import STRATEGIES, resolve

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import attention
+from ..functional import attention
 from ..mask import Mask
 from .batch import BatchShard
 from .decode import DecodeShard, decode

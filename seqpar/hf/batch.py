@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..check import check_choice
-from ..comm import agree, exchange
+from ..checks import check_choice
+from ..comm.handshake import Fingerprint, all_gather_header
+from ..comm.p2p import exchange
 from ..layout import LAYOUTS, shard_positions
 from ..mask import Mask
 from ..mesh import rank_in, sequence_group, size_of
@@ -115,15 +116,15 @@ def shard_batch(
         return _Whole(batch, ranks, layout, shift_labels).part(rank_in(group))
     whole: list[_Whole] = []
 
-    def header() -> list[int]:
+    def header() -> _BatchHeader:
         if batch is None:
-            return [0, 0, 0]
+            return _BatchHeader(False, Fingerprint(0), 0)
         whole.append(_Whole(batch, ranks, layout, shift_labels))
-        return [1, whole[0].digest, int(torch.randint(2**62, ()).item())]
+        return _BatchHeader(True, Fingerprint(whole[0].digest), int(torch.randint(2**62, ()).item()))
 
-    headers = agree(header, group)
-    have = [rank for rank, fields in enumerate(headers) if fields[0]]
-    seed = headers[0][2]
+    headers = all_gather_header(header, group)
+    have = [rank for rank, header in enumerate(headers) if header.has_batch]
+    seed = headers[0].seed
     if have == [0]:
         return _scatter(whole[0] if whole else None, seed, group)
     if len(have) < ranks:
@@ -131,7 +132,7 @@ def shard_batch(
             f"batch: ranks {have} of the sequence group's {ranks} brought one; bring the same batch on every rank, "
             "or on rank 0 alone and None on the others"
         )
-    if len({fields[1] for fields in headers}) > 1:
+    if len({header.batch for header in headers}) > 1:
         raise ValueError(
             "batch: the ranks of the sequence group brought different batches; they share one sequence: seed their "
             "samplers alike (ranks along dp differ, ranks along the sequence do not), or use seqpar.hf.ShardedLoader"
@@ -144,6 +145,14 @@ def cut(
 ) -> dict[str, Any]:
     """What ``shard_batch`` gives to ``rank`` of ``ranks``, without a process group."""
     return _Whole(batch, ranks, layout, shift_labels).part(rank)
+
+
+class _BatchHeader(NamedTuple):
+    """Whether a rank brings a batch, which one, and a seed."""
+
+    has_batch: bool
+    batch: Fingerprint
+    seed: int
 
 
 class _Whole:

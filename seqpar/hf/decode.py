@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.gather import all_gather_single
+from ..comm.collectives import all_gather_single
 from ..comm.trace import count_sent
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm import agree
+from ..comm.handshake import Fingerprint, all_gather_header
 from ..layout import shard_positions
 from ..sharding import unshard
 from .batch import BatchShard
@@ -76,18 +76,26 @@ def prepare(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> Prefill:
     return Prefill(sharded=False, last=0, owner=0)
 
 
+class _StepHeader(NamedTuple):
+    """One step of generation: the tokens in the cache, and the new ones."""
+
+    past: int
+    tokens: Fingerprint
+
+
 def _check(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
     """One exchange between the ranks: unlike tokens would end in nonsense, or in ranks that wait for ever."""
 
-    def header() -> list[int]:
+    def header() -> _StepHeader:
         # Each later step adds one token, never padding.
         if attention_mask is not None and (past == 0 or tokens.shape[1] > 1):
             kept = attention_mask != 0
             if attention_mask.dim() == 2 and bool((kept[:, :-1] & ~kept[:, 1:]).any()):
                 raise ValueError("attention_mask: padding after tokens; put a prompt's padding on the left")
-        return [past, zlib.crc32(tokens.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())]
+        data = tokens.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _StepHeader(past, Fingerprint(zlib.crc32(data)))
 
-    if len({tuple(fields) for fields in agree(header, patch.group)}) > 1:
+    if len(set(all_gather_header(header, patch.group))) > 1:
         raise ValueError(
             "input_ids: the ranks of the sequence group bring different ones; give all the same prompt, and seed them "
             "alike (torch.manual_seed) before sampling"

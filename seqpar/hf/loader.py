@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
 
-from ..check import check_choice
-from ..comm import agree
+from ..checks import check_choice
+from ..comm.handshake import all_gather_header
 from ..layout import LAYOUTS
 from ..mesh import rank_in, sequence_group, size_of
 from .batch import cut, shard_batch
+
+
+class _More(NamedTuple):
+    """Whether the loader has another batch."""
+
+    more: bool
 
 
 class ShardedLoader:
@@ -66,7 +73,7 @@ class ShardedLoader:
         while True:
             batch = next(whole, None) if not scatter or rank_in(self.group) == 0 else None
             if scatter:
-                more = agree(lambda here=batch is not None: [int(here)], self.group)[0][0]  # type: ignore[misc]
+                more = all_gather_header(partial(_More, batch is not None), self.group)[0].more
             else:
                 more = batch is not None
             if not more:

@@ -15,8 +15,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from ..backends import BACKENDS
-from ..check import check_choice, check_int
+from ..checks import check_choice, check_int
+from ..kernels import BACKENDS
 from ..layout import LAYOUTS
 from ..mesh import rank_in, size_of
 from ..strategies import resolve

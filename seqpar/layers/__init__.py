@@ -9,9 +9,9 @@ from .attention import (
     UlyssesAttention,
 )
 from .gradients import sync_gradients
-from .megatron import MegatronAttention, MegatronMLP, SequenceParallelNorm
 from .rotary import RotaryEmbedding
-from .vocab import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
+from .tensor_parallel import MegatronAttention, MegatronMLP, SequenceParallelNorm
+from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [
     "AttentionLayer",

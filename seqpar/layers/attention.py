@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..attention import attention
-from ..backends import BACKENDS
-from ..check import (
-    DTYPES,
-    check_alike,
+from ..checks import (
     check_choice,
     check_dropout,
     check_hidden,
@@ -22,19 +17,21 @@ from ..check import (
     check_number,
     check_options,
     has_length,
+    no_compile,
 )
-from ..comm import agree, untraced
+from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
+from ..functional import attention
+from ..kernels import BACKENDS
 from ..layout import LAYOUTS, check_length, check_lengths, shard_positions
 from ..mask import Mask
 from ..mesh import rank_in, size_of, tensor_group
-from ..strategies import resolve, strategy_options
-from ..strategies.context_parallel import COMMS
+from ..strategies import COMMS, resolve, strategy_options
 from .rotary import RotaryEmbedding
 
 _NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 
 
-class Where:
+class ParallelContext:
     """The mesh or group of a layer. A copy of the layer works on the same one: groups cannot be copied."""
 
     def __init__(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
@@ -52,8 +49,19 @@ class Where:
         """The ranks that weights are sharded over, in tensor-parallel layers."""
         return tensor_group(self.mesh, self.group)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Where:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
         return self
+
+
+class _LayerHeader(NamedTuple):
+    """A rank's input of a layer: what all ranks must have alike, and what they add up."""
+
+    length: int
+    batch: int
+    dtype: torch.dtype
+    mask: Fingerprint
+    max_position: int
+    dropout_seed: int
 
 
 class AttentionLayer(nn.Module):
@@ -128,7 +136,7 @@ class AttentionLayer(nn.Module):
         self.dropout_p = check_dropout(dropout_p)
         self.backend = backend
         self.strategy_options = strategy_options
-        self._where = Where(mesh, group)
+        self._parallel_context = ParallelContext(mesh, group)
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         self._build(bias, bias if out_bias is None else out_bias, sinks, kind)
         self.q_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **kind) if qk_norm else None
@@ -153,14 +161,14 @@ class AttentionLayer(nn.Module):
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh it was made with."""
-        return self._where.mesh
+        return self._parallel_context.mesh
 
     @property
     def group(self) -> ProcessGroup | None:
         """The group it was made with."""
-        return self._where.group
+        return self._parallel_context.group
 
-    @untraced
+    @no_compile
     def forward(
         self,
         x_local: Tensor,
@@ -188,19 +196,17 @@ class AttentionLayer(nn.Module):
         """
         group = self._sequence_group()
         dropout_p = self.dropout_p if self.training else 0.0
-        # Where the layer asks the other ranks anyway, the seed goes along; else the attention sends it.
-        seed = int(torch.randint(2**62, (), device="cpu").item()) if dropout_p and seq_len is None else None
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
-        top = seq_len
-        if dynamic or not has_length(seq_len):
-            headers = agree(lambda: self._header(x_local, mask, positions, seq_len, seed or 0), group)
-            self._check_headers(headers, seq_len)
-            seq_len = sum(fields[0] for fields in headers)
-            seed = headers[0][-1] if seed is not None else None
-            top = max(fields[4] for fields in headers) if dynamic else seq_len
+        max_position, seed = seq_len, 0
+        if dynamic or dropout_p or not has_length(seq_len):
+            headers = all_gather_header(lambda: self._header(x_local, mask, positions, seq_len), group)
+            check_same(headers, "batch", "dtype", "mask")
+            seq_len = check_lengths([header.length for header in headers], self.layout, seq_len)
+            max_position = max(header.max_position for header in headers) if dynamic else seq_len
+            seed = headers[0].dropout_seed
         else:
             assert seq_len is not None
-            self._header(x_local, mask, positions, seq_len, 0)
+            self._header(x_local, mask, positions, seq_len)
             check_length(x_local.shape[1], seq_len, size_of(group), rank_in(group), self.layout)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, seq_len))
         if self.q_norm is not None and self.k_norm is not None:
@@ -208,7 +214,7 @@ class AttentionLayer(nn.Module):
             dtype = self.q_norm.weight.dtype
             q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
         if self.rope is not None:
-            q, k = self.rope(q, k, self._rotary_positions(positions, seq_len), top)
+            q, k = self.rope(q, k, self._rotary_positions(positions, seq_len), max_position)
         out = self._attend(q, k, v, mask, seq_len, dropout_p, seed)
         return self._output(out.flatten(2), seq_len)
 
@@ -227,9 +233,7 @@ class AttentionLayer(nn.Module):
         group = self._sequence_group()
         return shard_positions(seq_len, size_of(group), rank_in(group), self.layout)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, seq_len: int, dropout_p: float, seed: int | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, seq_len: int, dropout_p: float, seed: int) -> Tensor:
         """Attention over the whole sequence, ``[batch, seq, heads, head_dim]``."""
         out = attention(
             q,
@@ -256,7 +260,7 @@ class AttentionLayer(nn.Module):
         y: Tensor = self.o_proj(out)
         return y
 
-    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None, seed: int) -> list[int]:
+    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None) -> _LayerHeader:
         """This rank's input, checked, as what the ranks must agree on and what they add up."""
         if seq_len is not None:
             check_int("seq_len", seq_len, 0)
@@ -265,21 +269,13 @@ class AttentionLayer(nn.Module):
             raise TypeError(f"mask={type(mask).__name__}: a seqpar.Mask is needed, such as seqpar.Mask.causal()")
         if mask.batch not in (1, x.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but x_local has {x.shape[0]}")
-        top = 0
+        max_position = 0
         if positions is not None:
             _check_positions(positions, x)
             if self.rope is not None and self.rope.needs_length and positions.numel():
-                top = int(positions.max().item()) + 1
-        return [x.shape[1], x.shape[0], DTYPES.index(x.dtype), _digest(mask), top, seed]
-
-    def _check_headers(self, headers: list[list[int]], seq_len: int | None) -> None:
-        """All ranks see all headers, so all of them raise."""
-        lengths, batches, dtypes, digests = ([fields[i] for fields in headers] for i in range(4))
-        check_alike("batch", batches)
-        check_alike("dtype", [DTYPES[i] for i in dtypes])
-        if len(set(digests)) > 1:
-            raise ValueError("mask: the ranks of the group differ; pass the same on every rank")
-        check_lengths(lengths, self.layout, seq_len)
+                max_position = int(positions.max().item()) + 1
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if self.dropout_p and self.training else 0
+        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask), max_position, seed)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Names and kinds. What depends on the group is checked with it, when it is used."""
@@ -378,9 +374,3 @@ def _check_positions(positions: Tensor, x: Tensor) -> None:
     batch, length, _ = x.shape
     if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
         raise ValueError(f"positions: shape {tuple(positions.shape)}; {(length,)} or {(batch, length)} is needed")
-
-
-@lru_cache(maxsize=256)
-def _digest(mask: Mask) -> int:
-    """A number that is the same on every rank when the mask is."""
-    return zlib.crc32(repr(mask).encode())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from ..comm import agree
+from ..comm.handshake import Fingerprint, all_gather_header, fingerprint
 from ..comm.trace import count_sent
 from ..mesh import context_group, sequence_group, size_of
-from .tensor_parallel import weight_shards
+from .sharded_weights import weight_shards
 
 _BUCKET_BYTES = 64 << 20
 
@@ -54,28 +54,36 @@ def sync_gradients(module: nn.Module, mesh: DeviceMesh | None = None, group: Pro
     _sync([(name, p) for name, p in named if id(p) not in sharded_ids], sequence_group(mesh, group, "tp_sp"))
 
 
+class _GradientHeader(NamedTuple):
+    """The parameters of a rank: their number, their names and shapes, and which of them have gradients."""
+
+    parameters: int
+    names_and_shapes: Fingerprint
+    have_gradients: Fingerprint
+
+
 def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None) -> None:
     """Sum the gradients of these parameters over ``group``."""
     if group is None or group.size() == 1:
         return
     parameters = [p for _, p in named]
 
-    def header() -> list[int]:
+    def header() -> _GradientHeader:
         for name, p in named:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(f"{name}: its gradient is {p.grad.layout}; make it dense (nn.Embedding: sparse=False)")
         described = "; ".join(f"{name} {tuple(_local(p).shape)} {p.dtype}" for name, p in named)
-        return [len(named), zlib.crc32(described.encode()), zlib.crc32(bytes(_flags(parameters)))]
+        return _GradientHeader(len(named), fingerprint(described), fingerprint(*_flags(parameters)))
 
-    headers = agree(header, group)
-    if any(fields[:2] != headers[0][:2] for fields in headers):
-        counts = [fields[0] for fields in headers]
+    headers = all_gather_header(header, group)
+    if any(header[:2] != headers[0][:2] for header in headers):
+        counts = [header.parameters for header in headers]
         raise ValueError(
             f"module: the ranks' trainable parameters differ in number ({counts}), name, shape or dtype; "
             "build the same module on every rank"
         )
     flags = torch.tensor(_flags(parameters), dtype=torch.int32, device="cpu")
-    if any(fields[2] != headers[0][2] for fields in headers):
+    if any(header.have_gradients != headers[0].have_gradients for header in headers):
         flags = _any_rank(flags, group)
     for p, wanted in zip(parameters, flags.tolist(), strict=True):
         if wanted and p.grad is None:

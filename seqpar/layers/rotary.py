@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backends.kernels import small_kernels
-from ..check import check_choice, check_int, check_number
+from ..checks import check_choice, check_int, check_number
+from ..kernels.elementwise import elementwise_kernels
 
 # Inverse frequencies, float32 [head_dim / 2], and a factor on cos and sin.
 Frequencies = tuple[Tensor, float]
@@ -113,7 +113,7 @@ class RotaryEmbedding(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``x [batch, seq, heads, head_dim]``; computed in the dtype of ``cos`` and ``sin``, rounded to x's."""
-    if cos.dtype == torch.float32 and (kernels := small_kernels(x)) is not None:
+    if cos.dtype == torch.float32 and (kernels := elementwise_kernels(x)) is not None:
         return kernels.rotary_from_tables(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

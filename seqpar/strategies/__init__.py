@@ -1,35 +1,147 @@
-"""Strategies: each says who takes part in what; the loop and the autograd function are shared.
+"""The table of strategies: how each one divides the ranks of a sequence, where it was published, what it sends.
 
-A strategy joins by standing in ``STRATEGIES``: a function of (mesh, group, its own options) that returns the groups.
+All strategies share one loop. Attention communicates in at most two ways, and a strategy is a choice of the ranks
+that take part in each:
+
+* inside ``ulysses``, an all-to-all turns a shard of the sequence into a shard of the heads and back (``ulysses.py``);
+* inside ``ring``, keys and values are sent to the ranks whose queries see them (``ring.py``).
+
+``tensor_sequence.py`` holds the third way, Megatron's, in which the projections around attention communicate instead.
+To add a strategy, add a row to ``STRATEGIES``.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypedDict, get_args
 
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..check import check_choice, check_options
-from ..mesh import Groups
-from .context_parallel import context_parallel
-from .function import Call, SequenceParallelAttention
-from .hybrid import hybrid
-from .local import local
-from .recompute import keep_attention
-from .ring import ring
-from .ulysses import ulysses
+from ..checks import check_choice, check_options
+from ..mesh import AttentionGroups, sequence_group, size_of, two_dimensional
 
-STRATEGIES: dict[str, Callable[..., Groups]] = {f.__name__: f for f in (local, ring, ulysses, context_parallel, hybrid)}
+StrategyName = Literal["local", "ring", "ulysses", "context_parallel", "hybrid"]
+Comm = Literal["all_gather", "p2p", "a2a", "a2a+p2p"]
+COMMS: tuple[str, ...] = get_args(Comm)
 
 
-def strategy_options(strategy: str) -> list[str]:
-    """The options a strategy takes besides mesh and group."""
-    return list(inspect.signature(STRATEGIES[strategy]).parameters)[2:]
+class StrategyOptions(TypedDict, total=False):
+    """The options of all strategies; ``Strategy.options`` names those that one of them takes."""
+
+    comm: Comm
+    ulysses_size: int | None
 
 
-def resolve(strategy: str, mesh: DeviceMesh | None, group: ProcessGroup | None, options: dict[str, Any]) -> Groups:
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table.
+
+    Attributes:
+        groups: makes the groups of one call from ``(mesh, group, **options)``.
+        options: the names of the options it takes.
+        paper: where it was published.
+        bytes_sent: bytes that each rank sends in the forward pass under a full mask. N is tokens times batch, d is
+            heads times head_dim, d_kv is kv_heads times head_dim, P is the number of ranks and e the bytes of an
+            element. Under any other mask the ring and the all-gather send only the rows that the receiver's queries
+            see.
+    """
+
+    groups: Callable[..., AttentionGroups]
+    paper: str
+    bytes_sent: str
+    options: tuple[str, ...] = ()
+
+
+def _local_groups(mesh: DeviceMesh | None, group: ProcessGroup | None) -> AttentionGroups:
+    """No groups. Several ranks are refused: with this strategy no rank would see another rank's tokens."""
+    if mesh is not None or group is not None:
+        ranks = size_of(sequence_group(mesh, group))
+        if ranks > 1:
+            raise ValueError(
+                f"strategy='local' with a sequence group of {ranks} ranks: it attends within one rank; "
+                "choose ring, ulysses, context_parallel or hybrid, or leave group and mesh out"
+            )
+    return AttentionGroups()
+
+
+def _ring_groups(mesh: DeviceMesh | None, group: ProcessGroup | None) -> AttentionGroups:
+    """All ranks of the sequence form one ring."""
+    group = sequence_group(mesh, group)
+    return AttentionGroups(sequence=group, ring=group)
+
+
+def _ulysses_groups(mesh: DeviceMesh | None, group: ProcessGroup | None) -> AttentionGroups:
+    """All ranks of the sequence take part in one all-to-all."""
+    group = sequence_group(mesh, group)
+    return AttentionGroups(sequence=group, ulysses=group)
+
+
+def _hybrid_groups(
+    mesh: DeviceMesh | None, group: ProcessGroup | None, ulysses_size: int | None = None
+) -> AttentionGroups:
+    """The mesh's ring and ulysses dimensions. A plain group is divided into subgroups of ``ulysses_size`` ranks, by
+    default the largest divisor of its size up to the square root."""
+    ring, ulysses = two_dimensional(mesh, group, ulysses_size)
+    return AttentionGroups(sequence=sequence_group(mesh, group), ring=ring, ulysses=ulysses)
+
+
+def _context_parallel_groups(
+    mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
+    comm: str = "all_gather",
+    ulysses_size: int | None = None,
+) -> AttentionGroups:
+    """The groups of the strategy that ``comm`` names. ``ulysses_size`` is an option of "a2a+p2p" only."""
+    check_choice("comm", comm, COMMS)
+    if comm == "a2a+p2p":
+        return _hybrid_groups(mesh, group, ulysses_size)
+    if ulysses_size is not None:
+        raise TypeError(
+            f"ulysses_size={ulysses_size}: not an option of strategy 'context_parallel' with comm={comm!r}; "
+            "leave it out, or use comm='a2a+p2p'"
+        )
+    if comm == "a2a":
+        return _ulysses_groups(mesh, group)
+    return replace(_ring_groups(mesh, group), gather=comm == "all_gather")
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "local": Strategy(_local_groups, paper="one device", bytes_sent="0"),
+    "ring": Strategy(
+        _ring_groups,
+        paper="Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, 2023",
+        bytes_sent="(P-1)/P * N * 2 d_kv * e",
+    ),
+    "ulysses": Strategy(
+        _ulysses_groups,
+        paper="Jacobs et al., DeepSpeed Ulysses, 2023",
+        bytes_sent="(P-1)/P^2 * N * (2 d + 2 d_kv) * e",
+    ),
+    "context_parallel": Strategy(
+        _context_parallel_groups,
+        paper="Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (all_gather); "
+        "NVIDIA TransformerEngine (the names of comm)",
+        bytes_sent="(P-1)/P * N * 2 d_kv * e for all_gather and p2p; a2a as ulysses, a2a+p2p as hybrid",
+        options=("comm", "ulysses_size"),
+    ),
+    "hybrid": Strategy(
+        _hybrid_groups,
+        paper="Fang and Zhao, USP, 2024; Gu et al., LoongTrain, 2024",
+        bytes_sent="(U-1)/(U*P) * N * (2 d + 2 d_kv) * e + (R-1)/P * N * 2 d_kv * e for P = R * U ranks",
+        options=("ulysses_size",),
+    ),
+}
+
+
+def strategy_options(strategy: str) -> tuple[str, ...]:
+    """The names of the options that a strategy takes besides mesh and group."""
+    return STRATEGIES[strategy].options
+
+
+def resolve(
+    strategy: str, mesh: DeviceMesh | None, group: ProcessGroup | None, options: StrategyOptions | dict[str, Any]
+) -> AttentionGroups:
     """The groups of a strategy.
 
     Raises:
@@ -37,7 +149,4 @@ def resolve(strategy: str, mesh: DeviceMesh | None, group: ProcessGroup | None, 
     """
     check_choice("strategy", strategy, STRATEGIES)
     check_options(strategy, options, strategy_options(strategy))
-    return STRATEGIES[strategy](mesh, group, **options)
-
-
-__all__ = ["STRATEGIES", "Call", "SequenceParallelAttention", "keep_attention", "resolve", "strategy_options"]
+    return STRATEGIES[strategy].groups(mesh, group, **options)

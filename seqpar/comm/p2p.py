@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..mesh import Ranks, rank_in_whole, whole_group
+from ..mesh import Ranks, parent_group, rank_in_parent
 from .trace import count_sent
 
 Message = tuple[int, Tensor]
@@ -39,7 +39,7 @@ def make_ready(ranks: Ranks | None, device: torch.device) -> None:
     NCCL makes its communicator at a group's first operation, in which every rank must take part; but a step of a
     schedule may leave some ranks out.
     """
-    if ranks is None or device.type == "cpu" or (group := whole_group(ranks)) in _ready:
+    if ranks is None or device.type == "cpu" or (group := parent_group(ranks)) in _ready:
         return
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     _ready.add(group)
@@ -63,4 +63,4 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
 
 
 def _operation(kind: Callable[..., Any], peer: int, tensor: Tensor, ranks: Ranks) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, group=whole_group(ranks), group_peer=rank_in_whole(ranks, peer))
+    return dist.P2POp(kind, tensor, group=parent_group(ranks), group_peer=rank_in_parent(ranks, peer))

@@ -32,13 +32,13 @@ def symmetric_memory_reason(group: ProcessGroup, device: torch.device, even: boo
     return None
 
 
-def gather_matmul(x: Tensor, weights: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+def all_gather_matmul(x: Tensor, weights: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """All-gather ``x [batch, seq_local, in]`` along the sequence and multiply by each ``weight [out, in]``."""
     _, outs = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t() for w in weights], 1, group.group_name)
     return list(outs)
 
 
-def matmul_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
     """``x [batch, tokens, in] @ weight [in, out]``, summed over the ranks and scattered along the sequence."""
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 1, group.group_name)
     return y

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..schedule import Rows
+from ..schedule import KeyIntervals
 
 # A run of rows shorter than this is cheaper as part of a masked tile than as tiles of its own.
 _SHORT_RUN = 64
@@ -36,7 +36,7 @@ class Tile:
 
 
 @lru_cache(maxsize=512)
-def tiles(rows: Rows, row: int) -> tuple[Tile, ...]:
+def tiles(rows: KeyIntervals, row: int) -> tuple[Tile, ...]:
     """The decomposition of one batch row's intervals. Cached by the identity of ``rows``."""
     return tuple(decompose(rows.lo[row].long(), rows.hi[row].long()))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..comm.trace import count_backend
 from .base import Backend, Score
 from .cpu import CpuBackend
-from .kernels import interpreted
+from .elementwise import interpreted
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 

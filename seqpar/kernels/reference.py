@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..schedule import Rows
+from ..schedule import KeyIntervals
 from .base import Carry, Score, accumulator, empty_carry, finish, merge_
-from .philox import keep_mask
+from .dropout import keep_mask
 
 _Q_BLOCK, _K_BLOCK = 256, 1024
 
@@ -30,7 +30,7 @@ class ReferenceBackend:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, score: Score, carry: Carry | None, last: bool
+        self, q: Tensor, k: Tensor, v: Tensor, rows: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
         acc, lse = carry or empty_carry(q)
         rows = rows.to(q.device)
@@ -52,7 +52,7 @@ class ReferenceBackend:
         out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        rows: Rows,
+        rows: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
@@ -76,7 +76,7 @@ class ReferenceBackend:
             dv[:, ks] += _grouped("bqngd,bngqk->bknd", block_dout, dropped.unflatten(1, (k.shape[2], -1)))
 
 
-def _blocks(rows: Rows) -> Iterator[tuple[slice, slice]]:
+def _blocks(rows: KeyIntervals) -> Iterator[tuple[slice, slice]]:
     """Blocks of queries and keys with something visible: the intervals never fall, so a block's range follows
     from its first and last row."""
     q_len = rows.lo.shape[1]
@@ -98,7 +98,9 @@ def _times_values(p: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bngqk,bknd->bqngd", groups, v.to(p.dtype)).flatten(2, 3)
 
 
-def _scores(q: Tensor, k: Tensor, rows: Rows, qs: slice, ks: slice, score: Score) -> tuple[Tensor, Tensor | float]:
+def _scores(
+    q: Tensor, k: Tensor, rows: KeyIntervals, qs: slice, ks: slice, score: Score
+) -> tuple[Tensor, Tensor | float]:
     """Masked scores ``[batch, heads, q, k]`` and their derivative by ``q.k``."""
     dtype = accumulator(q.dtype)
     s = _grouped("bqngd,bknd->bngqk", q.to(dtype), k.to(dtype)).flatten(1, 2) * score.softmax_scale
@@ -115,7 +117,7 @@ def _scores(q: Tensor, k: Tensor, rows: Rows, qs: slice, ks: slice, score: Score
     return s.masked_fill(~seen[:, None], -torch.inf), slope
 
 
-def _keep(q: Tensor, rows: Rows, qs: slice, ks: slice, score: Score) -> Tensor:
+def _keep(q: Tensor, rows: KeyIntervals, qs: slice, ks: slice, score: Score) -> Tensor:
     heads = range(score.head_offset, score.head_offset + q.shape[2])
     kept = keep_mask(score.dropout_seed, score.dropout_p, q.shape[0], heads, rows.q_positions[qs], rows.k_positions[ks])
     return kept.to(accumulator(q.dtype)) / (1 - score.dropout_p)

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .check import check_choice
-from .layers import (
+from ..checks import check_choice
+from .attention import (
     AttentionLayer,
     ContextParallelAttention,
     HybridAttention,
     LocalAttention,
-    MegatronAttention,
     RingAttention,
-    RotaryEmbedding,
     UlyssesAttention,
 )
+from .rotary import RotaryEmbedding
+from .tensor_parallel import MegatronAttention
 
 # A strategy's layer joins by standing here.
 LAYERS: dict[str, type[AttentionLayer]] = {

@@ -1,4 +1,7 @@
-"""Checks of arguments. Every message names the argument, its value, and what to do instead."""
+"""Checks of arguments, shared by the whole package.
+
+Every error message names the argument, its value, and what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ from math import isfinite
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
+
+# Decorates functions that torch.compile must not trace, such as those that communicate. It is torch.compiler.disable,
+# except that it keeps signatures and imports the compiler (half a second) at the first call only.
+no_compile = _disable_dynamo
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..schedule import Rows
+from ..schedule import KeyIntervals
 from .base import Carry, Score
-from .kernels import DTYPES, interpreted, unavailable
+from .elementwise import DTYPES, interpreted, unavailable
 
 _MAX_HEAD_DIM = 256
 
@@ -42,7 +42,7 @@ class TritonBackend:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, score: Score, carry: Carry | None, last: bool
+        self, q: Tensor, k: Tensor, v: Tensor, rows: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
         from ..triton_kernels.forward import forward
 
@@ -70,7 +70,7 @@ class TritonBackend:
         out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        rows: Rows,
+        rows: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,

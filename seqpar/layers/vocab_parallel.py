@@ -6,7 +6,7 @@ Shoeybi et al., "Megatron-LM", 2019, section 3, with the activations outside sha
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..check import DTYPES, check_alike, check_choice, check_int
-from ..comm import agree, all_gather, refusing, untraced
-from ..comm.linear import OVERLAPS, Pieces
+from ..checks import DTYPES, check_choice, check_int, no_compile
+from ..comm.collectives import all_gather
+from ..comm.handshake import all_gather_header, check_same, propagate_errors
 from ..comm.trace import count_sent
 from ..layout import part
 from ..mesh import rank_in, size_of, tensor_group
-from .attention import Where
-from .megatron import column_linear, cut_linear, gathered_pieces, make_pieces, rows_in_order
-from .tensor_parallel import WeightShard, make_spans, shard_weights
+from ..strategies.tensor_sequence import OVERLAPS, SequenceChunks
+from .attention import ParallelContext
+from .sharded_weights import WeightShard, make_spans, shard_weights
+from .tensor_parallel import column_linear, cut_linear, gathered_chunks, make_chunks, rows_in_order
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -51,19 +52,19 @@ class VocabParallelEmbedding(nn.Module):
         check_int("num_embeddings", num_embeddings, 1)
         check_int("embedding_dim", embedding_dim, 1)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self._where = Where(mesh, group)
-        tp = self._where.tensor
+        self._parallel_context = ParallelContext(mesh, group)
+        tp = self._parallel_context.tensor
         shard = WeightShard(tp, 0, make_spans(tp, partial(part, num_embeddings, size_of(tp))), num_embeddings)
         whole = nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype).weight.detach()
         self.weight = nn.Parameter(shard.take(whole).clone())
         self._start, self._stop = shard.span
         shard_weights(self, {"weight": shard})
 
-    @untraced
+    @no_compile
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` int64 ``[batch, seq]``. Raises ValueError for ids outside the vocabulary."""
-        tp = self._where.tensor
-        lengths = [length for length, _ in _agreed("ids", ids, self.num_embeddings, tp)]
+        tp = self._parallel_context.tensor
+        lengths = [header.length for header in _check_ids("ids", ids, self.num_embeddings, tp)]
         everyone = all_gather(ids, lengths, 1, tp)
         local = everyone - self._start
         mine = (local >= 0) & (local < self._stop - self._start)
@@ -74,7 +75,7 @@ class VocabParallelEmbedding(nn.Module):
             partial_sum = F.embedding(local.masked_fill(~mine, 0), self.weight) * mine.unsqueeze(-1)
         if tp is None or tp.size() == 1:
             return partial_sum
-        out: Tensor = _ScatterSum.apply(partial_sum, make_pieces(tp, rows_in_order(lengths), "none", ids.device))
+        out: Tensor = _ScatterSum.apply(partial_sum, make_chunks(tp, rows_in_order(lengths), "none", ids.device))
         return out
 
 
@@ -102,21 +103,21 @@ class VocabParallelHead(nn.Linear):
         check_choice("overlap", overlap, OVERLAPS)
         super().__init__(hidden_size, num_embeddings, bias=bias, device=device, dtype=dtype)
         self.overlap = overlap
-        self._where = Where(mesh, group)
-        tp = self._where.tensor
+        self._parallel_context = ParallelContext(mesh, group)
+        tp = self._parallel_context.tensor
         spans = make_spans(tp, partial(part, num_embeddings, size_of(tp)))
         shard = WeightShard(tp, 0, spans, num_embeddings)
         cut_linear(self, {"weight": shard, "bias": shard})
 
-    @untraced
+    @no_compile
     def forward(self, x_local: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to ``[batch, tokens, vocab_local]``."""
-        pieces = gathered_pieces(x_local, self._where.tensor, self.overlap, self.in_features, self)
+        pieces = gathered_chunks(x_local, self._parallel_context.tensor, self.overlap, self.in_features, self)
         (logits,) = column_linear(x_local, (self,), pieces)
         return logits
 
 
-@untraced
+@no_compile
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -140,7 +141,7 @@ def vocab_parallel_cross_entropy(
     """
     tp = tensor_group(mesh, group)
     held = part(num_embeddings, size_of(tp), rank_in(tp))
-    with refusing(tp):
+    with propagate_errors(tp):
         if not isinstance(logits, Tensor) or logits.dtype not in DTYPES:
             what = f"{logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(f"logits={what}: a floating-point tensor [batch, tokens, {len(held)}] is needed")
@@ -149,8 +150,8 @@ def vocab_parallel_cross_entropy(
                 f"logits: shape {tuple(logits.shape)}; [batch, tokens, {len(held)}] is needed, this rank's part of "
                 f"{num_embeddings}: pass what VocabParallelHead gives"
             )
-    headers = _agreed("labels", labels, num_embeddings, tp, ignore_index, logits)
-    lengths, tokens = [length for length, _ in headers], [n for _, n in headers]
+    headers = _check_ids("labels", labels, num_embeddings, tp, ignore_index, logits)
+    lengths, tokens = [header.length for header in headers], [header.tokens for header in headers]
     if any(n != sum(lengths) for n in tokens):
         raise ValueError(
             f"logits: of {tokens} tokens, by rank, but the group's labels are {sum(lengths)} together ({lengths}); "
@@ -161,17 +162,26 @@ def vocab_parallel_cross_entropy(
     return loss
 
 
-def _agreed(
+class _IdsHeader(NamedTuple):
+    """A rank's ids or labels, and the logits that belong to them."""
+
+    length: int
+    tokens: int
+    batch: int
+    dtype_of_logits: torch.dtype
+
+
+def _check_ids(
     name: str,
     ids: Tensor,
     vocabulary: int,
     group: ProcessGroup | None,
     ignored: int | None = None,
     logits: Tensor | None = None,
-) -> list[tuple[int, int]]:
+) -> list[_IdsHeader]:
     """By rank, its number of ids and of tokens it has logits of, after checking every rank's input."""
 
-    def header() -> list[int]:
+    def header() -> _IdsHeader:
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
             what = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"{name}={what}: an int64 tensor [batch, seq] is needed")
@@ -181,22 +191,21 @@ def _agreed(
         if bool(outside.any()):
             raise ValueError(f"{name}: {int(ids[outside][0])} lies outside the vocabulary of {vocabulary}")
         if logits is None:
-            return [ids.shape[1], 0, ids.shape[0], 0]
+            return _IdsHeader(ids.shape[1], 0, ids.shape[0], torch.float32)
         if logits.shape[0] != ids.shape[0]:
             raise ValueError(f"logits: {logits.shape[0]} batch rows, but {name} has {ids.shape[0]}")
-        return [ids.shape[1], logits.shape[1], ids.shape[0], DTYPES.index(logits.dtype)]
+        return _IdsHeader(ids.shape[1], logits.shape[1], ids.shape[0], logits.dtype)
 
-    headers = agree(header, group)
-    check_alike("batch", [fields[2] for fields in headers])
-    check_alike("dtype of logits", [DTYPES[fields[3]] for fields in headers])
-    return [(length, tokens) for length, tokens, *_ in headers]
+    headers = all_gather_header(header, group)
+    check_same(headers, "batch", "dtype_of_logits")
+    return headers
 
 
 class _ScatterSum(torch.autograd.Function):
     """The sum over the ranks, of which each keeps its tokens; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, x: Tensor, pieces: SequenceChunks) -> Tensor:
         ctx.pieces = pieces
         return pieces.scatter(x)
 

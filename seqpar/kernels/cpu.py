@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..schedule import Rows
+from ..schedule import KeyIntervals
 from .base import Carry, Score, empty_carry, finish, merge_
 from .tiles import Kind, Tile, tiles
 
@@ -42,7 +42,7 @@ class CpuBackend:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, score: Score, carry: Carry | None, last: bool
+        self, q: Tensor, k: Tensor, v: Tensor, rows: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
         acc, lse = carry or empty_carry(q)
         heads_first = _heads_first(q, k, v)
@@ -65,7 +65,7 @@ class CpuBackend:
         out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        rows: Rows,
+        rows: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
@@ -90,7 +90,7 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.float().transpose(1, 2) for x in tensors)
 
 
-def _tiles(rows: Rows, batch: int) -> Iterator[tuple[slice, Tile]]:
+def _tiles(rows: KeyIntervals, batch: int) -> Iterator[tuple[slice, Tile]]:
     """Each tile with the batch rows it serves."""
     shared = rows.lo.shape[0] == 1
     for row in range(rows.lo.shape[0]):
@@ -105,7 +105,7 @@ def _cut(tensors: tuple[Tensor, ...], batch: slice, tile: Tile) -> Iterator[Tens
         yield x[batch, :, span]
 
 
-def _mask(rows: Rows, batch: slice, tile: Tile) -> Tensor | None:
+def _mask(rows: KeyIntervals, batch: slice, tile: Tile) -> Tensor | None:
     """A masked tile's additive mask ``[1, 1, q, k]``. Each of a tile's rows sees something of it."""
     if tile.kind is not Kind.MASKED:
         return None

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .backends import BACKENDS, Score
-from .check import (
-    DTYPES,
-    check_alike,
+from .checks import (
     check_choice,
     check_dropout,
     check_head_vector,
@@ -21,18 +16,33 @@ from .check import (
     check_number,
     check_qkv,
     has_length,
+    no_compile,
 )
-from .comm import agree, refusing, untraced
+from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
+from .kernels import BACKENDS
+from .kernels.base import Score
 from .layout import LAYOUTS, check_length, check_lengths
 from .mask import Mask
-from .mesh import Groups, rank_in, sequence_group, size_of
-from .schedule import Shards
-from .strategies import Call, SequenceParallelAttention, resolve
+from .mesh import AttentionGroups, rank_in, sequence_group, size_of
+from .schedule import SequenceSharding
+from .strategies import resolve
+from .strategies.autograd import Call, SequenceParallelAttention
 
-_FIELDS = ("length", "batch", "heads", "kv_heads", "head_dim", "dtype", "mask or options", "dropout seed")
+
+class _AttentionHeader(NamedTuple):
+    """A rank's input of ``attention``."""
+
+    length: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    mask_or_options: Fingerprint
+    dropout_seed: int
 
 
-@untraced
+@no_compile
 def attention(
     q: Tensor,
     k: Tensor,
@@ -97,7 +107,7 @@ def attention(
     asking = drawn or not has_length(seq_len)
     alone = strategy == "local" and mesh is None and group is None
     everyone = None if alone else sequence_group(mesh, group)
-    with refusing(everyone if asking else None):
+    with propagate_errors(everyone if asking else None):
         groups = _check_call(strategy, mask, group, mesh, layout, backend, strategy_options)
         dropout_p = check_dropout(dropout_p)
         softcap = check_number("softcap", softcap)
@@ -117,20 +127,23 @@ def attention(
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
         how = f"{strategy} {groups.ring_size} {groups.ulysses_size} {groups.gather} {layout}"
-        digest = _digest(mask, f"{how} {softmax_scale} {softcap} {dropout_p} {return_lse}")
+        mask_or_options = fingerprint(mask, how, softmax_scale, softcap, dropout_p, return_lse)
     seed: int = int(torch.randint(2**62, (), device="cpu").item()) if drawn else dropout_seed or 0
     if asking:
         batch, length, heads, head_dim = q.shape
-        header = [length, batch, heads, k.shape[2], head_dim, DTYPES.index(q.dtype), digest, seed]
-        headers = agree(lambda: header, everyone)
-        _check_headers(headers, layout, seq_len, drawn)
-        seq_len, seed = sum(fields[0] for fields in headers), headers[0][-1]
+        header = _AttentionHeader(length, batch, heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed)
+        headers = all_gather_header(lambda: header, everyone)
+        check_same(headers, "batch", "heads", "kv_heads", "head_dim", "dtype", "mask_or_options")
+        if not drawn:
+            check_same(headers, "dropout_seed")
+        seq_len = check_lengths([header.length for header in headers], layout, seq_len)
+        seed = headers[0].dropout_seed
     else:
         assert seq_len is not None
         check_length(q.shape[1], seq_len, size_of(everyone), rank_in(everyone), layout)
     call = Call(
         groups=groups,
-        shards=Shards(seq_len, layout, groups.ring_size, groups.ulysses_size),
+        shards=SequenceSharding(seq_len, layout, groups.ring_size, groups.ulysses_size),
         mask=mask,
         score=Score(
             softmax_scale=softmax_scale if softmax_scale is not None else q.shape[3] ** -0.5,
@@ -179,7 +192,7 @@ def _check_call(
     layout: str,
     backend: str,
     options: dict[str, Any],
-) -> Groups:
+) -> AttentionGroups:
     """Check what must be alike on all ranks, and find the groups."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={type(mask).__name__}: a seqpar.Mask is needed, such as seqpar.Mask.causal()")
@@ -188,17 +201,3 @@ def _check_call(
     if backend != "auto" and (why := BACKENDS[backend].unavailable()) is not None:
         raise ValueError(f"backend={backend!r} cannot run here: {why}; use backend='auto'")
     return resolve(strategy, mesh, group, options)
-
-
-@lru_cache(maxsize=256)
-def _digest(mask: Mask, options: str) -> int:
-    """A number that is the same on every rank when mask and options are."""
-    return zlib.crc32(f"{mask!r} {options}".encode())
-
-
-def _check_headers(headers: list[list[int]], layout: str, seq_len: int | None, drawn: bool) -> None:
-    """Every rank sees every header, so all of them raise the same error."""
-    for i, name in enumerate(_FIELDS[1:-1] if drawn else _FIELDS[1:], start=1):
-        values = [fields[i] for fields in headers]
-        check_alike(name, [DTYPES[x] for x in values] if name == "dtype" else values)
-    check_lengths([fields[0] for fields in headers], layout, seq_len)

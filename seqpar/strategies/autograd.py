@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends import Score
-from ..backends.base import accumulator
-from ..comm import Arriving, HeadExchange, HeadPart, agree
+from ..comm.handshake import all_gather_header
+from ..kernels.base import Score, accumulator
 from ..mask import Mask
-from ..mesh import Groups, Ranks, whole_group
-from ..schedule import Shards, Step, attention_steps
-from .recompute import kept
-from .visit import visit_backward, visit_forward
+from ..mesh import AttentionGroups, Ranks, parent_group
+from ..schedule import SequenceSharding, Step, attention_steps
+from .checkpointing import kept
+from .ring import visit_backward, visit_forward
+from .ulysses import Arriving, HeadExchange, HeadPart
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """One attention call, resolved: who takes part, where the tokens lie, how scores are made."""
 
-    groups: Groups
-    shards: Shards
+    groups: AttentionGroups
+    shards: SequenceSharding
     mask: Mask
     score: Score
     backend: str
@@ -246,11 +246,20 @@ def _backward(
     return dq, dk.to(k.dtype), dv.to(k.dtype), dsinks
 
 
+class _LseGradient(NamedTuple):
+    """Whether a rank has a gradient of lse."""
+
+    has_dlse: bool
+
+
 def _head_shard_of_dlse(
     call: Call, exchange: HeadExchange, q: Tensor, q_shape: torch.Size, dlse: Tensor | None
 ) -> Tensor | None:
     """The gradient of lse for this rank's heads, if any rank has one."""
-    if not call.return_lse or not any(has for (has,) in agree(lambda: [dlse is not None], whole_group(exchange.group))):
+    if not call.return_lse or not any(
+        header.has_dlse
+        for header in all_gather_header(lambda: _LseGradient(dlse is not None), parent_group(exchange.group))
+    ):
         return None
     columns = q.new_zeros(*q_shape[:3], 1, dtype=accumulator(q.dtype))
     if dlse is not None:

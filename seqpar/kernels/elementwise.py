@@ -14,7 +14,7 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def small_kernels(x: Tensor) -> Any | None:
+def elementwise_kernels(x: Tensor) -> Any | None:
     """``seqpar.triton_kernels`` where they take ``x``, else None; then PyTorch's operators do the same in more passes.
 
     Not while torch.compile traces, which fuses those operators itself.

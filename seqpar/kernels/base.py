@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..schedule import Rows
-from .kernels import small_kernels
+from ..schedule import KeyIntervals
+from .elementwise import elementwise_kernels
 
 Carry = tuple[Tensor, Tensor]
 
@@ -61,7 +61,7 @@ class Backend(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, score: Score, carry: Carry | None, last: bool
+        self, q: Tensor, k: Tensor, v: Tensor, rows: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
         """Go on with the online softmax.
 
@@ -84,7 +84,7 @@ class Backend(Protocol):
         out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        rows: Rows,
+        rows: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
@@ -115,7 +115,7 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
 
     ``out [batch, q_len, heads, head_dim]`` is normalised by its own ``out_lse [batch, heads, q_len]``, as ``acc`` is.
     """
-    if acc.dtype == torch.float32 and (kernels := small_kernels(out)) is not None:
+    if acc.dtype == torch.float32 and (kernels := elementwise_kernels(out)) is not None:
         kernels.merge_(acc, lse, out, out_lse)
         return
     share = torch.sigmoid(out_lse - lse).nan_to_num_(0.0)  # nan: neither has seen anything
@@ -126,7 +126,7 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """``rowsum(dout * out) - dlse``, contiguous ``[batch, heads, q_len]``, for ``out, dout [batch, q_len, heads,
     head_dim]``."""
-    if (kernels := small_kernels(out)) is not None:
+    if (kernels := elementwise_kernels(out)) is not None:
         return kernels.delta(out, dout, dlse)
     dtype = accumulator(out.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)

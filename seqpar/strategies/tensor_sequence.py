@@ -25,17 +25,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..comm.collectives import all_gather, reduce_scatter
+from ..comm.p2p import Pending, exchange, make_ready
 from ..schedule import on_device
-from .exchange import Pending, exchange, make_ready
-from .gather import all_gather, reduce_scatter
-from .symmetric import gather_matmul, matmul_scatter, symmetric_memory_reason
+from .symmetric_memory import all_gather_matmul, matmul_reduce_scatter, symmetric_memory_reason
 
 OVERLAPS = ("auto", "ring", "symm_mem", "none")
 _PARTS = 8  # of the whole sequence, at least, where it goes by pieces
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class SequenceChunks:
     """A sequence ``[batch, tokens, ...]`` of which each rank of ``group`` holds a piece.
 
     ``rows[r]`` int64: where the tokens of rank ``r`` stand in the whole.
@@ -125,7 +125,7 @@ def _start(rows: Tensor) -> int | None:
 class _Sum:
     """A sum over the ranks: each rank's part of it is sent as soon as it is computed."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: SequenceChunks) -> None:
         self._pieces = pieces
         self._sending: list[Pending] = []
         self._arriving: list[list[Tensor]] = []
@@ -169,7 +169,7 @@ def resolve_overlap(overlap: str, group: ProcessGroup, device: torch.device, eve
     return "symm_mem" if reason is None else "ring"
 
 
-def gather_linear(x: Tensor, weights: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
+def all_gather_linear(x: Tensor, weights: Sequence[Tensor], pieces: SequenceChunks) -> list[Tensor]:
     """``F.linear`` of the gathered sequence with each of the weights.
 
     Args:
@@ -181,10 +181,10 @@ def gather_linear(x: Tensor, weights: Sequence[Tensor], pieces: Pieces) -> list[
         behind the GEMMs of the input's gradient.
     """
     x, *weights = _autocast(x, *weights)
-    return list(_GatherLinear.apply(x, pieces, *weights))
+    return list(_AllGatherLinear.apply(x, pieces, *weights))
 
 
-def linear_scatter(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+def linear_reduce_scatter(x: Tensor, weight: Tensor, pieces: SequenceChunks) -> Tensor:
     """``F.linear``, summed over the ranks, of which each keeps its tokens.
 
     Args:
@@ -195,7 +195,7 @@ def linear_scatter(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
         ``[batch, seq_local, out]``.
     """
     x, weight = _autocast(x, weight)
-    y: Tensor = _LinearScatter.apply(x, weight, pieces)
+    y: Tensor = _LinearReduceScatter.apply(x, weight, pieces)
     return y
 
 
@@ -207,9 +207,9 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
 
 
-class _GatherLinear(torch.autograd.Function):
+class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pieces: Pieces, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, pieces: SequenceChunks, *weights: Tensor) -> tuple[Tensor, ...]:
         make_ready(pieces.group, x.device)
         x = x.contiguous()
         ctx.save_for_backward(x, *weights)
@@ -218,7 +218,7 @@ class _GatherLinear(torch.autograd.Function):
             whole = pieces.gather(x)
             return tuple(F.linear(whole, w) for w in weights)
         if pieces.overlap == "symm_mem":
-            return tuple(gather_matmul(x, weights, pieces.group))
+            return tuple(all_gather_matmul(x, weights, pieces.group))
         outs = tuple(x.new_empty(x.shape[0], pieces.total, w.shape[0]) for w in weights)
         for rows, part in chain.from_iterable(pieces.visit(x)):
             for out, w in zip(outs, weights, strict=True):
@@ -229,7 +229,7 @@ class _GatherLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        pieces: Pieces = ctx.pieces
+        pieces: SequenceChunks = ctx.pieces
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
         # One weight: the partial gradient of x is then rounded once, after the sum over all of them.
         weight, dout = torch.cat(weights), torch.cat(douts, -1)
@@ -247,7 +247,7 @@ class _GatherLinear(torch.autograd.Function):
             dx = dx_sum.result() if need_x else None
         else:
             if need_x and pieces.overlap == "symm_mem":
-                dx = matmul_scatter(dout, weight, pieces.group)
+                dx = matmul_reduce_scatter(dout, weight, pieces.group)
             elif need_x:
                 dx = pieces.scatter(dout @ weight)
             if need_w:
@@ -256,16 +256,16 @@ class _GatherLinear(torch.autograd.Function):
         return dx, None, *grads
 
 
-class _LinearScatter(torch.autograd.Function):
+class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, pieces: SequenceChunks) -> Tensor:
         make_ready(pieces.group, x.device)
         ctx.save_for_backward(x, weight)
         ctx.pieces = pieces
         if pieces.overlap == "none":
             return pieces.scatter(F.linear(x, weight))
         if pieces.overlap == "symm_mem":
-            return matmul_scatter(x, weight.t(), pieces.group)
+            return matmul_reduce_scatter(x, weight.t(), pieces.group)
         total = _Sum(pieces)
         for step in (*range(1, pieces.group.size()), 0):  # its own part last, behind the last transfer
             total.add(step, lambda rows: F.linear(take(x, rows), weight))
@@ -275,7 +275,7 @@ class _LinearScatter(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        pieces: Pieces = ctx.pieces
+        pieces: SequenceChunks = ctx.pieces
         dout = dout.contiguous()
         grad = torch.zeros_like(weight, dtype=_wide(weight))
         if pieces.overlap == "ring":
