@@ -178,7 +178,7 @@ def worker(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     import seqpar
-    from seqpar.strategies import ulysses as heads
+    from seqpar.strategies import ulysses as ulysses_module
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -196,9 +196,9 @@ def worker(arguments: argparse.Namespace) -> None:
         ulysses = 2 if arguments.strategy == "ulysses" else 1
         mesh = seqpar.init_mesh(ring=2 // ulysses, ulysses=ulysses, device_type="cpu")
         if overlap == "none":
-            heads._PARTS = 1
+            ulysses_module.MAX_CHUNKS = 1
         layers = [seqpar.ParallelAttention(arguments.strategy, hidden, arguments.heads, mesh=mesh)]
-    norms = [seqpar.SequenceParallelNorm(hidden) for _ in layers]
+    norms = [torch.nn.RMSNorm(hidden, eps=1e-6) for _ in layers]
 
     def once() -> None:
         y = x

@@ -1,8 +1,11 @@
-"""The attention function: check, agree with the other ranks, run."""
+"""The attention function: check this rank's input, agree with the other ranks, compute.
+
+Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -19,18 +22,42 @@ from .checks import (
     no_compile,
 )
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
-from .kernels import BACKENDS
+from .heads import Heads
+from .kernels import BackendName, check_backend
 from .kernels.base import Score
-from .layout import LAYOUTS, check_length, check_lengths
+from .layout import LAYOUTS, Layout, check_length, check_lengths
 from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
 from .schedule import SequenceSharding
-from .strategies import resolve
-from .strategies.autograd import Call, SequenceParallelAttention
+from .strategies import Comm, StrategyName, resolve
+from .strategies.autograd import SequenceParallelAttention
+from .strategies.call import AttentionCall
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    from .strategies import StrategyOptions
+
+    class AttentionOptions(TypedDict, total=False):
+        """The keyword arguments that all attention functions share; ``attention`` documents them."""
+
+        mask: Mask
+        mesh: DeviceMesh | None
+        group: ProcessGroup | None
+        layout: Layout
+        softmax_scale: float | None
+        softcap: float
+        sinks: Tensor | None
+        alibi_slopes: Tensor | None
+        dropout_p: float
+        deterministic: bool
+        backend: BackendName
+        seq_len: int | None
+        dropout_seed: int | None
 
 
 class _AttentionHeader(NamedTuple):
-    """A rank's input of ``attention``."""
+    """A rank's input: what must be the same on all ranks, and what is added up or taken from rank 0."""
 
     length: int
     batch: int
@@ -42,77 +69,133 @@ class _AttentionHeader(NamedTuple):
     dropout_seed: int
 
 
-@no_compile
+@overload
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    strategy: str = "ring",
-    mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
-    group: ProcessGroup | None = None,
+    strategy: StrategyName = "ring",
+    mask: Mask = ...,
     mesh: DeviceMesh | None = None,
-    layout: str = "contiguous",
+    group: ProcessGroup | None = None,
+    layout: Layout = "contiguous",
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
+    return_lse: Literal[False] = False,
+    seq_len: int | None = None,
+    dropout_seed: int | None = None,
+    **strategy_options: Unpack[StrategyOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    strategy: StrategyName = "ring",
+    mask: Mask = ...,
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout = "contiguous",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: BackendName = "auto",
+    return_lse: Literal[True],
+    seq_len: int | None = None,
+    dropout_seed: int | None = None,
+    **strategy_options: Unpack[StrategyOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@no_compile
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    strategy: StrategyName = "ring",
+    mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout = "contiguous",
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: BackendName = "auto",
     return_lse: bool = False,
     seq_len: int | None = None,
     dropout_seed: int | None = None,
-    **strategy_options: Any,
+    **strategy_options: Unpack[StrategyOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over one sequence whose tokens are sharded over a group of ranks.
 
-    The result on each rank is its tokens' part of what one device would compute over the whole sequence, up to
-    rounding, for every strategy, layout and mask; so are the gradients of ``q, k, v``. Differentiable once.
+    The result on each rank is what one device would compute for this rank's tokens, up to rounding, for every
+    strategy, layout and mask; so are the gradients of ``q, k, v``. Differentiable once.
+
+    Without ``seq_len`` each call starts with a handshake, one all-gather of 128 bytes between the hosts, in which the
+    ranks learn the length and check that their inputs fit together. Pass ``seq_len`` in training loops.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64.
-        k, v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
+        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
+        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
         strategy: "local", "ring", "ulysses", "context_parallel" or "hybrid".
         mask: which keys each query sees, in global positions.
-        group, mesh: the ranks the sequence is sharded over: a ProcessGroup, or a mesh as of ``init_mesh``. With
-            neither, the default group.
-        layout: how the tokens are sharded, as given to ``shard``: "contiguous", "zigzag" or "striped".
-        softmax_scale: of the scores; by default ``head_dim ** -0.5``.
+        mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
+        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
+        layout: how the tokens are sharded, as given to ``shard``: "contiguous", "zigzag" or "striped". A causal mask
+            gives all ranks the same work under "zigzag" and "striped" only.
+        softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
-        sinks: ``[heads]``, one more logit for each head in the softmax's denominator (gpt-oss). Its gradient is this
-            rank's share: sum it over the sequence group.
-        alibi_slopes: ``[heads]`` or ``[batch, heads]``, not differentiated; scores lose ``slope * |i - j|`` with
-            global positions (Press et al., 2021).
-        dropout_p: probability of dropping an attention weight. What is dropped depends only on the seed, the batch
-            row, the head and the two global positions: not on the strategy or the number of ranks.
-        deterministic: ask for bitwise reproducible gradients. All present backends are.
-        backend: "auto" or one of ``seqpar.backends()``. One that lacks a feature asked for leaves the call to the
-            next that has it; ``seqpar.trace`` shows which ran.
+        sinks: ``[heads]``, one more logit a head in the denominator of the softmax (gpt-oss). Its gradient is this
+            rank's partial gradient: sum it over the sequence group.
+        alibi_slopes: ``[heads]`` or ``[batch, heads]``, without gradient; scores lose ``slope * |i - j|`` for global
+            positions (Press et al., 2021).
+        dropout_p: the probability of dropping an attention weight. What is dropped depends on the seed, the batch
+            row, the head and the two global positions, and not on the strategy or the number of ranks.
+        deterministic: use only backends whose gradients have the same bits in every run. All present ones do.
+        backend: "auto" or one of ``seqpar.backends()``. If the named backend lacks a requested feature, the call falls
+            back to the next one that has it (see ``seqpar.trace``).
         return_lse: also return the log-sum-exp of the scores, sinks included.
-        seq_len: the whole sequence's length. With it the call starts without a control exchange between the ranks;
-            they must then agree by themselves.
+        seq_len: the length of the full sequence. With it there is no handshake, and the ranks must agree by themselves.
         dropout_seed: the same on all ranks; by default rank 0 draws one from torch's CPU generator.
-        strategy_options: context_parallel: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p"); hybrid and "a2a+p2p" on
-            a plain group: ``ulysses_size``.
+        strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel; ``ulysses_size`` for
+            hybrid and "a2a+p2p" on a plain group.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]`` in q's dtype; with ``return_lse`` also ``lse [batch, heads, seq]``,
+        ``out [batch, seq, heads, head_dim]`` in q's dtype; with ``return_lse`` also ``lse [batch, heads, seq]`` in
         float32 (float64 for float64). A query that sees no key has 0 and -inf.
 
     Raises:
-        TypeError, ValueError: bad input, before any payload is sent. RuntimeError: another rank's input was bad.
+        TypeError: an argument of the wrong type, before any payload is sent.
+        ValueError: a wrong value, or ranks that disagree, before any payload is sent.
+        RuntimeError: another rank raised an error on its own input.
     """
-    drawn = bool(dropout_p) and dropout_seed is None
-    asking = drawn or not has_length(seq_len)
-    alone = strategy == "local" and mesh is None and group is None
-    everyone = None if alone else sequence_group(mesh, group)
-    with propagate_errors(everyone if asking else None):
-        groups = _check_call(strategy, mask, group, mesh, layout, backend, strategy_options)
+    draw_seed = bool(dropout_p) and dropout_seed is None
+    needs_handshake = draw_seed or not has_length(seq_len)
+    single_rank = strategy == "local" and mesh is None and group is None
+    sequence = None if single_rank else sequence_group(mesh, group)
+    with propagate_errors(sequence if needs_handshake else None):
+        groups = _resolve(strategy, mask, mesh, group, layout, backend, strategy_options)
         dropout_p = check_dropout(dropout_p)
         softcap = check_number("softcap", softcap)
         if softcap < 0:
-            raise ValueError(f"softcap={softcap}: a positive cap is needed, or 0 for none")
+            raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
         if softmax_scale is not None:
             softmax_scale = check_number("softmax_scale", softmax_scale)
         if seq_len is not None:
@@ -120,30 +203,74 @@ def attention(
         if dropout_seed is not None:
             check_int("dropout_seed", dropout_seed, 0)
             if dropout_seed >= 2**63:
-                raise ValueError(f"dropout_seed={dropout_seed}: a seed in [0, 2**63) is needed")
+                raise ValueError(f"dropout_seed={dropout_seed}: expected a seed in [0, 2**63)")
         check_qkv(q, k, v)
         check_head_vector("sinks", sinks, q, batched=False)
         check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-        how = f"{strategy} {groups.ring_size} {groups.ulysses_size} {groups.gather} {layout}"
-        mask_or_options = fingerprint(mask, how, softmax_scale, softcap, dropout_p, return_lse)
-    seed: int = int(torch.randint(2**62, (), device="cpu").item()) if drawn else dropout_seed or 0
-    if asking:
-        batch, length, heads, head_dim = q.shape
-        header = _AttentionHeader(length, batch, heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed)
-        headers = all_gather_header(lambda: header, everyone)
+        degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, layout)
+        mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse)
+    seed = int(torch.randint(2**62, (), device="cpu").item()) if draw_seed else dropout_seed or 0
+    batch, length, num_heads, head_dim = q.shape
+    if needs_handshake:
+        header = _AttentionHeader(length, batch, num_heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed)
+        headers = all_gather_header(lambda: header, sequence)
         check_same(headers, "batch", "heads", "kv_heads", "head_dim", "dtype", "mask_or_options")
-        if not drawn:
+        if not draw_seed:
             check_same(headers, "dropout_seed")
         seq_len = check_lengths([header.length for header in headers], layout, seq_len)
         seed = headers[0].dropout_seed
     else:
         assert seq_len is not None
-        check_length(q.shape[1], seq_len, size_of(everyone), rank_in(everyone), layout)
-    call = Call(
+        check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout)
+    out, lse = attend(
+        q,
+        k,
+        v,
         groups=groups,
-        shards=SequenceSharding(seq_len, layout, groups.ring_size, groups.ulysses_size),
+        sharding=SequenceSharding(seq_len, layout, groups.ring_size, groups.ulysses_size),
+        mask=mask,
+        heads=Heads.of_model(num_heads, k.shape[2]),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        dropout_seed=seed,
+        deterministic=deterministic,
+        backend=backend,
+        return_lse=return_lse,
+    )
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    groups: AttentionGroups,
+    sharding: SequenceSharding,
+    mask: Mask,
+    heads: Heads,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
+    deterministic: bool = False,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``attention`` with everything checked and resolved: ``(out, lse)`` of the heads ``heads``.
+
+    Every attention call of the package, functions and layers alike, is built here.
+    """
+    call = AttentionCall(
+        groups=groups,
+        sharding=sharding,
         mask=mask,
         score=Score(
             softmax_scale=softmax_scale if softmax_scale is not None else q.shape[3] ** -0.5,
@@ -151,53 +278,164 @@ def attention(
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach().float(),
             sinks=None if sinks is None else sinks.detach(),
             dropout_p=dropout_p,
-            dropout_seed=seed,
+            dropout_seed=dropout_seed,
+            head_offset=heads.queries.start,
         ),
         backend=backend,
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
+        deterministic=deterministic,
+        heads=heads,
         return_lse=return_lse,
     )
     out, lse = SequenceParallelAttention.apply(q, k, v, sinks, call)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="ring"``: keys and values travel, hop by hop."""
-    return attention(q, k, v, strategy="ring", **kwargs)
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Tensor: ...
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` with ``strategy="ring"``: K/V rows are sent from rank to rank, step by step."""
+    return attention(q, k, v, strategy="ring", return_lse=cast(Any, return_lse), **options)
+
+
+@overload
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Tensor: ...
+
+
+@overload
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` with ``strategy="ulysses"``: all-to-all between sequence shards and head shards."""
-    return attention(q, k, v, strategy="ulysses", **kwargs)
+    return attention(q, k, v, strategy="ulysses", return_lse=cast(Any, return_lse), **options)
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    comm: Comm = "all_gather",
+    ulysses_size: int | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    comm: Comm = "all_gather",
+    ulysses_size: int | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, comm: str = "all_gather", **kwargs: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    comm: Comm = "all_gather",
+    ulysses_size: int | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="context_parallel"``: ``comm`` says how keys and values get here."""
-    return attention(q, k, v, strategy="context_parallel", comm=comm, **kwargs)
+    """``attention`` with ``strategy="context_parallel"``.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
+        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        comm: how ranks get the keys they need: "all_gather", "p2p" (ring), "a2a" (Ulysses) or "a2a+p2p" (hybrid).
+        ulysses_size: for "a2a+p2p" on a plain group, the ranks of each all-to-all.
+        return_lse: also return the log-sum-exp.
+        options: the other arguments of ``attention``.
+    """
+    return attention(
+        q,
+        k,
+        v,
+        strategy="context_parallel",
+        comm=comm,
+        ulysses_size=ulysses_size,
+        return_lse=cast(Any, return_lse),
+        **options,
+    )
 
 
-def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups, ring across them."""
-    return attention(q, k, v, strategy="hybrid", **kwargs)
+@overload
+def hybrid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ulysses_size: int | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
 
 
-def _check_call(
+@overload
+def hybrid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ulysses_size: int | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def hybrid_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ulysses_size: int | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups of ``ulysses_size`` ranks, ring across them."""
+    return attention(q, k, v, strategy="hybrid", ulysses_size=ulysses_size, return_lse=cast(Any, return_lse), **options)
+
+
+def _resolve(
     strategy: str,
     mask: Mask,
-    group: ProcessGroup | None,
     mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
     layout: str,
     backend: str,
-    options: dict[str, Any],
+    options: StrategyOptions,
 ) -> AttentionGroups:
-    """Check what must be alike on all ranks, and find the groups."""
+    """Check the arguments that must be the same on all ranks, and resolve the strategy's groups."""
     if not isinstance(mask, Mask):
-        raise TypeError(f"mask={type(mask).__name__}: a seqpar.Mask is needed, such as seqpar.Mask.causal()")
+        raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     check_choice("layout", layout, LAYOUTS)
-    check_choice("backend", backend, ("auto", *BACKENDS))
-    if backend != "auto" and (why := BACKENDS[backend].unavailable()) is not None:
-        raise ValueError(f"backend={backend!r} cannot run here: {why}; use backend='auto'")
+    check_backend(backend)
     return resolve(strategy, mesh, group, options)

@@ -1,12 +1,23 @@
-"""Who fetches which keys from whom, at which step, and what is computed with them: pure functions.
+"""Which rank sends which keys to which rank at which step, and what each rank computes with them: pure functions.
 
-A schedule follows from (mask, layout, group sizes, rank) alone: no process group and no data. The runtime
-executes it, tests and byte counts read it, a planner can simulate it for any number of ranks.
+A schedule follows from the mask, the sharding and the rank alone: no process group and no data. The runtime executes
+it, tests and byte counts read it, and a planner can simulate it for any number of ranks.
 
-At step ``h`` of a ring of ``n``, rank ``r`` visits the keys of rank ``(r - h) % n``. They come straight from their
-owner rather than passed on from neighbour to neighbour: under a full mask that is the same number of bytes, under
-any other mask each rank receives only the rows that some query of its own sees, and nobody waits for a relay.
-An all-gather is the same schedule with all the steps that move something joined into one.
+In a ring of ``n`` ranks, step 0 computes with a rank's own keys. At step ``h``, rank ``r`` computes with keys of rank
+``(r - h) % n``. K/V rows are sent directly by their owner instead of being forwarded around the ring. With a full mask
+this moves the same bytes; with any other mask, each rank receives only the rows that its queries see, and no step waits
+for a previous forward. An all-gather is the same schedule with all steps after step 0 merged into one.
+
+Eight tokens, four ranks, zigzag, causal mask. The step of each (query rank, key rank) pair, and the global positions of
+the keys that are sent ("-": the queries see none of them, so nothing is sent):
+
+                   keys of rank 0 [0 7]   rank 1 [1 6]   rank 2 [2 5]   rank 3 [3 4]
+    queries 0 7        step 0  own        step 3  1 6    step 2  2 5    step 1  3 4
+    queries 1 6        step 1  0          step 0  own    step 3  2 5    step 2  3 4
+    queries 2 5        step 2  0          step 1  1      step 0  own    step 3  3 4
+    queries 3 4        step 3  0          step 2  1      step 1  2      step 0  own
+
+Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queries and of the step's keys.
 """
 
 from __future__ import annotations
@@ -18,16 +29,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import part, shard_positions
+from .layout import shard_positions
 from .mask import Mask
 
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """How the sequence lies over the ranks: rank = (ring_rank * ulysses + ulysses_rank) * tensor + tensor_rank.
+    """How a sequence is divided over ranks: rank = (ring_rank * ulysses + ulysses_rank) * tensor + tensor_rank.
 
-    ``tensor`` ranks next to one another have gathered their tokens before attention (Megatron's sequence
-    parallelism); to the ring and the all-to-all they are one rank that holds the tokens of all of them.
+    Under tensor parallelism, each run of ``tensor`` consecutive ranks all-gathers its tokens before attention, so the
+    ring and the all-to-all treat the run as a single rank.
+
+    Attributes:
+        seq_len: tokens of the full sequence.
+        layout: which positions each rank holds: "contiguous", "zigzag" or "striped".
+        ring, ulysses, tensor: ranks along each dimension.
     """
 
     seq_len: int
@@ -38,56 +54,59 @@ class SequenceSharding:
 
     @property
     def ranks(self) -> int:
+        """Ranks of attention: a tensor-parallel run counts as one."""
         return self.ring * self.ulysses
 
     def rank_positions(self, rank: int) -> Tensor:
-        """Global positions of the tokens a rank attends with, int64 ``[seq_local]``, increasing."""
+        """Global positions of the tokens that ``rank`` attends with, int64 ``[seq_local]``, increasing."""
         return _merged_positions(self, rank * self.tensor, self.tensor)
 
     def ring_positions(self, ring_rank: int) -> Tensor:
-        """Global positions of the tokens one ulysses group holds together: one stop of the ring."""
+        """Global positions of the tokens that all ulysses ranks of ``ring_rank`` hold together, increasing."""
         ranks = self.ulysses * self.tensor
         return _merged_positions(self, ring_rank * ranks, ranks)
 
     def tensor_rows(self, rank: int) -> tuple[Tensor, ...]:
-        """Where the tokens of each tensor rank stand among those that ``rank`` attends with, int64 ``[seq_local]``."""
-        return _rows_among(self, rank * self.tensor, self.tensor, 1)
+        """By tensor rank: the indices of its tokens in ``rank_positions(rank)``, int64 ``[seq_local]``."""
+        return _indices_in_merged(self, rank * self.tensor, self.tensor, 1)
 
     def ulysses_rows(self, ring_rank: int) -> tuple[Tensor, ...]:
-        """Where the tokens of each ulysses rank stand among those of one stop of the ring, int64 ``[seq_local]``."""
+        """By ulysses rank: the indices of its tokens in ``ring_positions(ring_rank)``, int64 ``[seq_local]``."""
         ranks = self.ulysses * self.tensor
-        return _rows_among(self, ring_rank * ranks, ranks, self.tensor)
+        return _indices_in_merged(self, ring_rank * ranks, ranks, self.tensor)
 
 
 @lru_cache(maxsize=1024)
 def on_device(index: Tensor, device: torch.device) -> Tensor:
-    """A copy of a schedule's tensor on ``device``, made once (by the tensor's identity)."""
+    """A copy of a schedule's tensor on ``device``. Cached by the tensor's identity."""
     return index.to(device)
 
 
 @lru_cache(maxsize=1024)
-def _merged_positions(shards: SequenceSharding, first: int, count: int) -> Tensor:
-    """Positions of the tokens of ``count`` ranks from ``first``, increasing."""
-    ranks = shards.ranks * shards.tensor
-    parts = [shard_positions(shards.seq_len, ranks, first + i, shards.layout) for i in range(count)]
+def _merged_positions(sharding: SequenceSharding, first: int, count: int) -> Tensor:
+    """Positions of the tokens of ranks ``first ... first + count - 1`` together, increasing."""
+    ranks = sharding.ranks * sharding.tensor
+    parts = [shard_positions(sharding.seq_len, ranks, first + i, sharding.layout) for i in range(count)]
     return parts[0] if count == 1 else torch.cat(parts).sort().values
 
 
 @lru_cache(maxsize=256)
-def _rows_among(shards: SequenceSharding, first: int, count: int, each: int) -> tuple[Tensor, ...]:
-    """Of ``count`` ranks from ``first``, where every ``each`` ranks' tokens stand among those of all."""
-    merged = _merged_positions(shards, first, count)
-    parts = (_merged_positions(shards, first + i, each) for i in range(0, count, each))
+def _indices_in_merged(sharding: SequenceSharding, first: int, count: int, each: int) -> tuple[Tensor, ...]:
+    """For every ``each`` of the ``count`` ranks from ``first``: the indices of their tokens in the merged positions."""
+    merged = _merged_positions(sharding, first, count)
+    parts = (_merged_positions(sharding, first + i, each) for i in range(0, count, each))
     return tuple(torch.searchsorted(merged, part) for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
 class KeyIntervals:
-    """Which visiting keys each local query sees.
+    """Which of a step's keys each local query sees: query ``i`` sees the keys ``lo[i] <= j < hi[i]``.
 
-    ``lo, hi`` int32 ``[b, q_len]`` with ``b`` 1 or the batch size: local key indices, ``hi`` exclusive,
-    ``0 <= lo <= hi <= k_len``, neither falling along the queries. ``q_positions`` int32 ``[q_len]`` and
-    ``k_positions`` int32 ``[k_len]``: global positions, increasing (ALiBi and dropout depend on them).
+    Attributes:
+        lo, hi: int32 ``[b, q_len]``, indices of the step's keys, ``0 <= lo <= hi <= k_len``. Neither decreases along
+            the queries.
+        q_positions: int32 ``[q_len]``, global positions, increasing. ALiBi and dropout depend on them.
+        k_positions: int32 ``[k_len]``, likewise.
     """
 
     lo: Tensor
@@ -97,7 +116,7 @@ class KeyIntervals:
     _copies: dict[torch.device, KeyIntervals] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> KeyIntervals:
-        """A copy on ``device``, made once."""
+        """A copy on ``device``. Cached."""
         if device == self.lo.device:
             return self
         if device not in self._copies:
@@ -106,15 +125,10 @@ class KeyIntervals:
             )
         return self._copies[device]
 
-    @property
-    def pairs(self) -> int:
-        """Visible (query, key) pairs, summed over the batch rows told apart."""
-        return int((self.hi.long() - self.lo.long()).sum())
-
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows of a shard, as increasing (start, stop) pairs of local indices."""
+    """Some rows of a shard, as increasing (start, stop) pairs of local indices."""
 
     spans: tuple[tuple[int, int], ...]
 
@@ -136,7 +150,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows of keys and values that pass between this rank and ``peer`` (ranks of the ring)."""
+    """Rows of K/V that this rank sends to ``peer`` or receives from it; ``peer`` is a rank of the ring."""
 
     peer: int
     rows: Selection
@@ -144,50 +158,45 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step: the keys that come in, those that go out, and the intervals computed with what came in.
+    """One step of the ring on one rank.
 
     Attributes:
-        fetch: what this rank receives. Empty at step 0, which computes with its own keys.
-        serve: what this rank sends to others in the same step.
-        rows: the intervals over the fetched keys; None when no local query sees any of them.
-        order: int64 ``[k_len]``: puts the concatenation of the fetched rows in increasing position; None when it
-            already is.
+        receives: the K/V rows that this rank receives. Empty at step 0, which computes with this rank's own K/V.
+        sends: the K/V rows that this rank sends to others in the same step.
+        intervals: which of the received keys each local query sees; None if no query sees any of them.
+        order: int64 ``[k_len]``, the permutation that sorts the concatenated received rows by position; None if they
+            are sorted already.
     """
 
-    fetch: tuple[Transfer, ...]
-    serve: tuple[Transfer, ...]
-    rows: KeyIntervals | None
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+    intervals: KeyIntervals | None
     order: Tensor | None = None
 
     @property
-    def fetched(self) -> int:
-        """Rows received."""
-        return sum(len(t.rows) for t in self.fetch)
-
-    @property
-    def served(self) -> int:
-        """Rows sent."""
-        return sum(len(t.rows) for t in self.serve)
+    def is_local(self) -> bool:
+        """Whether the step computes with this rank's own K/V, so that nothing is sent or received."""
+        return not self.receives and not self.sends
 
 
 @lru_cache(maxsize=1024)
-def visible(mask: Mask, shards: SequenceSharding, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """What the queries of one ring rank see of the keys of another, as local key indices.
+def visible(mask: Mask, sharding: SequenceSharding, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
+    """Which keys of ring rank ``key_rank`` the queries of ``query_rank`` see: ``(lo, hi)`` int64 ``[b, q_len]``.
 
-    Returns ``(lo, hi)`` int64 ``[b, q_len]``: because a rank's positions increase, an interval of global positions
-    is an interval of local indices.
+    ``lo`` and ``hi`` are indices into the key rank's shard: because its positions increase, an interval of global
+    positions is an interval of local indices.
     """
-    return _local_intervals(mask, shards.ring_positions(query_rank), shards.ring_positions(key_rank))
+    return _local_intervals(mask, sharding.ring_positions(query_rank), sharding.ring_positions(key_rank))
 
 
 def _local_intervals(mask: Mask, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The queries' intervals as indices of the increasing positions ``keys``, int64 ``[b, q_len]``."""
+    """The intervals of ``queries`` as indices into the increasing positions ``keys``, int64 ``[b, q_len]``."""
     lo, hi = mask.intervals(queries)
     return torch.searchsorted(keys, torch.atleast_2d(lo)), torch.searchsorted(keys, torch.atleast_2d(hi))
 
 
 def needed(lo: Tensor, hi: Tensor, keys: int) -> Tensor:
-    """Which of ``keys`` lie inside some interval, bool ``[keys]``."""
+    """Which of ``keys`` keys are inside some interval, bool ``[keys]``."""
     seen = lo < hi
     edges = torch.zeros(keys + 1, dtype=torch.int64, device="cpu")
     edges.index_add_(0, lo[seen], torch.ones_like(lo[seen]))
@@ -202,68 +211,58 @@ def _selection(chosen: Tensor) -> Selection:
 
 
 @lru_cache(maxsize=4096)
-def transfer_rows(mask: Mask, shards: SequenceSharding, query_rank: int, key_rank: int) -> Selection:
-    """The rows of ``key_rank``'s keys that ``query_rank`` needs: those inside one of its queries' intervals."""
-    lo, hi = visible(mask, shards, query_rank, key_rank)
-    return _selection(needed(lo, hi, len(shards.ring_positions(key_rank))))
+def transfer_rows(mask: Mask, sharding: SequenceSharding, query_rank: int, key_rank: int) -> Selection:
+    """The rows of ``key_rank``'s shard that some query of ``query_rank`` sees."""
+    lo, hi = visible(mask, sharding, query_rank, key_rank)
+    return _selection(needed(lo, hi, len(sharding.ring_positions(key_rank))))
 
 
-def _rows(lo: Tensor, hi: Tensor, q_positions: Tensor, k_positions: Tensor) -> KeyIntervals:
+def _key_intervals(lo: Tensor, hi: Tensor, q_positions: Tensor, k_positions: Tensor) -> KeyIntervals:
     return KeyIntervals(lo.int(), hi.int(), q_positions.int(), k_positions.int())
 
 
-def _own_step(mask: Mask, shards: SequenceSharding, rank: int) -> Step:
-    lo, hi = visible(mask, shards, rank, rank)
-    positions = shards.ring_positions(rank)
-    return Step((), (), _rows(lo, hi, positions, positions) if bool((lo < hi).any()) else None)
+def _local_step(mask: Mask, sharding: SequenceSharding, rank: int) -> Step:
+    lo, hi = visible(mask, sharding, rank, rank)
+    positions = sharding.ring_positions(rank)
+    return Step((), (), _key_intervals(lo, hi, positions, positions) if bool((lo < hi).any()) else None)
 
 
-def _fetch_step(mask: Mask, shards: SequenceSharding, rank: int, shifts: range) -> Step:
-    """Visit the keys of the ranks ``shifts`` before this one, and serve the ranks ``shifts`` after it."""
-    n = shards.ring
-    fetch = [Transfer(peer, transfer_rows(mask, shards, rank, peer)) for peer in ((rank - h) % n for h in shifts)]
-    serve = [Transfer(peer, transfer_rows(mask, shards, peer, rank)) for peer in ((rank + h) % n for h in shifts)]
-    fetch = [t for t in fetch if len(t.rows)]
-    serve = [t for t in serve if len(t.rows)]
-    if not fetch:
-        return Step((), tuple(serve), None)
-    keys = torch.cat([t.rows.take(shards.ring_positions(t.peer)[None])[0] for t in fetch])
+def _remote_step(mask: Mask, sharding: SequenceSharding, rank: int, shifts: range) -> Step:
+    """Receive keys from the ranks ``shifts`` before this one, and send keys to the ranks ``shifts`` after it."""
+    n = sharding.ring
+    receives = [Transfer(peer, transfer_rows(mask, sharding, rank, peer)) for peer in ((rank - h) % n for h in shifts)]
+    sends = [Transfer(peer, transfer_rows(mask, sharding, peer, rank)) for peer in ((rank + h) % n for h in shifts)]
+    receives = [t for t in receives if len(t.rows)]
+    sends = [t for t in sends if len(t.rows)]
+    if not receives:
+        return Step((), tuple(sends), None)
+    keys = torch.cat([t.rows.take(sharding.ring_positions(t.peer)[None])[0] for t in receives])
     sorted_keys, order = keys.sort()
-    queries = shards.ring_positions(rank)
-    # Every key between a query's bounds was fetched, so the bounds index the fetched keys too.
+    queries = sharding.ring_positions(rank)
+    # Every key inside a query's interval was received, so the interval has no gap among the received keys either.
     lo, hi = _local_intervals(mask, queries, sorted_keys)
     unsorted = not torch.equal(keys, sorted_keys)
-    return Step(tuple(fetch), tuple(serve), _rows(lo, hi, queries, sorted_keys), order if unsorted else None)
+    return Step(
+        tuple(receives), tuple(sends), _key_intervals(lo, hi, queries, sorted_keys), order if unsorted else None
+    )
 
 
 @lru_cache(maxsize=256)
-def attention_steps(mask: Mask, shards: SequenceSharding, rank: int, gather: bool = False) -> tuple[Step, ...]:
+def attention_steps(mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False) -> tuple[Step, ...]:
     """The steps of one ring rank, own keys first.
 
     Args:
-        mask, shards: the problem.
-        rank: rank in the ring.
-        gather: fetch from everybody in one step (all-gather) instead of one step for each rank (ring).
+        mask: which keys each query sees.
+        sharding: which positions each rank holds.
+        rank: this rank in the ring.
+        gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
 
-    Every rank has the same number of steps, some of them empty: step ``h`` of one is step ``h`` of all, which keeps
-    the order of messages between any two ranks the same on both.
+    Returns:
+        As many steps on every rank, some of them empty. Step ``h`` of one rank sends what step ``h`` of another
+        receives, so any two ranks see the messages between them in the same order.
     """
     if gather:
-        shifts = [range(1, shards.ring)] if shards.ring > 1 else []
+        shifts = [range(1, sharding.ring)] if sharding.ring > 1 else []
     else:
-        shifts = [range(h, h + 1) for h in range(1, shards.ring)]
-    return (_own_step(mask, shards, rank), *(_fetch_step(mask, shards, rank, s) for s in shifts))
-
-
-def head_range(heads: int, ranks: int, rank: int) -> range:
-    """The query heads of one rank of an all-to-all: the first ``heads % ranks`` ranks hold one more."""
-    return part(heads, ranks, rank)
-
-
-def kv_head_range(heads: int, kv_heads: int, ranks: int, rank: int) -> range:
-    """The key/value heads that the query heads of that rank read. Ranks share one where they must."""
-    queries = head_range(heads, ranks, rank)
-    if not len(queries):
-        return range(0)
-    group = heads // kv_heads
-    return range(queries.start // group, (queries.stop - 1) // group + 1)
+        shifts = [range(h, h + 1) for h in range(1, sharding.ring)]
+    return (_local_step(mask, sharding, rank), *(_remote_step(mask, sharding, rank, s) for s in shifts))

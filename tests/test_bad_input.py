@@ -245,7 +245,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "scale": (lambda rank: {"softmax_scale": 0.5 + (rank == 2)}, "options"),
     "softcap": (lambda rank: {"softcap": 3.0 * (rank == 2)}, "options"),
     "dropout_p": (lambda rank: {"dropout_p": 0.1 + 0.1 * (rank == 2)}, "options"),
-    "dropout_seed": (lambda rank: {"dropout_p": 0.1, "dropout_seed": rank}, "dropout seed"),
+    "dropout_seed": (lambda rank: {"dropout_p": 0.1, "dropout_seed": rank}, "dropout_seed"),
     "return_lse": (lambda rank: {"return_lse": rank == 2}, "options"),
 }
 

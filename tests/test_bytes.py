@@ -103,7 +103,7 @@ def _watched(group: ProcessGroup, work: Callable[[], None]) -> tuple[int, int, i
         seqpar.trace() as trace,
     ):
         work()
-    return trace.bytes_sent, handed_over, trace.hops
+    return trace.bytes_sent, handed_over, trace.steps
 
 
 def run(pool: Pool, world: int, calls: list[Sent]) -> list[list[Counted]]:

@@ -351,7 +351,7 @@ def test_rotary_rounds_once_and_survives_a_half_module() -> None:
         ({"layout": "zig"}, ValueError, "layout='zig': did you mean 'zigzag'"),
         ({"backend": "cuda"}, ValueError, "backend='cuda'"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p=1.0: a probability in \[0, 1\)"),
-        ({"softcap": -1.0}, ValueError, "softcap=-1.0: a positive cap"),
+        ({"softcap": -1.0}, ValueError, "softcap=-1.0: expected a positive cap"),
         ({"rope": seqpar.RotaryEmbedding(8)}, ValueError, "rope: made for head_dim=8, but the layer has 6"),
         ({"rope": 10000.0}, TypeError, "rope=10000.0: a seqpar.RotaryEmbedding"),
         ({"comm": "p2p"}, TypeError, "comm: not an option of strategy 'ring'"),

@@ -128,8 +128,8 @@ class Block(nn.Module):
             self.embed = seqpar.VocabParallelEmbedding(VOCAB, HIDDEN, **where, **kind)
             self.mlp = seqpar.MegatronMLP(HIDDEN, 30, activation, bias=True, overlap=overlap, **where, **kind)
             self.head = seqpar.VocabParallelHead(HIDDEN, VOCAB, overlap=overlap, **where, **kind)
-        self.norm1 = seqpar.SequenceParallelNorm(HIDDEN, "rms", **kind)
-        self.norm2 = seqpar.SequenceParallelNorm(HIDDEN, "layer", **kind)
+        self.norm1 = nn.RMSNorm(HIDDEN, eps=1e-6, **kind)
+        self.norm2 = nn.LayerNorm(HIDDEN, eps=1e-6, **kind)
         strategy, options = ("local", {}) if where is None else ("tp_sp", {**where, "overlap": overlap})
         self.attention = _layer(strategy, (6, 2), **options)
 
@@ -260,7 +260,7 @@ class _PaperLayer(nn.Module):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
         dtype = torch.bfloat16
-        self.norms = nn.ModuleList(seqpar.SequenceParallelNorm(32, kind="layer", dtype=dtype) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(32, eps=1e-6, dtype=dtype) for _ in range(2))
         self.attention = seqpar.ParallelAttention("tp_sp", 32, 8, 8, 4, group=group, dtype=dtype)
         self.mlp = seqpar.MegatronMLP(32, 4 * 32, "gelu", group=group, dtype=dtype)
 

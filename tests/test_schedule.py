@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqpar import Mask
+from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
 from seqpar.layout import LAYOUTS
-from seqpar.schedule import SequenceSharding, attention_steps, head_range, kv_head_range, needed, visible
+from seqpar.schedule import KeyIntervals, SequenceSharding, attention_steps, needed, visible
 from seqpar.strategies.ulysses import HeadExchange
 
 
@@ -60,9 +61,9 @@ def test_each_visible_pair_is_computed_exactly_once(problem: tuple[Mask, Sequenc
     computed = torch.zeros(shards.seq_len, shards.seq_len, dtype=torch.int64)
     for rank in range(shards.ring):
         for step in attention_steps(mask, shards, rank, gather):
-            if step.rows is None:
+            if step.intervals is None:
                 continue
-            rows = step.rows
+            rows = step.intervals
             keys = torch.arange(rows.k_positions.shape[0])
             seen = (keys >= rows.lo[0, :, None]) & (keys < rows.hi[0, :, None])
             computed[rows.q_positions.long()[:, None], rows.k_positions.long()[None]] += seen
@@ -77,8 +78,8 @@ def test_what_one_rank_serves_another_fetches(problem: tuple[Mask, SequenceShard
     schedules = [attention_steps(mask, shards, rank, gather) for rank in range(shards.ring)]
     assert len({len(s) for s in schedules}) == 1
     for index in range(len(schedules[0])):
-        sent = {(r, t.peer): t.rows for r, s in enumerate(schedules) for t in s[index].serve}
-        received = {(t.peer, r): t.rows for r, s in enumerate(schedules) for t in s[index].fetch}
+        sent = {(r, t.peer): t.rows for r, s in enumerate(schedules) for t in s[index].sends}
+        received = {(t.peer, r): t.rows for r, s in enumerate(schedules) for t in s[index].receives}
         assert sent == received
 
 
@@ -88,7 +89,7 @@ def test_only_needed_rows_travel(problem: tuple[Mask, SequenceSharding, bool]) -
     mask, shards, gather = problem
     dense = mask.dense(shards.seq_len)
     for rank in range(shards.ring):
-        fetched = sum(step.fetched for step in attention_steps(mask, shards, rank, gather))
+        fetched = sum(len(t.rows) for step in attention_steps(mask, shards, rank, gather) for t in step.receives)
         mine = shards.ring_positions(rank)
         seen = dense[mine].any(0)
         seen[mine] = False
@@ -98,8 +99,13 @@ def test_only_needed_rows_travel(problem: tuple[Mask, SequenceSharding, bool]) -
 def test_a_window_talks_to_its_neighbour_only() -> None:
     shards = SequenceSharding(64 * 128, "contiguous", ring=64)
     steps = attention_steps(Mask.sliding_window(100), shards, 20)
-    assert [len(step.fetch) for step in steps] == [0, 1] + [0] * 62
-    assert steps[1].fetch[0].peer == 19 and steps[1].fetched == 100
+    assert [len(step.receives) for step in steps] == [0, 1] + [0] * 62
+    assert steps[1].receives[0].peer == 19 and len(steps[1].receives[0].rows) == 100
+
+
+def pairs(intervals: KeyIntervals | None) -> int:
+    """Visible (query, key) pairs."""
+    return 0 if intervals is None else int((intervals.hi.long() - intervals.lo.long()).sum())
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -107,8 +113,7 @@ def test_a_window_talks_to_its_neighbour_only() -> None:
 def test_causal_work_is_balanced(layout: str, ranks: int) -> None:
     shards = SequenceSharding(ranks * 64, layout, ring=ranks)
     work = [
-        sum(step.rows.pairs for step in attention_steps(Mask.causal(), shards, rank) if step.rows is not None)
-        for rank in range(ranks)
+        sum(pairs(step.intervals) for step in attention_steps(Mask.causal(), shards, rank)) for rank in range(ranks)
     ]
     assert sum(work) == shards.seq_len * (shards.seq_len + 1) // 2
     # Zigzag's ranks are exactly alike; striped's differ by one pair for each query at most.
@@ -116,35 +121,41 @@ def test_causal_work_is_balanced(layout: str, ranks: int) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 12))
-def test_heads_are_dealt_once_and_meet_their_keys(kv_heads: int, group: int, ranks: int) -> None:
-    heads = kv_heads * group
-    dealt = [head_range(heads, ranks, rank) for rank in range(ranks)]
-    assert [h for r in dealt for h in r] == list(range(heads))
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-    for rank, mine in enumerate(dealt):
-        assert {h // group for h in mine} == set(kv_head_range(heads, kv_heads, ranks, rank))
+def test_each_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, q_per_kv: int, ranks: int) -> None:
+    heads = kv_heads * q_per_kv
+    by_rank = Heads.of_model(heads, kv_heads).split(ranks)
+    assert [h for rank in by_rank for h in rank.queries] == list(range(heads))
+    counts = [len(rank.queries) for rank in by_rank]
+    assert max(counts) - min(counts) <= 1
+    for rank in by_rank:
+        read = [h // q_per_kv for h in rank.queries]
+        assert sorted(set(read)) == list(rank.kv)
+        # What a kernel computes for equal groups, or the index itself.
+        each = len(read) // max(1, len(rank.kv))
+        index = rank.kv_index() or [i // max(1, each) for i in range(len(read))]
+        assert [rank.kv[i] for i in index] == read
 
 
-@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 12), st.integers(1, 2))
-def test_parts_of_heads_cover_them_once_in_equal_groups(kv_heads: int, group: int, ranks: int, ring: int) -> None:
-    heads = kv_heads * group
-    shards = SequenceSharding(ranks * ring, "contiguous", ring, ranks)
-    subgroup: Any = SimpleNamespace(size=lambda: ranks)
-    exchange = HeadExchange(subgroup, shards, 0, heads, kv_heads)
-    whole, parts = exchange.whole, exchange.parts()
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 12), st.integers(1, 2), st.integers(1, 3))
+def test_chunks_of_heads_cover_them_once_in_equal_groups(
+    kv_heads: int, q_per_kv: int, ranks: int, ring: int, tensor: int
+) -> None:
+    heads = Heads.of_model(kv_heads * q_per_kv, kv_heads).split(tensor)[-1]
+    sharding = SequenceSharding(ranks * ring, "contiguous", ring, ranks)
+    subgroup: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    exchange = HeadExchange(subgroup, sharding, 0, heads)
+    full, chunks = exchange.full_chunk, exchange.chunks
     for rank in range(ranks):
-        assert [h for part in parts for h in part.queries[rank]] == list(whole.queries[rank])
-        assert [h for part in parts for h in part.keys[rank]] == list(whole.keys[rank])
-        keys: range = range(0)
-        for part in parts:
-            keys = part.keys[rank] or keys
-            assert {h // group for h in part.queries[rank]} == set(keys)
-            if len(parts) > 1:  # equal groups
-                assert len({sum(h // group == k for h in part.queries[rank]) for k in keys}) == 1
-    # Around a ring keys go on travelling: no part may read another's.
-    assert ring == 1 or all(any(part.keys) for part in parts)
-    divide = heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
-    assert len(parts) > 1 or not divide or heads == ranks or (ring > 1 and kv_heads <= ranks)
+        assert [h for chunk in chunks for h in chunk.by_rank[rank].queries] == list(full.by_rank[rank].queries)
+        sent = [h for chunk in chunks if chunk.has_kv for h in chunk.by_rank[rank].kv]
+        assert sent == list(full.by_rank[rank].kv)
+        for chunk in chunks:
+            assert len(chunks) == 1 or chunk.by_rank[rank].kv_index() is None  # equal groups
+    # In a hybrid K/V are still to be sent around the ring: no chunk may reuse those of another.
+    assert ring == 1 or all(chunk.has_kv for chunk in chunks)
+    divide = kv_heads % ranks == 0 or (kv_heads * q_per_kv % ranks == 0 and ranks % kv_heads == 0)
+    alone = kv_heads * q_per_kv == ranks or (ring > 1 and kv_heads <= ranks)
+    assert tensor > 1 or len(chunks) > 1 or not divide or alone
 
 
 @settings(max_examples=200, deadline=None)

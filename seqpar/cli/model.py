@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class ByteLlama(nn.Module):
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
 
         def attention() -> nn.Module:
-            return ParallelAttention(
+            return cast(Any, ParallelAttention)(
                 strategy,
                 shape.hidden,
                 shape.heads,

@@ -1,4 +1,4 @@
-"""Counting what a piece of code sends and which backends it uses."""
+"""Counting the bytes that a piece of code sends, and the backends that it uses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Trace:
     """What this process did while the trace was open.
 
     Attributes:
-        bytes_sent: payload bytes sent to *other* ranks (the few bytes of control exchanges are not payload).
+        bytes_sent: payload bytes sent to *other* ranks. The few bytes of handshakes are not payload.
         messages: payload messages sent to other ranks.
-        hops: steps of a ring or gather in which this rank fetched keys, forward and backward.
+        steps: steps of a ring or an all-gather in which this rank received keys, forward and backward.
         backends: calls by backend name, forward and backward.
     """
 
     bytes_sent: int = 0
     messages: int = 0
-    hops: int = 0
+    steps: int = 0
     backends: Counter[str] = field(default_factory=Counter)
 
 
@@ -31,7 +31,7 @@ _open: list[Trace] = []
 
 @contextmanager
 def trace() -> Iterator[Trace]:
-    """Count bytes, messages, hops and backends of everything this process runs inside the block.
+    """Count the bytes, messages, steps and backends of everything that this process runs inside the block.
 
     >>> with seqpar.trace() as t:
     ...     seqpar.ring_attention(q, k, v).sum().backward()
@@ -47,16 +47,19 @@ def trace() -> Iterator[Trace]:
 
 
 def count_sent(nbytes: int, messages: int = 1) -> None:
+    """Add payload bytes that this rank sends to other ranks."""
     for record in _open:
         record.bytes_sent += nbytes
         record.messages += messages
 
 
-def count_hop() -> None:
+def count_step() -> None:
+    """Add a step in which this rank receives keys."""
     for record in _open:
-        record.hops += 1
+        record.steps += 1
 
 
 def count_backend(name: str) -> None:
+    """Add a call of a backend."""
     for record in _open:
         record.backends[name] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +109,7 @@ def _sharded(
     value_dim: int = value.shape[-1]
     if value_dim < query.shape[-1]:  # latent attention has narrower values: zeros beside them change nothing
         value = F.pad(value, (0, query.shape[-1] - value_dim))
-    out = attention(
+    out = cast(Any, attention)(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),

@@ -1,4 +1,7 @@
-"""The protocol of an attention backend: one hop of forward or backward on row intervals, with a carry."""
+"""The protocol of an attention backend: one step of forward or backward on key intervals, with a carry.
+
+Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,20 @@ Carry = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """How scores are made from queries and keys, for the heads at hand.
+    """How scores are computed from queries and keys, for some heads of the model.
 
-    ``s = softmax_scale * q.k``; then ``softcap * tanh(s / softcap)`` when ``softcap > 0``; then minus
-    ``alibi_slopes * |i - j|`` with global positions. ``sinks`` is one more logit for each head in the softmax's
-    denominator, without a value. Dropout acts on the probabilities; ``lse`` never sees it.
+    ``s = softmax_scale * q.k``; then ``softcap * tanh(s / softcap)`` if ``softcap > 0``; then minus
+    ``alibi_slopes * |i - j|`` for global positions ``i`` and ``j``. Dropout acts on the probabilities and leaves the
+    log-sum-exp unchanged.
 
     Attributes:
-        alibi_slopes: float32 ``[heads]`` or ``[batch, heads]``.
-        sinks: float32 ``[heads]``.
-        head_offset: the global index of the first head at hand (dropout is keyed by global heads).
+        softmax_scale: a factor on ``q.k``.
+        softcap: the bound of the scores; 0 is none.
+        alibi_slopes: float32 ``[h]`` or ``[b, h]``, or None.
+        sinks: float32 ``[h]``, one more logit a head in the denominator of the softmax, without a value; or None.
+        dropout_p: the probability of dropping an attention weight.
+        dropout_seed: together with the batch row, the head and the global positions, decides what is dropped.
+        head_offset: the index in the model of the first of these heads, for dropout.
     """
 
     softmax_scale: float
@@ -37,41 +44,44 @@ class Score:
     head_offset: int = 0
 
     def heads(self, start: int, stop: int) -> Score:
-        """The same for the heads ``start:stop`` only."""
+        """The score function of the heads ``start:stop``, counted from the first of these heads."""
         slopes, sinks = (None if x is None else x[..., start:stop] for x in (self.alibi_slopes, self.sinks))
         return replace(self, alibi_slopes=slopes, sinks=sinks, head_offset=self.head_offset + start)
 
 
 class Backend(Protocol):
-    """Attention of local queries over visiting keys.
+    """Attention of local queries over the keys of one step, computed by one kernel library.
 
-    Shapes: ``q, dout, out, dq [batch, q_len, heads, head_dim]``, ``k, v, dk, dv [batch, k_len, kv_heads,
-    head_dim]``, ``lse, delta [batch, heads, q_len]``. Statistics and accumulators are float32, float64 for float64
-    inputs.
+    Shapes: ``q, dout, out, dq [b, q, h, d]``, ``k, v, dk, dv [b, k, n, d]``, ``lse, delta [b, h, q]``. Query head ``i``
+    reads KV head ``i // (h // n)``. Statistics and accumulators are float32, or float64 for float64 inputs.
     """
 
     name: str
+    deterministic: bool  # whether gradients have the same bits in every run
 
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine, or None."""
         ...
 
     def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
-        """Why it cannot do this request, or None."""
+        """Why it cannot compute this call, or None."""
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: KeyIntervals, score: Score, carry: Carry | None, last: bool
+        self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        """Go on with the online softmax.
+        """Continue the online softmax over the keys of one step.
 
         Args:
-            carry: ``(acc, lse)`` of the hops so far, or None at the first: the normalised partial output and its
-                log-sum-exp (-inf where nothing was seen). Its storage may be reused.
-            last: finish: fold the sinks in and round to ``q.dtype``.
+            q, k, v: the local queries, and the step's keys and values.
+            intervals: which of the keys each query sees.
+            score: how scores are computed.
+            carry: ``(acc, lse)`` of the steps so far, or None at the first: the normalised partial output and its
+                log-sum-exp (-inf for a query that has seen no key). Its storage may be reused.
+            last: whether this is the last step: then add the sinks to the denominator and round to ``q.dtype``.
 
         Returns:
-            ``(acc, lse)`` over all keys so far. A row that saw nothing has 0 and -inf.
+            ``(acc, lse)`` over all keys so far. A query that has seen no key has 0 and -inf.
         """
         ...
 
@@ -84,27 +94,32 @@ class Backend(Protocol):
         out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        rows: KeyIntervals,
+        intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        """Add this hop's gradients to ``dq, dk, dv``.
+        """Add the gradients of one step to ``dq, dk, dv``.
 
-        ``out`` and ``lse`` are the finished ones (over all keys, with the sinks); ``delta`` is
-        ``rowsum(dout * out)``, less the gradient of ``lse``.
+        Args:
+            dout: the gradient of the output.
+            q, k, v: the local queries, and the step's keys and values.
+            out, lse: the final ones, over the keys of all steps and with the sinks.
+            delta: ``rowsum(dout * out)`` minus the gradient of ``lse``.
+            intervals, score: as in ``forward``.
+            dq, dk, dv: accumulators.
         """
         ...
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, partial results and travelling gradients for inputs of ``dtype``."""
+    """The dtype of statistics, partial results and partial gradients for inputs of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_carry(q: Tensor) -> Carry:
-    """The carry before any key was seen."""
+    """The carry of queries ``q [b, q, h, d]`` that have seen no key."""
     batch, q_len, heads, _ = q.shape
     dtype = accumulator(q.dtype)
     return torch.zeros_like(q, dtype=dtype), q.new_full((batch, heads, q_len), -torch.inf, dtype=dtype)
@@ -113,19 +128,21 @@ def empty_carry(q: Tensor) -> Carry:
 def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     """Merge the partial result ``(out, out_lse)`` into ``(acc, lse)`` in place.
 
-    ``out [batch, q_len, heads, head_dim]`` is normalised by its own ``out_lse [batch, heads, q_len]``, as ``acc`` is.
+    ``acc, out [b, q, h, d]`` are each normalised by their own ``lse, out_lse [b, h, q]``:
+    ``acc' = (1 - w) acc + w out`` with ``w = exp(out_lse) / (exp(lse) + exp(out_lse)) = sigmoid(out_lse - lse)``.
     """
     if acc.dtype == torch.float32 and (kernels := elementwise_kernels(out)) is not None:
         kernels.merge_(acc, lse, out, out_lse)
         return
-    share = torch.sigmoid(out_lse - lse).nan_to_num_(0.0)  # nan: neither has seen anything
-    acc.lerp_(out, share.transpose(1, 2).unsqueeze(-1))
+    weight = torch.sigmoid(out_lse - lse).nan_to_num_(
+        0.0
+    )  # [b, h, q]; -inf minus -inf, where neither saw a key, is nan
+    acc.lerp_(out, weight.transpose(1, 2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, out_lse))
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """``rowsum(dout * out) - dlse``, contiguous ``[batch, heads, q_len]``, for ``out, dout [batch, q_len, heads,
-    head_dim]``."""
+    """``rowsum(dout * out) - dlse``, contiguous ``[b, h, q]``, for ``out, dout [b, q, h, d]``."""
     if (kernels := elementwise_kernels(out)) is not None:
         return kernels.delta(out, dout, dlse)
     dtype = accumulator(out.dtype)
@@ -134,10 +151,58 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def finish(carry: Carry, score: Score, dtype: torch.dtype) -> Carry:
-    """Fold the sinks in and round to ``dtype``, once."""
+    """Add the sinks to the denominator, and round to ``dtype``, once."""
     acc, lse = carry
     if score.sinks is not None:
         with_sink = torch.logaddexp(lse, score.sinks.to(lse.dtype)[:, None])
         acc = acc * torch.exp(lse - with_sink).transpose(1, 2).unsqueeze(-1)
         lse = with_sink
     return acc.to(dtype), lse
+
+
+class RepeatedKV:
+    """A backend for query heads that do not form equal groups over their KV heads.
+
+    Ranks whose share of the heads begins or ends inside a group have such heads. K/V are repeated here, for the kernel,
+    and not before they are sent.
+    """
+
+    def __init__(self, backend: Backend, kv_index: Tensor) -> None:
+        """``kv_index`` int64 ``[h]``: the KV head that each query head reads."""
+        self.name, self.deterministic = backend.name, backend.deterministic
+        self._backend, self._kv_index = backend, kv_index
+
+    def unavailable(self) -> str | None:
+        return self._backend.unavailable()
+
+    def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
+        return self._backend.unsupported(q, k, score, lse_gradient=lse_gradient)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
+    ) -> Carry:
+        k, v = (x.index_select(2, self._kv_index) for x in (k, v))  # [b, k, h, d]
+        return self._backend.forward(q, k, v, intervals, score, carry, last)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        intervals: KeyIntervals,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> None:
+        repeated_k, repeated_v = (x.index_select(2, self._kv_index) for x in (k, v))  # [b, k, h, d]
+        repeated_dk, repeated_dv = (torch.zeros_like(x, dtype=dk.dtype) for x in (repeated_k, repeated_v))
+        self._backend.backward(
+            dout, q, repeated_k, repeated_v, out, lse, delta, intervals, score, dq, repeated_dk, repeated_dv
+        )
+        dk.index_add_(2, self._kv_index, repeated_dk)
+        dv.index_add_(2, self._kv_index, repeated_dv)

@@ -23,6 +23,7 @@ class CpuBackend:
     """PyTorch's flash attention for the CPU. Half types are computed in float32: partial results stay exact."""
 
     name = "cpu"
+    deterministic = True
 
     def unavailable(self) -> str | None:
         return None

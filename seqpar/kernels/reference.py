@@ -22,6 +22,7 @@ class ReferenceBackend:
     """What the others are measured against, and what does a request no other backend can."""
 
     name = "reference"
+    deterministic = True
 
     def unavailable(self) -> str | None:
         return None

@@ -1,4 +1,4 @@
-"""Attention on the package's own Triton kernels: row intervals and the carry are native to them."""
+"""Attention on the package's own Triton kernels, which take key intervals and the carry as they are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _MAX_HEAD_DIM = 256
 
 
 class TritonBackend:
-    """CUDA and ROCm GPUs; CPU tensors under ``TRITON_INTERPRET=1``, for tests. Deterministic."""
+    """CUDA and ROCm GPUs, and CPU tensors under ``TRITON_INTERPRET=1`` for tests."""
 
     name = "triton"
+    deterministic = True
 
     def unavailable(self) -> str | None:
         return unavailable()
@@ -42,19 +43,19 @@ class TritonBackend:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: KeyIntervals, score: Score, carry: Carry | None, last: bool
+        self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
         from ..triton_kernels.forward import forward
 
-        rows = rows.to(q.device)
+        intervals = intervals.to(q.device)
         return forward(
             q,
             k,
             v,
-            rows.lo,
-            rows.hi,
-            rows.q_positions,
-            rows.k_positions,
+            intervals.lo,
+            intervals.hi,
+            intervals.q_positions,
+            intervals.k_positions,
             carry=carry,
             last=last,
             sinks=score.sinks,
@@ -70,7 +71,7 @@ class TritonBackend:
         out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        rows: KeyIntervals,
+        intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
@@ -78,7 +79,7 @@ class TritonBackend:
     ) -> None:
         from ..triton_kernels.backward import backward
 
-        rows = rows.to(q.device)
+        intervals = intervals.to(q.device)
         backward(
             dout,
             q,
@@ -86,10 +87,10 @@ class TritonBackend:
             v,
             lse,
             delta,
-            rows.lo,
-            rows.hi,
-            rows.q_positions,
-            rows.k_positions,
+            intervals.lo,
+            intervals.hi,
+            intervals.q_positions,
+            intervals.k_positions,
             dq,
             dk,
             dv,

@@ -1,4 +1,4 @@
-"""nn.Modules on top of the attention function."""
+"""Attention layers, tensor-parallel layers and rotary embeddings as nn.Modules, and the gradients of their weights."""
 
 from .attention import (
     AttentionLayer,
@@ -10,7 +10,7 @@ from .attention import (
 )
 from .gradients import sync_gradients
 from .rotary import RotaryEmbedding
-from .tensor_parallel import MegatronAttention, MegatronMLP, SequenceParallelNorm
+from .tensor_parallel import MegatronAttention, MegatronMLP
 from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "MegatronMLP",
     "RingAttention",
     "RotaryEmbedding",
-    "SequenceParallelNorm",
     "UlyssesAttention",
     "VocabParallelEmbedding",
     "VocabParallelHead",

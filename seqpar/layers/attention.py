@@ -1,9 +1,12 @@
-"""Attention layers: projections and rotary embeddings around the sequence-parallel attention function."""
+"""Attention layers: projections and rotary embeddings around sequence-parallel attention.
+
+Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
+"""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +23,27 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
-from ..functional import attention
-from ..kernels import BACKENDS
-from ..layout import LAYOUTS, check_length, check_lengths, shard_positions
+from ..functional import attend
+from ..heads import Heads
+from ..kernels import BACKENDS, BackendName, check_backend
+from ..layout import LAYOUTS, Layout, check_length, check_lengths
 from ..mask import Mask
-from ..mesh import rank_in, size_of, tensor_group
+from ..mesh import AttentionGroups, rank_in, size_of, tensor_group
+from ..schedule import SequenceSharding
 from ..strategies import COMMS, resolve, strategy_options
+from ..strategies.tensor_sequence import SequenceChunks
 from .rotary import RotaryEmbedding
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..strategies import StrategyOptions
 
 _NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 
 
 class ParallelContext:
-    """The mesh or group of a layer. A copy of the layer works on the same one: groups cannot be copied."""
+    """The mesh or group of a layer. A copy of the layer uses the same one, because groups cannot be copied."""
 
     def __init__(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
         if mesh is not None and group is not None:
@@ -54,7 +65,7 @@ class ParallelContext:
 
 
 class _LayerHeader(NamedTuple):
-    """A rank's input of a layer: what all ranks must have alike, and what they add up."""
+    """A rank's input: what must be the same on all ranks, and what is added up, maximised or taken from rank 0."""
 
     length: int
     batch: int
@@ -70,26 +81,28 @@ class AttentionLayer(nn.Module):
     Every rank holds all the weights, named and shaped as in Hugging Face's Llama: ``q_proj [heads * head_dim,
     hidden]``, ``k_proj`` and ``v_proj [kv_heads * head_dim, hidden]``, ``o_proj [hidden, heads * head_dim]``; with
     ``qk_norm`` also ``q_norm`` and ``k_norm [head_dim]``, with ``sinks`` also ``sinks [heads]``. A checkpoint of one
-    strategy therefore loads under every other. After ``backward``, gradients of the weights are this rank's share:
-    ``seqpar.sync_gradients`` sums them.
+    strategy therefore loads under every other. After ``backward``, each rank has the partial gradient of the weights
+    from its own tokens; ``seqpar.sync_gradients`` sums the partial gradients.
 
     Args:
         hidden_size: width of the hidden states.
         num_heads: query heads.
         num_kv_heads: key/value heads, a divisor of ``num_heads``; by default as many (multi-head attention).
         head_dim: by default ``hidden_size // num_heads``.
-        mesh, group: the ranks the sequence is sharded over, as in ``seqpar.attention``.
+        mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
+        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
         layout: how the tokens are sharded: "contiguous", "zigzag" or "striped".
-        bias: whether the q, k and v projections have biases (Qwen 2); ``out_bias`` says it of ``o_proj``, and is
-            ``bias`` by default.
+        bias: whether the q, k and v projections have biases (Qwen 2).
+        out_bias: whether ``o_proj`` has a bias; the same as ``bias`` by default.
         qk_norm: RMS-normalise each head of q and k before the rotation (Qwen 3, Gemma 3).
         rope: a ``seqpar.RotaryEmbedding``, or None for no rotation. Layers may share one.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
-        sinks: a learned logit for each head in the softmax's denominator, at first 0 (gpt-oss).
+        sinks: a learned logit a head in the denominator of the softmax, initially 0 (gpt-oss).
         dropout_p: probability of dropping an attention weight, in training mode only.
         backend: "auto" or one of ``seqpar.backends()``.
-        device, dtype: of the weights.
-        strategy_options: those of the strategy, named in the subclass.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
+        strategy_options: the options of the strategy, documented in the subclass.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the value and what is allowed.
@@ -106,7 +119,7 @@ class AttentionLayer(nn.Module):
         *,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
-        layout: str = "contiguous",
+        layout: Layout = "contiguous",
         bias: bool = False,
         out_bias: bool | None = None,
         qk_norm: bool = False,
@@ -114,47 +127,47 @@ class AttentionLayer(nn.Module):
         softcap: float = 0.0,
         sinks: bool = False,
         dropout_p: float = 0.0,
-        backend: str = "auto",
+        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **strategy_options: Any,
+        **strategy_options: Unpack[StrategyOptions],
     ) -> None:
         super().__init__()
         kv_heads, head_dim = _check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
         check_choice("layout", layout, LAYOUTS)
         check_choice("backend", backend, ("auto", *BACKENDS))
         if check_number("softcap", softcap) < 0:
-            raise ValueError(f"softcap={softcap}: a positive cap is needed, or 0 for none")
+            raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
         _check_rope(rope, head_dim)
-        self._check_options(strategy_options)
+        self._check_options(dict(strategy_options))
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = kv_heads
         self.head_dim = head_dim
-        self.layout = layout
+        self.layout: Layout = layout
         self.softcap = float(softcap)
         self.dropout_p = check_dropout(dropout_p)
-        self.backend = backend
-        self.strategy_options = strategy_options
+        self.backend: BackendName = backend
+        self.strategy_options: StrategyOptions = strategy_options
         self._parallel_context = ParallelContext(mesh, group)
-        kind: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._build(bias, bias if out_bias is None else out_bias, sinks, kind)
-        self.q_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **kind) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **kind) if qk_norm else None
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._build(bias, bias if out_bias is None else out_bias, sinks, factory_kwargs)
+        self.q_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **factory_kwargs) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **factory_kwargs) if qk_norm else None
         self.rope = rope
         self.reset_parameters()
 
-    def _build(self, bias: bool, out_bias: bool, sinks: bool, kind: dict[str, Any]) -> None:
+    def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
         """Make the projections and the sinks."""
         hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden, queries, bias=bias, **kind)
-        self.k_proj = nn.Linear(hidden, keys, bias=bias, **kind)
-        self.v_proj = nn.Linear(hidden, keys, bias=bias, **kind)
-        self.o_proj = nn.Linear(queries, hidden, bias=out_bias, **kind)
-        self.sinks = nn.Parameter(torch.empty(self.num_heads, **kind)) if sinks else None
+        self.q_proj = nn.Linear(hidden, queries, bias=bias, **factory_kwargs)
+        self.k_proj = nn.Linear(hidden, keys, bias=bias, **factory_kwargs)
+        self.v_proj = nn.Linear(hidden, keys, bias=bias, **factory_kwargs)
+        self.o_proj = nn.Linear(queries, hidden, bias=out_bias, **factory_kwargs)
+        self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters that belong to no submodule (as FSDP asks of modules made on "meta")."""
+        """Initialise the parameters that belong to no submodule, as FSDP requires of modules made on "meta"."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -194,12 +207,13 @@ class AttentionLayer(nn.Module):
 
         Under ``torch.compile`` of what is around it, the layer runs as it is: one graph break.
         """
-        group = self._sequence_group()
+        groups = self._groups()
+        sequence = self._sequence_group(groups)
         dropout_p = self.dropout_p if self.training else 0.0
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
         max_position, seed = seq_len, 0
         if dynamic or dropout_p or not has_length(seq_len):
-            headers = all_gather_header(lambda: self._header(x_local, mask, positions, seq_len), group)
+            headers = all_gather_header(lambda: self._header(x_local, mask, positions, seq_len), sequence)
             check_same(headers, "batch", "dtype", "mask")
             seq_len = check_lengths([header.length for header in headers], self.layout, seq_len)
             max_position = max(header.max_position for header in headers) if dynamic else seq_len
@@ -207,66 +221,78 @@ class AttentionLayer(nn.Module):
         else:
             assert seq_len is not None
             self._header(x_local, mask, positions, seq_len)
-            check_length(x_local.shape[1], seq_len, size_of(group), rank_in(group), self.layout)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, seq_len))
+            check_length(x_local.shape[1], seq_len, size_of(sequence), rank_in(sequence), self.layout)
+        sharding = SequenceSharding(seq_len, self.layout, groups.ring_size, groups.ulysses_size, self._tensor_size)
+        rank = rank_in(groups.sequence)
+        chunks = self._chunks(sharding, rank, x_local.device)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, chunks))  # [b, s, h or n, d]
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the weights are float32, and so is the norm.
             dtype = self.q_norm.weight.dtype
             q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
         if self.rope is not None:
-            q, k = self.rope(q, k, self._rotary_positions(positions, seq_len), max_position)
-        out = self._attend(q, k, v, mask, seq_len, dropout_p, seed)
-        return self._output(out.flatten(2), seq_len)
-
-    def _sequence_group(self) -> ProcessGroup | None:
-        """The ranks that the sequence is sharded over."""
-        return resolve(self.strategy, self.mesh, self.group, self.strategy_options).sequence
-
-    def _project(self, x: Tensor, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of the tokens this rank attends with, ``[batch, seq, heads * head_dim]``."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-
-    def _rotary_positions(self, positions: Tensor | None, seq_len: int) -> Tensor:
-        """The positions of those tokens: as given, else by the layout."""
-        if positions is not None:
-            return positions
-        group = self._sequence_group()
-        return shard_positions(seq_len, size_of(group), rank_in(group), self.layout)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, seq_len: int, dropout_p: float, seed: int) -> Tensor:
-        """Attention over the whole sequence, ``[batch, seq, heads, head_dim]``."""
-        out = attention(
+            if positions is None:
+                positions = sharding.rank_positions(rank)
+            elif chunks is not None:
+                positions = chunks.all_gather(torch.atleast_2d(positions))
+            q, k = self.rope(q, k, positions, max_position)
+        out, _ = attend(
             q,
             k,
             v,
-            strategy=self.strategy,
+            groups=groups,
+            sharding=sharding,
             mask=mask,
-            mesh=self.mesh,
-            group=self.group,
-            layout=self.layout,
+            heads=self._heads,
             softcap=self.softcap,
             sinks=self.sinks,
             dropout_p=dropout_p,
-            backend=self.backend,
-            seq_len=seq_len,
             dropout_seed=seed,
-            **self.strategy_options,
+            backend=self.backend,
         )
-        assert isinstance(out, Tensor)
-        return out
+        return self._output(out.flatten(2), chunks)
 
-    def _output(self, out: Tensor, seq_len: int) -> Tensor:
-        """The output projection, for this rank's tokens."""
+    # The methods below are what tensor parallelism does differently.
+
+    @property
+    def _heads(self) -> Heads:
+        """The heads of this rank's projections."""
+        return Heads.of_model(self.num_heads, self.num_kv_heads)
+
+    @property
+    def _tensor_size(self) -> int:
+        """Ranks that all-gather their tokens before attention."""
+        return 1
+
+    def _groups(self) -> AttentionGroups:
+        """The ranks that take part in attention, between the projections."""
+        return resolve(self.strategy, self.mesh, self.group, self.strategy_options)
+
+    def _sequence_group(self, groups: AttentionGroups) -> ProcessGroup | None:
+        """The ranks that the sequence is sharded over outside the layer."""
+        return groups.sequence
+
+    def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
+        """The tokens of the ranks that all-gather theirs before the projections; None if a rank keeps to its own."""
+        return None
+
+    def _project(self, x: Tensor, chunks: SequenceChunks | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of the tokens that this rank attends with, ``[b, s, h * d]`` and twice ``[b, s, n * d]``."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def _output(self, out: Tensor, chunks: SequenceChunks | None) -> Tensor:
+        """The output projection ``[b, s, h * d]`` to ``[b, s, hidden]``, for this rank's tokens."""
         y: Tensor = self.o_proj(out)
         return y
 
     def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None) -> _LayerHeader:
-        """This rank's input, checked, as what the ranks must agree on and what they add up."""
+        """Check this rank's input, and describe it to the other ranks."""
         if seq_len is not None:
             check_int("seq_len", seq_len, 0)
+        check_backend(self.backend)
         check_hidden(x, self.hidden_size, self.q_proj)
         if not isinstance(mask, Mask):
-            raise TypeError(f"mask={type(mask).__name__}: a seqpar.Mask is needed, such as seqpar.Mask.causal()")
+            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
         if mask.batch not in (1, x.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but x_local has {x.shape[0]}")
         max_position = 0
@@ -278,7 +304,7 @@ class AttentionLayer(nn.Module):
         return _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask), max_position, seed)
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        """Names and kinds. What depends on the group is checked with it, when it is used."""
+        """Check names and types. What depends on the group is checked in ``forward``."""
         check_options(self.strategy, options, strategy_options(self.strategy))
         if "comm" in options:
             check_choice("comm", options["comm"], COMMS)
@@ -298,9 +324,9 @@ class LocalAttention(AttentionLayer):
 
 
 class RingAttention(AttentionLayer):
-    """Keys and values visit every rank, hop by hop. No options. Causal masks balance under "zigzag" and "striped".
+    """K/V rows are sent from rank to rank, step by step. No options. See ``AttentionLayer`` for the arguments.
 
-    See ``AttentionLayer`` for the arguments.
+    A causal mask gives all ranks the same work under the layouts "zigzag" and "striped".
     """
 
     strategy = "ring"
@@ -361,16 +387,16 @@ def _check_rope(rope: RotaryEmbedding | None, head_dim: int) -> None:
     if rope is None:
         return
     if not isinstance(rope, RotaryEmbedding):
-        raise TypeError(f"rope={rope!r}: a seqpar.RotaryEmbedding is needed, or None")
+        raise TypeError(f"rope={rope!r}: expected a seqpar.RotaryEmbedding, or None")
     if rope.head_dim != head_dim:
         raise ValueError(f"rope: made for head_dim={rope.head_dim}, but the layer has {head_dim}; make them equal")
 
 
 def _check_positions(positions: Tensor, x: Tensor) -> None:
     if not isinstance(positions, Tensor):
-        raise TypeError(f"positions={type(positions).__name__}: an integer tensor [seq] or [batch, seq] is needed")
+        raise TypeError(f"positions={type(positions).__name__}: expected an integer tensor [seq] or [batch, seq]")
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise TypeError(f"positions: dtype {positions.dtype}; integers are needed")
+        raise TypeError(f"positions: dtype {positions.dtype}; expected integers")
     batch, length, _ = x.shape
     if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
-        raise ValueError(f"positions: shape {tuple(positions.shape)}; {(length,)} or {(batch, length)} is needed")
+        raise ValueError(f"positions: shape {tuple(positions.shape)}; expected {(length,)} or {(batch, length)}")

@@ -1,13 +1,18 @@
-"""The factory of attention layers: a strategy's name gives its layer."""
+"""The factory of attention layers."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice
+from ..kernels import BackendName
+from ..layout import Layout
+from ..strategies import StrategyName, StrategyOptions
+from ..strategies.tensor_sequence import Overlap
 from .attention import (
     AttentionLayer,
     ContextParallelAttention,
@@ -19,8 +24,18 @@ from .attention import (
 from .rotary import RotaryEmbedding
 from .tensor_parallel import MegatronAttention
 
-# A strategy's layer joins by standing here.
-LAYERS: dict[str, type[AttentionLayer]] = {
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class LayerOptions(StrategyOptions, total=False):
+        """The options of all layers."""
+
+        overlap: Overlap
+        context: StrategyName | None
+
+
+# To add a layer, add its class here.
+LAYERS: dict[str, Callable[..., AttentionLayer]] = {
     layer.strategy: layer
     for layer in (
         LocalAttention,
@@ -34,7 +49,7 @@ LAYERS: dict[str, type[AttentionLayer]] = {
 
 
 def ParallelAttention(  # noqa: N802 (reads as the class whose instances it makes)
-    strategy: str,
+    strategy: StrategyName | Literal["tp_sp"],
     hidden_size: int,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -42,7 +57,7 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: str = "contiguous",
+    layout: Layout = "contiguous",
     bias: bool = False,
     out_bias: bool | None = None,
     qk_norm: bool = False,
@@ -50,26 +65,43 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     softcap: float = 0.0,
     sinks: bool = False,
     dropout_p: float = 0.0,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    **strategy_options: Any,
+    **strategy_options: Unpack[LayerOptions],
 ) -> AttentionLayer:
-    """An attention layer over a sequence sharded by ``strategy``.
+    """An attention layer whose sequence is sharded by ``strategy``.
 
-    ``layer(x_local [batch, seq, hidden], mask=seqpar.Mask.causal())`` gives ``y_local`` of the same shape.
+    ``layer(x_local, mask=seqpar.Mask.causal())`` maps ``x_local [batch, seq, hidden]`` to the same shape.
 
     Args:
         strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "tp_sp".
-        others: see ``AttentionLayer``; ``strategy_options`` are those of the strategy's own class.
+        hidden_size: width of the hidden states.
+        num_heads: query heads.
+        num_kv_heads: KV heads, a divisor of ``num_heads``; by default as many (multi-head attention).
+        head_dim: by default ``hidden_size // num_heads``.
+        mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
+        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
+        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped".
+        bias: whether the q, k and v projections have biases.
+        out_bias: whether the output projection has a bias; the same as ``bias`` by default.
+        qk_norm: RMS-normalise each head of q and k before the rotary embedding.
+        rope: a rotary embedding, or None.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
+        sinks: a learned logit a head in the denominator of the softmax.
+        dropout_p: the probability of dropping an attention weight, in training mode only.
+        backend: "auto" or one of ``seqpar.backends()``.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
+        strategy_options: ``comm`` and ``ulysses_size`` (context_parallel, hybrid), ``overlap`` and ``context`` (tp_sp).
 
     Returns:
         One of LocalAttention, RingAttention, UlyssesAttention, ContextParallelAttention, HybridAttention,
         MegatronAttention.
 
     Raises:
-        ValueError: an unknown strategy (with the nearest name), or arguments that do not fit. TypeError: arguments
-            of another type, or an option the strategy does not have.
+        ValueError: an unknown strategy (with the nearest name), or arguments that do not fit.
+        TypeError: arguments of another type, or an option that the strategy does not have.
     """
     check_choice("strategy", strategy, LAYERS)
     return LAYERS[strategy](

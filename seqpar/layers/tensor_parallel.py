@@ -1,10 +1,11 @@
 """Megatron's tensor parallelism with sequence parallelism: attention and MLP on sequence-sharded activations.
 
 Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022. Weights are sharded over the ``tp`` group, activations outside the layers over its tokens: an
-all-gather before the column-parallel GEMM, a reduce-scatter after the row-parallel one, both behind the GEMMs.
-Per rank of ``P``, forward: ``2 * (P - 1) / P * tokens * hidden`` elements sent; backward the same, and one more
-all-gather of the input, which is not kept.
+Models", 2022. Weights are sharded over the ``tp`` group, and so are the tokens of the activations outside the layers:
+an all-gather before the column-parallel GEMM, a reduce-scatter after the row-parallel one, both behind the GEMMs
+(``strategies/tensor_sequence.py``).
+
+Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks, h query heads of this rank, d head_dim.
 """
 
 from __future__ import annotations
@@ -19,42 +20,35 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
-from ..comm.collectives import all_gather
 from ..comm.handshake import all_gather_header, check_same
-from ..kernels.base import Score
+from ..heads import Heads
 from ..layout import part
-from ..mask import Mask
 from ..mesh import AttentionGroups, rank_in, sequence_group, size_of
-from ..schedule import SequenceSharding, head_range, kv_head_range
+from ..schedule import SequenceSharding
 from ..strategies import STRATEGIES, resolve, strategy_options
-from ..strategies.autograd import Call, SequenceParallelAttention
-from ..strategies.tensor_sequence import (
-    OVERLAPS,
-    SequenceChunks,
-    all_gather_linear,
-    linear_reduce_scatter,
-    resolve_overlap,
-)
+from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks, all_gather_linear, linear_reduce_scatter
 from .attention import AttentionLayer, ParallelContext
 from .sharded_weights import WeightShard, make_spans, shard_weights, sum_shared
 
 
 class MegatronAttention(AttentionLayer):
-    """Attention with heads sharded over ``tp`` and tokens sharded over ``tp`` outside it.
+    """Attention with its heads sharded over ``tp``; outside the layer, the tokens are sharded over ``tp``.
 
-    Each rank holds the rows of ``q_proj``, ``k_proj``, ``v_proj`` of its heads and the columns of ``o_proj`` that read
-    them; heads need not divide by the ranks, and ranks beyond the key/value heads hold copies whose gradients are
-    summed in backward. ``o_proj``'s bias is whole, and added once, after the reduce-scatter. The state dict has the
-    whole weights' names and shapes, so that it loads under every strategy and number of ranks.
+    Each rank holds the rows of ``q_proj``, ``k_proj`` and ``v_proj`` that belong to its heads, and the columns of
+    ``o_proj`` that read them. Heads need not divide by the ranks. Ranks that read the same KV head hold copies of its
+    rows, and backward sums the gradients of the copies. The bias of ``o_proj`` is replicated, and added once, after
+    the reduce-scatter. The state dict has the names and shapes of the full weights, so that it loads under every
+    strategy and number of ranks.
 
-    On a mesh, ``context`` attends over the ring and ulysses dimensions: the sequence is then sharded over ring x
-    ulysses x tp (tp fastest), as ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does. Every rank of
-    ``tp`` must compute the same loss. See ``AttentionLayer`` for the other arguments.
+    On a mesh with ring or ulysses dimensions, the sequence is sharded over ring x ulysses x tp (tp fastest), as
+    ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does. Every rank of ``tp`` must compute the same
+    loss. See ``AttentionLayer`` for the other arguments.
 
     Args:
-        overlap: "auto", "ring", "symm_mem" or "none": how communication hides behind the GEMMs.
-        context: the strategy across the mesh's other dimensions: "ring", "ulysses", "hybrid" or "context_parallel";
-            by default the one that its ring and ulysses sizes ask for. Its options may follow.
+        overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
+        context: the strategy of attention over the ring and ulysses dimensions: "ring", "ulysses", "hybrid" or
+            "context_parallel"; by default it follows from the sizes of the two dimensions.
+        options: the options of that strategy, and the arguments of ``AttentionLayer``.
     """
 
     strategy = "tp_sp"
@@ -68,7 +62,7 @@ class MegatronAttention(AttentionLayer):
         *,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
-        overlap: str = "auto",
+        overlap: Overlap = "auto",
         context: str | None = None,
         **options: Any,
     ) -> None:
@@ -80,101 +74,59 @@ class MegatronAttention(AttentionLayer):
         self.context = context or _default_context(mesh)
         self.overlap = overlap
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
-        self._context_groups()  # raises here, not at the first forward
+        self._groups()  # raises here, not at the first forward
 
-    def _build(self, bias: bool, out_bias: bool, sinks: bool, kind: dict[str, Any]) -> None:
-        tp, heads, kv_heads = self._tp, self.num_heads, self.num_kv_heads
-        q_spans = make_spans(tp, partial(head_range, heads, size_of(tp)), self.head_dim)
-        kv_spans = make_spans(tp, partial(kv_head_range, heads, kv_heads, size_of(tp)), self.head_dim)
-        q_shard = WeightShard(tp, 0, q_spans, heads * self.head_dim)
-        kv_shard = WeightShard(tp, 0, kv_spans, kv_heads * self.head_dim)
-        o_shard = WeightShard(tp, 1, q_spans, heads * self.head_dim)
-        self.q_proj = column_parallel(self.hidden_size, q_shard, bias, kind)
-        self.k_proj = column_parallel(self.hidden_size, kv_shard, bias, kind)
-        self.v_proj = column_parallel(self.hidden_size, kv_shard, bias, kind)
-        self.o_proj = row_parallel(self.hidden_size, o_shard, out_bias, kind)
-        start, stop = self._local_heads().start, self._local_heads().stop
-        self.sinks = nn.Parameter(torch.empty(stop - start, **kind)) if sinks else None
-        sink_spans = make_spans(tp, partial(head_range, heads, size_of(tp)))
-        shard_weights(self, {"sinks": WeightShard(tp, 0, sink_spans, heads)})
+    def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
+        tp, d = self._tp, self.head_dim
+        by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(size_of(tp))
+        q_spans = make_spans(tp, lambda rank: by_rank[rank].queries, d)
+        kv_spans = make_spans(tp, lambda rank: by_rank[rank].kv, d)
+        q_shard = WeightShard(tp, 0, q_spans, self.num_heads * d)
+        kv_shard = WeightShard(tp, 0, kv_spans, self.num_kv_heads * d)
+        o_shard = WeightShard(tp, 1, q_spans, self.num_heads * d)
+        self.q_proj = column_parallel(self.hidden_size, q_shard, bias, factory_kwargs)
+        self.k_proj = column_parallel(self.hidden_size, kv_shard, bias, factory_kwargs)
+        self.v_proj = column_parallel(self.hidden_size, kv_shard, bias, factory_kwargs)
+        self.o_proj = row_parallel(self.hidden_size, o_shard, out_bias, factory_kwargs)
+        self.sinks = nn.Parameter(torch.empty(len(self._heads.queries), **factory_kwargs)) if sinks else None
+        sink_spans = make_spans(tp, lambda rank: by_rank[rank].queries)
+        shard_weights(self, {"sinks": WeightShard(tp, 0, sink_spans, self.num_heads)})
 
     @property
     def _tp(self) -> ProcessGroup | None:
         return self._parallel_context.tensor
 
-    def _local_heads(self) -> range:
-        return head_range(self.num_heads, size_of(self._tp), rank_in(self._tp))
+    @property
+    def _heads(self) -> Heads:
+        return Heads.of_model(self.num_heads, self.num_kv_heads).split(size_of(self._tp))[rank_in(self._tp)]
+
+    @property
+    def _tensor_size(self) -> int:
+        return size_of(self._tp)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
 
-    def _context_groups(self) -> AttentionGroups:
-        """The groups of attention itself, between the gather and the scatter."""
+    def _groups(self) -> AttentionGroups:
         if self.context == "local" or self.mesh is None:
             return AttentionGroups()
         return resolve(self.context, self.mesh, None, self.strategy_options)
 
-    def _sequence_group(self) -> ProcessGroup | None:
+    def _sequence_group(self, groups: AttentionGroups) -> ProcessGroup | None:
         return sequence_group(self.mesh, self.group, "tp_sp")
 
-    def _shards(self, seq_len: int, groups: AttentionGroups) -> SequenceSharding:
-        return SequenceSharding(seq_len, self.layout, groups.ring_size, groups.ulysses_size, size_of(self._tp))
-
-    def _pieces(self, seq_len: int, device: torch.device) -> SequenceChunks | None:
-        """How the tokens this rank attends with are pieced together from those of the tp group."""
+    def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
         if self._tp is None or self._tp.size() == 1:
             return None
-        groups = self._context_groups()
-        rows = self._shards(seq_len, groups).tensor_rows(rank_in(groups.sequence))
-        return make_chunks(self._tp, rows, self.overlap, device)
+        in_order = sharding.layout == "contiguous"
+        return SequenceChunks.resolve(self._tp, sharding.tensor_rows(rank), in_order, self.overlap, device)
 
-    def _project(self, x: Tensor, seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = column_linear(x, projections, self._pieces(seq_len, x.device))
+    def _project(self, x: Tensor, chunks: SequenceChunks | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), chunks)
         return q, k, v
 
-    def _rotary_positions(self, positions: Tensor | None, seq_len: int) -> Tensor:
-        groups = self._context_groups()
-        shards = self._shards(seq_len, groups)
-        if positions is None:
-            return shards.rank_positions(rank_in(groups.sequence))
-        rows = shards.tensor_rows(rank_in(groups.sequence))
-        gathered = all_gather(positions, [len(r) for r in rows], positions.dim() - 1, self._tp)
-        order = torch.cat(rows).argsort().to(positions.device)
-        return gathered.index_select(positions.dim() - 1, order)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, seq_len: int, dropout_p: float, seed: int) -> Tensor:
-        groups = self._context_groups()
-        heads = self._local_heads()
-        group_size = self.num_heads // self.num_kv_heads
-        index = [h // group_size - heads.start // group_size for h in heads]
-        kv_heads = k.shape[2]
-        if index and index != [i // max(len(index) // kv_heads, 1) for i in range(len(index))]:
-            # Ranks whose heads do not form equal groups read a copy for each head.
-            which = torch.tensor(index, device=k.device)
-            k, v = k.index_select(2, which), v.index_select(2, which)
-        call = Call(
-            groups=groups,
-            shards=self._shards(seq_len, groups),
-            mask=mask,
-            score=Score(
-                softmax_scale=self.head_dim**-0.5,
-                softcap=self.softcap,
-                sinks=None if self.sinks is None else self.sinks.detach(),
-                dropout_p=dropout_p,
-                dropout_seed=seed,
-                head_offset=heads.start,
-            ),
-            backend=self.backend,
-            heads=q.shape[2],
-            kv_heads=k.shape[2],
-            return_lse=False,
-        )
-        out: Tensor = SequenceParallelAttention.apply(q, k, v, self.sinks, call)[0]
-        return out
-
-    def _output(self, out: Tensor, seq_len: int) -> Tensor:
-        return row_linear(out, self.o_proj, self._pieces(seq_len, out.device))
+    def _output(self, out: Tensor, chunks: SequenceChunks | None) -> Tensor:
+        return row_linear(out, self.o_proj, chunks)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -185,17 +137,23 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MegatronMLP(nn.Module):
-    """The MLP of a tensor- and sequence-parallel block: ``x_local [batch, seq, hidden]`` to the same.
+    """The MLP of a tensor- and sequence-parallel block.
 
-    "swiglu": ``down_proj(silu(gate_proj(x)) * up_proj(x))``, as Llama; "gelu" and "gelu_tanh":
-    ``down_proj(gelu(up_proj(x)))``. Each rank holds a part of the intermediate width, which need not divide.
+    "swiglu" computes ``down_proj(silu(gate_proj(x)) * up_proj(x))``, as Llama does; "gelu" and "gelu_tanh" compute
+    ``down_proj(gelu(up_proj(x)))``. Each rank holds a slice of the intermediate dimension, which need not divide by the
+    ranks.
 
     Args:
-        hidden_size, intermediate_size: widths.
+        hidden_size: width of the hidden states.
+        intermediate_size: width between the projections.
         activation: "swiglu", "gelu" or "gelu_tanh".
-        mesh, group: the ranks the weights and tokens are sharded over, as for ``MegatronAttention``.
-        bias: biases in all projections; that of ``down_proj`` is whole and added once, after the reduce-scatter.
+        mesh: the ranks that the weights and the tokens are sharded over, as for ``MegatronAttention``.
+        group: the same as a ProcessGroup.
+        bias: whether all projections have biases. That of ``down_proj`` is replicated, and added once, after the
+            reduce-scatter.
         overlap: as for ``MegatronAttention``.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
     """
 
     def __init__(
@@ -207,7 +165,7 @@ class MegatronMLP(nn.Module):
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
         bias: bool = False,
-        overlap: str = "auto",
+        overlap: Overlap = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -218,49 +176,27 @@ class MegatronMLP(nn.Module):
         check_choice("overlap", overlap, OVERLAPS)
         self.activation, self.overlap, self.hidden_size = activation, overlap, hidden_size
         self._parallel_context = ParallelContext(mesh, group)
-        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         tp = self._parallel_context.tensor
         spans = make_spans(tp, partial(part, intermediate_size, size_of(tp)))
         column, row = (WeightShard(tp, dim, spans, intermediate_size) for dim in (0, 1))
-        self.gate_proj = column_parallel(hidden_size, column, bias, kind) if activation == "swiglu" else None
-        self.up_proj = column_parallel(hidden_size, column, bias, kind)
-        self.down_proj = row_parallel(hidden_size, row, bias, kind)
+        self.gate_proj = column_parallel(hidden_size, column, bias, factory_kwargs) if activation == "swiglu" else None
+        self.up_proj = column_parallel(hidden_size, column, bias, factory_kwargs)
+        self.down_proj = row_parallel(hidden_size, row, bias, factory_kwargs)
 
     @no_compile
     def forward(self, x_local: Tensor) -> Tensor:
-        """``[batch, seq, hidden]`` to the same, for this rank's tokens."""
-        pieces = gathered_chunks(x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj)
+        """``x_local [batch, seq, hidden]``, this rank's tokens, to ``y_local`` of the same shape."""
+        chunks = tokens_in_rank_order(
+            x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj
+        )
         if self.gate_proj is None:
-            (up,) = column_linear(x_local, (self.up_proj,), pieces)
+            (up,) = column_linear(x_local, (self.up_proj,), chunks)
             hidden = _ACTIVATIONS[self.activation](up)
         else:
-            gate, up = column_linear(x_local, (self.gate_proj, self.up_proj), pieces)
+            gate, up = column_linear(x_local, (self.gate_proj, self.up_proj), chunks)
             hidden = _ACTIVATIONS[self.activation](gate) * up
-        return row_linear(hidden, self.down_proj, pieces)
-
-
-def SequenceParallelNorm(  # noqa: N802 (reads as the class whose instances it makes)
-    hidden_size: int,
-    kind: str = "rms",
-    eps: float = 1e-6,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Module:
-    """A norm on sequence-sharded activations: ``nn.RMSNorm`` ("rms") or ``nn.LayerNorm`` ("layer").
-
-    Its weights are whole on every rank and their gradients this rank's tokens' share, which ``seqpar.sync_gradients``
-    sums over tp too, as for every weight outside the tensor-parallel layers.
-    """
-    check_choice("kind", kind, ("rms", "layer"))
-    norm = nn.RMSNorm if kind == "rms" else nn.LayerNorm
-    return norm(hidden_size, eps=eps, device=device, dtype=dtype)
-
-
-def make_chunks(group: ProcessGroup, rows: tuple[Tensor, ...], overlap: str, device: torch.device) -> SequenceChunks:
-    """The pieces of a sequence over ``group``, with its way of overlapping resolved."""
-    lengths = {len(r) for r in rows}
-    even = len(lengths) == 1 and torch.equal(torch.cat(rows), torch.arange(sum(len(r) for r in rows), device="cpu"))
-    return SequenceChunks(group, rows, resolve_overlap(overlap, group, device, even))
+        return row_linear(hidden, self.down_proj, chunks)
 
 
 class _HiddenHeader(NamedTuple):
@@ -271,12 +207,12 @@ class _HiddenHeader(NamedTuple):
     dtype: torch.dtype
 
 
-def gathered_chunks(
+def tokens_in_rank_order(
     x: Tensor, group: ProcessGroup | None, overlap: str, hidden_size: int, linear: nn.Linear
 ) -> SequenceChunks | None:
-    """Pieces in the order of the ranks, for what works on each token alone; the ranks tell each other their lengths.
+    """The tokens of the group, one rank after another, for modules that treat each token alone; None for one rank.
 
-    ``linear`` is the first projection they meet.
+    The ranks exchange the lengths of their shards. ``linear`` is the first projection of ``x [b, s, hidden]``.
     """
 
     def header() -> _HiddenHeader:
@@ -287,57 +223,60 @@ def gathered_chunks(
     if group is None or group.size() == 1:
         return None
     check_same(headers, "batch", "dtype")
-    return make_chunks(group, rows_in_order([header.length for header in headers]), overlap, x.device)
+    rows = rows_in_order([header.length for header in headers])
+    return SequenceChunks.resolve(group, rows, True, overlap, x.device)
 
 
 def rows_in_order(lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """The rows of each rank's tokens, one rank after the other."""
+    """By rank: the indices of its tokens in the sequence of all ranks, one rank after another."""
     rows = torch.arange(sum(lengths), device="cpu")
     return rows.split(list(lengths))
 
 
-def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, kind: dict[str, Any]) -> nn.Linear:
+def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:
     """This rank's rows of a column-parallel projection."""
-    return cut_linear(nn.Linear(hidden_size, shard.size, bias=bias, **kind), {"weight": shard, "bias": shard})
+    return shard_linear(
+        nn.Linear(hidden_size, shard.size, bias=bias, **factory_kwargs), {"weight": shard, "bias": shard}
+    )
 
 
-def row_parallel(hidden_size: int, shard: WeightShard, bias: bool, kind: dict[str, Any]) -> nn.Linear:
-    """This rank's columns of a row-parallel projection; its bias is whole."""
-    return cut_linear(nn.Linear(shard.size, hidden_size, bias=bias, **kind), {"weight": shard})
+def row_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:
+    """This rank's columns of a row-parallel projection; its bias is replicated."""
+    return shard_linear(nn.Linear(shard.size, hidden_size, bias=bias, **factory_kwargs), {"weight": shard})
 
 
-def cut_linear(whole: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
-    """Keep this rank's shards of a whole layer, so that one seed gives the same model for every number of ranks."""
+def shard_linear(linear: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
+    """Keep this rank's shards of a full layer, so that one seed gives the same model for every number of ranks."""
     for name, shard in shards.items():
-        weight = getattr(whole, name)
+        weight = getattr(linear, name)
         if weight is not None and size_of(shard.group) > 1:
-            setattr(whole, name, nn.Parameter(shard.take(weight.detach()).clone()))
-    whole.out_features, whole.in_features = whole.weight.shape
-    shard_weights(whole, shards)
-    return whole
+            setattr(linear, name, nn.Parameter(shard.take(weight.detach()).clone()))
+    linear.out_features, linear.in_features = linear.weight.shape
+    shard_weights(linear, shards)
+    return linear
 
 
-def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], pieces: SequenceChunks | None) -> list[Tensor]:
-    """Gather the sequence and project it, ``[batch, tokens, out_local]`` for each of ``linears``."""
-    if pieces is None:
+def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], chunks: SequenceChunks | None) -> list[Tensor]:
+    """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
+    if chunks is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    outs = all_gather_linear(x, [sum_shared(linear, "weight") for linear in linears], pieces)
+    outs = all_gather_linear(x, [sum_shared(linear, "weight") for linear in linears], chunks)
     return [
         y if linear.bias is None else y + sum_shared(linear, "bias") for y, linear in zip(outs, linears, strict=True)
     ]
 
 
-def row_linear(x: Tensor, linear: nn.Linear, pieces: SequenceChunks | None) -> Tensor:
-    """Project and sum over the ranks, each keeping its tokens, ``[batch, seq_local, out]``."""
-    if pieces is None:
+def row_linear(x: Tensor, linear: nn.Linear, chunks: SequenceChunks | None) -> Tensor:
+    """Project and reduce-scatter the tokens: ``x [b, t, in_local]`` to ``[b, s, out]``."""
+    if chunks is None:
         y: Tensor = linear(x)
         return y
-    y = linear_reduce_scatter(x, linear.weight, pieces)
+    y = linear_reduce_scatter(x, linear.weight, chunks)
     return y if linear.bias is None else y + linear.bias
 
 
 def _default_context(mesh: DeviceMesh | None) -> str:
-    """The strategy that a mesh's ring and ulysses sizes ask for."""
+    """The strategy that follows from the sizes of a mesh's ring and ulysses dimensions."""
     names = mesh.mesh_dim_names or () if mesh is not None else ()
     ring, ulysses = (mesh is not None and name in names and mesh[name].size() > 1 for name in ("ring", "ulysses"))
     if ring and ulysses:

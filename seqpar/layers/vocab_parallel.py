@@ -23,7 +23,7 @@ from ..mesh import rank_in, size_of, tensor_group
 from ..strategies.tensor_sequence import OVERLAPS, SequenceChunks
 from .attention import ParallelContext
 from .sharded_weights import WeightShard, make_spans, shard_weights
-from .tensor_parallel import column_linear, cut_linear, gathered_chunks, make_chunks, rows_in_order
+from .tensor_parallel import column_linear, rows_in_order, shard_linear, tokens_in_rank_order
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -75,7 +75,7 @@ class VocabParallelEmbedding(nn.Module):
             partial_sum = F.embedding(local.masked_fill(~mine, 0), self.weight) * mine.unsqueeze(-1)
         if tp is None or tp.size() == 1:
             return partial_sum
-        out: Tensor = _ScatterSum.apply(partial_sum, make_chunks(tp, rows_in_order(lengths), "none", ids.device))
+        out: Tensor = _ScatterSum.apply(partial_sum, SequenceChunks(tp, rows_in_order(lengths), True, "none"))
         return out
 
 
@@ -107,13 +107,13 @@ class VocabParallelHead(nn.Linear):
         tp = self._parallel_context.tensor
         spans = make_spans(tp, partial(part, num_embeddings, size_of(tp)))
         shard = WeightShard(tp, 0, spans, num_embeddings)
-        cut_linear(self, {"weight": shard, "bias": shard})
+        shard_linear(self, {"weight": shard, "bias": shard})
 
     @no_compile
     def forward(self, x_local: Tensor) -> Tensor:
         """``[batch, seq, hidden]`` to ``[batch, tokens, vocab_local]``."""
-        pieces = gathered_chunks(x_local, self._parallel_context.tensor, self.overlap, self.in_features, self)
-        (logits,) = column_linear(x_local, (self,), pieces)
+        chunks = tokens_in_rank_order(x_local, self._parallel_context.tensor, self.overlap, self.in_features, self)
+        (logits,) = column_linear(x_local, (self,), chunks)
         return logits
 
 
@@ -205,13 +205,13 @@ class _ScatterSum(torch.autograd.Function):
     """The sum over the ranks, of which each keeps its tokens; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, pieces: SequenceChunks) -> Tensor:
-        ctx.pieces = pieces
-        return pieces.scatter(x)
+    def forward(ctx: Any, x: Tensor, chunks: SequenceChunks) -> Tensor:
+        ctx.chunks = chunks
+        return chunks.reduce_scatter(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.pieces.gather(grad), None
+        return ctx.chunks.all_gather(grad), None
 
 
 def _reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: ProcessGroup | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Activation checkpointing that recomputes a layer without repeating its attention or that attention's communication.
+"""Activation checkpointing that recomputes a layer but not its attention, nor the communication of that attention.
 
-Selective activation checkpointing keeps the results of chosen operators and recomputes the rest. Attention's forward is
-one such operator, and so are the two all-to-alls around it: while a checkpoint records, they are called through
-``torch.library`` so that it sees them; otherwise they are plain calls.
+Selective activation checkpointing keeps the results of chosen operators and recomputes the rest. The forward of
+attention, together with its all-to-alls, is such an operator: while a checkpoint records, it is called through
+``torch.library``, so that the checkpoint sees it. Otherwise it is a plain function call.
 """
 
 from __future__ import annotations
@@ -15,41 +15,45 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-# What an operator's handle stands for, while it is called: operators take tensors and numbers only.
+# The function that an operator's handle stands for, during the call: operators take only tensors and numbers.
 _calls: dict[int, Callable[..., tuple[Tensor, ...]]] = {}
 
 
-@torch.library.custom_op("seqpar::kept", mutates_args=())
-def _kept(tensors: list[Tensor], handle: int) -> list[Tensor]:
+@torch.library.custom_op("seqpar::checkpointed", mutates_args=())
+def _checkpointed(tensors: list[Tensor], handle: int) -> list[Tensor]:
     return list(_calls[handle](*tensors))
 
 
-def kept(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """``function(*tensors)``, whose results (new tensors) a checkpoint with ``keep_attention`` keeps."""
+def checkpointed_op(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return ``function(*tensors)``. A checkpoint with ``keep_attention`` keeps the results, which are new tensors."""
     if _get_current_dispatch_mode() is None:
         return function(*tensors)
     handle = id(function)
     _calls[handle] = function
     try:
-        return tuple(_kept(list(tensors), handle))
+        return tuple(_checkpointed(list(tensors), handle))
     finally:
         del _calls[handle]
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operator is torch.ops.seqpar.kept.default:
+    if operator is torch.ops.seqpar.checkpointed.default:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_attention() -> tuple[Any, Any]:
-    """Contexts for ``torch.utils.checkpoint``: recompute everything of a layer but its attention.
+    """Contexts for ``torch.utils.checkpoint`` that recompute a layer except its attention.
 
     >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=seqpar.keep_attention)
 
-    Kept are attention's output and log-sum-exp (with Ulysses also the exchanged q, k, v): the recomputation sends
-    nothing for them. Korthikanti et al., 2022, recompute attention and keep the rest; with kernels that never store
-    the scores, attention is what costs most to repeat and least to keep.
+    The output and the log-sum-exp of attention are kept, and with Ulysses the exchanged q, k and v too, so that the
+    recomputation sends nothing for them. Korthikanti et al., 2022, do the opposite: they recompute attention and keep
+    the rest. Since attention kernels no longer store the scores, attention is the most expensive part to recompute and
+    the cheapest to keep.
+
+    Returns:
+        The two contexts that ``torch.utils.checkpoint.checkpoint`` expects of its ``context_fn``.
     """
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_policy)
     return contexts

@@ -1,0 +1,73 @@
+"""Which query heads and KV heads a rank attends with: pure arithmetic, like ``layout`` for tokens.
+
+In grouped-query attention, query head ``h`` of the model reads KV head ``h // q_per_kv``. Query heads are divided over
+ranks without regard to these groups, so a rank's query heads may read a KV head that another rank's query heads read
+too, and its first KV head may serve fewer of its query heads than the next one:
+
+    10 query heads, 5 KV heads, 4 ranks       q_per_kv = 2
+
+    rank            0           1           2       3
+    query heads     0 1 2       3 4 5       6 7     8 9
+    KV heads        0 0 1       1 2 2       3 3     4 4       rank 0 and rank 1 share KV head 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .layout import part
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Consecutive query heads, and the KV heads that they read.
+
+    Attributes:
+        queries: the query heads, by their indices in the model.
+        q_per_kv: how many query heads of the model read one KV head.
+    """
+
+    queries: range
+    q_per_kv: int = 1
+
+    @staticmethod
+    def of_model(heads: int, kv_heads: int) -> Heads:
+        """All heads of a model."""
+        return Heads(range(heads), heads // kv_heads)
+
+    @property
+    def kv(self) -> range:
+        """The KV heads that the query heads read, by their indices in the model."""
+        if not self.queries:
+            return range(0)
+        return range(self.queries[0] // self.q_per_kv, self.queries[-1] // self.q_per_kv + 1)
+
+    def split(self, ranks: int) -> tuple[Heads, ...]:
+        """The heads of each of ``ranks``: the first ``len(queries) % ranks`` ranks hold one query head more."""
+        return tuple(self[part(len(self.queries), ranks, rank)] for rank in range(ranks))
+
+    def __getitem__(self, of: range) -> Heads:
+        """The query heads ``of``, counted from the first, with the KV heads that they read."""
+        return Heads(self.queries[of.start : of.stop], self.q_per_kv)
+
+    def queries_in(self, tensor_heads: Heads) -> range:
+        """Where the query heads are in dimension ``h`` of a tensor that holds the heads ``tensor_heads``."""
+        return _shift(self.queries, tensor_heads.queries)
+
+    def kv_in(self, tensor_heads: Heads) -> range:
+        """Where the KV heads are in dimension ``n`` of a tensor that holds the KV heads of ``tensor_heads``."""
+        return _shift(self.kv, tensor_heads.kv)
+
+    def kv_index(self) -> list[int] | None:
+        """The KV head that each query head reads, counted from the first KV head.
+
+        None if all KV heads serve the same number of query heads. Attention kernels compute that mapping themselves.
+        """
+        index = [head // self.q_per_kv - self.kv.start for head in self.queries]
+        each = len(index) // max(1, len(self.kv))
+        even = index == [i // max(1, each) for i in range(len(index))] and len(index) == each * len(self.kv)
+        return None if even else index
+
+
+def _shift(heads: range, tensor_heads: range) -> range:
+    return range(heads.start - tensor_heads.start, heads.stop - tensor_heads.start) if heads else range(0)
