@@ -1,4 +1,7 @@
-"""All-gather and reduce-scatter of shards that may differ in length."""
+"""All-gather and reduce-scatter of shards that may differ in length.
+
+Shapes: b batch, s tokens of one rank.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,15 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:
-    """Concatenate every rank's ``x`` along ``dim``, where rank ``r`` brings ``lengths[r]`` entries.
+    """Concatenate every rank's ``x`` along ``dim``.
 
-    Sent as bytes, each shard padded to the longest: any dtype, any backend.
+    Args:
+        x: any shape and dtype; rank ``r`` has ``lengths[r]`` entries along ``dim``.
+        lengths: by rank.
+        dim: the dimension that is concatenated.
+        group: the ranks; None is one rank.
+
+    The shards are padded to the longest and sent as bytes, which every backend takes.
     """
     if group is None or group.size() == 1:
         return x
@@ -34,22 +43,27 @@ def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: ProcessGroup 
         all_gather_single(gathered, payload, group=group)
         count_sent(payload.numel() * (group.size() - 1), group.size() - 1)
     shards = gathered.view(x.dtype).view(group.size(), longest, *rows.shape[1:])
-    whole = torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)])
-    return whole.movedim(0, dim)
+    full = torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)])
+    return full.movedim(0, dim)
 
 
-def reduce_scatter(pieces: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """The sum over the ranks of ``pieces[this rank]``; pieces ``[batch, seq_r, ...]`` may differ in length.
+def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """Sum every rank's ``chunks[r]`` and keep the sum on rank ``r``.
 
-    Each piece is padded to the longest, for one collective.
+    Args:
+        chunks: by rank, ``[b, s, ...]``; they may differ in ``s``, and are padded to the longest for one collective.
+        group: the ranks.
+
+    Returns:
+        This rank's sum, ``[b, s, ...]``.
     """
     if group.size() == 1:
-        return pieces[0]
-    longest = max(p.shape[1] for p in pieces)
-    like = pieces[group.rank()]
-    padded = like.new_zeros(len(pieces), like.shape[0], longest, *like.shape[2:])
-    for slot, piece in zip(padded, pieces, strict=True):
-        slot[:, : piece.shape[1]] = piece
+        return chunks[0]
+    longest = max(c.shape[1] for c in chunks)
+    like = chunks[group.rank()]
+    padded = like.new_zeros(len(chunks), like.shape[0], longest, *like.shape[2:])  # [ranks, b, s, ...]
+    for slot, chunk in zip(padded, chunks, strict=True):
+        slot[:, : chunk.shape[1]] = chunk
     total = torch.empty_like(padded[0])
     if padded.numel():
         reduce_scatter_single(total.view(-1), padded.view(-1), group=group)

@@ -1,4 +1,4 @@
-"""Point-to-point exchange that runs behind the computation."""
+"""Point-to-point messages between ranks, sent and received behind the computation."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.distributed import ProcessGroup
 from ..mesh import Ranks, parent_group, rank_in_parent
 from .trace import count_sent
 
-Message = tuple[int, Tensor]
+Message = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent to it or received from it
 
 
 class Pending:
-    """A batch of messages on their way. Holds the buffers until they have arrived."""
+    """Messages that have been started and not waited for. Holds their buffers until then."""
 
     def __init__(self, works: list[dist.Work], buffers: list[Tensor]) -> None:
         self._works = works
         self._buffers = buffers
 
     def wait(self) -> None:
-        """Return when everything sent and received is done (on CUDA: make the current stream wait for it)."""
+        """Wait until all messages are sent and received. On CUDA, the current stream waits instead of the host."""
         for work in self._works:
             work.wait()
         self._works, self._buffers = [], []
@@ -34,10 +34,10 @@ _ready: set[ProcessGroup] = set()
 
 
 def make_ready(ranks: Ranks | None, device: torch.device) -> None:
-    """Set up the connections between ``ranks``, once, by all of their process group together.
+    """Set up NCCL's communicator for the process group of ``ranks``. All its ranks must call this.
 
-    NCCL makes its communicator at a group's first operation, in which every rank must take part; but a step of a
-    schedule may leave some ranks out.
+    Only the first call of a group communicates. NCCL makes a communicator at the first operation of a group, in which every rank must take part. A step of a
+    schedule may leave some ranks out, so it cannot be the first operation.
     """
     if ranks is None or device.type == "cpu" or (group := parent_group(ranks)) in _ready:
         return
@@ -46,10 +46,15 @@ def make_ready(ranks: Ranks | None, device: torch.device) -> None:
 
 
 def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None) -> Pending:
-    """Start sending and receiving ``(rank in ranks, contiguous tensor)`` messages, and return at once.
+    """Start sending and receiving messages, and return at once.
 
-    Both ends must name the messages between them in the same order. On CUDA the transfer starts when the work
-    already queued on the current stream is done, and runs on NCCL's own stream.
+    Args:
+        sends: ``(peer, tensor)`` pairs; ``peer`` is a rank of ``ranks``.
+        receives: ``(peer, receive buffer)`` pairs. The sender and the receiver must list the messages between them in
+            the same order.
+        ranks: the ranks that exchange messages; None if there are none.
+
+    On CUDA the transfers start when the work already queued on the current stream is done, and run on NCCL's stream.
     """
     if not sends and not receives:
         return Pending([], [])

@@ -59,11 +59,11 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
     # Ranks beyond the heads of an all-to-all have no query: they send K/V and compute nothing.
     last = max((i for i, step in enumerate(steps) if step.intervals is not None and q.numel()), default=-1)
     carry: Carry | None = None
-    remote = RemoteKV.request(steps[0], k, v, ring)
+    remote = RemoteKV.start(steps[0], k, v, ring)
     for i, step in enumerate(steps):
         step_k, step_v = remote.wait(k, v)
         if i + 1 < len(steps):
-            remote = RemoteKV.request(steps[i + 1], k, v, ring)
+            remote = RemoteKV.start(steps[i + 1], k, v, ring)
         if step.intervals is not None and q.numel():
             carry = backend.forward(q, step_k, step_v, step.intervals, score, carry, i == last)
     return carry if carry is not None else finish(empty_carry(q), score, q.dtype)
@@ -104,19 +104,19 @@ def ring_backward(
     )
     delta = row_delta(out, dout, dlse)  # [b, h, q]
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-    remote = RemoteKV.request(steps[0], k, v, ring)
+    remote = RemoteKV.start(steps[0], k, v, ring)
     returning = ReturnedGrads.none()
     for i, step in enumerate(steps):
         step_k, step_v = remote.wait(k, v)
         if i + 1 < len(steps):
-            remote = RemoteKV.request(steps[i + 1], k, v, ring)
+            remote = RemoteKV.start(steps[i + 1], k, v, ring)
         # Gradients of the local K/V accumulate in place; those of remote K/V in buffers that are sent to their owners.
         local = step.is_local
         step_dk, step_dv = (dk, dv) if local else (torch.zeros_like(x, dtype=dtype) for x in (step_k, step_v))
         if step.intervals is not None and q.numel():
             backend.backward(dout, q, step_k, step_v, out, lse, delta, step.intervals, score, dq, step_dk, step_dv)
         returning.accumulate(dk, dv)
-        returning = ReturnedGrads.none() if local else ReturnedGrads.send(step, step_dk, step_dv, ring)
+        returning = ReturnedGrads.none() if local else ReturnedGrads.start(step, step_dk, step_dv, ring)
     returning.accumulate(dk, dv)
     dsinks = None
     if score.sinks is not None:
@@ -134,7 +134,7 @@ class RemoteKV:
     buffers: list[Tensor]  # k of the first peer, v of the first peer, k of the second, ...
 
     @staticmethod
-    def request(step: Step, k: Tensor, v: Tensor, ring: Ranks | None) -> RemoteKV:
+    def start(step: Step, k: Tensor, v: Tensor, ring: Ranks | None) -> RemoteKV:
         """Start the sends of this rank's rows of ``k, v`` and the receives of the step's; return at once."""
         if step.receives:
             count_step()
@@ -171,7 +171,7 @@ class ReturnedGrads:
         return ReturnedGrads(None, Pending([], []), [])
 
     @staticmethod
-    def send(step: Step, step_dk: Tensor, step_dv: Tensor, ring: Ranks | None) -> ReturnedGrads:
+    def start(step: Step, step_dk: Tensor, step_dv: Tensor, ring: Ranks | None) -> ReturnedGrads:
         """Start the sends of the step's gradients, and the receives of those that its ``sends`` led to."""
         if step.order is not None:
             unsort = on_device(step.order, step_dk.device).argsort()

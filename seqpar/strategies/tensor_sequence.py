@@ -119,10 +119,10 @@ class SequenceChunks:
         for step in range(1, self.group.size() + 1):
             current = incoming
             if step < self.group.size():
-                incoming = self._request(chunk, step)
+                incoming = self._start_step(chunk, step)
             yield current
 
-    def _request(self, chunk: Tensor, step: int) -> Iterator[Piece]:
+    def _start_step(self, chunk: Tensor, step: int) -> Iterator[Piece]:
         """Start receiving the chunk of the rank ``step`` before this one, and sending ``chunk`` to the rank ``step``
         after it. The iterator waits for one piece at a time."""
         ranks = self.group.size()
