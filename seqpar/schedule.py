@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import part, shard_positions
+from .layout import shard_positions, split_range
 from .mask import Mask
 
 
@@ -257,7 +257,7 @@ def attention_steps(mask: Mask, shards: SequenceSharding, rank: int, gather: boo
 
 def head_range(heads: int, ranks: int, rank: int) -> range:
     """The query heads of one rank of an all-to-all: the first ``heads % ranks`` ranks hold one more."""
-    return part(heads, ranks, rank)
+    return split_range(heads, ranks, rank)
 
 
 def kv_head_range(heads: int, kv_heads: int, ranks: int, rank: int) -> range:

@@ -22,9 +22,9 @@ from ..checks import check_choice, check_hidden, check_int, check_options, no_co
 from ..comm.collectives import all_gather
 from ..comm.handshake import all_gather_header, check_same
 from ..kernels.base import Score
-from ..layout import part
+from ..layout import split_range
 from ..mask import Mask
-from ..mesh import AttentionGroups, rank_in, sequence_group, size_of
+from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..schedule import SequenceSharding, head_range, kv_head_range
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import Call, SequenceParallelAttention
@@ -35,8 +35,8 @@ from ..strategies.tensor_sequence import (
     linear_reduce_scatter,
     resolve_overlap,
 )
-from .attention import AttentionLayer, ParallelContext
-from .sharded_weights import WeightShard, make_spans, shard_weights, sum_shared
+from .attention import AttentionLayer
+from .sharded_weights import WeightShard, make_spans, register_weight_shards, with_reduced_gradient
 
 
 class MegatronAttention(AttentionLayer):
@@ -96,7 +96,7 @@ class MegatronAttention(AttentionLayer):
         start, stop = self._local_heads().start, self._local_heads().stop
         self.sinks = nn.Parameter(torch.empty(stop - start, **kind)) if sinks else None
         sink_spans = make_spans(tp, partial(head_range, heads, size_of(tp)))
-        shard_weights(self, {"sinks": WeightShard(tp, 0, sink_spans, heads)})
+        register_weight_shards(self, {"sinks": WeightShard(tp, 0, sink_spans, heads)})
 
     @property
     def _tp(self) -> ProcessGroup | None:
@@ -220,7 +220,7 @@ class MegatronMLP(nn.Module):
         self._parallel_context = ParallelContext(mesh, group)
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         tp = self._parallel_context.tensor
-        spans = make_spans(tp, partial(part, intermediate_size, size_of(tp)))
+        spans = make_spans(tp, partial(split_range, intermediate_size, size_of(tp)))
         column, row = (WeightShard(tp, dim, spans, intermediate_size) for dim in (0, 1))
         self.gate_proj = column_parallel(hidden_size, column, bias, kind) if activation == "swiglu" else None
         self.up_proj = column_parallel(hidden_size, column, bias, kind)
@@ -298,12 +298,12 @@ def rows_in_order(lengths: Sequence[int]) -> tuple[Tensor, ...]:
 
 def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, kind: dict[str, Any]) -> nn.Linear:
     """This rank's rows of a column-parallel projection."""
-    return cut_linear(nn.Linear(hidden_size, shard.size, bias=bias, **kind), {"weight": shard, "bias": shard})
+    return cut_linear(nn.Linear(hidden_size, shard.full_size, bias=bias, **kind), {"weight": shard, "bias": shard})
 
 
 def row_parallel(hidden_size: int, shard: WeightShard, bias: bool, kind: dict[str, Any]) -> nn.Linear:
     """This rank's columns of a row-parallel projection; its bias is whole."""
-    return cut_linear(nn.Linear(shard.size, hidden_size, bias=bias, **kind), {"weight": shard})
+    return cut_linear(nn.Linear(shard.full_size, hidden_size, bias=bias, **kind), {"weight": shard})
 
 
 def cut_linear(whole: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
@@ -311,9 +311,9 @@ def cut_linear(whole: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
     for name, shard in shards.items():
         weight = getattr(whole, name)
         if weight is not None and size_of(shard.group) > 1:
-            setattr(whole, name, nn.Parameter(shard.take(weight.detach()).clone()))
+            setattr(whole, name, nn.Parameter(shard.to_local(weight.detach()).clone()))
     whole.out_features, whole.in_features = whole.weight.shape
-    shard_weights(whole, shards)
+    register_weight_shards(whole, shards)
     return whole
 
 
@@ -321,9 +321,10 @@ def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], pieces: SequenceChu
     """Gather the sequence and project it, ``[batch, tokens, out_local]`` for each of ``linears``."""
     if pieces is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    outs = all_gather_linear(x, [sum_shared(linear, "weight") for linear in linears], pieces)
+    outs = all_gather_linear(x, [with_reduced_gradient(linear, "weight") for linear in linears], pieces)
     return [
-        y if linear.bias is None else y + sum_shared(linear, "bias") for y, linear in zip(outs, linears, strict=True)
+        y if linear.bias is None else y + with_reduced_gradient(linear, "bias")
+        for y, linear in zip(outs, linears, strict=True)
     ]
 
 

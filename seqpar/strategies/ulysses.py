@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.trace import count_sent
-from ..layout import part
+from ..layout import split_range
 from ..mesh import Ranks, parent_group, rank_in_parent
 from ..schedule import SequenceSharding, head_range, kv_head_range, on_device
 
@@ -88,13 +88,13 @@ class HeadExchange:
         if len(kinds) > 1:
             return [whole]
         if keys > 1 and self.heads % self.group.size() == 0 and queries == keys * group:
-            cuts = [part(keys, min(_PARTS, keys), i) for i in range(min(_PARTS, keys))]
+            cuts = [split_range(keys, min(_PARTS, keys), i) for i in range(min(_PARTS, keys))]
             return [
                 HeadPart(_within(whole.queries, range(c.start * group, c.stop * group)), _within(whole.keys, c))
                 for c in cuts
             ]
         if keys == 1 and self.shards.ring == 1:
-            cuts = [part(queries, min(_PARTS, queries), i) for i in range(min(_PARTS, queries))]
+            cuts = [split_range(queries, min(_PARTS, queries), i) for i in range(min(_PARTS, queries))]
             return [
                 HeadPart(_within(whole.queries, c), whole.keys if c is cuts[0] else _within(whole.keys, range(0)))
                 for c in cuts
