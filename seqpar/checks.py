@@ -1,6 +1,6 @@
 """Checks of arguments, shared by the whole package.
 
-Every error message names the argument, its value, and what to do instead.
+Every error message names the argument, its value, what is expected, and what to do.
 """
 
 from __future__ import annotations
@@ -22,70 +22,79 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """``value`` is one of the names."""
+    """Raise unless ``value`` is one of ``choices``. The error suggests the nearest one."""
     names = list(choices)
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r}: a name is needed, one of {', '.join(names)}")
+        raise TypeError(
+            f"{name}={value!r}: expected a str, got {type(value).__name__}; choose one of {', '.join(names)}"
+        )
     if value not in names:
-        near = get_close_matches(value, names, n=1, cutoff=0.0)
-        raise ValueError(f"{name}={value!r}: did you mean {near[0]!r}? Choose one of {', '.join(names)}")
+        nearest = get_close_matches(value, names, n=1, cutoff=0.0)
+        raise ValueError(f"{name}={value!r}: did you mean {nearest[0]!r}? Choose one of {', '.join(names)}")
 
 
-def check_int(name: str, value: object, least: int) -> None:
-    """``value`` is an int and at least ``least``."""
+def check_int(name: str, value: object, least: int | None = None) -> None:
+    """Raise unless ``value`` is an int (a bool is not) and at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: an int is needed, not {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}={value}: at least {least} is needed")
+        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value}: expected at least {least}")
 
 
 def has_length(seq_len: object) -> bool:
-    """Whether the whole length is known. With a wrong one the ranks ask each other, so that all learn of it."""
+    """Whether the global length is known without a handshake.
+
+    A bad value counts as unknown, so that the handshake reports it to every rank.
+    """
     return isinstance(seq_len, int) and seq_len >= 0
 
 
 def check_alike(name: str, by_rank: Sequence[object]) -> None:
-    """Every rank brings the same; all of them see it and raise."""
+    """Raise unless all ranks hold the same value. Every rank passes the same ``by_rank``, so all of them raise."""
     if len(set(by_rank)) > 1:
         shown = ", ".join(map(str, by_rank))
         raise ValueError(f"{name}: the ranks of the group differ: [{shown}]; pass the same on every rank")
 
 
 def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str]) -> None:
-    """A strategy's options are ones it has."""
+    """Raise unless every name in ``options`` is an option of the strategy."""
     names = list(allowed)
     for option in options:
         if option in names:
             continue
-        near = get_close_matches(option, names, n=1, cutoff=0.0)
-        hint = f"did you mean {near[0]!r}? It takes {', '.join(names)}" if names else "it takes none"
+        nearest = get_close_matches(option, names, n=1, cutoff=0.0)
+        hint = f"did you mean {nearest[0]!r}? Its options are {', '.join(names)}" if names else "it has none"
         raise TypeError(f"{option}: not an option of strategy {strategy!r}; {hint}")
 
 
 def check_number(name: str, value: object) -> float:
-    """``value`` as a finite float."""
+    """``value`` as a float. Raises unless it is a finite int or float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r}: a number is needed, not {type(value).__name__}")
+        raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
     if not isfinite(value):
-        raise ValueError(f"{name}={value}: a finite number is needed")
+        raise ValueError(f"{name}={value}: expected a finite number")
     return float(value)
 
 
 def check_dropout(value: object) -> float:
+    """``value`` as a probability in [0, 1)."""
     p = check_number("dropout_p", value)
     if not 0 <= p < 1:
-        raise ValueError(f"dropout_p={p}: a probability in [0, 1) is needed; 0 turns dropout off")
+        raise ValueError(f"dropout_p={p}: expected a probability in [0, 1); 0 turns dropout off")
     return p
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, dtypes and devices of one rank's ``q, k, v``."""
+    """Raise unless the shapes, dtypes and devices of one rank's ``q, k, v`` fit together.
+
+    Shapes: ``q [batch, seq, heads, head_dim]``; ``k`` and ``v [batch, seq, kv_heads, head_dim]``.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name}={type(x).__name__}: a tensor [batch, seq, heads, head_dim] is needed")
+            raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(
-                f"{name}: shape {tuple(x.shape)} has {x.dim()} dimensions; [batch, seq, heads, head_dim] is needed"
+                f"{name}: shape {tuple(x.shape)} has {x.dim()} dimensions; expected [batch, seq, heads, head_dim]"
             )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
@@ -106,24 +115,25 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"heads={heads}, kv_heads={kv_heads}: the heads of q must be a multiple of those of k and v "
-            "(grouped-query attention)"
+            f"heads={heads}, kv_heads={kv_heads}: the number of heads of q must be a multiple of the number of heads "
+            "of k and v (grouped-query attention)"
         )
     if head_dim < 1:
-        raise ValueError(f"head_dim={head_dim}: at least 1 is needed")
+        raise ValueError(f"head_dim={head_dim}: expected at least 1")
 
 
 def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
-    """One rank's hidden states ``[batch, seq, hidden]``, which ``linear`` is to project."""
+    """Raise unless ``linear`` can project one rank's hidden states ``x [batch, seq, hidden]``."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"x_local={type(x).__name__}: a tensor [batch, seq, {hidden_size}] is needed")
+        raise TypeError(f"x_local: expected a tensor [batch, seq, {hidden_size}], got {type(x).__name__}")
     if x.dim() != 3 or x.shape[2] != hidden_size:
-        raise ValueError(f"x_local: shape {tuple(x.shape)}; [batch, seq, hidden_size={hidden_size}] is needed")
+        raise ValueError(f"x_local: shape {tuple(x.shape)}; expected [batch, seq, hidden_size={hidden_size}]")
     if x.dtype not in DTYPES:
         raise TypeError(f"x_local: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
     plain = isinstance(linear, nn.Linear) and not isinstance(linear.weight, DTensor) and linear.weight.dtype in DTYPES
     if not plain or torch.is_autocast_enabled(x.device.type):
-        return  # autocast, and what stands in for it (FSDP, LoRA, quantised weights), may convert its input
+        # Autocast converts the input itself, and so may modules that replace nn.Linear (FSDP, LoRA, quantised weights).
+        return
     if x.dtype != linear.weight.dtype:
         raise TypeError(f"x_local: dtype {x.dtype}, but the weights have {linear.weight.dtype}; convert one of them")
     if x.device != linear.weight.device:
@@ -131,13 +141,18 @@ def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
 
 
 def check_head_vector(name: str, x: Tensor | None, q: Tensor, batched: bool) -> None:
-    """``sinks [heads]`` or ``alibi_slopes [heads] | [batch, heads]``."""
+    """Raise unless ``x`` is None or has one value for each head of ``q [batch, seq, heads, head_dim]``.
+
+    Shapes: ``sinks [heads]``; ``alibi_slopes [heads]`` or, with ``batched``, ``[batch, heads]``.
+    """
     if x is None:
         return
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"{name}={type(x).__name__}: a floating-point tensor [heads] is needed")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a floating-point tensor [heads], got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor [heads], got dtype {x.dtype}")
     shapes = [(q.shape[2],), (q.shape[0], q.shape[2])][: 1 + batched]
     if tuple(x.shape) not in shapes:
-        raise ValueError(f"{name}: shape {tuple(x.shape)}; {' or '.join(map(str, shapes))} is needed")
+        raise ValueError(f"{name}: shape {tuple(x.shape)}; expected {' or '.join(map(str, shapes))}")
     if x.device != q.device:
         raise ValueError(f"{name}: device {x.device} differs from q's {q.device}; move it there")

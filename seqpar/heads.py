@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .layout import part
+from .layout import split_range
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Heads:
 
     def split(self, ranks: int) -> tuple[Heads, ...]:
         """The heads of each of ``ranks``: the first ``len(queries) % ranks`` ranks hold one query head more."""
-        return tuple(self[part(len(self.queries), ranks, rank)] for rank in range(ranks))
+        return tuple(self[split_range(len(self.queries), ranks, rank)] for rank in range(ranks))
 
     def __getitem__(self, of: range) -> Heads:
         """The query heads ``of``, counted from the first, with the KV heads that they read."""

@@ -1,56 +1,72 @@
-"""Device meshes and the process groups the sequence is sharded over. All arithmetic of degrees stands here."""
+"""Device meshes, the process groups that the sequence and the weights are sharded over, and all arithmetic of sizes."""
 
 from __future__ import annotations
 
 import atexit
 import os
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from .checks import check_int
+
 DIMENSIONS = ("dp", "ring", "ulysses", "tp")
+# Names under which a mesh keeps its flattened dimensions: ring x ulysses, and ring x ulysses x tp.
 _SEQUENCE, _SEQUENCE_TP = "sequence", "sequence_tp"
 
 
 def init_mesh(dp: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
     """A DeviceMesh with the dimensions ``("dp", "ring", "ulysses", "tp")``.
 
-    Starts the process group when none is running: from torchrun's environment, on any number of hosts, or for one
-    process alone. The backend is nccl for cuda (with gloo beside it for tensors on the host) and gloo for cpu.
-    Rank order: tp fastest, then ulysses, ring, dp, so that what talks most sits closest.
+    If no process group is running, this starts one: from torchrun's environment, on any number of hosts, or for this
+    process alone. The backend is gloo for cpu, and nccl for cuda with gloo beside it for tensors on the host.
+
+    Rank order: tp is fastest, then ulysses, ring and dp, so that the ranks that communicate most are closest together.
+    The sequence is sharded over ring x ulysses (rank = ring_rank * ulysses_size + ulysses_rank), and for
+    ``strategy="tp_sp"`` over tp too.
 
     Args:
-        dp, ring, ulysses, tp: sizes; one of them may be -1, which takes the ranks that remain.
-        device_type: "cuda" or "cpu"; by default cuda where there is one.
+        dp: number of replicas of the sequence group, which process different data.
+        ring: number of ranks in each ring.
+        ulysses: number of ranks in each all-to-all.
+        tp: number of ranks that the weights of tensor-parallel layers are sharded over.
+        device_type: "cuda" or "cpu"; by default cuda if it is available.
+
+    One of the sizes may be -1: it becomes the number of ranks divided by the other sizes.
+
+    Returns:
+        The mesh. All four dimensions are present, also those of size 1.
 
     Raises:
-        TypeError, ValueError: sizes that are not positive ints or whose product is not the number of ranks.
+        TypeError: a size is not an int.
+        ValueError: a size is neither positive nor -1, or the product of the sizes is not the number of ranks.
     """
     sizes = {"dp": dp, "ring": ring, "ulysses": ulysses, "tp": tp}
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name}={size!r}: a mesh size is an int")
+        check_int(name, size)
         if size < 1 and size != -1:
-            raise ValueError(f"{name}={size}: a mesh size is at least 1, or -1 for the ranks that remain")
+            raise ValueError(f"{name}={size}: expected a size of at least 1, or -1 for all remaining ranks")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    shape = _fill(sizes, world)
+    shape = _resolve_sizes(sizes, world)
     if not dist.is_initialized():
-        _start(device_type)
+        _init_process_group(device_type)
     mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
-    # Made now, by all ranks together.
+    # Flattening makes process groups, which all ranks must do together: here, not in the first call that needs one.
     mesh["ring", "ulysses"]._flatten(_SEQUENCE)
     mesh["ring", "ulysses", "tp"]._flatten(_SEQUENCE_TP)
     return mesh
 
 
-def _fill(sizes: dict[str, int], world: int) -> tuple[int, ...]:
-    """The sizes with -1 filled in, checked against the number of ranks."""
+def _resolve_sizes(sizes: dict[str, int], world: int) -> tuple[int, ...]:
+    """Replace a size of -1 by the remaining ranks, and check the product against ``world``."""
     open_names = [name for name, size in sizes.items() if size == -1]
     if len(open_names) > 1:
-        raise ValueError(f"{' and '.join(open_names)} are -1: only one mesh size may be left open")
+        raise ValueError(f"{' and '.join(open_names)} are -1: at most one mesh size may be -1; give the others a size")
     product = 1
     for size in sizes.values():
         product *= size if size > 0 else 1
@@ -65,7 +81,7 @@ def _fill(sizes: dict[str, int], world: int) -> tuple[int, ...]:
     return tuple(sizes.values())
 
 
-def _start(device_type: str) -> None:
+def _init_process_group(device_type: str) -> None:
     """Start the default process group from torchrun's environment, or for this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
@@ -74,13 +90,23 @@ def _start(device_type: str) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    # What starts the group ends it: gloo's threads must not outlive the interpreter.
-    atexit.register(_stop)
+    # gloo's threads must not outlive the interpreter. A group that the caller started is left to the caller.
+    atexit.register(_destroy_process_group)
 
 
-def _stop() -> None:
+def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def check_mesh_and_group(mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
+    """Raise if both are given, or one of them has another type."""
+    if mesh is not None and group is not None:
+        raise ValueError("mesh and group: expected at most one of them, got both; leave one out")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh={mesh!r}: expected a torch.distributed DeviceMesh; seqpar.init_mesh makes one")
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(f"group={group!r}: expected a torch.distributed ProcessGroup that this rank belongs to")
 
 
 def sequence_group(
@@ -88,21 +114,21 @@ def sequence_group(
 ) -> ProcessGroup | None:
     """The group over which the sequence is sharded.
 
-    ``group`` itself; or the mesh's ring and ulysses dimensions together (rank = ring_rank * ulysses +
-    ulysses_rank), and for ``strategy="tp_sp"`` its tp dimension too (tp_rank fastest); or a one-dimensional mesh's
-    only group. A mesh of tp alone shards the sequence over tp. With neither mesh nor group, the default group, and
-    None when torch.distributed is not initialised: one process.
+    * ``group`` is given: ``group`` itself.
+    * ``mesh`` has one dimension: its only group.
+    * ``mesh`` has ring and ulysses dimensions: both together (rank = ring_rank * ulysses_size + ulysses_rank). For
+      ``strategy="tp_sp"`` the tp dimension belongs to it too (tp_rank fastest). If ring x ulysses is one rank, the
+      sequence is sharded over tp under every strategy.
+    * neither is given: the default group.
+
+    Returns:
+        The group, or None for a single process in which torch.distributed is not initialised.
     """
-    if mesh is not None and group is not None:
-        raise ValueError("mesh and group: give one of them, not both")
+    check_mesh_and_group(mesh, group)
     if group is not None:
-        if not isinstance(group, ProcessGroup):
-            raise TypeError(f"group={group!r}: a torch.distributed ProcessGroup that this rank belongs to is needed")
         return group
     if mesh is None:
         return dist.group.WORLD if dist.is_initialized() else None
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh={mesh!r}: a torch.distributed DeviceMesh is needed (seqpar.init_mesh makes one)")
     if mesh.ndim == 1:
         return mesh.get_group()
     names = _sequence_dimensions(mesh)
@@ -113,46 +139,77 @@ def sequence_group(
 
 
 def context_group(mesh: DeviceMesh) -> ProcessGroup:
-    """The mesh's ring and ulysses dimensions together, whatever its tp dimension is used for."""
+    """The mesh's ring and ulysses dimensions together, without tp under every strategy."""
     names = _sequence_dimensions(mesh)
     return mesh[names[0]].get_group() if len(names) == 1 else mesh[names]._flatten(_SEQUENCE).get_group()
 
 
 def tensor_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """The group over which weights are sharded: ``group`` itself, the mesh's tp dimension, or a one-dimensional
-    mesh's only group."""
+    """The group over which weights are sharded.
+
+    ``group`` itself, the mesh's tp dimension, or a one-dimensional mesh's only group. With neither, the default group.
+    """
     if mesh is None or mesh.ndim == 1:
         return sequence_group(mesh, group)
     if "tp" not in (mesh.mesh_dim_names or ()):
-        raise ValueError(f"mesh with dimensions {mesh.mesh_dim_names}: a dimension named 'tp' is needed")
+        raise ValueError(
+            f"mesh: its dimensions are {mesh.mesh_dim_names}; expected one named 'tp'; make it with seqpar.init_mesh"
+        )
     return mesh["tp"].get_group()
 
 
 def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Those of the dimensions ``("ring", "ulysses")`` that the mesh has, at least one."""
     names = tuple(name for name in ("ring", "ulysses") if name in (mesh.mesh_dim_names or ()))
     if not names:
         raise ValueError(
-            f"mesh with dimensions {mesh.mesh_dim_names}: a dimension named 'ring' or 'ulysses' is needed, "
-            "or a mesh of one dimension"
+            f"mesh: its dimensions are {mesh.mesh_dim_names}; expected one named 'ring' or 'ulysses', or a mesh of one "
+            "dimension; make it with seqpar.init_mesh"
         )
     return names
 
 
+class ParallelContext:
+    """The mesh or the group that a layer was made with.
+
+    Process groups cannot be copied, so a deep copy of a layer refers to the same ParallelContext.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
+        check_mesh_and_group(mesh, group)
+        self.mesh = mesh
+        self.group = group
+
+    @cached_property
+    def tensor(self) -> ProcessGroup | None:
+        """The group over which a tensor-parallel layer's weights are sharded."""
+        return tensor_group(self.mesh, self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
+        return self
+
+
 @dataclass(frozen=True)
 class Subgroup:
-    """Some ranks of a process group, which all of them know and none has to set up: a group within a group.
+    """A subset of a ProcessGroup's ranks, addressed through the parent group.
 
-    Making a process group of a group's ranks needs every rank of the world, or every member to have made as many
-    groups before (torch names them by that number); a subgroup needs nobody.
+    Unlike ``dist.new_group`` it needs no collective call, so a single rank can make it when it needs it. Messages
+    between its ranks are sent in the parent group.
+
+    Attributes:
+        parent: the process group.
+        ranks: ranks in ``parent``; rank ``i`` of the subgroup is ``ranks[i]``.
     """
 
     parent: ProcessGroup
-    ranks: tuple[int, ...]  # in ``parent``
+    ranks: tuple[int, ...]
 
     def size(self) -> int:
+        """The number of ranks."""
         return len(self.ranks)
 
     def rank(self) -> int:
+        """This process's rank in the subgroup."""
         return self.ranks.index(self.parent.rank())
 
 
@@ -160,21 +217,24 @@ Ranks = ProcessGroup | Subgroup
 
 
 def parent_group(ranks: Ranks) -> ProcessGroup:
-    """The process group that carries the messages of ``ranks``."""
+    """The process group in which the messages of ``ranks`` are sent."""
     return ranks.parent if isinstance(ranks, Subgroup) else ranks
 
 
 def rank_in_parent(ranks: Ranks, rank: int) -> int:
-    """The rank in that process group of ``rank`` of ``ranks``."""
+    """The rank in ``parent_group(ranks)`` of rank ``rank`` of ``ranks``."""
     return ranks.ranks[rank] if isinstance(ranks, Subgroup) else rank
 
 
 @dataclass(frozen=True)
 class AttentionGroups:
-    """Who takes part in one attention call; a None stands for one rank.
+    """The ranks that take part in one attention call. None is a single rank.
 
-    The sequence is sharded over ``sequence``; heads and tokens change places inside ``ulysses``; keys and values
-    travel inside ``ring``. ``gather``: the ring's keys are fetched in one step.
+    Attributes:
+        sequence: the ranks that the sequence is sharded over.
+        ring: the ranks that send keys and values to one another.
+        ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
+        gather: whether the ring's keys and values are all received in one step.
     """
 
     sequence: ProcessGroup | None = None
@@ -184,19 +244,22 @@ class AttentionGroups:
 
     @property
     def ring_size(self) -> int:
+        """The number of ranks in the ring."""
         return size_of(self.ring)
 
     @property
     def ring_rank(self) -> int:
+        """This process's rank in the ring."""
         return rank_in(self.ring)
 
     @property
     def ulysses_size(self) -> int:
+        """The number of ranks in the all-to-all."""
         return size_of(self.ulysses)
 
 
 def size_of(group: Ranks | None) -> int:
-    """Ranks in ``group``; None is one rank."""
+    """The number of ranks in ``group``; None is one rank."""
     return 1 if group is None else group.size()
 
 
@@ -205,27 +268,38 @@ def rank_in(group: Ranks | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def two_dimensional(
+def ring_and_ulysses_ranks(
     mesh: DeviceMesh | None, group: ProcessGroup | None, ulysses_size: int | None
 ) -> tuple[Ranks | None, Ranks | None]:
-    """The (ring, ulysses) ranks of a hybrid: the mesh's dimensions, or a plain group cut by ``ulysses_size``."""
+    """This process's ring and all-to-all in a hybrid of both.
+
+    They are the mesh's ring and ulysses dimensions. A plain group (or a mesh with ``ulysses_size``) is divided into
+    runs of ``ulysses_size`` consecutive ranks, by default the largest divisor of its size up to the square root. The
+    ranks of one run take part in one all-to-all, and the ranks with the same index in their runs form a ring.
+
+    Returns:
+        ``(ring, ulysses)``, each None if it is this rank alone.
+    """
     if mesh is not None and mesh.ndim > 1 and ulysses_size is None:
         names = _sequence_dimensions(mesh)
         ring, ulysses = (mesh[name].get_group() if name in names else None for name in ("ring", "ulysses"))
         return ring, ulysses
-    whole = sequence_group(mesh, group)
-    ranks = size_of(whole)
+    sequence = sequence_group(mesh, group)
+    ranks = size_of(sequence)
     if ulysses_size is None:
         ulysses_size = max(d for d in range(1, int(ranks**0.5) + 1) if ranks % d == 0)
-    if isinstance(ulysses_size, bool) or not isinstance(ulysses_size, int):
-        raise TypeError(f"ulysses_size={ulysses_size!r}: an int is needed")
+    check_int("ulysses_size", ulysses_size)
     if ulysses_size < 1 or ranks % ulysses_size:
         divisors = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-        raise ValueError(f"ulysses_size={ulysses_size}: it must divide the group's {ranks} ranks: {divisors}")
-    if whole is None or ulysses_size == 1:
-        return whole, None
+        raise ValueError(
+            f"ulysses_size={ulysses_size}: expected a divisor of the group's {ranks} ranks; choose one of {divisors}"
+        )
+    if sequence is None or ulysses_size == 1:
+        return sequence, None
     if ulysses_size == ranks:
-        return None, whole
-    first = rank_in(whole) // ulysses_size * ulysses_size
-    across = range(rank_in(whole) % ulysses_size, ranks, ulysses_size)
-    return Subgroup(whole, tuple(across)), Subgroup(whole, tuple(range(first, first + ulysses_size)))
+        return None, sequence
+    rank = rank_in(sequence)
+    first = rank // ulysses_size * ulysses_size
+    ring_ranks = tuple(range(rank % ulysses_size, ranks, ulysses_size))
+    ulysses_ranks = tuple(range(first, first + ulysses_size))
+    return Subgroup(sequence, ring_ranks), Subgroup(sequence, ulysses_ranks)

@@ -90,7 +90,7 @@ BAD: dict[str, Bad] = {
     "ulysses_size": (
         lambda: attend(strategy="hybrid", ulysses_size=3),
         ValueError,
-        ["ulysses_size=3", "divide", "1"],
+        ["ulysses_size=3", "divisor", "1"],
     ),
     "ulysses_size's type": (
         lambda: attend(strategy="hybrid", ulysses_size="2"),
@@ -149,7 +149,7 @@ BAD: dict[str, Bad] = {
     "dim": (lambda: seqpar.shard(tensor(), dim=4), ValueError, ["dim=4", "(2, 8, 4, 16)"]),
     "dim's type": (lambda: seqpar.shard(tensor(), dim="seq"), TypeError, ["dim='seq'", "int"]),  # type: ignore[arg-type]
     "shard's layout": (
-        lambda: seqpar.shard(tensor(), layout="stripes"),
+        lambda: seqpar.shard(tensor(), layout="stripes"),  # type: ignore[arg-type]
         ValueError,
         ["layout", "did you mean 'striped'"],
     ),

@@ -346,19 +346,19 @@ def test_rotary_rounds_once_and_survives_a_half_module() -> None:
         ({"strategy": 3}, TypeError, "strategy=3"),
         ({"num_heads": 5}, ValueError, "num_heads=5: it does not divide hidden_size=24"),
         ({"num_kv_heads": 3}, ValueError, r"num_kv_heads=3: it must divide num_heads=4: one of 1, 2, 4"),
-        ({"num_heads": 0}, ValueError, "num_heads=0: at least 1"),
-        ({"hidden_size": 2.0}, TypeError, "hidden_size=2.0: an int"),
+        ({"num_heads": 0}, ValueError, "num_heads=0: expected at least 1"),
+        ({"hidden_size": 2.0}, TypeError, "hidden_size=2.0: expected an int, got float"),
         ({"layout": "zig"}, ValueError, "layout='zig': did you mean 'zigzag'"),
         ({"backend": "cuda"}, ValueError, "backend='cuda'"),
-        ({"dropout_p": 1.0}, ValueError, r"dropout_p=1.0: a probability in \[0, 1\)"),
+        ({"dropout_p": 1.0}, ValueError, r"dropout_p=1.0: expected a probability in \[0, 1\)"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0: expected a positive cap"),
         ({"rope": seqpar.RotaryEmbedding(8)}, ValueError, "rope: made for head_dim=8, but the layer has 6"),
         ({"rope": 10000.0}, TypeError, "rope=10000.0: expected a seqpar.RotaryEmbedding"),
         ({"comm": "p2p"}, TypeError, "comm: not an option of strategy 'ring'"),
         ({"strategy": "context_parallel", "comm": "p2"}, ValueError, "comm='p2': did you mean 'p2p'"),
         ({"strategy": "hybrid", "ulysses_sise": 2}, TypeError, "ulysses_sise: .*did you mean 'ulysses_size'"),
-        ({"strategy": "hybrid", "ulysses_size": 0}, ValueError, "ulysses_size=0: at least 1"),
-        ({"group": "all"}, TypeError, "group='all': a torch.distributed ProcessGroup"),
+        ({"strategy": "hybrid", "ulysses_size": 0}, ValueError, "ulysses_size=0: expected at least 1"),
+        ({"group": "all"}, TypeError, "group='all': expected a torch.distributed ProcessGroup"),
         ({"mesh": (2, 2)}, TypeError, "mesh=.*DeviceMesh"),
     ],
 )
@@ -371,12 +371,12 @@ def test_constructor_errors(arguments: dict[str, Any], error: type[Exception], w
     ("arguments", "error", "words"),
     [
         ({"head_dim": 7}, ValueError, "head_dim=7: .*even"),
-        ({"base": 0.0}, ValueError, "base=0.0: a positive base"),
+        ({"base": 0.0}, ValueError, "base=0.0: expected a positive number"),
         ({"scaling": "linear"}, TypeError, "scaling='linear'"),
-        ({"scaling": {"factor": 2.0}}, ValueError, "rope scaling type='': .*linear"),
+        ({"scaling": {"factor": 2.0}}, ValueError, "rope_type='': .*linear"),
         ({"scaling": {"type": "yarm"}}, ValueError, "did you mean 'yarn'"),
         ({"scaling": {"type": "yarn", "factor": 2.0}}, ValueError, "original_max_position_embeddings is missing"),
-        ({"scaling": {"type": "linear", "factor": -2.0}}, ValueError, "factor=-2.0: a positive number"),
+        ({"scaling": {"type": "linear", "factor": -2.0}}, ValueError, "factor=-2.0: expected a positive number"),
         ({"scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, ValueError, "beta_fast=3 is not a key"),
         ({"scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ValueError, "high_freq_factor=1.0 must be above"),
     ],
@@ -391,14 +391,14 @@ def test_rotary_errors(arguments: dict[str, Any], error: type[Exception], words:
     [
         ({"x_local": torch.zeros(1, 9, 7)}, ValueError, r"x_local: shape \(1, 9, 7\); .*hidden_size=24"),
         ({"x_local": torch.zeros(9, HIDDEN)}, ValueError, "x_local: shape"),
-        ({"x_local": None}, TypeError, "x_local=NoneType"),
+        ({"x_local": None}, TypeError, "x_local: expected a tensor .*, got NoneType"),
         ({"mask": "causal"}, TypeError, "mask=str: expected a seqpar.Mask"),
         ({"mask": Mask.prefix_lm([1, 2, 3])}, ValueError, "mask: made for 3 batch rows, but x_local has 1"),
         ({"positions": torch.zeros(9)}, TypeError, "positions: dtype torch.float32; expected integers"),
-        ({"positions": torch.zeros(8, dtype=torch.int64)}, ValueError, r"positions: shape \(8,\); \(9,\)"),
+        ({"positions": torch.zeros(8, dtype=torch.int64)}, ValueError, r"positions: shape \(8,\); expected \(9,\)"),
         ({"positions": [0]}, TypeError, "positions=list"),
         ({"seq_len": 8}, ValueError, "9 tokens.*seq_len=8"),
-        ({"seq_len": 9.0}, TypeError, "seq_len=9.0: an int"),
+        ({"seq_len": 9.0}, TypeError, "seq_len=9.0: expected an int"),
     ],
 )
 def test_input_errors(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -432,7 +432,9 @@ def test_ranks_that_disagree_all_raise(pool: Pool) -> None:
 
 
 def test_a_group_that_does_not_fit(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match="ulysses_size=3: it must divide the group's 4 ranks: 1, 2, 4"):
+    with pytest.raises(
+        WorkerError, match="ulysses_size=3: expected a divisor of the group's 4 ranks; choose one of 1, 2, 4"
+    ):
         Pool.run(pool, 4, run_layer, CASES["plain"], "hybrid", "contiguous", {"ulysses_size": 3})
 
 

@@ -46,7 +46,7 @@ def _check_gradients(parallel: nn.Module, whole: nn.Module) -> None:
     for name, p in parallel.named_parameters():
         shard, grad = shards.get(p), expected[name].grad
         assert grad is not None and p.grad is not None, name
-        assert_close(p.grad, grad if shard is None else shard.take(grad), torch.float64, name)
+        assert_close(p.grad, grad if shard is None else shard.to_local(grad), torch.float64, name)
 
 
 def _against_local(where: dict[str, Any], heads: tuple[int, int], layout: str, overlap: str, seq_len: int) -> None:

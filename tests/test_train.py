@@ -172,7 +172,7 @@ def test_torchrun(tmp_path: Path) -> None:
         ("--strategy local --nproc 2", "strategy='local' with 2 ranks"),
         ("--nproc 0", "nproc=0: at least 1"),
         ("--device cuda --nproc 99", "use --device cpu"),
-        ("--steps 0", "steps=0: at least 1"),
+        ("--steps 0", "steps=0: expected at least 1"),
         ("--lr -1", "lr=-1.0: a positive number"),
         ("--dtype int8", "did you mean"),
         ("--steps many", "--steps"),
@@ -197,7 +197,8 @@ def test_a_loss_that_runs_away(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp
 
 
 def test_ranks_find_a_bad_option_together() -> None:
-    with pytest.raises(CommandError, match=r"^ulysses_size=3: it must divide the group's 2 ranks: 1, 2$") as error:
+    message = r"^ulysses_size=3: expected a divisor of the group's 2 ranks; choose one of 1, 2$"
+    with pytest.raises(CommandError, match=message) as error:
         train_on(2, SMALL, Path("unused"), strategy="hybrid", ulysses_size=3)
     assert error.value.code == 2
 

@@ -123,10 +123,10 @@ class ByteLlama(nn.Module):
             deep = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 * ((2 * len(self.layers)) ** -0.5 if deep else 1.0)
             shard = shards.get(p)
-            whole = p.shape if shard is None else shard.whole_shape(p)
+            whole = p.shape if shard is None else shard.full_shape(p)
             weight = torch.empty(whole).normal_(0, std, generator=generator)
             with torch.no_grad():
-                p.copy_(weight if shard is None else shard.take(weight))
+                p.copy_(weight if shard is None else shard.to_local(weight))
 
     def forward(self, tokens: Tensor, mask: Mask, seq_len: int) -> Tensor:
         """Logits ``[batch, seq, 256]`` of this rank's ``tokens`` int64 ``[batch, seq]``; ``seq_len`` is global."""

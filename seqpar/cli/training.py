@@ -131,7 +131,7 @@ class Training:
     @property
     def parameters(self) -> int:
         sizes = ((p, self.shards.get(p)) for p in self.model.parameters())
-        return sum(p.numel() if s is None else prod(s.whole_shape(p)) for p, s in sizes)
+        return sum(p.numel() if s is None else prod(s.full_shape(p)) for p, s in sizes)
 
     @property
     def defining(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Training:
 
     def _local(self, x: Tensor) -> Tensor:
         if self.world.group is not None:
-            x = shard(x, dim=1, group=self.world.group, layout=self.config.layout)
+            x = shard(x, dim=1, group=self.world.group, layout=self.config.layout)  # type: ignore[arg-type]
         return x.to(self.world.device)
 
     def save(self, path: Path) -> None:
@@ -218,9 +218,9 @@ class Training:
     def _whole(self, parameter: Tensor, value: Tensor) -> Tensor:
         """A whole gradient or moment of a parameter that tensor parallelism shards; all ranks call it together."""
         shard = self.shards.get(parameter)
-        return value if shard is None else shard.gather(value)
+        return value if shard is None else shard.all_gather(value)
 
     def _share(self, parameter: Tensor, value: Tensor) -> Tensor:
         """This rank's part of what ``_whole`` gave."""
         shard = self.shards.get(parameter)
-        return value if shard is None or value.dim() == 0 else shard.take(value).clone()
+        return value if shard is None or value.dim() == 0 else shard.to_local(value).clone()

@@ -69,3 +69,15 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
         reduce_scatter_single(total.view(-1), padded.view(-1), group=group)
         count_sent(total.numel() * total.element_size() * (group.size() - 1), group.size() - 1)
     return total[:, : like.shape[1]].contiguous()
+
+
+def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce ``x`` over the ranks, in place, and return it.
+
+    Counted as a ring's reduce-scatter and all-gather, whichever algorithm the backend chooses.
+    """
+    if group is not None and group.size() > 1:
+        dist.all_reduce(x, op=op, group=group)
+        peers = group.size() - 1
+        count_sent(2 * x.numel() * x.element_size() * peers // group.size(), 2 * peers)
+    return x

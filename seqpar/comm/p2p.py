@@ -36,8 +36,8 @@ _ready: set[ProcessGroup] = set()
 def make_ready(ranks: Ranks | None, device: torch.device) -> None:
     """Set up NCCL's communicator for the process group of ``ranks``. All its ranks must call this.
 
-    Only the first call of a group communicates. NCCL makes a communicator at the first operation of a group, in which every rank must take part. A step of a
-    schedule may leave some ranks out, so it cannot be the first operation.
+    Only the first call of a group communicates. NCCL makes a communicator at the first operation of a group, in which
+    every rank must take part. A step of a schedule may leave some ranks out, so it cannot be the first operation.
     """
     if ranks is None or device.type == "cpu" or (group := parent_group(ranks)) in _ready:
         return

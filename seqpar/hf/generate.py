@@ -146,7 +146,7 @@ def finish(output: Any, prefill: Prefill, patch: Patch) -> Any:
             x = x[:, -1:].contiguous()
             dist.broadcast(x, group=patch.group, group_src=prefill.owner)
         else:
-            x = unshard(x, 1, group=patch.group, layout=patch.layout)
+            x = unshard(x, 1, group=patch.group, layout=patch.layout)  # type: ignore[arg-type]
             x = x[:, -prefill.last :] if prefill.last else x
         setattr(output, name, x)
         output[name] = x

@@ -5,7 +5,6 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_length, check_lengths
 from ..mask import Mask
-from ..mesh import AttentionGroups, rank_in, size_of, tensor_group
+from ..mesh import AttentionGroups, ParallelContext, rank_in, size_of
 from ..schedule import SequenceSharding
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.tensor_sequence import SequenceChunks
@@ -40,28 +39,6 @@ if TYPE_CHECKING:
     from ..strategies import StrategyOptions
 
 _NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
-
-
-class ParallelContext:
-    """The mesh or group of a layer. A copy of the layer uses the same one, because groups cannot be copied."""
-
-    def __init__(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
-        if mesh is not None and group is not None:
-            raise ValueError("mesh and group: give one of them, not both")
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh={mesh!r}: a torch.distributed DeviceMesh is needed (seqpar.init_mesh makes one)")
-        if group is not None and not isinstance(group, ProcessGroup):
-            raise TypeError(f"group={group!r}: a torch.distributed ProcessGroup that this rank belongs to is needed")
-        self.mesh = mesh
-        self.group = group
-
-    @cached_property
-    def tensor(self) -> ProcessGroup | None:
-        """The ranks that weights are sharded over, in tensor-parallel layers."""
-        return tensor_group(self.mesh, self.group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
-        return self
 
 
 class _LayerHeader(NamedTuple):

@@ -1,8 +1,15 @@
-"""Weights sharded over a tensor-parallel group: what each rank holds, and how whole weights go in and out.
+"""Weights sharded over a tensor-parallel group: the slice that each rank holds, and its place in the state dict.
 
-A module that holds shards says so with ``shard_weights``; its ``state_dict`` then carries DTensors where every rank's
-share is what a DTensor would give it, and whole tensors (gathered, on all ranks of the group together) where heads do
-not divide or are replicated. ``load_state_dict`` takes whole tensors, DTensors, or this rank's shards.
+``register_weight_shards`` records how a module's own parameters are sharded. After that:
+
+* ``state_dict()`` holds DTensors where the weight is sharded evenly, and full (all-gathered) tensors where heads do not
+  divide evenly or key/value heads are replicated. For the latter all ranks of the group must call it together.
+* ``load_state_dict()`` takes full tensors, DTensors, or this rank's slices.
+
+Both have the names and full shapes of the unsharded module, so a checkpoint loads under any number of ranks.
+
+Shapes: a full weight is ``[..., full_size, ...]`` and a rank's slice ``[..., stop - start, ...]`` at dimension ``dim``.
+For a projection, ``nn.Linear``'s ``[out_features, in_features]``: column-parallel is ``dim=0``, row-parallel ``dim=1``.
 """
 
 from __future__ import annotations
@@ -13,103 +20,112 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ..comm.collectives import all_gather
+from ..comm.collectives import all_gather, all_reduce
 from ..mesh import rank_in, size_of
 
-_SHARDS = "_seqpar_shards"  # the attribute of a module that holds them
+_SHARDS = "_seqpar_shards"  # the attribute in which a module keeps its WeightShards, by parameter name
 
 
 @dataclass(frozen=True)
 class WeightShard:
-    """Which slice of a whole weight a rank holds.
+    """The slice of a full weight that each rank holds.
 
     Attributes:
-        group: the tensor-parallel group; None is one rank.
+        group: the tensor-parallel group; None is a single rank.
         dim: the sharded dimension.
-        spans: by rank, the (start, stop) of the rows it holds. Ranks may share rows (replicated key/value heads).
-        size: the whole dimension.
+        spans: by rank, the ``(start, stop)`` of its slice. Slices of several ranks overlap if key/value heads are
+            replicated.
+        full_size: the size of ``dim`` in the full weight.
     """
 
     group: ProcessGroup | None
     dim: int
     spans: tuple[tuple[int, int], ...]
-    size: int
+    full_size: int
 
     @property
     def span(self) -> tuple[int, int]:
+        """This rank's ``(start, stop)``."""
         return self.spans[rank_in(self.group)]
 
     @property
-    def even(self) -> bool:
-        """Whether the spans are a DTensor's: equal, in order, without overlap."""
-        step, rest = divmod(self.size, len(self.spans))
-        return rest == 0 and all(span == (i * step, (i + 1) * step) for i, span in enumerate(self.spans))
+    def is_even(self) -> bool:
+        """Whether a DTensor can describe the slices: equal, in the order of the ranks, without overlap."""
+        size, remainder = divmod(self.full_size, len(self.spans))
+        return remainder == 0 and all(span == (i * size, (i + 1) * size) for i, span in enumerate(self.spans))
 
     @property
-    def shared(self) -> bool:
-        """Whether two ranks hold the same rows."""
-        return sum(stop - start for start, stop in self.spans) > self.size
+    def has_shared_rows(self) -> bool:
+        """Whether some rows are held by several ranks."""
+        return sum(stop - start for start, stop in self.spans) > self.full_size
 
-    def take(self, whole: Tensor) -> Tensor:
-        """This rank's slice."""
+    def to_local(self, full: Tensor) -> Tensor:
+        """This rank's slice, a view of ``full``."""
         start, stop = self.span
-        return whole.narrow(self.dim, start, stop - start)
+        return full.narrow(self.dim, start, stop - start)
 
-    def whole_shape(self, local: Tensor) -> list[int]:
-        """The shape of the weight of which ``local`` is a slice."""
-        return [*local.shape[: self.dim], self.size, *local.shape[self.dim + 1 :]]
+    def full_shape(self, local: Tensor) -> list[int]:
+        """The shape of the full weight, from a rank's slice of it."""
+        return [*local.shape[: self.dim], self.full_size, *local.shape[self.dim + 1 :]]
 
-    def gather(self, local: Tensor) -> Tensor:
-        """The whole weight, on every rank of the group."""
+    def all_gather(self, local: Tensor) -> Tensor:
+        """The full weight, on every rank of the group, from every rank's slice."""
         lengths = [stop - start for start, stop in self.spans]
-        parts = all_gather(local, lengths, self.dim, self.group).split(lengths, self.dim)
-        whole = local.new_empty(self.whole_shape(local))
-        for (start, stop), part in zip(self.spans, parts, strict=True):
-            whole.narrow(self.dim, start, stop - start).copy_(part)
-        return whole
+        by_rank = all_gather(local, lengths, self.dim, self.group).split(lengths, self.dim)
+        full = local.new_empty(self.full_shape(local))
+        for (start, stop), part in zip(self.spans, by_rank, strict=True):
+            full.narrow(self.dim, start, stop - start).copy_(part)
+        return full
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightShard:
-        return self  # groups cannot be copied
-
-
-def weight_shards(module: nn.Module) -> dict[Tensor, WeightShard]:
-    """How those parameters of ``module`` that are sharded over a tensor-parallel group are.
-
-    Modules know it by the parameters' names: parameters themselves are replaced by ``to_empty``, by a copy, by
-    ``load_state_dict(assign=True)`` and by FSDP.
-    """
-    return {
-        getattr(part, name): shard for part in module.modules() for name, shard in getattr(part, _SHARDS, {}).items()
-    }
+        return self  # process groups cannot be copied
 
 
 def make_spans(
-    group: ProcessGroup | None, of_rank: Callable[[int], range], unit: int = 1
+    group: ProcessGroup | None, range_of_rank: Callable[[int], range], rows_per_item: int = 1
 ) -> tuple[tuple[int, int], ...]:
-    """The spans of all ranks, from the heads (or rows) of each and the rows of one head."""
-    ranges = (of_rank(rank) for rank in range(size_of(group)))
-    return tuple((r.start * unit, r.stop * unit) for r in ranges)
+    """The spans of all ranks.
+
+    Args:
+        group: the tensor-parallel group.
+        range_of_rank: the items (heads, or rows) of a rank.
+        rows_per_item: the rows of the weight for each item, such as head_dim for a head.
+    """
+    ranges = (range_of_rank(rank) for rank in range(size_of(group)))
+    return tuple((r.start * rows_per_item, r.stop * rows_per_item) for r in ranges)
 
 
-def shard_weights(module: nn.Module, shards: dict[str, WeightShard]) -> None:
-    """Declare how ``module``'s own parameters are sharded, by name, and hook its state dict to it."""
+def weight_shards(module: nn.Module) -> dict[Tensor, WeightShard]:
+    """The WeightShard of every parameter of ``module`` and its submodules that is sharded.
+
+    It is looked up by the parameters' names, because the parameters themselves are replaced by ``to_empty``, by a deep
+    copy, by ``load_state_dict(assign=True)`` and by FSDP.
+    """
+    return {
+        getattr(submodule, name): shard
+        for submodule in module.modules()
+        for name, shard in getattr(submodule, _SHARDS, {}).items()
+    }
+
+
+def register_weight_shards(module: nn.Module, shards: dict[str, WeightShard]) -> None:
+    """Record how ``module``'s own parameters are sharded, by name, and convert them in its state dict."""
     shards = {name: shard for name, shard in shards.items() if getattr(module, name) is not None}
     setattr(module, _SHARDS, shards)
 
     def save(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
         for name, shard in shards.items():
             if prefix + name in state and size_of(shard.group) > 1:
-                state[prefix + name] = _whole(state[prefix + name], shard)
+                state[prefix + name] = _to_state_dict(state[prefix + name], shard)
 
     def load(module: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         for name, shard in shards.items():
             if prefix + name in state:
-                state[prefix + name] = _local(state[prefix + name], shard, getattr(module, name))
+                state[prefix + name] = _from_state_dict(state[prefix + name], shard, getattr(module, name))
 
     module.register_state_dict_post_hook(save)
     module.register_load_state_dict_pre_hook(load)
@@ -120,39 +136,42 @@ def _mesh_of(group: ProcessGroup, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type)
 
 
-def _whole(local: Tensor, shard: WeightShard) -> Tensor:
-    if isinstance(local, DTensor):  # FSDP cut this rank's share again
+def _to_state_dict(local: Tensor, shard: WeightShard) -> Tensor:
+    """A DTensor if the slices are even, else the all-gathered full weight."""
+    if isinstance(local, DTensor):  # FSDP has sharded this rank's slice once more
         local = local.full_tensor()
-    if shard.even and shard.group is not None:
+    if shard.is_even and shard.group is not None:
         return DTensor.from_local(local, _mesh_of(shard.group, local.device.type), [Shard(shard.dim)], run_check=False)
-    return shard.gather(local)
+    return shard.all_gather(local)
 
 
-def _local(value: Tensor, shard: WeightShard, parameter: Tensor) -> Tensor:
-    local = _share(value, shard)
-    if isinstance(parameter, DTensor) and not isinstance(local, DTensor):  # FSDP cuts it again
+def _from_state_dict(value: Tensor, shard: WeightShard, parameter: Tensor) -> Tensor:
+    """This rank's slice of a loaded value, sharded once more where FSDP has sharded ``parameter``."""
+    local = _local_slice(value, shard)
+    if isinstance(parameter, DTensor) and not isinstance(local, DTensor):
         return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return local
 
 
-def _share(value: Tensor, shard: WeightShard) -> Tensor:
+def _local_slice(value: Tensor, shard: WeightShard) -> Tensor:
+    """This rank's slice of a DTensor or a full tensor; a slice is returned as it is."""
     start, stop = shard.span
     if isinstance(value, DTensor):
-        if shard.even and shard.group is not None and value.device_mesh == _mesh_of(shard.group, value.device.type):
+        if shard.is_even and shard.group is not None and value.device_mesh == _mesh_of(shard.group, value.device.type):
             return value.to_local()
         value = value.full_tensor()
-    if value.shape[shard.dim] == shard.size:
-        return shard.take(value)
+    if value.shape[shard.dim] == shard.full_size:
+        return shard.to_local(value)
     if value.shape[shard.dim] != stop - start:
         raise ValueError(
-            f"state dict: dimension {shard.dim} has {value.shape[shard.dim]} entries; the whole weight has "
-            f"{shard.size} and this rank's shard {stop - start}; pass one of those"
+            f"state dict: dimension {shard.dim} of {tuple(value.shape)} has {value.shape[shard.dim]} entries; expected "
+            f"the full weight's {shard.full_size} or this rank's {stop - start}; pass the full weight"
         )
     return value
 
 
-class _SumShared(torch.autograd.Function):
-    """The identity; backward sums the gradient of rows that several ranks hold."""
+class _AllReduceSharedRows(torch.autograd.Function):
+    """Forward is the identity; backward sums the gradient of rows that several ranks hold."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, shard: WeightShard) -> Tensor:
@@ -162,17 +181,21 @@ class _SumShared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shard: WeightShard = ctx.shard
-        whole = grad.new_zeros(shard.whole_shape(grad), dtype=torch.promote_types(grad.dtype, torch.float32))
-        shard.take(whole).copy_(grad)
-        dist.all_reduce(whole, group=shard.group)
-        return shard.take(whole).to(grad.dtype), None
+        full = grad.new_zeros(shard.full_shape(grad), dtype=torch.promote_types(grad.dtype, torch.float32))
+        shard.to_local(full).copy_(grad)
+        all_reduce(full, shard.group)
+        return shard.to_local(full).to(grad.dtype), None
 
 
-def sum_shared(module: nn.Module, name: str) -> Tensor:
-    """That weight, whose gradient is summed over the ranks that hold the same rows (replicated key/value heads)."""
+def with_reduced_gradient(module: nn.Module, name: str) -> Tensor:
+    """The weight ``name`` of ``module``, for use in forward.
+
+    If several ranks hold the same rows (replicated key/value heads), its gradient is summed over those ranks, so that
+    the copies stay equal.
+    """
     weight: Tensor = getattr(module, name)
     shard: WeightShard | None = getattr(module, _SHARDS, {}).get(name)
-    if shard is None or not shard.shared:
+    if shard is None or not shard.has_shared_rows:
         return weight
-    summed: Tensor = _SumShared.apply(weight, shard)
-    return summed
+    out: Tensor = _AllReduceSharedRows.apply(weight, shard)
+    return out

@@ -22,13 +22,13 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
-from ..layout import part
-from ..mesh import AttentionGroups, rank_in, sequence_group, size_of
+from ..layout import split_range
+from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..schedule import SequenceSharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks, all_gather_linear, linear_reduce_scatter
-from .attention import AttentionLayer, ParallelContext
-from .sharded_weights import WeightShard, make_spans, shard_weights, sum_shared
+from .attention import AttentionLayer
+from .sharded_weights import WeightShard, make_spans, register_weight_shards, with_reduced_gradient
 
 
 class MegatronAttention(AttentionLayer):
@@ -90,7 +90,7 @@ class MegatronAttention(AttentionLayer):
         self.o_proj = row_parallel(self.hidden_size, o_shard, out_bias, factory_kwargs)
         self.sinks = nn.Parameter(torch.empty(len(self._heads.queries), **factory_kwargs)) if sinks else None
         sink_spans = make_spans(tp, lambda rank: by_rank[rank].queries)
-        shard_weights(self, {"sinks": WeightShard(tp, 0, sink_spans, self.num_heads)})
+        register_weight_shards(self, {"sinks": WeightShard(tp, 0, sink_spans, self.num_heads)})
 
     @property
     def _tp(self) -> ProcessGroup | None:
@@ -178,7 +178,7 @@ class MegatronMLP(nn.Module):
         self._parallel_context = ParallelContext(mesh, group)
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         tp = self._parallel_context.tensor
-        spans = make_spans(tp, partial(part, intermediate_size, size_of(tp)))
+        spans = make_spans(tp, partial(split_range, intermediate_size, size_of(tp)))
         column, row = (WeightShard(tp, dim, spans, intermediate_size) for dim in (0, 1))
         self.gate_proj = column_parallel(hidden_size, column, bias, factory_kwargs) if activation == "swiglu" else None
         self.up_proj = column_parallel(hidden_size, column, bias, factory_kwargs)
@@ -236,13 +236,13 @@ def rows_in_order(lengths: Sequence[int]) -> tuple[Tensor, ...]:
 def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:
     """This rank's rows of a column-parallel projection."""
     return shard_linear(
-        nn.Linear(hidden_size, shard.size, bias=bias, **factory_kwargs), {"weight": shard, "bias": shard}
+        nn.Linear(hidden_size, shard.full_size, bias=bias, **factory_kwargs), {"weight": shard, "bias": shard}
     )
 
 
 def row_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:
     """This rank's columns of a row-parallel projection; its bias is replicated."""
-    return shard_linear(nn.Linear(shard.size, hidden_size, bias=bias, **factory_kwargs), {"weight": shard})
+    return shard_linear(nn.Linear(shard.full_size, hidden_size, bias=bias, **factory_kwargs), {"weight": shard})
 
 
 def shard_linear(linear: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
@@ -250,9 +250,9 @@ def shard_linear(linear: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear
     for name, shard in shards.items():
         weight = getattr(linear, name)
         if weight is not None and size_of(shard.group) > 1:
-            setattr(linear, name, nn.Parameter(shard.take(weight.detach()).clone()))
+            setattr(linear, name, nn.Parameter(shard.to_local(weight.detach()).clone()))
     linear.out_features, linear.in_features = linear.weight.shape
-    shard_weights(linear, shards)
+    register_weight_shards(linear, shards)
     return linear
 
 
@@ -260,9 +260,10 @@ def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], chunks: SequenceChu
     """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
     if chunks is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    outs = all_gather_linear(x, [sum_shared(linear, "weight") for linear in linears], chunks)
+    outs = all_gather_linear(x, [with_reduced_gradient(linear, "weight") for linear in linears], chunks)
     return [
-        y if linear.bias is None else y + sum_shared(linear, "bias") for y, linear in zip(outs, linears, strict=True)
+        y if linear.bias is None else y + with_reduced_gradient(linear, "bias")
+        for y, linear in zip(outs, linears, strict=True)
     ]
 
 

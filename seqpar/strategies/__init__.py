@@ -19,7 +19,7 @@ from typing import Any, Literal, TypedDict, get_args
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice, check_options
-from ..mesh import AttentionGroups, sequence_group, size_of, two_dimensional
+from ..mesh import AttentionGroups, ring_and_ulysses_ranks, sequence_group, size_of
 
 StrategyName = Literal["local", "ring", "ulysses", "context_parallel", "hybrid"]
 Comm = Literal["all_gather", "p2p", "a2a", "a2a+p2p"]
@@ -82,7 +82,7 @@ def _hybrid_groups(
 ) -> AttentionGroups:
     """The mesh's ring and ulysses dimensions. A plain group is divided into subgroups of ``ulysses_size`` ranks, by
     default the largest divisor of its size up to the square root."""
-    ring, ulysses = two_dimensional(mesh, group, ulysses_size)
+    ring, ulysses = ring_and_ulysses_ranks(mesh, group, ulysses_size)
     return AttentionGroups(sequence=sequence_group(mesh, group), ring=ring, ulysses=ulysses)
 
 

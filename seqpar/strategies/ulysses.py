@@ -44,7 +44,7 @@ from ..comm.handshake import all_gather_header
 from ..comm.trace import count_sent
 from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import part
+from ..layout import split_range
 from ..mesh import Ranks, parent_group, rank_in_parent
 from ..schedule import SequenceSharding, on_device
 
@@ -290,11 +290,11 @@ class HeadExchange:
         if len(counts) > 1:
             return [full]
         if kv > 1 and queries == kv * self.heads.q_per_kv:
-            cuts = [part(kv, min(MAX_CHUNKS, kv), i) for i in range(min(MAX_CHUNKS, kv))]  # of the KV heads
+            cuts = [split_range(kv, min(MAX_CHUNKS, kv), i) for i in range(min(MAX_CHUNKS, kv))]  # of the KV heads
             each = self.heads.q_per_kv
             return [self._chunk(range(cut.start * each, cut.stop * each)) for cut in cuts]
         if kv == 1 and self.sharding.ring == 1:
-            cuts = [part(queries, min(MAX_CHUNKS, queries), i) for i in range(min(MAX_CHUNKS, queries))]
+            cuts = [split_range(queries, min(MAX_CHUNKS, queries), i) for i in range(min(MAX_CHUNKS, queries))]
             return [self._chunk(cut, has_kv=cut.start == 0) for cut in cuts]
         return [full]
 
