@@ -97,7 +97,7 @@ def unshard(
         return x_local
 
     def header() -> _ShardHeader:
-        axis = _check_arguments("x_local", x_local, dim, layout)
+        axis = _check_arguments("x_local", x_local, dim, layout)  # if it raises, all ranks raise
         other_dims = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
         return _ShardHeader(x_local.shape[axis], fingerprint(axis, layout, x_local.dtype, other_dims))
 
@@ -141,6 +141,7 @@ def positions(
     check_int("seq_len", seq_len, 0)
     check_choice("layout", layout, LAYOUTS)
     group = sequence_group(mesh, group, strategy)
+    # A copy: the cached tensor must not be written to.
     return shard_positions(seq_len, size_of(group), rank_in(group), layout).clone()
 
 
@@ -170,6 +171,7 @@ def _local_shard(x: Tensor, dim: int, group: ProcessGroup, layout: Layout) -> Te
     for r in ranges or (range(0),):  # a rank without tokens returns an empty tensor
         index[dim] = slice(r.start, r.stop, r.step)
         parts.append(x[tuple(index)])
+    # Zigzag has two ranges. One range may be a view of x, so it is copied.
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous().clone()
 
 
@@ -178,7 +180,7 @@ def _all_gather_shards(
 ) -> Tensor:
     """The full tensor from every rank's shard; rank ``r`` holds ``lengths[r]`` tokens."""
     full = all_gather(x_local, lengths, dim, group)  # in the order of the ranks
-    if layout == "contiguous":
+    if layout == "contiguous":  # already in the order of the sequence
         return full.contiguous()
     return full.index_select(dim, global_order(sum(lengths), group.size(), layout).to(full.device))
 
