@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 
@@ -86,6 +88,33 @@ def test_cache_stays_sharded(pool: Pool, kind: str) -> None:
     one_layer = rows * heads * (head_dim + 1) * 4 * (world - 1)
     for _, length, sent in results:
         assert length == 42 and sent == 2 * one_layer
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Records the number of elements of the largest float32 tensor that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.dtype == torch.float32:
+                self.largest = max(self.largest, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoding_makes_no_float32_copy_of_the_cache(dtype: torch.dtype) -> None:
+    model = seqpar.hf.parallelize(model_of("llama").to(dtype), strategy="local", backend="reference")
+    cache = DynamicCache(config=model.config)
+    ids = torch.randint(3, VOCAB, (1, 5000), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        with LargestFloat32() as seen:
+            model(input_ids=ids[:, :1], past_key_values=cache)
+    assert cache.layers[0].keys.dtype == dtype
+    # The reference backend computes in float32, 1,024 keys at a time.
+    assert 0 < seen.largest < cache.layers[0].keys.numel() // 2
 
 
 def forwards(group: ProcessGroup) -> list[float]:
