@@ -115,7 +115,7 @@ def averaged_by_hand(group: ProcessGroup, gradients_are: str) -> float:
     return worst(gradients(model), grads)
 
 
-@pytest.mark.parametrize("gradients_are", ["mean", "share"])
+@pytest.mark.parametrize("gradients_are", ["mean", "partial"])
 def test_gradients_as_asked_for(pool: Pool, gradients_are: str) -> None:
     assert max(pool.run(4, averaged_by_hand, gradients_are)) < GRADIENT
 

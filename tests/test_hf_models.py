@@ -393,7 +393,7 @@ def refused(change: str) -> Any:
         ("convolution", r"'model.layers.0.mlp.conv' \(Conv1d\) mixes tokens"),
         ("convolution inside", r"'model.layers.0.self_attn.conv' \(Conv1d\) mixes tokens"),
         ("sentence pairs", "its loss is its own"),
-        ("pooler", r"'pooler' \(BertPooler\) pools the tokens at hand"),
+        ("pooler", r"'pooler' \(BertPooler\) pools the tokens in its input"),
         ("neighbours", r"'mobilebert.embeddings' \(MobileBertEmbeddings\) mixes tokens"),
         ("positions", r"'model.decoder' \(OPTDecoder\) counts positions"),
         ("linear layers", "layer 1 is of type 'linear_attention'"),
@@ -429,7 +429,7 @@ def test_refused_calls() -> None:
     with pytest.raises(ValueError, match="called without 'seqpar'"):
         model(**batch)
     local = seqpar.hf.shard_batch(batch, layout="striped")
-    with pytest.raises(ValueError, match=r"cut with layout='striped'.* parallelized with layout='zigzag'"):
+    with pytest.raises(ValueError, match=r"sharded with layout='striped'.* parallelized with layout='zigzag'"):
         model(**local)
     local = seqpar.hf.shard_batch(batch)
     dense = torch.zeros(2, 1, 45, 45)
@@ -438,6 +438,6 @@ def test_refused_calls() -> None:
     with pytest.raises(ValueError, match="logits_to_keep=1: with labels"):
         model(**local, logits_to_keep=1)
     labels = local.pop("labels")
-    local["seqpar"].items = None
-    with pytest.raises(ValueError, match="they were not cut by"):
+    local["seqpar"].num_items = None
+    with pytest.raises(ValueError, match="they were not sharded by"):
         model(**local, labels=labels)
