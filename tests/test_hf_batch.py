@@ -1,4 +1,4 @@
-"""Cutting batches: labels, positions, padding and documents; loaders, collators, and what is refused."""
+"""Sharding batches: labels, positions, padding and documents; loaders, collators, and the errors they raise."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ pytest.importorskip("transformers")
 import seqpar
 import seqpar.hf
 from seqpar.hf.batch import documents_from_positions, shard_for_rank, token_ranges
+from seqpar.layout import Layout
 
 from .hf_workers import make_batch
 from .pool import Pool, WorkerError
 
 
-def whole(name: str, batch: dict[str, Any], ranks: int, layout: str, **options: Any) -> Tensor:
-    """The ranks' parts of one tensor put together again."""
+def unsharded(name: str, batch: dict[str, Any], ranks: int, layout: Layout, **options: Any) -> Tensor:
+    """One tensor of the batch, from all ranks' parts."""
     parts = [shard_for_rank(batch, ranks, rank, layout, **options)[name] for rank in range(ranks)]
     order = torch.cat(
         [seqpar.layout.shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)]
@@ -31,21 +32,21 @@ def whole(name: str, batch: dict[str, Any], ranks: int, layout: str, **options: 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_parts_hold_the_batch(ranks: int, layout: str) -> None:
+def test_parts_hold_the_batch(ranks: int, layout: Layout) -> None:
     batch = make_batch("plain", 23)
     batch["token_type_ids"] = torch.arange(46).view(2, 23)
     batch["extra"] = torch.ones(3)
     shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    assert torch.equal(whole("input_ids", batch, ranks, layout), batch["input_ids"])
-    assert torch.equal(whole("token_type_ids", batch, ranks, layout), batch["token_type_ids"])
-    assert torch.equal(whole("labels", batch, ranks, layout), shifted)
-    assert torch.equal(whole("labels", batch, ranks, layout, shift_labels=False), batch["labels"])
-    assert torch.equal(whole("position_ids", batch, ranks, layout), torch.arange(23).expand(2, -1))
+    assert torch.equal(unsharded("input_ids", batch, ranks, layout), batch["input_ids"])
+    assert torch.equal(unsharded("token_type_ids", batch, ranks, layout), batch["token_type_ids"])
+    assert torch.equal(unsharded("labels", batch, ranks, layout), shifted)
+    assert torch.equal(unsharded("labels", batch, ranks, layout, shift_labels=False), batch["labels"])
+    assert torch.equal(unsharded("position_ids", batch, ranks, layout), torch.arange(23).expand(2, -1))
     local = shard_for_rank(batch, ranks, 0, layout)
     assert torch.equal(local["extra"], batch["extra"])
     assert local["seqpar"].num_items == int((shifted != -100).sum())
     given = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
-    assert torch.equal(whole("labels", given, ranks, layout), batch["labels"])
+    assert torch.equal(unsharded("labels", given, ranks, layout), batch["labels"])
 
 
 def test_documents_from_positions_and_boundaries() -> None:
@@ -84,7 +85,9 @@ def test_padding(side: str) -> None:
 
 
 def test_padded_documents() -> None:
-    ids = torch.tensor([[0, 0, 0, 1, 2, 0, 1, 1], [0, 1, 0, 1, 2, 3, 0, 0]])  # as transformers fills padding, too
+    ids = torch.tensor(
+        [[0, 0, 0, 1, 2, 0, 1, 1], [0, 1, 0, 1, 2, 3, 0, 0]]
+    )  # with the ids that transformers gives padding
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0]])
     assert documents_from_positions(ids, token_ranges(mask)) == [(0, 5, 8), (0, 2, 8)]
     batch = {"input_ids": ids, "position_ids": ids, "attention_mask": mask}
@@ -104,7 +107,7 @@ def test_masks_are_shared_by_equal_rows() -> None:
     assert shard_for_rank({"input_ids": batch["input_ids"]}, 1, 0, "zigzag")["seqpar"].mask == seqpar.Mask.full()
 
 
-def scattered(group: ProcessGroup, layout: str) -> None:
+def scattered(group: ProcessGroup, layout: Layout) -> None:
     for how in ("left", "packed"):
         batch = make_batch(how, 33)
         ours: Any = batch if group.rank() == 0 else None
@@ -140,7 +143,7 @@ def examples(count: int) -> Any:
 
 
 def loaded(group: ProcessGroup, kind: str) -> list[int]:
-    """Which examples this rank saw, by their first number, as far as its part tells."""
+    """The examples this rank saw, by their first number."""
     mesh = seqpar.init_mesh(2, 2, 2, 1, device_type="cpu")
     dp = mesh["dp"].get_local_rank()
     data: Any = Counting() if kind == "iterable" else examples(9)
@@ -253,6 +256,6 @@ def test_refused_arguments() -> None:
     with pytest.raises(TypeError, match="batch=Tensor: expected a dict"):
         seqpar.hf.shard_batch(ONES)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout='zig': did you mean 'zigzag'"):
-        seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig")
+        seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows of 8 tokens cannot be sharded over 9 ranks"):
         shard_for_rank({"input_ids": ONES}, 9, 0, "zigzag")

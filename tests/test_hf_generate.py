@@ -18,6 +18,7 @@ from transformers import DynamicCache, StaticCache
 import seqpar
 import seqpar.hf
 from seqpar.comm.trace import trace
+from seqpar.layout import Layout
 
 from .hf_workers import VOCAB, tiny
 from .pool import Pool
@@ -37,11 +38,11 @@ def prompt(how: str) -> dict[str, Tensor]:
 
 def model_of(kind: str) -> Any:
     changes: dict[str, Any] = {"output_router_logits": False} if kind == "qwen3_moe" else {}
-    # With tied embeddings, random weights say one token again and again.
+    # With tied embeddings, random weights repeat one token.
     return tiny(kind, tie_word_embeddings=False, **changes).eval()
 
 
-def generated(group: ProcessGroup, kind: str, layout: str, calls: list[tuple[str, dict[str, Any]]]) -> list[Tensor]:
+def generated(group: ProcessGroup, kind: str, layout: Layout, calls: list[tuple[str, dict[str, Any]]]) -> list[Tensor]:
     model = seqpar.hf.parallelize(model_of(kind), group=group, layout=layout)
     return [model.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
 
@@ -56,7 +57,7 @@ def test_tokens(pool: Pool, kind: str, world: int) -> None:
     calls = calls if kind in ("llama", "mistral") else calls[:2]
     reference = model_of(kind)
     expected = [reference.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
-    assert len(set(expected[0][0, 23:].tolist())) > 3  # no model that says one thing
+    assert len(set(expected[0][0, 23:].tolist())) > 3  # the model does not repeat one token
     for layout in ("zigzag", "contiguous", "striped") if kind in ("llama", "mistral") else ("zigzag",):
         for tokens in pool.run(world, generated, kind, layout, calls):
             for ours, theirs in zip(tokens, expected, strict=True):
@@ -64,7 +65,7 @@ def test_tokens(pool: Pool, kind: str, world: int) -> None:
 
 
 def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int]:
-    """Keys this rank keeps in each layer; the sequence's length; what a token's step sends."""
+    """The keys this rank caches in each layer, the sequence's length, and the bytes that one more token sends."""
     model = seqpar.hf.parallelize(model_of(kind), group=group)
     cache = DynamicCache(config=model.config)
     model.generate(**prompt("plain"), do_sample=False, past_key_values=cache, **LONG)
@@ -118,23 +119,23 @@ def test_decoding_makes_no_float32_copy_of_the_cache(dtype: torch.dtype) -> None
 
 
 def forwards(group: ProcessGroup) -> list[float]:
-    """Logits of a prompt, whole on every rank, then several new tokens at once, then after a crop."""
+    """Errors of the logits of a prompt, of several new tokens at once, of tokens after a crop, of the last 4."""
     reference, model = model_of("gemma2"), seqpar.hf.parallelize(model_of("gemma2"), group=group)
     tokens = prompt("plain")["input_ids"]
     errors = []
     with torch.no_grad():
-        whole = reference(input_ids=tokens).logits
+        expected = reference(input_ids=tokens).logits
         cache = DynamicCache()
         first = model(input_ids=tokens[:, :17], past_key_values=cache, use_cache=True).logits
-        errors.append(float((first - whole[:, :17]).abs().max()))
+        errors.append(float((first - expected[:, :17]).abs().max()))
         errors.append(
-            float((model(input_ids=tokens[:, 17:], past_key_values=cache).logits - whole[:, 17:]).abs().max())
+            float((model(input_ids=tokens[:, 17:], past_key_values=cache).logits - expected[:, 17:]).abs().max())
         )
         cache.crop(-3)
         again = model(input_ids=tokens[:, 20:], past_key_values=cache).logits
-        errors.append(float((again - whole[:, 20:]).abs().max()))
+        errors.append(float((again - expected[:, 20:]).abs().max()))
         made = model(input_ids=tokens, use_cache=True, logits_to_keep=4)
-        errors.append(float((made.logits - whole[:, -4:]).abs().max()))
+        errors.append(float((made.logits - expected[:, -4:]).abs().max()))
     return errors
 
 
@@ -161,7 +162,7 @@ def test_adapted_model(pool: Pool) -> None:
 
 
 def assisted(group: ProcessGroup, kind: str) -> list[bool]:
-    """Candidates from the prompt, most of them rejected: the cache is cropped."""
+    """Most candidates are rejected, so that the cache is cropped."""
     ids = torch.cat([prompt("plain")["input_ids"][:1]] * 2, dim=1)
     same = []
     for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny(kind, seed=5).eval()}):
@@ -195,7 +196,7 @@ def unlike(group: ProcessGroup, what: str) -> str:
     ("what", "words"),
     [("prompt", "bring different ones"), ("sampled", "seed them alike"), ("padding", "padding on the left")],
 )
-def test_ranks_that_part_are_stopped(pool: Pool, what: str, words: str) -> None:
+def test_ranks_with_different_tokens_all_raise(pool: Pool, what: str, words: str) -> None:
     assert all(words in said for said in pool.run(2, unlike, what))
 
 

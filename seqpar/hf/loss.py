@@ -285,7 +285,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         scaled = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
         return (*scaled, None, None, None)

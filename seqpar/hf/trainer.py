@@ -22,7 +22,7 @@ from .state import Patch
 _Mixin: Any = object
 
 
-class SequenceParallelMixin(_Mixin):  # type: ignore[misc, unused-ignore]
+class SequenceParallelMixin(_Mixin):
     """Makes any Trainer work with a parallelized model: ``class Mine(SequenceParallelMixin, SFTTrainer)``.
 
     Ranks along dp get different batches, and ``compute_loss`` shards each of them. The wrapper that the Trainer makes
