@@ -54,8 +54,7 @@ def main() -> None:
     sequences: Any = [{"input_ids": x, "labels": x} for x in tokens.split(args.length) if len(x) == args.length]
     if not sequences:
         raise SystemExit(f"--text {args.text}: it has {len(tokens)} tokens, fewer than --length {args.length}")
-    # All ranks must shuffle alike, because they share the sequences.
-    order = torch.Generator().manual_seed(0)
+    order = torch.Generator().manual_seed(0)  # the same on every rank, because all ranks share the sequences
     loader = DataLoader(sequences, batch_size=1, shuffle=True, generator=order, collate_fn=default_data_collator)
 
     seqpar.hf.parallelize(model, mesh=mesh)

@@ -151,6 +151,40 @@ def finish_forward(output: Any, prefill: Prefill, patch: Patch) -> Any:
     return output
 
 
+class _GrowingBuffer:
+    """Spare capacity behind cached rows ``[b, n, cached, d]``, so that appending a token does not copy all of them."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None  # [b, n, capacity, d]
+
+    @torch.no_grad()
+    def append(self, cached: Tensor, new: Tensor) -> Tensor:
+        """``cached`` followed by ``new [b, n, new, d]``, as a view of the buffer."""
+        buffer, start, length = self.buffer, self._start_of(cached), cached.shape[2]
+        if buffer is None or start is None or start + length + new.shape[2] > buffer.shape[2]:
+            capacity = length + new.shape[2] + max(64, length // 8)
+            buffer = self.buffer = cached.new_empty(*cached.shape[:2], capacity, cached.shape[3])
+            buffer[:, :, :length] = cached
+            start = 0
+        stop = start + length + new.shape[2]
+        buffer[:, :, start + length : stop] = new
+        return buffer[:, :, start:stop]
+
+    def _start_of(self, cached: Tensor) -> int | None:
+        """The index of the buffer's row that ``cached`` starts at; None if ``cached`` is not a view of the buffer.
+
+        It is not after a beam search has reordered it, for example.
+        """
+        buffer = self.buffer
+        if buffer is None or cached.shape[:2] != buffer.shape[:2] or cached.stride() != buffer.stride():
+            return None
+        if buffer.is_inference() and not torch.is_inference_mode_enabled():  # writing to it would raise
+            return None
+        if cached.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+            return None
+        return cached.storage_offset() // buffer.stride(2)
+
+
 class ShardedCacheLayer(DynamicLayer):
     """This rank's part of one layer's cache. Lengths and positions that transformers asks for are the full sequence's.
 
@@ -175,6 +209,7 @@ class ShardedCacheLayer(DynamicLayer):
         self.total = 0
         self.positions = self.attended = torch.empty(0, dtype=torch.int64)
         self._incoming: tuple[Tensor, Tensor | None, int] | None = None
+        self._key_buffer, self._value_buffer = _GrowingBuffer(), _GrowingBuffer()
 
     def expect(self, positions: Tensor, select_new: Tensor | None, total: int) -> None:
         """Say what the next ``update`` brings.
@@ -200,8 +235,8 @@ class ShardedCacheLayer(DynamicLayer):
             self.keys, self.values = key_states, value_states
             self.is_initialized = True
         else:
-            self.keys = torch.cat([self.keys, key_states], dim=2)
-            self.values = torch.cat([self.values, value_states], dim=2)
+            self.keys = self._key_buffer.append(self.keys, key_states)
+            self.values = self._value_buffer.append(self.values, value_states)
         self.positions = torch.cat([self.positions, positions])
         self.total = total
         keys, values, self.attended = self.keys, self.values, self.positions
@@ -212,7 +247,7 @@ class ShardedCacheLayer(DynamicLayer):
     def _drop_outside_window(self) -> None:
         """Drop the keys that no later query sees."""
         if self.window is not None and (drop := int((self.positions <= self.total - self.window).sum())):
-            self.keys, self.values = (x[:, :, drop:].clone() for x in (self.keys, self.values))
+            self.keys, self.values = (x[:, :, drop:] for x in (self.keys, self.values))
             self.positions = self.positions[drop:]
 
     def activate_past_recording(self) -> None:
@@ -230,6 +265,7 @@ class ShardedCacheLayer(DynamicLayer):
     def reset(self) -> None:
         self.keys, self.values, self.is_initialized = None, None, False
         self.total, self.positions = 0, torch.empty(0, dtype=torch.int64)
+        self._key_buffer, self._value_buffer = _GrowingBuffer(), _GrowingBuffer()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (rejected candidates of assisted generation)."""
