@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_int
+
 # An upper end larger than every position, and far enough from int64's limit that sums with it do not overflow.
 UNBOUNDED = 1 << 62
 
@@ -204,7 +206,7 @@ class Mask:
             ValueError: a side is below -1.
         """
         for name, side in (("left", left), ("right", right)):
-            _check_int(f"sliding_window {name}", side)
+            check_int(f"sliding_window {name}", side)
             if side < -1:
                 raise ValueError(f"sliding_window {name}={side}: use a width >= 0, or -1 for unlimited")
         return Mask((_SlidingWindow(left, right),)) if (left, right) != (-1, -1) else Mask()
@@ -259,7 +261,7 @@ class Mask:
             TypeError: ``size`` or a start is not an int.
             ValueError: ``size`` is below 1, or a start is negative.
         """
-        _check_int("chunked size", size)
+        check_int("chunked size", size)
         if size < 1:
             raise ValueError(f"chunked size={size}: a chunk holds at least 1 token")
         rows = _batch_rows("chunked starts", () if starts is None else starts)
@@ -371,11 +373,6 @@ def document_boundaries(cu_seqlens: Any) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
-def _check_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
-
-
 def _ints(name: str, value: Any) -> tuple[int, ...]:
     """``value`` as a flat tuple of ints."""
     if isinstance(value, Tensor):
@@ -388,7 +385,7 @@ def _ints(name: str, value: Any) -> tuple[int, ...]:
         value = (value,)
     items: list[Any] = [item.item() if isinstance(item, Tensor) and item.dim() == 0 else item for item in value]
     for item in items:
-        _check_int(name, item)
+        check_int(name, item)
     return tuple(items)
 
 

@@ -18,6 +18,7 @@ from transformers import DynamicCache, StaticCache
 import seqpar
 import seqpar.hf
 from seqpar.comm.trace import trace
+from seqpar.kernels import BackendName
 from seqpar.layout import Layout
 
 from .hf_workers import VOCAB, tiny
@@ -112,7 +113,7 @@ class LargestAllocation(TorchDispatchMode):
     ("dtype", "backend"),
     [(torch.float32, "auto"), (torch.bfloat16, "reference"), (torch.float16, "reference")],
 )
-def test_decoding_makes_no_copy_of_the_cache(dtype: torch.dtype, backend: str) -> None:
+def test_decoding_makes_no_copy_of_the_cache(dtype: torch.dtype, backend: BackendName) -> None:
     model = seqpar.hf.parallelize(model_of("llama").to(dtype), strategy="local", backend=backend)
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, VOCAB, (1, 5000), generator=torch.Generator().manual_seed(0))

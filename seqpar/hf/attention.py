@@ -120,7 +120,7 @@ def _sharded_attention(
     dropout: float,
 ) -> Tensor:
     layer = getattr(module, "layer_idx", None) or 0
-    out = attention(
+    return attention(
         q,
         k,
         v,
@@ -139,8 +139,6 @@ def _sharded_attention(
         dropout_seed=(shard.seed + layer * 0x9E3779B1) % 2**62,
         **patch.options,
     )
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ..checks import check_choice, check_int
-from ..kernels import BACKENDS
+from ..kernels import BackendName, check_backend
 from ..layout import LAYOUTS, Layout
 from ..strategies import StrategyName, resolve
 from . import hooks
@@ -42,7 +42,7 @@ def parallelize(
     group: ProcessGroup | None = None,
     strategy: StrategyName = "ring",
     layout: Layout = "zigzag",
-    backend: str = "auto",
+    backend: BackendName = "auto",
     gradients: Gradients = "auto",
     loss_chunk: int | None = None,
     **options: Unpack[StrategyOptions],
@@ -76,7 +76,7 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
     check_choice("layout", layout, LAYOUTS)
-    check_choice("backend", backend, ("auto", *BACKENDS))
+    check_backend(backend)
     check_choice("gradients", gradients, GRADIENTS)
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)

@@ -15,6 +15,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
+from ..kernels import BackendName
 from ..layout import Layout
 from ..mask import Mask
 from ..mesh import rank_in, size_of
@@ -43,7 +44,7 @@ class Patch:
     given_group: ProcessGroup | None
     strategy: StrategyName
     layout: Layout
-    backend: str
+    backend: BackendName
     options: StrategyOptions
     group: ProcessGroup | None
     gradients: Gradients
