@@ -114,7 +114,7 @@ class RotaryEmbedding(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate ``x [batch, seq, heads, head_dim]``; computed in the dtype of ``cos`` and ``sin``, rounded to x's."""
     if cos.dtype == torch.float32 and (kernels := elementwise_kernels(x)) is not None:
-        return kernels.rotary_from_tables(x, cos, sin)
+        return kernels.apply_rotary(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
