@@ -36,7 +36,7 @@ lint: $(READY)
 
 # The documentation site, in site/. Any warning is an error. `.venv/bin/mkdocs serve` shows pages while you edit them.
 docs: $(READY)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
