@@ -1,7 +1,7 @@
 """Attention over one sequence that all ranks share, checked against PyTorch's own attention.
 
-    python examples/quickstart.py                                 # one process
-    torchrun --nproc-per-node 4 examples/quickstart.py            # four ranks
+python examples/quickstart.py                                 # one process
+torchrun --nproc-per-node 4 examples/quickstart.py            # four ranks
 """
 
 import torch
@@ -18,7 +18,7 @@ q_local, k_local, v_local = (seqpar.shard(x, mesh=mesh, layout="zigzag") for x i
 out_local = seqpar.ring_attention(q_local, k_local, v_local, mesh=mesh, layout="zigzag")
 out = seqpar.unshard(out_local, mesh=mesh, layout="zigzag")
 
-heads_first = (x.transpose(1, 2) for x in (q, k, v))
-expected = F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads, seq, head_dim]
+expected = F.scaled_dot_product_attention(qt, kt, vt, is_causal=True).transpose(1, 2)
 rank, tokens, error = mesh.get_rank(), q_local.shape[1], (out - expected).abs().max()
 print(f"rank {rank}: {tokens} of 1024 tokens, largest difference {error:.1e}")

@@ -1,7 +1,6 @@
 """The documentation is right: its Python runs as written, its links lead somewhere, its figures are up to date.
 
-The ``python`` blocks of a page run one after another in one namespace. An HTML comment that begins with ``<!-- python``
-is a block that a reader does not see: it makes what the page takes for granted, such as a model.
+The ``python`` blocks of a page run one after another in one namespace.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted(str(page.relative_to(ROOT)) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 # These start what a process has once (accelerate's state, a Trainer): each runs in a process of its own.
 ONE_PROCESS = ("README.md", "docs/huggingface.md")
-_BLOCK = re.compile(r"^(?:```python\n(?P<shown>.*?)^```|<!-- python\n(?P<hidden>.*?)^-->)$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 _WIDTH = 95  # columns that the site shows beside its side bars, and GitHub without a scroll bar
 
@@ -30,16 +30,46 @@ _WIDTH = 95  # columns that the site shows beside its side bars, and GitHub with
 def _blocks(page: str) -> list[tuple[int, str]]:
     """The Python of a page, as (lines before it, source)."""
     text = (ROOT / page).read_text()
-    return [
-        (text.count("\n", 0, match.start()) + 1, match["shown"] or match["hidden"]) for match in _BLOCK.finditer(text)
-    ]
+    return [(text.count("\n", 0, match.start()) + 1, match[1]) for match in _BLOCK.finditer(text)]
+
+
+def _given() -> dict[str, Any]:
+    """What the recipes for Hugging Face models take for granted: a model and what belongs to it."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments, default_data_collator
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    tokens = torch.arange(64)
+    dataset: Any = [{"input_ids": tokens, "labels": tokens}] * 2
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": {"input_ids": tokens[None], "labels": tokens[None]},
+        "input_ids": tokens[None],
+        "dataset": dataset,
+        "loader": DataLoader(dataset, collate_fn=default_data_collator),
+        "training_arguments": TrainingArguments(
+            "output", max_steps=1, report_to="none", save_strategy="no", use_cpu=True
+        ),
+        "accelerator": Accelerator(cpu=True),
+        "LoraConfig": LoraConfig,
+        "get_peft_model": get_peft_model,
+    }
 
 
 def run_page(page: str) -> None:
     """Run a page's blocks. A traceback shows the line of the page."""
-    namespace: dict[str, object] = {"__name__": "page"}
+    namespace: dict[str, Any] = {"__name__": "page"}
     try:
         for line, source in _blocks(page):
+            if "parallelize(model" in source:  # a recipe begins, with a model of its own
+                namespace.update(_given())
             exec(compile("\n" * line + source, ROOT / page, "exec"), namespace)
     finally:
         torch.set_default_device(None)
