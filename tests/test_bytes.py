@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -18,7 +18,7 @@ import seqpar
 from seqpar.layout import LAYOUTS
 
 from .cases import Batch
-from .pool import Pool, on_ranks
+from .pool import Pool, mesh_of, on_ranks
 from .reference import RULES, Rule, Rules, combined_mask, rank_positions, rows_of, rules_id, visible_pairs
 
 TOKENS, BATCH, HEAD_DIM = 48, 2, 4
@@ -74,12 +74,14 @@ class Sent:
     Attributes:
         traced: bytes that ``seqpar.trace`` counts.
         handed_over: payload bytes handed to torch.distributed for other ranks.
+        p2p: those of them that are sent point to point: the ring's.
         steps: steps in which the rank receives keys.
     """
 
-    traced: tuple[int, int] = (0, 0)
-    handed_over: tuple[int, int] = (0, 0)
-    steps: tuple[int, int] = (0, 0)
+    traced: tuple[int, int]
+    handed_over: tuple[int, int]
+    p2p: tuple[int, int]
+    steps: tuple[int, int]
 
 
 @on_ranks
@@ -94,18 +96,25 @@ def count_bytes(group: ProcessGroup, case: Case) -> Sent:
         nonlocal out
         out = seqpar.attention(q, k, v, group=group, layout=case.layout, mask=combined_mask(case.rules), **case.options)
 
-    first, second = watch(group, forward), watch(group, lambda: out.sum().backward())
-    return Sent(*((first[i], second[i]) for i in range(3)))
+    return watch(forward, lambda: out.sum().backward())
 
 
-def watch(group: ProcessGroup, work: Callable[[], None]) -> tuple[int, int, int]:
-    """Run ``work``; the three fields of ``Sent``."""
-    handed_over = 0
+def watch(forward: Callable[[], None], backward: Callable[[], None]) -> Sent:
+    """Run both and count."""
+    counts = watch_one(forward), watch_one(backward)
+    return Sent(*zip(*counts, strict=True))
+
+
+def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
+    """Run ``work``; the fields of ``Sent`` in one direction."""
+    handed_over = p2p = 0
     send, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
 
     def watched_send(ops: list[dist.P2POp]) -> Any:
-        nonlocal handed_over
-        handed_over += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        nonlocal handed_over, p2p
+        nbytes = sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        handed_over += nbytes
+        p2p += nbytes
         return send(ops)
 
     def watched_all_to_all(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +130,7 @@ def watch(group: ProcessGroup, work: Callable[[], None]) -> tuple[int, int, int]
         seqpar.trace() as trace,
     ):
         work()
-    return trace.bytes_sent, handed_over, trace.steps
+    return trace.bytes_sent, handed_over, p2p, trace.steps
 
 
 def check(batch: Batch, world: int, cases: list[Case], verify: Callable[[Case, list[Sent]], None]) -> None:
@@ -208,6 +217,92 @@ def test_hybrid(batch: Batch, world: int, size: int) -> None:
         assert [sent.traced for sent in by_rank] == [expected] * world
 
     check(batch, world, cases, verify)
+
+
+class LocalHeads(NamedTuple):
+    """Numbers of heads on one rank."""
+
+    queries: int
+    kv: int  # that its query heads read
+
+
+def heads_by_rank(heads: int, kv_heads: int, ranks: int) -> list[LocalHeads]:
+    """The heads of each rank, when the query heads are divided as evenly as possible."""
+    shards = [shard.tolist() for shard in torch.arange(heads).tensor_split(ranks)]
+    return [LocalHeads(len(shard), len({h * kv_heads // heads for h in shard})) for shard in shards]
+
+
+# (heads, kv_heads). On 4 ranks, 10 query heads over 5 KV heads are divided in 3, 3, 2, 2: the first rank's query heads
+# read KV heads 0, 0, 1. With (9, 3) on 2 ranks they read 0, 0, 0, 1, 1.
+UNEVEN_HEADS = [(10, 5), (9, 3), (7, 7), (6, 3), (5, 1)]
+
+
+@pytest.mark.parametrize(("world", "size"), [(4, 2), (8, 2), (8, 4)])
+def test_hybrid_uneven_heads(batch: Batch, world: int, size: int) -> None:
+    """A rank whose query heads read KV heads unequally often sends each of these KV heads once a ring step.
+
+    The KV heads are repeated for the query heads after they are received, never before they are sent; their gradients
+    are sent back once a head in float32.
+    """
+    cases = [
+        Case({**options, "ulysses_size": size}, heads=heads, kv_heads=kv_heads, dtype=dtype)
+        for options, (heads, kv_heads), dtype in product(HYBRID, UNEVEN_HEADS, (torch.float32, torch.bfloat16))
+    ]
+    ring = world // size
+
+    def verify(case: Case, by_rank: list[Sent]) -> None:
+        by_ulysses_rank = heads_by_rank(case.heads, case.kv_heads, size)
+        shared = sum(local.kv for local in by_ulysses_rank) > case.kv_heads  # ranks hold parts of one gradient
+        e_kv = case.e_partial if shared else case.e
+        head = BATCH * TOKENS // world * HEAD_DIM  # elements of one head of the tokens of one rank
+        for rank, sent in enumerate(by_rank):
+            own = by_ulysses_rank[rank % size]
+            across = (ring - 1) * size * 2 * own.kv * head
+            assert sent.p2p == (across * case.e, across * (case.e + case.e_partial)), f"ring bytes of rank {rank}"
+            to_heads = [local for r, local in enumerate(by_ulysses_rank) if r != rank % size]
+            to_queries, to_kv = (sum(local.queries for local in to_heads), sum(local.kv for local in to_heads))
+            inside_forward = (to_queries + 2 * to_kv + (size - 1) * own.queries) * head * case.e  # q, k, v; out
+            dq = (to_queries + (size - 1) * own.queries) * head * case.e  # dout; dq
+            inside_backward = dq + (size - 1) * 2 * own.kv * head * e_kv
+            assert sent.traced == (sent.p2p[0] + inside_forward, sent.p2p[1] + inside_backward), f"rank {rank}"
+
+    check(batch, world, cases, verify)
+
+
+@on_ranks
+def count_tensor_parallel_ring(group: ProcessGroup, case: Case, tp: int) -> Sent:
+    """A Megatron layer with a ring across its tensor-parallel groups."""
+    mesh = mesh_of(1, group.size() // tp, 1, tp)
+    layer = seqpar.ParallelAttention(
+        "tp_sp", 24, case.heads, case.kv_heads, HEAD_DIM, mesh=mesh, overlap="none", context="ring", dtype=case.dtype
+    )
+    x = torch.randn(BATCH, TOKENS // group.size(), 24, dtype=case.dtype, requires_grad=True)
+    y: Any = None
+
+    def forward() -> None:
+        nonlocal y
+        y = layer(x, mask=combined_mask(case.rules), seq_len=TOKENS)
+
+    return watch(forward, lambda: y.sum().backward())
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_tensor_parallel_ring_uneven_heads(batch: Batch, tp: int) -> None:
+    """The same for tensor parallelism with a ring: without overlap, only the ring sends point to point."""
+    cases = [
+        Case({"context": "ring"}, heads=heads, kv_heads=kv_heads, dtype=dtype)
+        for (heads, kv_heads), dtype in product(UNEVEN_HEADS, (torch.float32, torch.bfloat16))
+    ]
+    ring = 8 // tp
+
+    def verify(case: Case, by_rank: list[Sent]) -> None:
+        by_tp_rank = heads_by_rank(case.heads, case.kv_heads, tp)
+        for rank, sent in enumerate(by_rank):
+            across = (ring - 1) * BATCH * TOKENS // ring * 2 * by_tp_rank[rank % tp].kv * HEAD_DIM
+            assert sent.p2p == (across * case.e, across * (case.e + case.e_partial)), f"rank {rank}"
+            assert sent.steps == (ring - 1, ring - 1)
+
+    batch.check(8, count_tensor_parallel_ring, cases, verify, tp)
 
 
 def visible_rows(rules: Rules, world: int, layout: str) -> list[list[int]]:
