@@ -1,4 +1,4 @@
-"""Fixtures and settings that all tests share."""
+"""Settings, options and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -8,18 +8,59 @@ import pytest
 import torch
 from hypothesis import settings
 
+from .cases import Batch
 from .pool import Pool
 
-# Examples are the same from run to run, so that a red test stays red; a machine with other work to do is no failure.
+# Hypothesis draws the same examples in every run, so that a test that fails keeps failing. It has no deadline for an
+# example, because the machine may be busy.
 settings.register_profile("seqpar", deadline=None, derandomize=True, max_examples=50, database=None)
 settings.load_profile("seqpar")
 
 torch.set_num_threads(1)
 
+_CASES_RAN = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--case", metavar="ID", help="of the tests that run many cases, run only the case with this id (or part of it)"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--case``, deselect the tests that do not run cases."""
+    if config.getoption("--case") is None:
+        return
+    with_cases = [item for item in items if "batch" in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=[item for item in items if item not in with_cases])
+    items[:] = with_cases
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With ``--case``, fail if no test has such a case."""
+    wanted = session.config.getoption("--case")
+    if wanted is not None and not session.config.stash.get(_CASES_RAN, 0):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    wanted = config.getoption("--case")
+    if wanted is not None:
+        terminalreporter.write_line(f"--case {wanted!r}: {config.stash.get(_CASES_RAN, 0)} cases ran")
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Eight worker processes, started at the first ``pool.run``."""
+    """Eight worker processes, which start at the first ``pool.run``."""
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def batch(request: pytest.FixtureRequest, pool: Pool) -> Iterator[Batch]:
+    """Runs many cases in one test; ``--case`` chooses one of them."""
+    made = Batch(pool, request.node.nodeid, request.config.getoption("--case"))
+    yield made
+    stash = request.config.stash
+    stash[_CASES_RAN] = stash.get(_CASES_RAN, 0) + made.ran

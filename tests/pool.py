@@ -1,9 +1,9 @@
-"""A persistent pool of worker processes, so that a multi-process test costs milliseconds and never hangs.
+"""A persistent pool of worker processes: a test on several ranks costs milliseconds and cannot hang.
 
-Eight processes, forked from a clean one, form a gloo group over the loopback interface, with a subgroup of the first
-``n`` ranks for each ``n`` of ``WORLDS``. A function runs on the first ranks and its results come back by rank. Whatever
-goes wrong (an exception, a dead process, a rank that does not answer in time) ends the pool with the ranks' own words;
-the next run starts a fresh one.
+The processes form one gloo group over the loopback interface, with a subgroup of the first ``n`` ranks for each ``n``
+in ``WORLDS``. ``Pool.run`` calls a function on the first ranks and returns the results by rank. When a rank raises,
+dies or misses the deadline, ``run`` ends all processes and raises ``WorkerError`` with the traceback or the stack of
+each rank; the next ``run`` starts new processes.
 """
 
 from __future__ import annotations
@@ -20,25 +20,54 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DeviceMesh
+
+import seqpar
 
 WORLDS = (1, 2, 3, 4, 8)
 _START_DEADLINE_S = 120.0
-# After one rank has failed, the others get this long to answer: their words may be the more telling ones.
+# When a rank has failed, the other ranks get this long to report: their error may be the one that explains it.
 _GRACE_S = 3.0
+
+Result = TypeVar("Result")
+Body = TypeVar("Body", bound=Callable[..., Any])
+
+
+def on_ranks(body: Body) -> Body:
+    """Mark a function that runs in the worker processes, on each rank: ``body(group, *args, **kwargs)``.
+
+    It changes nothing: it tells the reader which functions between the tests run in another process. Such a function
+    is at the top level of its module, and its arguments and result can be pickled.
+    """
+    return body
 
 
 class WorkerError(AssertionError):
-    """What went wrong on which rank, with that rank's traceback or stack."""
+    """A rank raised, died or missed the deadline; the message has each such rank's traceback or stack."""
+
+
+class _Answer(NamedTuple):
+    """What one rank sends back: its result, or the text of its error."""
+
+    ok: bool
+    value: Any
 
 
 class Pool:
-    """``run`` is the whole of it. Processes start at the first ``run``."""
+    """Worker processes that run functions of the tests. They start at the first ``run``.
+
+    Args:
+        ranks: number of processes.
+        deadline_s: seconds that ``run`` waits for the results.
+        environment: environment variables of the processes.
+    """
 
     def __init__(self, ranks: int = 8, deadline_s: float = 60.0, environment: dict[str, str] | None = None) -> None:
         self.ranks = ranks
@@ -47,27 +76,28 @@ class Pool:
         self.deadline_s = deadline_s
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._stacks: list[Any] = []
+        self._stack_files: list[Any] = []
+        self._store: dist.TCPStore | None = None
 
     def run(
-        self, world: int, function: Callable[..., Any], *args: Any, deadline_s: float | None = None, **kwargs: Any
-    ) -> list[Any]:
-        """``function(group, *args, **kwargs)`` on ranks ``0..world-1``; the results, by rank.
+        self, world: int, body: Callable[..., Result], *args: Any, deadline_s: float | None = None, **kwargs: Any
+    ) -> list[Result]:
+        """Call ``body(group, *args, **kwargs)`` on ranks ``0..world-1`` and return the results by rank.
 
         Args:
-            world: one of ``WORLDS``, not above the pool's ranks.
-            function: a top-level function of a module that the workers can import. ``group`` is the process group
-                of those ranks.
-            deadline_s: for all ranks to answer, ``self.deadline_s`` by default.
+            world: one of ``WORLDS``, at most the pool's ranks.
+            body: a top-level function that the workers can import, marked ``@on_ranks``. ``group`` is the process
+                group of those ranks.
+            deadline_s: seconds until all ranks must have returned; ``self.deadline_s`` by default.
 
         Raises:
-            WorkerError: a rank raised, died, or did not answer in time.
+            WorkerError: a rank raised, died or missed the deadline.
         """
         if world not in self.worlds:
             raise ValueError(f"world={world}: the pool has groups of {self.worlds} ranks")
         if not self._processes:
             self._start()
-        message = pickle.dumps((world, function, args, kwargs))
+        message = pickle.dumps((world, body, args, kwargs))
         for pipe in self._pipes[:world]:
             pipe.send_bytes(message)
         return self._collect(world, self.deadline_s if deadline_s is None else deadline_s)
@@ -78,73 +108,80 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        for resource in (*self._pipes, *self._stacks):
+        for resource in (*self._pipes, *self._stack_files):
             resource.close()
-        self._processes, self._pipes, self._stacks = [], [], []
+        self._processes, self._pipes, self._stack_files = [], [], []
 
     def _start(self) -> None:
-        # Forked from a clean process that has imported torch once: a start takes a second, not eight imports.
+        # A fork server imports torch once; each worker is a fork of it, so that starting eight takes a second.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "seqpar"])
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
             for rank in range(self.ranks):
-                ours, theirs = context.Pipe()
-                stack = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-")  # noqa: SIM115 (closed in close)
+                here, there = context.Pipe()
+                stack_file = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-")  # noqa: SIM115 (see close)
                 process = context.Process(
-                    target=_work,
-                    args=(rank, self.worlds, store.port, theirs, stack.name, self.environment),
+                    target=_worker,
+                    args=(rank, self.worlds, self._store.port, there, stack_file.name, self.environment),
                     daemon=True,
                 )
                 process.start()
-                theirs.close()
+                there.close()
                 self._processes.append(process)
-                self._pipes.append(ours)
-                self._stacks.append(stack)
-        self._store = store
+                self._pipes.append(here)
+                self._stack_files.append(stack_file)
         self._collect(self.ranks, _START_DEADLINE_S)
 
     def _collect(self, world: int, deadline_s: float) -> list[Any]:
-        answers: dict[int, tuple[bool, Any]] = {}
+        """The results of the first ``world`` ranks. Any failure closes the pool."""
+        answers: dict[int, _Answer] = {}
         end = time.monotonic() + deadline_s
         while len(answers) < world and (left := end - time.monotonic()) > 0:
-            open_pipes = {self._pipes[rank]: rank for rank in range(world) if rank not in answers}
-            for pipe in wait(list(open_pipes), left):
+            rank_of = {self._pipes[rank]: rank for rank in range(world) if rank not in answers}
+            for pipe in wait(list(rank_of), left):
                 assert isinstance(pipe, Connection)
-                rank = open_pipes[pipe]
+                rank = rank_of[pipe]
                 try:
-                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                    answers[rank] = _Answer(*pickle.loads(pipe.recv_bytes()))
                 except EOFError:
                     self._processes[rank].join(1)
-                    answers[rank] = False, f"the process ended with code {self._processes[rank].exitcode}"
-                if not answers[rank][0]:
+                    answers[rank] = _Answer(False, f"the process ended with code {self._processes[rank].exitcode}")
+                if not answers[rank].ok:
                     end = min(end, time.monotonic() + _GRACE_S)
-        if len(answers) == world and all(good for good, _ in answers.values()):
-            return [answers[rank][1] for rank in range(world)]
-        words = self._words(world, answers, deadline_s)
+        if len(answers) == world and all(answer.ok for answer in answers.values()):
+            return [answers[rank].value for rank in range(world)]
+        message = self._failures(world, answers, deadline_s)
         self.close()
-        raise WorkerError(words)
+        raise WorkerError(message)
 
-    def _words(self, world: int, answers: dict[int, tuple[bool, Any]], deadline_s: float) -> str:
-        failed = {rank: said for rank, (good, said) in sorted(answers.items()) if not good}
-        parts = [f"rank {rank} of {world}: {said}" for rank, said in failed.items()]
+    def _failures(self, world: int, answers: dict[int, _Answer], deadline_s: float) -> str:
+        """The errors of the ranks that failed, then the stacks of the ranks that have not answered."""
+        errors = {rank: answer.value for rank, answer in sorted(answers.items()) if not answer.ok}
+        lines = [f"rank {rank} of {world}: {error}" for rank, error in errors.items()]
         silent = [rank for rank in range(world) if rank not in answers]
         for rank in silent:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
         if silent:
-            time.sleep(0.5)  # for the stacks to be written
-        why = "did not answer after another failed" if failed else f"did not answer in {deadline_s:.0f} s"
+            time.sleep(0.5)  # faulthandler writes the stacks meanwhile
+        why = "did not answer after another rank had failed" if errors else f"did not answer in {deadline_s:.0f} s"
         for rank in silent:
-            parts.append(f"rank {rank} of {world}: {why}; it was here:\n{self._stacks[rank].read()}")
-        return "\n".join(parts)
+            lines.append(f"rank {rank} of {world}: {why}; its stack:\n{self._stack_files[rank].read()}")
+        return "\n".join(lines)
 
 
-def _work(
+@cache
+def mesh_of(dp: int, ring: int, ulysses: int, tp: int) -> DeviceMesh:
+    """On the ranks: a mesh over all workers of the pool, made once in each process."""
+    return seqpar.init_mesh(dp=dp, ring=ring, ulysses=ulysses, tp=tp, device_type="cpu")
+
+
+def _worker(
     rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack_file: str, environment: dict[str, str]
 ) -> None:
-    """The life of a worker: join the groups, then run what comes."""
-    # Here, not around its start: the process that workers are forked from is older than the second pool.
+    """The main function of a worker process: set up the groups, then run functions until the pipe closes."""
+    # Set here, because the fork server keeps the environment of the first pool.
     os.environ.update(environment)
     stacks = open(stack_file, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -166,15 +203,15 @@ def _work(
         except EOFError:
             return
         try:
-            world, function, args, kwargs = pickle.loads(message)
-            answer = pickle.dumps((True, function(groups[world], *args, **kwargs)))
+            world, body, args, kwargs = pickle.loads(message)
+            answer = pickle.dumps((True, body(groups[world], *args, **kwargs)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)
 
 
 def _die_with_parent() -> None:
-    """A worker that waits inside a collective does not notice that its parent ended; this thread does."""
+    """End this process when its parent ends: a worker blocked in a collective would not notice."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -182,12 +219,13 @@ def _die_with_parent() -> None:
 
 
 def _loopback() -> str:
+    """The loopback interface's name."""
     return "lo0" if os.uname().sysname == "Darwin" else "lo"
 
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Environment variables for the processes started meanwhile."""
+    """Set environment variables for the processes that the block starts."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

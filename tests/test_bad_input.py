@@ -1,5 +1,8 @@
-"""Bad input raises TypeError or ValueError, before anything is sent, with words that name the argument, the value and
-what to do; and when one rank's input is bad, or ranks disagree, all of them raise and none waits for ever."""
+"""Bad input raises a TypeError or ValueError before anything is sent, and the message says what to do.
+
+A message names the argument and its value, and what is expected. When the input of one rank is bad, or the ranks
+disagree, every rank raises and none hangs.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 
-from .pool import Pool
-from .test_attention import STRATEGIES
+from .cases import Batch
+from .pool import Pool, mesh_of, on_ranks
+from .strategies import STRATEGIES
 
 
 def tensor(*shape: int, **kwargs: Any) -> Tensor:
@@ -25,7 +29,7 @@ def tensor(*shape: int, **kwargs: Any) -> Tensor:
 
 
 def attend(q: Any = None, k: Any = None, v: Any = None, **kwargs: Any) -> Any:
-    """A good call but for what is given."""
+    """A valid call, except for the given arguments."""
     q = tensor() if q is None else q
     k = tensor() if k is None else k
     return seqpar.attention(q, k, k if v is None else v, **{"strategy": "local", **kwargs})
@@ -33,8 +37,8 @@ def attend(q: Any = None, k: Any = None, v: Any = None, **kwargs: Any) -> Any:
 
 Bad = tuple[Callable[[], Any], type[Exception], list[str]]
 
+# Name -> the call, the exception, and words that its message contains.
 BAD: dict[str, Bad] = {
-    # what is called, what it raises, what the message has to contain
     "heads": (lambda: attend(k=tensor(2, 8, 3, 16)), ValueError, ["heads=4", "kv_heads=3", "multiple"]),
     "more kv heads": (lambda: attend(k=tensor(2, 8, 8, 16)), ValueError, ["heads=4", "kv_heads=8", "multiple"]),
     "no heads": (lambda: attend(tensor(2, 8, 0, 16), tensor(2, 8, 0, 16)), ValueError, ["heads=0", "kv_heads=0"]),
@@ -59,7 +63,7 @@ BAD: dict[str, Bad] = {
     "meta": (lambda: attend(tensor(device="meta")), ValueError, ["q", "meta", "move"]),
     "mixed devices": (lambda: attend(v=tensor(device="meta")), ValueError, ["v", "meta", "move"]),
     "strategy": (lambda: attend(strategy="rign"), ValueError, ["strategy", "'rign'", "did you mean 'ring'"]),
-    "strategy of another house": (
+    "strategy, misspelled": (
         lambda: attend(strategy="ulises"),
         ValueError,
         ["'ulises'", "did you mean 'ulysses'"],
@@ -123,7 +127,7 @@ BAD: dict[str, Bad] = {
     "alibi_slopes": (lambda: attend(alibi_slopes=tensor(3, 4)), ValueError, ["alibi_slopes", "(3, 4)", "(2, 4)"]),
     "seq_len": (lambda: attend(seq_len=9), ValueError, ["seq_len=9", "8", "shard"]),
     "seq_len's type": (lambda: attend(seq_len=8.0), TypeError, ["seq_len=8.0", "int"]),
-    # masks
+    # Masks.
     "boundaries fall": (
         lambda: Mask.documents([0, 5, 3]),
         ValueError,
@@ -145,7 +149,7 @@ BAD: dict[str, Bad] = {
     "prefix": (lambda: Mask.prefix_lm(-1), ValueError, ["prefix_len=[-1]", ">= 0"]),
     "chunk": (lambda: Mask.chunked(0), ValueError, ["size=0", "at least 1"]),
     "and": (lambda: Mask.causal() & 3, TypeError, ["unsupported operand"]),  # type: ignore[operator]
-    # sharding
+    # Sharding.
     "dim": (lambda: seqpar.shard(tensor(), dim=4), ValueError, ["dim=4", "(2, 8, 4, 16)"]),
     "dim's type": (lambda: seqpar.shard(tensor(), dim="seq"), TypeError, ["dim='seq'", "int"]),  # type: ignore[arg-type]
     "shard's layout": (
@@ -160,7 +164,7 @@ BAD: dict[str, Bad] = {
     ),
     "shard's tensor": (lambda: seqpar.shard([1, 2]), TypeError, ["x", "list"]),  # type: ignore[arg-type]
     "positions": (lambda: seqpar.positions(-1), ValueError, ["seq_len=-1"]),
-    # meshes (this process alone)
+    # Meshes, in this process alone.
     "mesh size": (lambda: seqpar.init_mesh(ring=0), ValueError, ["ring=0", "at least 1"]),
     "mesh product": (lambda: seqpar.init_mesh(ring=3, ulysses=2), ValueError, ["ring=3", "ulysses=2", "1"]),
     "two open sizes": (lambda: seqpar.init_mesh(ring=-1, dp=-1), ValueError, ["dp", "ring", "-1", "one"]),
@@ -168,22 +172,28 @@ BAD: dict[str, Bad] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_the_message_says_what_to_do(what: str) -> None:
-    call, kind, words = BAD[what]
+@pytest.mark.parametrize("name", BAD)
+def test_the_message_says_what_to_do(name: str) -> None:
+    call, error, words = BAD[name]
     with pytest.raises((TypeError, ValueError)) as raised:
         call()
-    assert raised.type is kind, raised.value
+    assert raised.type is error, raised.value
     message = str(raised.value)
     missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", message)]
     assert not missing, f"{message!r} lacks {missing}"
 
 
-# ------------------------------------------------------------------------------------------------ on several ranks
+def message_of(call: Callable[[], Any]) -> str:
+    """The type and message of what ``call`` raises; "nothing" if it returns."""
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def bad_on(bad_rank: int, rank: int) -> dict[str, tuple[dict[str, Any], str]]:
-    """Arguments that are bad on one rank only, and a word that it then says."""
+    """Name -> arguments that are bad on ``bad_rank`` only, and a word that its message contains."""
 
     def here(good: Any, bad: Any) -> Any:
         return bad if rank == bad_rank else good
@@ -211,30 +221,30 @@ def bad_on(bad_rank: int, rank: int) -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
-def one_bad_rank(group: ProcessGroup, strategy: str) -> dict[str, str]:
-    """What this rank says to each bad call; after each, a good call has to work."""
-    said = {}
-    for what, (arguments, _) in bad_on(1, group.rank()).items():
-        said[what] = "nothing"
-        try:
-            attend(group=group, **{**STRATEGIES[strategy], **arguments})
-        except (TypeError, ValueError, RuntimeError) as error:
-            said[what] = f"{type(error).__name__}: {error}"
-        assert not attend(group=group, **STRATEGIES[strategy]).any()
-    return said
+@on_ranks
+def attend_with_one_bad_rank(group: ProcessGroup, name: str, strategy: str) -> str:
+    """The error of this rank when the input of rank 1 is bad. After it, a valid call works."""
+    arguments, _ = bad_on(1, group.rank())[name]
+    message = message_of(lambda: attend(group=group, **{**STRATEGIES[strategy], **arguments}))
+    assert not attend(group=group, **STRATEGIES[strategy]).any()
+    return message
+
+
+def verify_one_bad_rank(name: str, messages: list[str]) -> None:
+    _, word = bad_on(1, 1)[name]
+    for rank, message in enumerate(messages):
+        if rank == 1:
+            assert message.startswith(("ValueError", "TypeError")) and word in message
+        else:
+            assert message.startswith("RuntimeError") and "[1]" in message, f"rank {rank}"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_bad_rank_makes_all_raise(pool: Pool, strategy: str) -> None:
-    by_rank = pool.run(4, one_bad_rank, strategy, deadline_s=30)
-    for what, (_, word) in bad_on(1, 1).items():
-        assert word in by_rank[1][what], f"{what}: {by_rank[1][what]}"
-        assert by_rank[1][what].startswith(("ValueError", "TypeError"))
-        for rank in (0, 2, 3):
-            assert by_rank[rank][what].startswith("RuntimeError"), f"{what}, rank {rank}: {by_rank[rank][what]}"
-            assert "[1]" in by_rank[rank][what]
+def test_one_bad_rank_makes_all_raise(batch: Batch, strategy: str) -> None:
+    batch.check(4, attend_with_one_bad_rank, [*bad_on(1, 1)], verify_one_bad_rank, strategy, deadline_s=30)
 
 
+# Name -> arguments by rank, and a word of the message on every rank.
 DISAGREEMENTS: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "batch": (lambda rank: dict.fromkeys("qk", tensor(2 + (rank == 2), 8, 4, 16)), "batch"),
     "heads": (lambda rank: {"q": tensor(2, 8, 8 if rank == 2 else 4, 16)}, "heads"),
@@ -255,13 +265,36 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
 }
 
 
-def odd_one_out(group: ProcessGroup) -> dict[str, list[str]]:
-    """What this rank says where rank 1's input is bad, and where it only differs, beside the attention function."""
+@on_ranks
+def attend_in_disagreement(group: ProcessGroup, name: str, strategy: str) -> str:
+    """The error of this rank when the ranks' arguments are valid but differ. After it, a valid call works."""
+    arguments = DISAGREEMENTS[name][0](group.rank())
+    message = message_of(lambda: attend(group=group, **{**STRATEGIES[strategy], **arguments}))
+    assert not attend(group=group, **STRATEGIES[strategy]).any()
+    return message
+
+
+def verify_disagreement(name: str, messages: list[str]) -> None:
+    assert all(message.startswith("ValueError") and DISAGREEMENTS[name][1] in message for message in messages)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])
+def test_ranks_that_disagree_all_raise(batch: Batch, strategy: str) -> None:
+    batch.check(4, attend_in_disagreement, [*DISAGREEMENTS], verify_disagreement, strategy, deadline_s=30)
+
+
+@on_ranks
+def layers_and_losses_in_error(group: ProcessGroup) -> dict[str, str]:
+    """The errors of this rank outside the attention function.
+
+    In "bad" calls the input of rank 1 is bad, in "differ" calls it is valid but differs from the other ranks' input.
+    """
     odd = group.rank() == 1
     x, ids = torch.zeros(2, 4, 16), torch.zeros(2, 4, dtype=torch.int64)
     ring, tp_sp = (seqpar.ParallelAttention(s, 16, 4, group=group) for s in ("ring", "tp_sp"))
     mlp, head = seqpar.MegatronMLP(16, 32, group=group), seqpar.VocabParallelHead(16, 11, group=group)
-    whole = [t.detach() for t in (head(x), head(x)[..., :-1], head(x)[:, :-1], head(x).double())]
+    logits = head(x).detach()
+    narrow, short, double = logits[..., :-1], logits[:, :-1], logits.double()
     calls: dict[str, Callable[[], Any]] = {}
     for name, layer in (("ring", ring), ("tp_sp", tp_sp), ("mlp", mlp), ("head", head)):
         calls[f"bad: {name}, dtype"] = partial(layer, x.half() if odd else x)
@@ -270,86 +303,60 @@ def odd_one_out(group: ProcessGroup) -> dict[str, list[str]]:
         calls[f"bad: {name}, type"] = partial(layer, None if odd else x)
     calls["bad: layer, seq_len"] = lambda: ring(x, seq_len=4.5 if odd else None)
     loss: Any = partial(seqpar.vocab_parallel_cross_entropy, num_embeddings=11, group=group)
-    calls["bad: logits, width"] = lambda: loss(whole[odd], ids)
-    calls["bad: logits, type"] = lambda: loss(None if odd else whole[0], ids)
-    calls["bad: labels"] = lambda: loss(whole[0], ids + 50 * odd)
-    calls["differ: logits, tokens"] = lambda: loss(whole[2 * odd], ids)
-    calls["differ: logits, dtype"] = lambda: loss(whole[3 * odd], ids)
+    calls["bad: logits, width"] = lambda: loss(narrow if odd else logits, ids)
+    calls["bad: logits, type"] = lambda: loss(None if odd else logits, ids)
+    calls["bad: labels"] = lambda: loss(logits, ids + 50 * odd)
+    calls["differ: logits, tokens"] = lambda: loss(short if odd else logits, ids)
+    calls["differ: logits, dtype"] = lambda: loss(double if odd else logits, ids)
     unshard = partial(seqpar.unshard, group=group)
     calls["differ: unshard, layout"] = lambda: unshard(x, layout="zigzag" if odd else "striped")
     calls["differ: unshard, dim"] = lambda: unshard(x[:, :2], dim=int(odd))
     calls["differ: unshard, dtype"] = lambda: unshard(x.int() if odd else x)
-    said: dict[str, list[str]] = {}
-    for what, call in calls.items():
-        said[what] = ["nothing", ""]
-        try:
-            call()
-        except (TypeError, ValueError, RuntimeError) as error:
-            said[what] = [type(error).__name__, str(error)]
-        assert not attend(strategy="ring", group=group).any()
-    return said
+    messages = {}
+    for name, call in calls.items():
+        messages[name] = message_of(call)
+        assert not attend(strategy="ring", group=group).any()  # a valid call works after it
+    return messages
 
 
 def test_layers_and_losses_raise_on_all_ranks(pool: Pool) -> None:
-    by_rank = pool.run(3, odd_one_out, deadline_s=30)
-    for rank, said in enumerate(by_rank):
-        for what, (kind, words) in said.items():
-            if what.startswith("bad") and rank != 1:
-                assert kind == "RuntimeError" and "[1]" in words, f"{what}, rank {rank}: {kind}: {words}"
+    for rank, messages in enumerate(pool.run(3, layers_and_losses_in_error, deadline_s=30)):
+        for name, message in messages.items():
+            if name.startswith("bad") and rank != 1:
+                assert message.startswith("RuntimeError") and "[1]" in message, f"{name}, rank {rank}: {message}"
             else:
-                assert kind in ("ValueError", "TypeError"), f"{what}, rank {rank}: {kind}: {words}"
+                assert message.startswith(("ValueError", "TypeError")), f"{name}, rank {rank}: {message}"
 
 
-def disagree(group: ProcessGroup, strategy: str) -> dict[str, str]:
-    said = {}
-    for what, (make, _) in DISAGREEMENTS.items():
-        said[what] = "nothing"
-        try:
-            attend(group=group, **{**STRATEGIES[strategy], **make(group.rank())})
-        except ValueError as error:
-            said[what] = str(error)
-        assert not attend(group=group, **STRATEGIES[strategy]).any()
-    return said
+# Name -> words of the message.
+GROUP_ERRORS = {
+    "local": ["'local'", "8 ranks", "ring"],
+    "both": ["mesh and group", "one of them"],
+    "names": ["('a', 'b')", "'ring'", "'ulysses'"],
+    "divide": ["ulysses_size=3", "8 ranks", "1, 2, 4, 8"],
+    "product": ["ring=3", "ulysses=2", "8"],
+    "open": ["ring=3", "dp=-1", "8"],
+}
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])
-def test_ranks_that_disagree_all_raise(pool: Pool, strategy: str) -> None:
-    for rank, said in enumerate(pool.run(4, disagree, strategy, deadline_s=30)):
-        for what, (_, word) in DISAGREEMENTS.items():
-            assert word in said[what], f"{what}, rank {rank}: {said[what]}"
-
-
-def on_groups(group: ProcessGroup) -> dict[str, str]:
-    """What concerns groups themselves: every rank raises by itself, without a word to the others."""
-    mesh = seqpar.init_mesh(ring=2, ulysses=4, device_type="cpu")
-    plain = torch.distributed.init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
+@on_ranks
+def unsuitable_groups(group: ProcessGroup) -> dict[str, str]:
+    """The errors about the groups themselves: each rank raises without communication."""
+    mesh = mesh_of(1, 2, 4, 1)
+    unnamed = torch.distributed.init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
     calls: dict[str, Callable[[], Any]] = {
         "local": lambda: attend(group=group),
         "both": lambda: attend(strategy="ring", group=group, mesh=mesh),
-        "names": lambda: attend(strategy="ring", mesh=plain),
+        "names": lambda: attend(strategy="ring", mesh=unnamed),
         "divide": lambda: attend(strategy="hybrid", group=group, ulysses_size=3),
         "product": lambda: seqpar.init_mesh(ring=3, ulysses=2),
         "open": lambda: seqpar.init_mesh(ring=3, dp=-1),
     }
-    said = {}
-    for what, call in calls.items():
-        said[what] = "nothing"
-        try:
-            call()
-        except ValueError as error:
-            said[what] = str(error)
-    return said
+    return {name: message_of(call) for name, call in calls.items()}
 
 
-def test_groups_that_do_not_fit(pool: Pool) -> None:
-    words = {
-        "local": ["'local'", "8 ranks", "ring"],
-        "both": ["mesh and group", "one of them"],
-        "names": ["('a', 'b')", "'ring'", "'ulysses'"],
-        "divide": ["ulysses_size=3", "8 ranks", "1, 2, 4, 8"],
-        "product": ["ring=3", "ulysses=2", "8"],
-        "open": ["ring=3", "dp=-1", "8"],
-    }
-    for said in pool.run(8, on_groups):
-        for what, needed in words.items():
-            assert all(word in said[what] for word in needed), f"{what}: {said[what]}"
+def test_unsuitable_groups(pool: Pool) -> None:
+    for messages in pool.run(8, unsuitable_groups):
+        for name, words in GROUP_ERRORS.items():
+            assert messages[name].startswith("ValueError"), messages[name]
+            assert all(word in messages[name] for word in words), f"{name}: {messages[name]}"

@@ -1,7 +1,9 @@
-"""Layouts deal every token to one rank; shard, unshard and positions agree with them, and so do their gradients."""
+"""Layouts assign every token to one rank; shard, unshard, positions and their gradients agree with the oracle."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar.layout import LAYOUTS, global_order, shard_length, shard_positions, shard_ranges
 
-from .pool import WORLDS, Pool
-from .reference import dealt
+from .cases import Batch
+from .pool import WORLDS, Pool, on_ranks
+from .reference import rank_positions
 
 layouts = st.sampled_from(LAYOUTS)
 
@@ -28,8 +31,8 @@ def test_every_token_has_one_rank(seq_len: int, ranks: int, layout: str) -> None
     assert torch.equal(torch.cat(shards).sort().values, torch.arange(seq_len))
     for rank, shard in enumerate(shards):
         assert shard.dtype == torch.int64
-        assert torch.equal(shard, dealt(seq_len, ranks, rank, layout))
-        assert bool((shard.diff() > 0).all())  # what makes intervals of positions intervals of local indices
+        assert torch.equal(shard, rank_positions(seq_len, ranks, rank, layout))
+        assert bool((shard.diff() > 0).all())  # so that an interval of positions is an interval of local indices
         assert shard_length(seq_len, ranks, rank, layout) == len(shard)
         ranges = shard_ranges(seq_len, ranks, rank, layout)
         assert [i for r in ranges for i in r] == shard.tolist()
@@ -39,102 +42,109 @@ def test_every_token_has_one_rank(seq_len: int, ranks: int, layout: str) -> None
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
-def test_zigzag_balances_causal_work(part: int, ranks: int) -> None:
-    """Where the parts are equal, every rank's queries see the same number of keys."""
-    work = [int((shard_positions(2 * ranks * part, ranks, rank, "zigzag") + 1).sum()) for rank in range(ranks)]
+def test_zigzag_balances_causal_work(chunk: int, ranks: int) -> None:
+    """With equal chunks, the queries of every rank see the same number of keys."""
+    work = [int((shard_positions(2 * ranks * chunk, ranks, rank, "zigzag") + 1).sum()) for rank in range(ranks)]
     assert len(set(work)) == 1
 
 
-# ------------------------------------------------------------------------------------------------ on processes
+@dataclass(frozen=True)
+class ShardCase:
+    """A tensor to shard along ``dim`` and to unshard."""
 
-Shapes = list[tuple[tuple[int, ...], int, str, torch.dtype]]
+    shape: tuple[int, ...]
+    dim: int
+    layout: str
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        return f"{self.layout} {str(self.dtype).removeprefix('torch.')} shape={self.shape} dim={self.dim}"
 
 
-def shapes(world: int) -> Shapes:
-    """(shape, dim, layout, dtype): even and uneven lengths, fewer tokens than ranks, none at all; any dim and dtype."""
+def shard_cases(world: int) -> list[ShardCase]:
+    """Even and uneven lengths, fewer tokens than ranks, no tokens; every dim and several dtypes."""
     lengths = sorted({0, 1, world - 1, world, 2 * world, 2 * world + 1, 37, 64})
-    cases: Shapes = [((2, n, 3), 1, layout, torch.float32) for n in lengths for layout in LAYOUTS]
+    cases = [ShardCase((2, length, 3), 1, layout) for length, layout in product(lengths, LAYOUTS)]
     for layout in LAYOUTS:
-        cases.append(((19,), 0, layout, torch.int64))
-        cases.append(((2, 3, 21), -1, layout, torch.bfloat16))
-        cases.append(((5, 2, 0), 0, layout, torch.float64))
-        cases.append(((2, 11), 1, layout, torch.bool))
+        cases.append(ShardCase((19,), 0, layout, torch.int64))
+        cases.append(ShardCase((2, 3, 21), -1, layout, torch.bfloat16))
+        cases.append(ShardCase((5, 2, 0), 0, layout, torch.float64))
+        cases.append(ShardCase((2, 11), 1, layout, torch.bool))
     return cases
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+    """A tensor whose neighbouring values differ."""
     values = torch.arange(torch.Size(shape).numel()).view(shape) + offset
     return values % 2 == 0 if dtype == torch.bool else (values % 251).to(dtype)
 
 
-def round_trip(group: ProcessGroup, cases: Shapes) -> list[dict[str, Tensor]]:
-    results = []
-    for shape, dim, layout, dtype in cases:
-        differentiable = dtype.is_floating_point
-        x = filled(shape, dtype).requires_grad_(differentiable)
-        local = seqpar.shard(x, dim=dim, group=group, layout=layout)
-        whole = seqpar.unshard(local, dim=dim, group=group, layout=layout)
-        result = {
-            "local": local.detach(),
-            "whole": whole.detach(),
-            "positions": seqpar.positions(shape[dim], group=group, layout=layout),
-        }
-        if differentiable:
-            leaf = local.detach().clone().requires_grad_()
-            seqpar.unshard(leaf, dim=dim, group=group, layout=layout).backward(filled(shape, dtype, 7))
-            local.backward(filled(tuple(local.shape), dtype, 1000 * group.rank()))
-            assert x.grad is not None
-            assert leaf.grad is not None
-            result |= {"dx": x.grad, "dlocal": leaf.grad}
-        results.append(result)
+@on_ranks
+def round_trip(group: ProcessGroup, case: ShardCase) -> dict[str, Tensor]:
+    """Shard, unshard, positions, and the backward of the first two."""
+    where: dict[str, Any] = {"dim": case.dim, "group": group, "layout": case.layout}
+    differentiable = case.dtype.is_floating_point
+    x = filled(case.shape, case.dtype).requires_grad_(differentiable)
+    local = seqpar.shard(x, **where)
+    results = {
+        "local": local.detach(),
+        "full": seqpar.unshard(local, **where).detach(),
+        "positions": seqpar.positions(case.shape[case.dim], group=group, layout=case.layout),
+    }
+    if differentiable:
+        leaf = local.detach().clone().requires_grad_()
+        seqpar.unshard(leaf, **where).backward(filled(case.shape, case.dtype, 7))
+        local.backward(filled(tuple(local.shape), case.dtype, 1000 * group.rank()))
+        assert x.grad is not None
+        assert leaf.grad is not None
+        results |= {"dx": x.grad, "dlocal": leaf.grad}
     return results
 
 
+def verify_round_trip(case: ShardCase, by_rank: list[dict[str, Tensor]]) -> None:
+    full, dfull = filled(case.shape, case.dtype), filled(case.shape, case.dtype, 7)
+    dx = torch.zeros(case.shape, dtype=case.dtype)
+    for rank, got in enumerate(by_rank):
+        mine = rank_positions(case.shape[case.dim], len(by_rank), rank, case.layout)
+        assert torch.equal(got["positions"], mine)
+        assert torch.equal(got["local"], full.index_select(case.dim, mine))
+        assert got["local"].is_contiguous()
+        assert torch.equal(got["full"], full)
+        if "dlocal" in got:
+            assert torch.equal(got["dlocal"], dfull.index_select(case.dim, mine))
+            dlocal = filled(tuple(got["local"].shape), case.dtype, 1000 * rank)
+            dx.index_copy_(case.dim % len(case.shape), mine, dlocal)
+    # The backward of shard gathers the gradients of all ranks.
+    assert all(torch.equal(got["dx"], dx) for got in by_rank if "dx" in got)
+
+
 @pytest.mark.parametrize("world", WORLDS)
-def test_shard_and_unshard(pool: Pool, world: int) -> None:
-    cases = shapes(world)
-    by_rank = pool.run(world, round_trip, cases)
-    for index, (shape, dim, layout, dtype) in enumerate(cases):
-        whole, incoming = filled(shape, dtype), filled(shape, dtype, 7)
-        dx = torch.zeros(shape, dtype=dtype)
-        for rank in range(world):
-            mine = dealt(shape[dim], world, rank, layout)
-            got = by_rank[rank][index]
-            assert torch.equal(got["positions"], mine)
-            assert torch.equal(got["local"], whole.index_select(dim, mine))
-            assert got["local"].is_contiguous()
-            assert torch.equal(got["whole"], whole)
-            if "dlocal" in got:
-                assert torch.equal(got["dlocal"], incoming.index_select(dim, mine))
-                dx.index_copy_(dim % len(shape), mine, filled(tuple(got["local"].shape), dtype, 1000 * rank))
-        for rank in range(world):
-            if "dx" in by_rank[rank][index]:
-                assert torch.equal(by_rank[rank][index]["dx"], dx)
+def test_shard_and_unshard(batch: Batch, world: int) -> None:
+    batch.check(world, round_trip, shard_cases(world), verify_round_trip)
 
 
-def unshard_wrongly(group: ProcessGroup) -> list[str]:
-    """Shards that no layout gives: every rank is told, none hangs."""
-    said = []
+@on_ranks
+def unshard_errors(group: ProcessGroup) -> list[str]:
+    """What unshard raises on this rank for shards that no layout gives."""
     shards = [
         torch.zeros(1, 4 + group.rank(), 2),  # growing lengths
         torch.zeros(1, 4, 2 + group.rank()),  # another dimension differs
         torch.zeros(1, 4, 2, dtype=torch.float64 if group.rank() == 1 else torch.float32),
     ]
+    messages = []
     for shard in shards:
-        try:
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 (the test reads the message)
             seqpar.unshard(shard, group=group)
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+        messages.append(str(raised.value))
+    return messages
 
 
-def test_unshard_refuses_what_shard_does_not_give(pool: Pool) -> None:
-    for said in pool.run(3, unshard_wrongly):
-        assert "[4, 5, 6]" in said[0]
-        assert "[5, 5, 5]" in said[0]
-        assert "dimension other than 1" in said[1]
-        assert "dtype" in said[2]
+def test_unshard_raises_on_all_ranks(pool: Pool) -> None:
+    for lengths, dimension, dtype in pool.run(3, unshard_errors):
+        assert "[4, 5, 6]" in lengths
+        assert "[5, 5, 5]" in lengths
+        assert "dimension other than 1" in dimension
+        assert "dtype" in dtype
 
 
 def test_one_process_needs_no_group() -> None:

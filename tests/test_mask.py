@@ -12,65 +12,30 @@ from hypothesis import strategies as st
 
 from seqpar import Mask
 
-from .reference import RULES, Rule, Rules, combined, seen_by_definition
-
-
-@st.composite
-def boundaries(draw: st.DrawFn, seq_len: int) -> tuple[int, ...]:
-    """Document boundaries, some documents empty, and possibly padding, or documents past the end."""
-    return (0, *sorted(draw(st.lists(st.integers(0, seq_len + 5), max_size=6))))
-
-
-@st.composite
-def rules(draw: st.DrawFn, seq_len: int, rows: int) -> Rule:
-    names = ["full", "causal", "sliding_window", "documents", "prefix_lm", "chunked", "padding"]
-    name = draw(st.sampled_from(names))
-    if name == "sliding_window":
-        return Rule(name, (draw(st.integers(-1, seq_len)), draw(st.integers(-1, seq_len))))
-    if name == "documents":
-        one = boundaries(seq_len)
-        return Rule(name, (draw(st.one_of(one, st.tuples(*[one] * rows))), draw(st.booleans())))
-    if name == "prefix_lm":
-        one_length = st.integers(0, seq_len + 3)
-        return Rule(name, (draw(st.one_of(one_length, st.tuples(*[one_length] * rows))),))
-    if name == "chunked":
-        one_start = st.lists(st.integers(0, seq_len + 3), max_size=4).map(tuple)
-        starts = draw(st.one_of(one_start, st.tuples(*[one_start] * rows)))
-        return Rule(name, (draw(st.integers(1, seq_len + 2)), draw(st.booleans()), starts))
-    if name == "padding":
-        ends = st.lists(st.integers(0, seq_len + 3), min_size=2, max_size=2).map(sorted)
-        per_row = tuple(zip(*draw(st.tuples(*[ends] * rows)), strict=True))
-        return Rule(name, draw(st.sampled_from([per_row, (per_row[0][0], per_row[1][0])])))
-    return Rule(name)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Rules, int]:
-    """Up to three rules to be combined, and a length."""
-    seq_len, rows = draw(st.integers(1, 24)), draw(st.integers(2, 3))
-    return tuple(draw(st.lists(rules(seq_len, rows), min_size=1, max_size=3))), seq_len
+from .generators import rules_and_length
+from .reference import RULES, Rules, combined_mask, rules_id, visible_pairs
 
 
 def as_rows(dense: torch.Tensor) -> torch.Tensor:
     return dense if dense.dim() == 3 else dense[None]
 
 
-@given(problems())
+@given(rules_and_length())
 def test_dense_is_the_definition(problem: tuple[Rules, int]) -> None:
     drawn, seq_len = problem
-    expected = seen_by_definition(drawn, seq_len)
-    dense = as_rows(combined(drawn).dense(seq_len))
+    expected = visible_pairs(drawn, seq_len)
+    dense = as_rows(combined_mask(drawn).dense(seq_len))
     assert dense.dtype == torch.bool
     assert torch.equal(dense.expand_as(expected), expected)
 
 
-@given(problems(), st.data())
+@given(rules_and_length(), st.data())
 def test_intervals_at_any_positions(problem: tuple[Rules, int], data: st.DataObject) -> None:
     """Asked for the positions of one rank only, a mask answers as for the whole sequence."""
     drawn, seq_len = problem
-    expected = seen_by_definition(drawn, seq_len)
+    expected = visible_pairs(drawn, seq_len)
     chosen = torch.tensor(data.draw(st.lists(st.integers(0, seq_len - 1), unique=True).map(sorted)), dtype=torch.int64)
-    lo, hi = combined(drawn).intervals(chosen)
+    lo, hi = combined_mask(drawn).intervals(chosen)
     assert lo.dtype == hi.dtype == torch.int64
     assert lo.shape == hi.shape == (*lo.shape[:-1], len(chosen))
     keys = torch.arange(seq_len)
@@ -78,20 +43,20 @@ def test_intervals_at_any_positions(problem: tuple[Rules, int], data: st.DataObj
     assert torch.equal(seen.expand(len(expected), -1, -1), expected[:, chosen])
 
 
-@given(problems())
+@given(rules_and_length())
 def test_intervals_never_fall(problem: tuple[Rules, int]) -> None:
     """What lets a kernel find a block's keys from its first and last row."""
     drawn, seq_len = problem
-    lo, hi = combined(drawn).intervals(torch.arange(seq_len))
+    lo, hi = combined_mask(drawn).intervals(torch.arange(seq_len))
     assert bool((lo.diff() >= 0).all())
     assert bool((hi.diff() >= 0).all())
     assert bool(((lo >= 0) & (lo <= hi)).all())
 
 
-@given(problems(), problems())
+@given(rules_and_length(), rules_and_length())
 def test_and_shows_what_both_show(one: tuple[Rules, int], other: tuple[Rules, int]) -> None:
     seq_len = min(one[1], other[1])
-    a, b = combined(one[0]), combined(other[0])
+    a, b = combined_mask(one[0]), combined_mask(other[0])
     if a.batch > 1 and b.batch > 1 and a.batch != b.batch:
         with pytest.raises(ValueError, match=f"{a.batch} and {b.batch} batch rows"):
             _ = a & b
@@ -99,14 +64,14 @@ def test_and_shows_what_both_show(one: tuple[Rules, int], other: tuple[Rules, in
     assert torch.equal(*torch.broadcast_tensors((a & b).dense(seq_len), a.dense(seq_len) & b.dense(seq_len)))
 
 
-@pytest.mark.parametrize("drawn", RULES, ids=str)
+@pytest.mark.parametrize("drawn", RULES, ids=rules_id)
 def test_masks_are_values(drawn: Rules) -> None:
-    mask, again = combined(drawn), combined(drawn)
+    mask, again = combined_mask(drawn), combined_mask(drawn)
     assert mask == again
     assert hash(mask) == hash(again)
     assert pickle.loads(pickle.dumps(mask)) == mask
     assert hash(pickle.loads(pickle.dumps(mask))) == hash(mask)
-    others = [combined(other) for other in RULES if other != drawn]
+    others = [combined_mask(other) for other in RULES if other != drawn]
     assert mask not in others
 
 

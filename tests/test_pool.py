@@ -1,4 +1,4 @@
-"""The pool of workers itself: results by rank, errors with their rank, deadlines, and life after both."""
+"""The worker pool itself: results by rank, errors with their rank, deadlines, and a new start after each failure."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .pool import WORLDS, Pool, WorkerError
+from .pool import WORLDS, Pool, WorkerError, on_ranks
 
 
+@on_ranks
 def ranks_and_sum(group: ProcessGroup, start: int) -> tuple[int, int, torch.Tensor]:
     total = torch.tensor([start + group.rank()])
     dist.all_reduce(total, group=group)
     return group.rank(), group.size(), total
 
 
-def fail_on(group: ProcessGroup, rank: int) -> None:
+@on_ranks
+def raise_on(group: ProcessGroup, rank: int) -> None:
     if group.rank() == rank:
-        raise ValueError("a bad day")
+        raise ValueError("the error of one rank")
 
 
-def wait_on_one(group: ProcessGroup) -> None:
-    if group.rank() != 1:
-        dist.barrier(group=group)
-    else:
+@on_ranks
+def hang_on(group: ProcessGroup, rank: int) -> None:
+    if group.rank() == rank:
         time.sleep(600)
+    dist.barrier(group=group)
 
 
-def die_on(group: ProcessGroup, rank: int) -> None:
+@on_ranks
+def exit_on(group: ProcessGroup, rank: int) -> None:
     if group.rank() == rank:
         os._exit(7)
 
@@ -46,12 +49,12 @@ def test_results_come_by_rank(pool: Pool, world: int) -> None:
 def test_failures_end_within_the_deadline() -> None:
     pool = Pool(ranks=2, deadline_s=2)
     try:
-        with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2: .*fail_on.*a bad day"):
-            pool.run(2, fail_on, 1)
-        with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2: did not answer in 2 s.*wait_on_one"):
-            pool.run(2, wait_on_one)
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2: .*raise_on.*the error of one rank"):
+            pool.run(2, raise_on, 1)
+        with pytest.raises(WorkerError, match=r"(?s)rank 1 of 2: did not answer in 2 s.*hang_on"):
+            pool.run(2, hang_on, 1)
         with pytest.raises(WorkerError, match=r"rank 0 of 1: the process ended with code 7"):
-            pool.run(1, die_on, 0)
+            pool.run(1, exit_on, 0)
         assert len(pool.run(2, ranks_and_sum, 0)) == 2
     finally:
         pool.close()

@@ -1,4 +1,4 @@
-"""Schedules and tiles are pure: checked here without processes, at any number of ranks."""
+"""Schedules and tiles are pure functions: tested without processes, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,46 +17,24 @@ from seqpar.layout import LAYOUTS
 from seqpar.schedule import KeyIntervals, SequenceSharding, attention_steps, needed, visible
 from seqpar.strategies.ulysses import HeadExchange
 
+from .generators import masks
 
-@st.composite
-def boundaries(draw: st.DrawFn, seq_len: int) -> list[int]:
-    cuts = draw(st.lists(st.integers(0, seq_len), max_size=6))
-    return [0, *sorted(cuts)]
+Scheduled = tuple[Mask, SequenceSharding, bool]
 
 
 @st.composite
-def masks(draw: st.DrawFn, seq_len: int) -> Mask:
-    """Any mask, or two of them combined."""
-
-    def one() -> Mask:
-        kind = draw(st.integers(0, 5))
-        if kind == 0:
-            return Mask.full()
-        if kind == 1:
-            return Mask.causal()
-        if kind == 2:
-            return Mask.sliding_window(draw(st.integers(-1, seq_len)), draw(st.integers(-1, seq_len)))
-        if kind == 3:
-            return Mask.documents(draw(boundaries(seq_len)), causal=draw(st.booleans()))
-        if kind == 4:
-            return Mask.prefix_lm(draw(st.integers(0, seq_len)))
-        return Mask.chunked(draw(st.integers(1, seq_len)), causal=draw(st.booleans()))
-
-    return one() & one() if draw(st.booleans()) else one()
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[Mask, SequenceSharding, bool]:
+def scheduled(draw: st.DrawFn) -> Scheduled:
+    """A mask, a sharding, and whether the steps are joined into one all-gather."""
     seq_len = draw(st.integers(1, 200))
-    shards = SequenceSharding(
+    sharding = SequenceSharding(
         seq_len, draw(st.sampled_from(LAYOUTS)), ring=draw(st.integers(1, 6)), ulysses=draw(st.integers(1, 3))
     )
-    return draw(masks(seq_len)), shards, draw(st.booleans())
+    return draw(masks(seq_len)), sharding, draw(st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
-@given(problems())
-def test_each_visible_pair_is_computed_exactly_once(problem: tuple[Mask, SequenceSharding, bool]) -> None:
+@settings(max_examples=150)
+@given(scheduled())
+def test_each_visible_pair_is_computed_exactly_once(problem: Scheduled) -> None:
     mask, shards, gather = problem
     computed = torch.zeros(shards.seq_len, shards.seq_len, dtype=torch.int64)
     for rank in range(shards.ring):
@@ -71,9 +49,9 @@ def test_each_visible_pair_is_computed_exactly_once(problem: tuple[Mask, Sequenc
     assert torch.equal(computed, mask.dense(shards.seq_len).long())
 
 
-@settings(max_examples=100, deadline=None)
-@given(problems())
-def test_what_one_rank_serves_another_fetches(problem: tuple[Mask, SequenceSharding, bool]) -> None:
+@settings(max_examples=100)
+@given(scheduled())
+def test_every_send_has_its_receive(problem: Scheduled) -> None:
     mask, shards, gather = problem
     schedules = [attention_steps(mask, shards, rank, gather) for rank in range(shards.ring)]
     assert len({len(s) for s in schedules}) == 1
@@ -83,9 +61,9 @@ def test_what_one_rank_serves_another_fetches(problem: tuple[Mask, SequenceShard
         assert sent == received
 
 
-@settings(max_examples=60, deadline=None)
-@given(problems())
-def test_only_needed_rows_travel(problem: tuple[Mask, SequenceSharding, bool]) -> None:
+@settings(max_examples=60)
+@given(scheduled())
+def test_only_visible_rows_are_fetched(problem: Scheduled) -> None:
     mask, shards, gather = problem
     dense = mask.dense(shards.seq_len)
     for rank in range(shards.ring):
@@ -96,7 +74,7 @@ def test_only_needed_rows_travel(problem: tuple[Mask, SequenceSharding, bool]) -
         assert fetched == int(seen.sum())
 
 
-def test_a_window_talks_to_its_neighbour_only() -> None:
+def test_a_window_fetches_from_its_neighbour_only() -> None:
     shards = SequenceSharding(64 * 128, "contiguous", ring=64)
     steps = attention_steps(Mask.sliding_window(100), shards, 20)
     assert [len(step.receives) for step in steps] == [0, 1] + [0] * 62
@@ -116,7 +94,7 @@ def test_causal_work_is_balanced(layout: str, ranks: int) -> None:
         sum(pairs(step.intervals) for step in attention_steps(Mask.causal(), shards, rank)) for rank in range(ranks)
     ]
     assert sum(work) == shards.seq_len * (shards.seq_len + 1) // 2
-    # Zigzag's ranks are exactly alike; striped's differ by one pair for each query at most.
+    # Zigzag's ranks have equal work; striped's differ by at most one pair for each query.
     assert max(work) - min(work) <= (0 if layout == "zigzag" else shards.seq_len)
 
 
@@ -158,11 +136,11 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
     assert tensor > 1 or len(chunks) > 1 or not divide or alone
 
 
-@settings(max_examples=200, deadline=None)
-@given(problems(), st.data())
-def test_tiles_cover_the_intervals(problem: tuple[Mask, SequenceSharding, bool], data: st.DataObject) -> None:
+@settings(max_examples=200)
+@given(scheduled(), st.data())
+def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> None:
     mask, shards, _ = problem
-    # Longer than a short run, so that every kind of tile occurs.
+    # Long enough for every kind of tile.
     shards = SequenceSharding(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
     lo, hi = visible(mask, shards, data.draw(st.integers(0, shards.ring - 1)), 0)
     keys = len(shards.ring_positions(0))
@@ -176,14 +154,14 @@ def test_tiles_cover_the_intervals(problem: tuple[Mask, SequenceSharding, bool],
             assert tile.q1 - tile.q0 == tile.k1 - tile.k0
             covered[q, k] += torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0).tril().long()
         else:
-            assert bool(seen[q, k].any(1).all())  # the kernel has no answer for a row without keys
+            assert bool(seen[q, k].any(1).all())  # the kernel cannot compute a row that sees no key
             covered[q, k] += seen[q, k]
     assert torch.equal(covered, seen.long())
     assert torch.equal(needed(lo, hi, keys), seen.any(0))
 
 
 def test_a_causal_shard_is_one_causal_tile() -> None:
-    """The common case costs one kernel call: no rectangle, no mask."""
+    """The most common case is one kernel call without a mask tensor."""
     lo, hi = visible(Mask.causal(), SequenceSharding(4096, "zigzag", ring=2), 0, 0)
     (tile,) = decompose(lo[0], hi[0])
     assert tile.kind is Kind.CAUSAL and (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 2048, 0, 2048)

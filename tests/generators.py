@@ -1,0 +1,52 @@
+"""Hypothesis strategies that generate masks: the rules of ``reference.py``, and the package's masks made from them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from seqpar import Mask
+
+from .reference import Rule, Rules, combined_mask
+
+
+@st.composite
+def boundaries(draw: st.DrawFn, seq_len: int) -> tuple[int, ...]:
+    """Document boundaries: documents may be empty, the last tokens may be padding, documents may end past the end."""
+    return (0, *sorted(draw(st.lists(st.integers(0, seq_len + 5), max_size=6))))
+
+
+@st.composite
+def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
+    """Any rule. With ``rows > 1``, they may differ between the ``rows`` batch rows."""
+
+    def per_row(one: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+        return st.one_of(one, st.tuples(*[one] * rows)) if rows > 1 else one
+
+    name = draw(st.sampled_from(["full", "causal", "sliding_window", "documents", "prefix_lm", "chunked", "padding"]))
+    if name == "sliding_window":
+        return Rule(name, (draw(st.integers(-1, seq_len)), draw(st.integers(-1, seq_len))))
+    if name == "documents":
+        return Rule(name, (draw(per_row(boundaries(seq_len))), draw(st.booleans())))
+    if name == "prefix_lm":
+        return Rule(name, (draw(per_row(st.integers(0, seq_len + 3))),))
+    if name == "chunked":
+        starts = per_row(st.lists(st.integers(0, seq_len + 3), max_size=4).map(tuple))
+        return Rule(name, (draw(st.integers(1, seq_len + 2)), draw(st.booleans()), draw(starts)))
+    if name == "padding":
+        ends = st.lists(st.integers(0, seq_len + 3), min_size=2, max_size=2).map(sorted)
+        by_row = tuple(zip(*draw(st.tuples(*[ends] * rows)), strict=True))
+        return Rule(name, draw(st.sampled_from([by_row, (by_row[0][0], by_row[1][0])])))
+    return Rule(name)
+
+
+@st.composite
+def rules_and_length(draw: st.DrawFn) -> tuple[Rules, int]:
+    """Up to three rules to be combined, and a sequence length."""
+    seq_len, rows = draw(st.integers(1, 24)), draw(st.integers(2, 3))
+    return tuple(draw(st.lists(rules(seq_len, rows), min_size=1, max_size=3))), seq_len
+
+
+@st.composite
+def masks(draw: st.DrawFn, seq_len: int) -> Mask:
+    """One rule, or the intersection of two, the same for all batch rows."""
+    return combined_mask(tuple(draw(st.lists(rules(seq_len), min_size=1, max_size=2))))

@@ -1,0 +1,114 @@
+"""A small transformer that every strategy runs, and the same transformer on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqpar
+from seqpar import Mask
+
+HIDDEN, HEAD_DIM, INTERMEDIATE, VOCAB = 24, 4, 30, 37
+# Documents, a window, and queries beyond the last document that see nothing. For up to 67 tokens.
+MASK = Mask.documents([0, 5, 31, 60]) & Mask.sliding_window(20)
+
+
+def attention_layer(heads: tuple[int, int], strategy: str = "local", **options: Any) -> seqpar.AttentionLayer:
+    """A float64 layer with every kind of parameter. Layers with equal ``heads`` have equal weights.
+
+    Args:
+        heads: query heads and key/value heads.
+        strategy: "local", or the strategy that ``options`` (mesh or group, layout, ...) are for.
+        options: further arguments of ``seqpar.ParallelAttention``.
+    """
+    torch.manual_seed(11)
+    return seqpar.ParallelAttention(
+        strategy, HIDDEN, *heads, HEAD_DIM, bias=True, qk_norm=True, sinks=True, dtype=torch.float64,
+        rope=seqpar.RotaryEmbedding(HEAD_DIM), **options,
+    )  # fmt: skip
+
+
+def randomize(module: nn.Module) -> None:
+    """Random values for all parameters, also for those that start as 0 or 1."""
+    for p in module.parameters():
+        p.data = torch.randn_like(p) * 0.3
+
+
+class MLP(nn.Module):
+    """``seqpar.MegatronMLP`` on one device."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        factory_kwargs: dict[str, Any] = {"dtype": torch.float64}
+        self.gate_proj = nn.Linear(HIDDEN, INTERMEDIATE, **factory_kwargs) if activation == "swiglu" else None
+        self.up_proj = nn.Linear(HIDDEN, INTERMEDIATE, **factory_kwargs)
+        self.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, **factory_kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up: Tensor = self.up_proj(x)
+        hidden = F.gelu(up) if self.gate_proj is None else F.silu(self.gate_proj(x)) * up
+        y: Tensor = self.down_proj(hidden)
+        return y
+
+
+class Transformer(nn.Module):
+    """Embedding, one block, vocabulary head and the sum of the tokens' losses, in float64.
+
+    With "tp_sp" every layer is tensor-parallel; with any other strategy the attention layer alone is parallel. The
+    parameters have the same names and full shapes for every strategy.
+
+    Args:
+        strategy: a strategy of ``seqpar.ParallelAttention``.
+        activation: "swiglu" or "gelu".
+        overlap: of the tensor-parallel layers.
+        options: further arguments of the attention layer.
+        where: ``group`` or ``mesh``; nothing for "local".
+    """
+
+    def __init__(
+        self,
+        strategy: str = "local",
+        activation: str = "swiglu",
+        overlap: str = "ring",
+        options: dict[str, Any] | None = None,
+        **where: Any,
+    ) -> None:
+        super().__init__()
+        factory_kwargs: dict[str, Any] = {"dtype": torch.float64}
+        options = dict(options or {})
+        self.tensor_parallel = strategy == "tp_sp"
+        self.where = where
+        if self.tensor_parallel:
+            self.embed: nn.Module = seqpar.VocabParallelEmbedding(VOCAB, HIDDEN, **where, **factory_kwargs)
+            self.mlp: nn.Module = seqpar.MegatronMLP(
+                HIDDEN, INTERMEDIATE, activation, bias=True, overlap=overlap, **where, **factory_kwargs
+            )
+            self.head: nn.Module = seqpar.VocabParallelHead(HIDDEN, VOCAB, overlap=overlap, **where, **factory_kwargs)
+            options["overlap"] = overlap
+        else:
+            self.embed = nn.Embedding(VOCAB, HIDDEN, **factory_kwargs)
+            self.mlp = MLP(activation)
+            self.head = nn.Linear(HIDDEN, VOCAB, bias=False, **factory_kwargs)
+        self.norm1 = nn.RMSNorm(HIDDEN, eps=1e-6, **factory_kwargs)
+        self.norm2 = nn.LayerNorm(HIDDEN, **factory_kwargs)
+        self.attention = attention_layer((6, 2), strategy, **options, **where)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses of this rank's tokens: ``ids`` and ``labels`` are int64 ``[batch, seq]``."""
+        x = self.embed(ids)  # [b, s, hidden]
+        x = x + self.attention(self.norm1(x), mask=MASK)
+        x = x + self.mlp(self.norm2(x))
+        logits = self.head(x)  # [b, s, vocab]; with tp_sp of all tokens, and this rank's part of the vocabulary
+        if self.tensor_parallel:
+            return seqpar.vocab_parallel_cross_entropy(logits, labels, VOCAB, **self.where).sum()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def random_tokens(seq_len: int, batch: int = 2) -> tuple[Tensor, Tensor]:
+    """ids and labels, ``[batch, seq_len]``; some labels do not count."""
+    ids, labels = torch.randint(VOCAB, (2, batch, seq_len)).unbind()
+    labels[:, 7:9] = -100
+    return ids, labels

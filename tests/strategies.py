@@ -1,0 +1,30 @@
+"""The strategies that the tests run: one table, over which every test of strategies is parametrized.
+
+To add a strategy to the package's tests, add a row to ``STRATEGIES``: the tests of attention, layers, bad input,
+checkpointing, compilation and default devices then run it. ``test_strategies.py`` fails as long as a strategy, or a
+value of ``comm``, of the package has no row here. Importing this module has no side effects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Name in the test's id -> arguments of ``seqpar.attention`` and of ``seqpar.ParallelAttention``.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ring": {"strategy": "ring"},
+    "ulysses": {"strategy": "ulysses"},
+    "all_gather": {"strategy": "context_parallel"},
+    "p2p": {"strategy": "context_parallel", "comm": "p2p"},
+    "a2a": {"strategy": "context_parallel", "comm": "a2a"},
+    "a2a+p2p": {"strategy": "context_parallel", "comm": "a2a+p2p"},
+    "hybrid": {"strategy": "hybrid"},
+}
+
+# Megatron's TP-SP shards weights as well, so it exists as a layer only.
+LAYER_STRATEGIES: dict[str, dict[str, Any]] = {**STRATEGIES, "tp_sp": {"strategy": "tp_sp"}}
+
+# One row for each layer class, for tests in which a row costs seconds.
+ONE_PER_CLASS = ("ring", "ulysses", "all_gather", "hybrid", "tp_sp")
+
+# Numbers of ranks: a power of two, an odd number, a hybrid of 2 x 2, and a hybrid of 4 x 2.
+WORLDS = (2, 3, 4, 8)
