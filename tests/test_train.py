@@ -96,7 +96,7 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
 ) -> None:
     from seqpar.cli.trainer import training
 
-    make = training.make_batch
+    make = training.make_batch  # type: ignore[attr-defined]
 
     def fail_at_3(*arguments: Any) -> Any:
         if arguments[-1] == 3:

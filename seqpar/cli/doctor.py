@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..comm.p2p import exchange
 from ..comm.trace import trace
 from ..functional import attention
-from ..kernels import BACKENDS, backends
+from ..kernels import BACKENDS, BackendName, backends
 from .launch import CommandError, cores, follow_launcher, launch
 from .trainer.report import human_bytes
 
@@ -192,6 +192,7 @@ def _attention_rate(backend: str, device: torch.device) -> _AttentionRate:
     A forward counts ``2 * seq_len**2 * 8 * 64`` operations, half of a full mask's, and a backward 2.5 times that.
     """
     longest = 32768 if device.type == "cuda" else 8192
+    name = cast(BackendName, backend)
     seq_len = 256
     while True:
         seq_len *= 2
@@ -200,9 +201,7 @@ def _attention_rate(backend: str, device: torch.device) -> _AttentionRate:
         dout = torch.randn_like(q)
 
         def forward() -> Tensor:
-            out = attention(q, k, v, strategy="local", backend=backend)  # noqa: B023 (called before the next round)
-            assert isinstance(out, Tensor)
-            return out
+            return attention(q, k, v, strategy="local", backend=name)  # noqa: B023 (called before the next round)
 
         with trace() as t:
             forward()  # compiles kernels and fills caches

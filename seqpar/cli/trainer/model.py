@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...kernels import BackendName
 from ...layers import MegatronMLP, RotaryEmbedding
 from ...layers.factory import ParallelAttention
 from ...layers.sharded_weights import weight_shards
@@ -99,7 +100,7 @@ class ByteLlama(nn.Module):
         *,
         group: ProcessGroup | None = None,
         layout: Layout = "contiguous",
-        backend: str = "auto",
+        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **strategy_options: Unpack[StrategyOptions],
@@ -147,10 +148,10 @@ class ByteLlama(nn.Module):
             std = 0.02 * ((2 * len(self.layers)) ** -0.5 if residual else 1.0)
             # Every rank draws the full weight, and keeps its slice of it under tp_sp.
             shard = shards.get(p)
-            full = torch.empty(p.shape if shard is None else shard.whole_shape(p))
+            full = torch.empty(p.shape if shard is None else shard.full_shape(p))
             full.normal_(0, std, generator=generator)
             with torch.no_grad():
-                p.copy_(full if shard is None else shard.take(full))
+                p.copy_(full if shard is None else shard.to_local(full))
 
     def forward(self, tokens: Tensor, mask: Mask, seq_len: int) -> Tensor:
         """Logits of this rank's tokens.

@@ -149,7 +149,7 @@ class Training:
     def parameters(self) -> int:
         """Number of weights of the full model."""
         sizes = ((p, self.shards.get(p)) for p in self.model.parameters())
-        return sum(p.numel() if s is None else prod(s.whole_shape(p)) for p, s in sizes)
+        return sum(int(p.numel() if s is None else prod(s.full_shape(p))) for p, s in sizes)
 
     @property
     def fixed_options(self) -> dict[str, Any]:
@@ -244,9 +244,9 @@ class Training:
     def _full(self, parameter: Tensor, local: Tensor) -> Tensor:
         """The full gradient or moment of a parameter, from each rank's slice. All ranks call it together."""
         shard = self.shards.get(parameter)
-        return local if shard is None else shard.gather(local)
+        return local if shard is None else shard.all_gather(local)
 
     def _local(self, parameter: Tensor, full: Tensor) -> Tensor:
         """This rank's slice of a full gradient or moment of a parameter."""
         shard = self.shards.get(parameter)
-        return full if shard is None or full.dim() == 0 else shard.take(full).clone()
+        return full if shard is None or full.dim() == 0 else shard.to_local(full).clone()
