@@ -1,7 +1,7 @@
 """What a parallelized model holds, and what one of its forwards under way holds.
 
 They are in a file of their own because a hook on one module writes what the attention or the loss function of another
-module reads: all other files but ``batch`` import this one, and it imports ``batch`` only.
+module reads.
 """
 
 from __future__ import annotations
