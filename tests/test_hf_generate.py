@@ -24,7 +24,7 @@ from seqpar.layout import Layout
 from .hf_workers import VOCAB, tiny
 from .pool import Pool
 
-GENERATIVE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe")
+GENERATIVE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "llama4")
 
 
 def prompt(how: str) -> dict[str, Tensor]:
@@ -65,8 +65,8 @@ def test_tokens(pool: Pool, kind: str, world: int) -> None:
                 assert torch.equal(ours, theirs)
 
 
-def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int]:
-    """The keys this rank caches in each layer, the sequence's length, and the bytes that one more token sends."""
+def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int, int]:
+    """This rank's keys in each layer; the length; the bytes that one more token sends, and the kernels it runs."""
     model = seqpar.hf.parallelize(model_of(kind), group=group)
     cache = DynamicCache(config=model.config)
     model.generate(**prompt("plain"), do_sample=False, past_key_values=cache, **LONG)
@@ -75,7 +75,7 @@ def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int]:
     with torch.no_grad(), trace() as t:
         model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
     assert cache.get_seq_length() == length + 1
-    return held, length, t.bytes_sent
+    return held, length, t.bytes_sent, t.backends["cpu"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -83,13 +83,15 @@ def test_cache_stays_sharded(pool: Pool, kind: str) -> None:
     world = 4
     results = pool.run(world, kept, kind)
     for layer in range(2):
-        held = [counts[layer] for counts, _, _ in results]
+        held = [counts[layer] for counts, *_ in results]
         total = 8 if kind == "mistral" else 42  # a window of 9 needs 8 keys before the next token
         assert sum(held) == total and max(held) - min(held) <= 2
     rows, heads, head_dim = 2, 4, 8
     one_layer = rows * heads * (head_dim + 1) * 4 * (world - 1)
-    for _, length, sent in results:
+    for _, length, sent, kernels in results:
         assert length == 42 and sent == 2 * one_layer
+        assert kernels <= 2  # one for each layer in which this rank caches visible keys
+    assert sum(kernels for *_, kernels in results) >= 2
 
 
 class LargestAllocation(TorchDispatchMode):

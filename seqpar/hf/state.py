@@ -1,7 +1,7 @@
 """What a parallelized model holds, and what one of its forwards under way holds.
 
-The hooks, the attention, the loss and generation all read these. They stand in a file of their own, below the others,
-because a hook on one module writes what the attention or the loss function of another module reads.
+They are in a file of their own because a hook on one module writes what the attention or the loss function of another
+module reads.
 """
 
 from __future__ import annotations

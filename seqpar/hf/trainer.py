@@ -144,7 +144,7 @@ class SequenceParallelMixin(_Mixin):
             and num_items_in_batch is not None
             and self.args.world_size > 1
         ):
-            # The Trainer multiplied by the number of processes, but those of one sequence count once.
+            # The Trainer multiplied the loss by the number of processes, but a sequence's processes count once.
             loss = loss / patch.ranks
         return (loss, outputs) if return_outputs else loss
 
