@@ -11,7 +11,7 @@ needs atomics for ``dq`` and so adds in an order that changes from run to run.
 The gradients are added to the buffers, not stored: the steps of a ring accumulate without a temporary. ``p`` needs only
 the finished ``lse`` (over all keys, sinks included), not the keys of other steps, so the backward needs no carry.
 
-Shapes: b batch, q local queries, k keys at hand, h query heads, n key/value heads, d head_dim. The names inside the
+Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim. The names inside the
 kernels are explained in ``tiles.py``.
 """
 

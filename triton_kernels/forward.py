@@ -18,7 +18,7 @@ of ``m``, provided that ``l`` and ``acc`` are scaled by ``exp(m - m')``. With ``
 A step that is not the last updates ``acc`` and ``lse`` in place, and leaves rows whose interval is empty as they are.
 The last step folds in the sinks and rounds to the model's dtype, once.
 
-Shapes: b batch, q local queries, k keys at hand, h query heads, n key/value heads, d head_dim. The names inside the
+Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim. The names inside the
 kernel are explained in ``tiles.py``.
 """
 

@@ -1,6 +1,6 @@
 """Inputs of the backward: delta, statistics padded to whole tiles, and the range of queries that sees each tile of keys.
 
-Shapes: b batch, q local queries, k keys at hand, h query heads, d head_dim.
+Shapes: b batch, q local queries, k keys of a step, h query heads, d head_dim.
 """
 
 from __future__ import annotations

@@ -127,4 +127,5 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if sin.shape != cos.shape:
         raise ValueError(f"sin={tuple(sin.shape)}: expected the shape of cos, {tuple(cos.shape)}")
     cos, sin = (t.reshape(t.shape[0], seq, head_dim // 2).contiguous() for t in (cos, sin))  # [1 or b, s, d / 2]
-    return _Rotary.apply(x, cos, sin, False)
+    rotated: Tensor = _Rotary.apply(x, cos, sin, False)
+    return rotated
