@@ -1,5 +1,5 @@
-# For type checkers and editors in this repository, where triton_kernels/ is not below seqpar/ (see setup.py). Once
-# installed, the package seqpar/triton_kernels/ takes precedence over this file.
+# For type checkers and editors in this repository, where triton_kernels/ is not below seqpar/ (see setup.py). Where the
+# package is installed, seqpar/triton_kernels/ takes precedence over this file.
 from triton_kernels import Config as Config
 from triton_kernels import apply_rotary as apply_rotary
 from triton_kernels import attention_backward as attention_backward
