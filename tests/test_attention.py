@@ -26,6 +26,7 @@ from seqpar.layout import LAYOUTS
 from . import reference
 from .pool import Pool
 from .reference import (
+    BATCH_RULES,
     HEADS,
     RULES,
     Problem,
@@ -189,7 +190,7 @@ def test_local(seed: int, dtype: torch.dtype) -> None:
     assert not complaints(case, [attend(case, torch.arange(case.problem.seq_len))])
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("rules", (*RULES, *BATCH_RULES), ids=str)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_backends_on_long_sequences(rules: tuple[Rule, ...], backend: str) -> None:
     """Long enough for full, causal and masked tiles side by side."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from seqpar import Mask
 
-from .reference import RULES, Rule, Rules, combined, seen_by_definition
+from .reference import BATCH_RULES, RULES, Rule, Rules, combined, seen_by_definition
 
 
 @st.composite
@@ -99,14 +99,14 @@ def test_and_shows_what_both_show(one: tuple[Rules, int], other: tuple[Rules, in
     assert torch.equal(*torch.broadcast_tensors((a & b).dense(seq_len), a.dense(seq_len) & b.dense(seq_len)))
 
 
-@pytest.mark.parametrize("drawn", RULES, ids=str)
+@pytest.mark.parametrize("drawn", (*RULES, *BATCH_RULES), ids=str)
 def test_masks_are_values(drawn: Rules) -> None:
     mask, again = combined(drawn), combined(drawn)
     assert mask == again
     assert hash(mask) == hash(again)
     assert pickle.loads(pickle.dumps(mask)) == mask
     assert hash(pickle.loads(pickle.dumps(mask))) == hash(mask)
-    others = [combined(other) for other in RULES if other != drawn]
+    others = [combined(other) for other in (*RULES, *BATCH_RULES) if other != drawn]
     assert mask not in others
 
 
