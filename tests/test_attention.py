@@ -190,7 +190,7 @@ def test_local(seed: int, dtype: torch.dtype) -> None:
     assert not complaints(case, [attend(case, torch.arange(case.problem.seq_len))])
 
 
-@pytest.mark.parametrize("rules", (*RULES, *BATCH_RULES), ids=str)
+@pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_backends_on_long_sequences(rules: tuple[Rule, ...], backend: str) -> None:
     """Long enough for full, causal and masked tiles side by side."""

@@ -99,7 +99,7 @@ def test_and_shows_what_both_show(one: tuple[Rules, int], other: tuple[Rules, in
     assert torch.equal(*torch.broadcast_tensors((a & b).dense(seq_len), a.dense(seq_len) & b.dense(seq_len)))
 
 
-@pytest.mark.parametrize("drawn", (*RULES, *BATCH_RULES), ids=str)
+@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES], ids=str)
 def test_masks_are_values(drawn: Rules) -> None:
     mask, again = combined(drawn), combined(drawn)
     assert mask == again
