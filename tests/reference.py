@@ -1,13 +1,17 @@
-"""What every test measures against: attention over the whole sequence on one device, dense, in float64.
+"""The oracle of all tests: dense attention over the whole sequence on one device, in float64.
 
-Nothing of the package's arithmetic is used here: masks are built from their definitions pair by pair, layouts by
-dealing tokens out, dropout from Philox in numpy, gradients by autograd.
+It uses none of the package's arithmetic: masks are evaluated pair by pair from their definitions, layouts come from
+``np.array_split``, dropout from Philox in numpy, gradients from autograd.
+
+Shapes: b batch, s sequence, i queries, j keys, h heads, n kv_heads, d head_dim.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -18,15 +22,19 @@ from torch import Tensor
 
 from seqpar import Mask
 
-# ------------------------------------------------------------------------------------------------ tolerances
+# Tolerances.
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """``norm``: of the difference, over the norm expected. ``worst``: largest difference, over the largest expected.
+    """How far a result may be from the float64 result.
 
-    What is expected counts as no smaller than 1 an element, the size of the inputs: a result that is small or 0 because
-    terms cancel has their rounding error all the same.
+    Both errors are relative to expected values of at least 1 an element, the size of the inputs: where a small result
+    is a sum of terms that cancel, it has the rounding error of the terms.
+
+    Attributes:
+        norm: norm of the difference over the norm of the expected tensor.
+        worst: largest absolute difference over the largest expected value.
     """
 
     norm: float
@@ -36,57 +44,60 @@ class Tolerance:
 TOLERANCE = {
     torch.float64: Tolerance(norm=1e-12, worst=1e-11),
     torch.float32: Tolerance(norm=2e-6, worst=2e-5),
-    # Half types: their inputs are exact, so what is left is one rounding of the result (and of ``out`` in backward).
+    # The inputs are exact in the half types; the error is one rounding of the result (and of ``out`` in backward).
     torch.float16: Tolerance(norm=5e-4, worst=2e-3),
     torch.bfloat16: Tolerance(norm=4e-3, worst=1.2e-2),
 }
 
 
 def difference(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """How ``actual`` differs from the float64 ``expected`` beyond the tolerance of ``dtype``; None if it does not."""
+    """How ``actual`` exceeds the tolerance of ``dtype`` around the float64 ``expected``; None if it does not."""
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     actual, expected = actual.double(), expected.double()
     infinite = expected.isinf()
     if not torch.equal(actual.isinf(), infinite) or not torch.equal(actual[infinite], expected[infinite]):
         return f"infinite at {int(actual.isinf().sum())} places instead of {int(infinite.sum())}, or of another sign"
-    error, scale = (actual - expected)[~infinite], expected[~infinite]
+    error, finite = (actual - expected)[~infinite], expected[~infinite]
     if not error.numel():
         return None
     if bool(error.isnan().any()):
         return f"NaN at {int(error.isnan().sum())} of {error.numel()} places"
     allowed = TOLERANCE[dtype]
-    norm = float(error.norm()) / max(float(scale.norm()), error.numel() ** 0.5)
-    worst = float(error.abs().max()) / max(float(scale.abs().max()), 1.0)
+    norm = float(error.norm()) / max(float(finite.norm()), error.numel() ** 0.5)
+    worst = float(error.abs().max()) / max(float(finite.abs().max()), 1.0)
     if norm <= allowed.norm and worst <= allowed.worst:
         return None
     return f"error {norm:.1e} of the norm (allowed {allowed.norm:.0e}), at worst {worst:.1e} ({allowed.worst:.0e})"
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "result") -> None:
-    """Fail if ``actual`` is further from ``expected`` than results of ``dtype`` may be."""
+    """Fail if ``actual`` exceeds the tolerance of ``dtype`` around the float64 ``expected``."""
     if (found := difference(actual, expected, dtype)) is not None:
         raise AssertionError(f"{what}: {found}")
 
 
-# ------------------------------------------------------------------------------------------------ masks, layouts
+# Masks and layouts.
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One mask by name and arguments, known twice: to the package as ``mask()``, and here by ``sees``."""
+    """One mask by name and arguments, defined twice: by the package in ``mask()``, and here by ``sees()``."""
 
     name: str
     args: tuple[Any, ...] = ()
 
+    def __str__(self) -> str:
+        args = str(self.args).removesuffix(",)").removesuffix(")").removeprefix("(")
+        return f"{self.name}({args})".replace(" ", "").removesuffix("()")
+
     def mask(self) -> Mask:
-        make = getattr(Mask, self.name)
-        made = make(*self.args)
+        made = getattr(Mask, self.name)(*self.args)
         assert isinstance(made, Mask)
         return made
 
     def sees(self, i: int, j: int, row: int = 0) -> bool:
-        """Whether, in that batch row, the query at position ``i`` sees the key at position ``j``."""
+        """Whether the query at position ``i`` sees the key at position ``j`` in batch row ``row``."""
         if self.name == "full":
             return True
         if self.name == "causal":
@@ -109,7 +120,7 @@ class Rule:
 
     @property
     def rows(self) -> int:
-        """Batch rows told apart."""
+        """The number of batch rows for which the rule has its own arguments; 1 if all rows share them."""
         first: Any = self.args[0] if self.args else None
         per_row = isinstance(first[0] if self.name == "documents" else first, tuple)
         return len(first) if per_row else 1
@@ -118,8 +129,18 @@ class Rule:
 Rules = tuple[Rule, ...]
 
 
-def combined(rules: Rules) -> Mask:
-    """All of the rules together, as the package's mask."""
+def rules_id(rules: Rules) -> str:
+    """A name for test ids."""
+    return "&".join(map(str, rules))
+
+
+def rows_of(rules: Rules) -> int:
+    """The batch size that the rules need."""
+    return max((rule.rows for rule in rules), default=1)
+
+
+def combined_mask(rules: Rules) -> Mask:
+    """The package's mask for the intersection of the rules."""
     mask = Mask.full()
     for rule in rules:
         mask = mask & rule.mask()
@@ -127,9 +148,9 @@ def combined(rules: Rules) -> Mask:
 
 
 @lru_cache(maxsize=512)
-def seen_by_definition(rules: Rules, seq_len: int) -> Tensor:
-    """bool ``[rows, seq_len, seq_len]``, pair by pair."""
-    rows = max((rule.rows for rule in rules), default=1)
+def visible_pairs(rules: Rules, seq_len: int) -> Tensor:
+    """Which query sees which key under all of the rules, pair by pair: bool ``[rows, seq_len, seq_len]``."""
+    rows = rows_of(rules)
     return torch.tensor(
         [
             [[all(rule.sees(i, j, row) for rule in rules) for j in range(seq_len)] for i in range(seq_len)]
@@ -139,20 +160,21 @@ def seen_by_definition(rules: Rules, seq_len: int) -> Tensor:
     ).reshape(rows, seq_len, seq_len)
 
 
-def dealt(seq_len: int, ranks: int, rank: int, layout: str) -> Tensor:
-    """The global positions of ``rank``'s tokens, dealt out token by token."""
+def rank_positions(seq_len: int, ranks: int, rank: int, layout: str) -> Tensor:
+    """The global positions of ``rank``'s tokens, int64 ``[seq_local]``, increasing."""
     tokens = np.arange(seq_len)
     if layout == "contiguous":
         mine = np.array_split(tokens, ranks)[rank]
     elif layout == "zigzag":
-        pieces = np.array_split(tokens, 2 * ranks)
-        mine = np.concatenate([pieces[rank], pieces[2 * ranks - 1 - rank]])
+        chunks = np.array_split(tokens, 2 * ranks)
+        mine = np.concatenate([chunks[rank], chunks[2 * ranks - 1 - rank]])
     else:
+        assert layout == "striped"
         mine = tokens[tokens % ranks == rank]
     return torch.from_numpy(mine.copy())
 
 
-# ------------------------------------------------------------------------------------------------ dropout
+# Dropout.
 
 
 def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> np.ndarray[Any, Any]:
@@ -172,53 +194,143 @@ def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> np.ndarray[Any, Any
     return np.stack(c)
 
 
-def kept(seed: int, dropout_p: float, batch: int, heads: int, seq_len: int) -> Tensor:
-    """Which attention weights dropout keeps, bool ``[batch, heads, seq_len, seq_len]``."""
-    b, h, i, j = np.meshgrid(*(np.arange(n) for n in (batch, heads, seq_len, seq_len)), indexing="ij")
-    return torch.from_numpy(philox(seed, (j, i, h, b))[0] >= np.uint64(round(dropout_p * 2**32)))
+def dropout_keep(
+    seed: int, dropout_p: float, batch: int, heads: Sequence[int], q_positions: Tensor, k_positions: Tensor
+) -> Tensor:
+    """Which attention weights dropout keeps, bool ``[batch, heads, queries, keys]``.
+
+    Args:
+        seed: the dropout seed.
+        dropout_p: probability of dropping a weight.
+        batch: number of batch rows.
+        heads: global indices of the query heads.
+        q_positions: global positions of the queries, ``[queries]``.
+        k_positions: global positions of the keys, ``[keys]``.
+    """
+    axes = (np.arange(batch), np.asarray(heads), q_positions.cpu().numpy(), k_positions.cpu().numpy())
+    b, h, i, j = np.meshgrid(*axes, indexing="ij")
+    keep = philox(seed, (j, i, h, b))[0] >= np.uint64(round(dropout_p * 2**32))
+    return torch.from_numpy(keep).to(q_positions.device)
 
 
-# ------------------------------------------------------------------------------------------------ attention
+# Rotary embeddings.
+
+
+def inverse_frequencies(
+    dim: int, base: float, scaling: dict[str, Any] | None, length: int
+) -> tuple[list[float], float]:
+    """The frequency of each pair of dimensions, from the papers' formulas, one number at a time.
+
+    Args:
+        dim: head_dim.
+        base: of the frequencies; ``rope_theta`` in ``scaling`` replaces it.
+        scaling: keys as in Hugging Face's ``rope_parameters``.
+        length: the largest position plus one, on which "dynamic" depends.
+
+    Returns:
+        The ``dim // 2`` frequencies, and the factor of cos and sin.
+    """
+    s = dict(scaling or {})
+    rope_type = s.get("rope_type") or s.get("type") or "default"
+    base = s.get("rope_theta", base)
+    trained, factor = s.get("original_max_position_embeddings", 0), s.get("factor", 1.0)
+    if rope_type == "ntk":
+        base *= factor ** (dim / (dim - 2))
+    if rope_type == "dynamic" and length > trained:
+        base *= (factor * length / trained - (factor - 1)) ** (dim / (dim - 2))
+    plain = [base ** (-2 * i / dim) for i in range(dim // 2)]
+    if rope_type == "linear":
+        return [f / factor for f in plain], 1.0
+    if rope_type == "llama3":
+        low, high = trained / s["low_freq_factor"], trained / s["high_freq_factor"]
+        scaled = []
+        for f in plain:
+            wavelength = 2 * math.pi / f
+            if wavelength < high:
+                scaled.append(f)
+            elif wavelength > low:
+                scaled.append(f / factor)
+            else:
+                smooth = (trained / wavelength - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+                scaled.append((1 - smooth) * f / factor + smooth * f)
+        return scaled, 1.0
+    if rope_type == "yarn":
+        # The pair whose wavelength fits ``turns`` times into the trained length: base ** (2 i / dim) * 2 pi * turns.
+        edges = [
+            dim / 2 * math.log(trained / (turns * 2 * math.pi), base)
+            for turns in (s.get("beta_fast", 32), s.get("beta_slow", 1))
+        ]
+        if s.get("truncate", True):
+            edges = [math.floor(edges[0]), math.ceil(edges[1])]
+        first, last = max(edges[0], 0), min(edges[1], dim - 1)
+        scaled = []
+        for i, f in enumerate(plain):
+            ramp = min(max((i - first) / (last - first), 0.0), 1.0)  # 0: many turns, unscaled; 1: few, interpolated
+            scaled.append(f * (1 - ramp) + f / factor * ramp)
+        temperature = 0.1 * math.log(factor) + 1
+        if "mscale" in s:
+            temperature = (0.1 * s["mscale"] * math.log(factor) + 1) / (
+                0.1 * s["mscale_all_dim"] * math.log(factor) + 1
+            )
+        return scaled, s.get("attention_factor", temperature)
+    return plain, 1.0
+
+
+# Attention.
 
 
 def dense_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    seen: Tensor,
+    visible: Tensor,
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    keep: Tensor | None = None,
     dropout_p: float = 0.0,
+    keep: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the whole sequence, all pairs at once.
+    """Attention of all queries over all keys at once, in float64, on any device.
 
     Args:
-        q: ``[batch, seq, heads, head_dim]``. k, v: ``[batch, seq, kv_heads, head_dim]``. Computed in float64.
-        seen: bool ``[seq, seq]`` or ``[batch or 1, seq, seq]``, True where the query sees the key (``Mask.dense``).
-        keep: bool ``[batch, heads, seq, seq]``: what dropout with ``dropout_p`` keeps.
+        q: ``[batch, queries, heads, head_dim]``.
+        k: ``[batch, keys, kv_heads, head_dim]``.
+        v: ``[batch, keys, kv_heads, v_head_dim]``.
+        visible: True where the query sees the key, bool ``[queries, keys]`` or ``[batch or 1, queries, keys]``.
+        softmax_scale: factor of the scores; ``head_dim ** -0.5`` by default.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
+        sinks: ``[heads]``, one more logit in the denominator of each head's softmax.
+        alibi_slopes: ``[heads]`` or ``[batch or 1, heads]``.
+        dropout_p: the kept weights are divided by ``1 - dropout_p``.
+        keep: the weights that dropout keeps, bool ``[batch, heads, queries, keys]``; see ``dropout_keep``.
+        q_positions: global positions of the queries for ALiBi, ``[queries]``; 0, 1, 2, ... by default.
+        k_positions: global positions of the keys for ALiBi, ``[keys]``; 0, 1, 2, ... by default.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]`` and ``lse [batch, heads, seq]``. A query that sees nothing has 0, -inf.
+        ``out [batch, queries, heads, v_head_dim]`` and ``lse [batch, heads, queries]``. A query that sees no key has
+        0 in ``out``, and -inf in ``lse`` if there is no sink.
     """
     q, k, v = q.double(), k.double(), v.double()
-    groups = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    q_per_kv = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(q_per_kv, dim=2), v.repeat_interleave(q_per_kv, dim=2)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
-        at = torch.arange(q.shape[1])
-        distance = (at[:, None] - at[None]).abs().double()
+        i = torch.arange(q.shape[1], device=q.device) if q_positions is None else q_positions
+        j = torch.arange(k.shape[1], device=q.device) if k_positions is None else k_positions
+        distance = (i[:, None] - j[None]).abs().double()  # [i, j]
         s = s - torch.atleast_2d(alibi_slopes.double())[:, :, None, None] * distance
-    seen = seen if seen.dim() == 3 else seen[None]
-    s = s.masked_fill(~seen[:, None], -torch.inf)
+    visible = visible if visible.dim() == 3 else visible[None]
+    s = s.masked_fill(~visible[:, None], -torch.inf)  # [b, h, i, j]
     if sinks is not None:
         s = torch.cat([s, sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)], dim=-1)
-    blind = (s == -torch.inf).all(-1, keepdim=True)
+    blind = (s == -torch.inf).all(-1, keepdim=True)  # [b, h, i, 1]
     lse = torch.logsumexp(s.masked_fill(blind, 0.0), dim=-1).masked_fill(blind[..., 0], -torch.inf)
     p = torch.softmax(s.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)[..., : k.shape[1]]
     if keep is not None:
@@ -226,12 +338,50 @@ def dense_attention(
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
 
 
-# ------------------------------------------------------------------------------------------------ problems
+def dense_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Forward and backward of ``dense_attention``.
+
+    Args:
+        q: as for ``dense_attention``; so are ``k, v, visible, sinks`` and ``options``.
+        dout: gradient of ``out``.
+        dlse: gradient of ``lse``; ignored where ``lse`` is -inf.
+
+    Returns:
+        The float64 tensors ``out, lse, dq, dk, dv`` and, with sinks, ``dsinks``.
+    """
+    inputs = {"q": q, "k": k, "v": v} if sinks is None else {"q": q, "k": k, "v": v, "sinks": sinks}
+    inputs = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    out, lse = dense_attention(**inputs, visible=visible, **options)
+    outputs, gradients = [out], [dout.double()]
+    if dlse is not None:
+        outputs.append(lse.masked_fill(lse == -torch.inf, 0.0))
+        gradients.append(dlse.double())
+    grads = torch.autograd.grad(outputs, list(inputs.values()), gradients, materialize_grads=True)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    return results | {f"d{name}": grad for name, grad in zip(inputs, grads, strict=True)}
+
+
+# Problems.
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem over a whole sequence, with its data: the same on every rank and in every process."""
+    """One attention problem over a whole sequence, with its data: the same on every rank and in every process.
+
+    Attributes:
+        alibi: the shape of the ALiBi slopes: "heads" or "batch" (``[batch, heads]``); "" for none.
+        lse_gradient: whether the loss depends on ``lse`` as well as on ``out``.
+    """
 
     seq_len: int = 50
     batch: int = 1
@@ -243,18 +393,28 @@ class Problem:
     softmax_scale: float | None = None
     softcap: float = 0.0
     sinks: bool = False
-    alibi: str = ""  # "heads" or "batch": the slopes' shape
+    alibi: str = ""
     dropout_p: float = 0.0
     lse_gradient: bool = False
     seed: int = 0
 
+    def __str__(self) -> str:
+        """The mask, then what differs from the defaults: as the id of a test case."""
+        words = [rules_id(self.rules)]
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "rules" and value != f.default:
+                words.append(f.name if value is True else f"{f.name}={str(value).removeprefix('torch.')}")
+        return " ".join(words)
+
     def tensors(self) -> dict[str, Tensor]:
-        """q, k, v, dout in ``dtype``; dlse, sinks, alibi_slopes (where used) in float32 (float64)."""
-        made = torch.Generator().manual_seed(self.seed)
+        """q, k, v and dout in ``dtype``; dlse, sinks and alibi_slopes, where used, in float32 (dlse and sinks of a
+        float64 problem in float64)."""
+        generator = torch.Generator().manual_seed(self.seed)
         statistics = torch.float64 if self.dtype == torch.float64 else torch.float32
 
         def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.randn(*shape, generator=made, dtype=torch.float64).to(dtype)
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
         shape, kv_shape = ((self.batch, self.seq_len, n, self.head_dim) for n in (self.heads, self.kv_heads))
         tensors = {"q": normal(*shape), "k": normal(*kv_shape), "v": normal(*kv_shape), "dout": normal(*shape)}
@@ -268,8 +428,8 @@ class Problem:
         return tensors
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``seqpar.attention`` that are the same for every strategy, tensors left out."""
-        arguments: dict[str, Any] = {"mask": combined(self.rules), "return_lse": True}
+        """The keyword arguments of ``seqpar.attention`` that are no tensors and the same for every strategy."""
+        arguments: dict[str, Any] = {"mask": combined_mask(self.rules), "return_lse": True}
         if self.softmax_scale is not None:
             arguments["softmax_scale"] = self.softmax_scale
         if self.softcap:
@@ -281,34 +441,23 @@ class Problem:
 
 @lru_cache(maxsize=1024)
 def solve(problem: Problem) -> dict[str, Tensor]:
-    """What one device would compute: out, lse, dq, dk, dv and, with sinks, dsinks; float64."""
-    given = {name: x.double() for name, x in problem.tensors().items()}
-    inputs = {name: given[name].requires_grad_() for name in ("q", "k", "v", "sinks") if name in given}
+    """The results of one device in float64: out, lse, dq, dk, dv and, with sinks, dsinks."""
     keep = None
     if problem.dropout_p:
+        at = torch.arange(problem.seq_len)
         seed = problem.arguments()["dropout_seed"]
-        keep = kept(seed, problem.dropout_p, problem.batch, problem.heads, problem.seq_len)
-    out, lse = dense_attention(
-        **inputs,
-        seen=seen_by_definition(problem.rules, problem.seq_len),
+        keep = dropout_keep(seed, problem.dropout_p, problem.batch, range(problem.heads), at, at)
+    return dense_gradients(
+        **problem.tensors(),
+        visible=visible_pairs(problem.rules, problem.seq_len),
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,
-        alibi_slopes=given.get("alibi_slopes"),
-        keep=keep,
         dropout_p=problem.dropout_p,
+        keep=keep,
     )
-    outputs, gradients = [out], [given["dout"]]
-    if problem.lse_gradient:
-        outputs.append(lse.masked_fill(lse == -torch.inf, 0.0))
-        gradients.append(given["dlse"])
-    torch.autograd.backward(outputs, gradients)
-    solved = {"out": out.detach(), "lse": lse.detach()}
-    for name, x in inputs.items():
-        solved[f"d{name}"] = torch.zeros_like(x) if x.grad is None else x.grad
-    return solved
 
 
-# Every kind of mask, and combinations; boundaries for sequences of about 50 tokens, past whose end they may lie.
+# Every kind of mask, and combinations. Sequences have about 50 tokens; some boundaries lie beyond their end.
 RULES: tuple[Rules, ...] = (
     (Rule("causal"),),
     (Rule("full"),),
@@ -319,25 +468,25 @@ RULES: tuple[Rules, ...] = (
     (Rule("documents", ((0, 20, 50), False)),),
     (Rule("documents", (((0, 4, 50), (0, 31)), True)),),  # two batch rows
     (Rule("prefix_lm", (13,)),),
-    (Rule("prefix_lm", ((3, 22),)),),
+    (Rule("prefix_lm", ((3, 22),)),),  # two batch rows
     (Rule("chunked", (16, True)),),
     (Rule("chunked", (11, False)),),
     (Rule("documents", ((0, 17, 44), True)), Rule("sliding_window", (6, 0))),
     (Rule("causal"), Rule("chunked", (20, False)), Rule("prefix_lm", (8,))),
 )
 
-# (heads, kv_heads): equal, grouped, one key/value head, fewer than ranks, and numbers that divide by nothing.
+# (heads, kv_heads): equal, grouped, one key/value head, fewer than ranks, and numbers that no number of ranks divides.
 HEADS = ((8, 8), (8, 2), (4, 1), (6, 3), (5, 5), (3, 1), (7, 7), (10, 5))
 
 
 def random_problem(seed: int, **fixed: Any) -> Problem:
-    """A problem drawn from everything the package takes; ``fixed`` fields are as given."""
+    """A problem drawn from everything that the package accepts, except for the ``fixed`` fields."""
     chance = random.Random(seed)
     heads, kv_heads = chance.choice(HEADS)
     rules = chance.choice(RULES)
     problem = Problem(
         seq_len=chance.choice((1, 2, 5, 13, 31, 50, 64)),
-        batch=max(rule.rows for rule in rules),
+        batch=rows_of(rules),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=chance.choice((1, 8, 12, 16)),
