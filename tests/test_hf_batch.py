@@ -20,6 +20,8 @@ from seqpar.hf.masks import documents_in, token_ranges
 from .hf_workers import make_batch
 from .pool import Pool, WorkerError
 
+pytestmark = pytest.mark.slow
+
 
 def whole(name: str, batch: dict[str, Any], ranks: int, layout: str, **options: Any) -> Tensor:
     """The ranks' parts of one tensor put together again."""

@@ -27,6 +27,7 @@ import seqpar.hf
 from .hf_workers import gradients, make_batch, one_device, tiny, worst
 from .pool import Pool
 
+pytestmark = pytest.mark.slow
 LOSS, GRADIENT = 2e-5, 1e-3
 
 

@@ -24,6 +24,7 @@ from seqpar.hf.patch import NAME
 from .hf_workers import MODELS, STRATEGIES, VOCAB, gradients, make_batch, one_device, table, tiny, worst
 from .pool import Pool
 
+pytestmark = pytest.mark.slow
 LOSS, GRADIENT = 2e-5, 1e-3
 BATCHES = ("plain", "packed", "left", "right")
 

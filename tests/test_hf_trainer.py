@@ -26,6 +26,7 @@ import seqpar.hf
 from .hf_workers import VOCAB, tiny
 from .pool import Pool
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 Run = tuple[list[float], float, int, int]
 

@@ -26,6 +26,7 @@ from seqpar.cli.launch import launch
 from seqpar.cli.model import IGNORED
 from seqpar.cli.worker import run_training
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = TrainConfig(seq_len=61, batch=2, layers=2, hidden=32, heads=4, kv_heads=2, steps=4, plot=False, deadline=90)
 

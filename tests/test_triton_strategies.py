@@ -18,6 +18,7 @@ from .reference import assert_close
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.slow
 MASKS = {
     "causal": Mask.causal(),
     "documents": Mask.documents([[0, 9, 40, 61], [0, 33, 50]]) & Mask.sliding_window(20),
