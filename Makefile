@@ -1,32 +1,48 @@
-# make demo | test | lint | bench. The first of them sets up .venv, about two minutes with a warm pip cache.
+# make demo | test | test-fast | lint | docs | format | bench | clean
+#
+# The first target that runs creates .venv and installs everything: about two minutes with a warm pip cache.
 
 PYTHON ?= python3
-# torch goes in first, by itself, so that nothing else chooses its build: without a GPU the CPU build, which spares
-# several GB of CUDA libraries; from the usual index where PyTorch's own cannot be reached.
+# torch is installed first and by itself, so that no other package chooses its build. Without a GPU that is the CPU
+# build, which saves several GB of CUDA libraries. If PyTorch's own index cannot be reached, the default index is used.
 TORCH ?= torch==2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_DEADLINE_S ?= 1500
+PYTEST_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-fast lint docs format bench clean
 
+# Train a small model on one process and under every strategy on four, and compare the losses.
 demo: $(READY)
 	$(BIN)/seqpar demo
 
+# Every test.
 test: $(READY)
-	timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
+# The tests to run while writing code: everything that is not marked slow.
+test-fast: $(READY)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# Style, formatting and types.
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation site, in site/. Any warning is an error. `.venv/bin/mkdocs serve` shows pages while you edit them.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Compare the strategies with scaled_dot_product_attention on this machine.
 bench: $(READY)
 	$(BIN)/python benchmarks/strategies.py
 
@@ -35,8 +51,8 @@ $(READY): pyproject.toml setup.py
 	nvidia-smi -L >/dev/null 2>&1 || \
 	  $(BIN)/python -m pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) "$(TORCH)" || true
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist site *.egg-info

@@ -1,7 +1,7 @@
-"""Package list: the folder ``triton_kernels/`` is installed as ``seqpar.triton_kernels``.
+"""List the packages: the folder ``triton_kernels/`` is installed as ``seqpar.triton_kernels``.
 
-Another distribution already owns the top-level import name ``triton_kernels``, so it must not be installed as that.
-Everything else stands in ``pyproject.toml``.
+A distribution named ``triton_kernels`` exists on PyPI, and transformers probes for it. Installing our folder under that
+top-level name would shadow it. Everything else about the package is in ``pyproject.toml``.
 """
 
 from setuptools import find_packages, setup

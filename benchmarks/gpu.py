@@ -1,12 +1,17 @@
-"""The Triton kernels on one GPU: right first, then fast. One command, under 8 minutes:
+"""Check the Triton kernels on one GPU, then measure them. One command, under 8 minutes:
 
     python benchmarks/gpu.py                 # checks, then measures; writes benchmarks/results/gpu-<name>.json and .md
     TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke      # the same code on tiny shapes without a GPU, no figures
 
-Measured side by side in one run, interleaved, medians: these kernels, ``scaled_dot_product_attention`` with the cuDNN
-and the flash backend, and FlexAttention. Then what a ring costs: the hops of each rank of an 8-way zigzag ring one
-after another on this one GPU (no communication) against an eighth of the whole causal attention, and the carry against
-the same work without one.
+Checks compare the kernels with the oracle of the tests in float64. Measurements are medians of interleaved rounds of:
+
+* these kernels, ``scaled_dot_product_attention`` with the cuDNN and the flash backend, and FlexAttention;
+* one rank's steps of an 8-way zigzag ring, run one after another on this one GPU without communication, beside an
+  eighth of the full causal attention;
+* attention with a carry, beside the same attention without one;
+* the kernels that only move bytes, beside PyTorch's operators.
+
+Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -31,10 +36,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+# The oracle is in tests/, which is not installed. At the end of the path: it must not hide an installed package.
+sys.path.append(str(Path(__file__).parents[1]))
 
+from seqpar.kernels import Score
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
-from seqpar.triton_kernels import backward, delta, forward, merge_, rotary, rotary_from_tables
+from seqpar.schedule import KeyIntervals
+from seqpar.triton_kernels import apply_rotary, attention_backward, attention_forward, delta, merge_
+from tests.reference import Rule, Rules, combined_mask, dense_gradients, visible_pairs
 
 RESULTS = Path(__file__).parent / "results"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,7 +55,18 @@ CAUSAL, FULL = Mask.causal(), Mask.full()
 
 @dataclass
 class Report:
-    """What came out, and until when to go on."""
+    """Results so far, and the time after which no measurement starts.
+
+    Attributes:
+        deadline: on the clock of ``time.monotonic``.
+        environment: GPU and versions.
+        checks: errors against float64.
+        speed: TFLOP/s beside other implementations.
+        ring: steps of a ring beside their share of the full attention.
+        carry: cost of the carry.
+        elementwise: kernels that only move bytes.
+        skipped: what was not measured, and why.
+    """
 
     deadline: float
     environment: dict[str, Any]
@@ -53,87 +74,84 @@ class Report:
     speed: list[dict[str, Any]] = field(default_factory=list)
     ring: list[dict[str, Any]] = field(default_factory=list)
     carry: list[dict[str, Any]] = field(default_factory=list)
-    small: list[dict[str, Any]] = field(default_factory=list)
+    elementwise: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     def in_time(self, what: str) -> bool:
+        """Whether ``what`` may still start; if not, it is noted as skipped."""
         if time.monotonic() < self.deadline:
             return True
         self.skipped.append(what)
         return False
 
 
-def intervals(mask: Mask, queries: Tensor, keys: Tensor) -> dict[str, Tensor]:
-    """The rows' arguments for queries and keys at these global positions."""
+def key_intervals(mask: Mask, queries: Tensor, keys: Tensor) -> KeyIntervals:
+    """Which keys each query sees, for queries and keys at these global positions."""
     lo, hi = (torch.searchsorted(keys, x.reshape(-1, len(queries)).contiguous()).int() for x in mask.intervals(queries))
-    rows = {"lo": lo, "hi": torch.maximum(lo, hi), "q_positions": queries.int(), "k_positions": keys.int()}
-    return {name: x.to(DEVICE) for name, x in rows.items()}
+    return KeyIntervals(lo, torch.maximum(lo, hi), queries.int(), keys.int()).to(DEVICE)
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
-# --------------------------------------------------------------------------------------------------- checks
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, scale: float, softcap: float) -> list[Tensor]:
-    """out, dq, dk, dv in float64."""
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    group = q.shape[2] // k.shape[2]
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * scale
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    s = s.masked_fill(~mask.dense(q.shape[1]).to(DEVICE), -torch.inf)
-    out = torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1).nan_to_num(0), v.repeat_interleave(group, 2))
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
-
-
-def run_hops(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, hops: int, **score: float) -> list[Tensor]:
-    """out, dq, dk, dv by the kernels, the keys coming in ``hops`` hops."""
+def run_steps(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, steps: int, score: Score) -> list[Tensor]:
+    """out, dq, dk, dv of the kernels, with the keys in ``steps`` steps."""
     positions = torch.arange(q.shape[1])
-    parts = [torch.arange(h, k.shape[1], hops) for h in range(hops)]
+    parts = [torch.arange(step, k.shape[1], steps) for step in range(steps)]
     carry = None
-    for h, keys in enumerate(parts):
-        at = keys.to(DEVICE)
-        rows = intervals(mask, positions, keys)
-        carry = forward(q, k[:, at], v[:, at], **rows, carry=carry, last=h == hops - 1, **score)
+    for step, keys in enumerate(parts):
+        at, intervals = keys.to(DEVICE), key_intervals(mask, positions, keys)
+        carry = attention_forward(q, k[:, at], v[:, at], intervals, score, carry=carry, last=step == steps - 1)
     assert carry is not None
     out, lse = carry
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     row_delta = delta(out, dout)
     for keys in parts:
-        at = keys.to(DEVICE)
-        some = [torch.zeros_like(x[:, at], dtype=torch.float32) for x in (k, v)]
-        rows = intervals(mask, positions, keys)
-        backward(dout, q, k[:, at], v[:, at], lse, row_delta, **rows, dq=dq, dk=some[0], dv=some[1], **score)
-        dk[:, at] += some[0]
-        dv[:, at] += some[1]
+        at, intervals = keys.to(DEVICE), key_intervals(mask, positions, keys)
+        dkeys, dvalues = (torch.zeros_like(x[:, at], dtype=torch.float32) for x in (k, v))
+        attention_backward(dout, q, k[:, at], v[:, at], lse, row_delta, intervals, score, dq, dkeys, dvalues)
+        dk[:, at] += dkeys
+        dv[:, at] += dvalues
     return [out, dq, dk, dv]
 
 
 def check(report: Report, smoke: bool) -> None:
     """Every kernel against float64 on fresh random inputs: relative error by norm."""
     length = 40 if smoke else 513
-    masks = {"causal": Mask.causal(), "full": Mask.full(), "window": Mask.sliding_window(length // 4, 0),
-             "documents": Mask.documents([0, length // 3, length // 2, length - 3])}  # fmt: skip
+    rules: dict[str, Rules] = {
+        "causal": (Rule("causal"),),
+        "full": (Rule("full"),),
+        "window": (Rule("sliding_window", (length // 4, 0)),),
+        "documents": (Rule("documents", ((0, length // 3, length // 2, length - 3), True)),),
+    }
     dtypes = [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16, torch.float16, torch.float32]
     limit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
     # Fewer head_dims for the rarer dtypes: compiling is most of the time here.
     head_dims = {torch.bfloat16: [40, 64, 128, 256], torch.float16: [64, 128], torch.float32: [64]}
     for dtype in dtypes:
         for head_dim in [32] if smoke else head_dims[dtype]:
-            for name, mask in list(masks.items())[: 2 if smoke else None]:
-                for hops, softcap in ((1, 0.0), (3, 0.0), *([(1, 5.0)] if head_dim in (32, 128) else [])):
+            for name in list(rules)[: 2 if smoke else None]:
+                for steps, softcap in ((1, 0.0), (3, 0.0), *([(1, 5.0)] if head_dim in (32, 128) else [])):
                     q, dout = (normal(2, length, 4, head_dim, dtype=dtype) for _ in range(2))
                     k, v = (normal(2, length, 2, head_dim, dtype=dtype) for _ in range(2))
-                    scale = head_dim**-0.5
-                    found = run_hops(q, k, v, dout, mask, hops, softmax_scale=scale, softcap=softcap)
-                    expected = dense(q, k, v, dout, mask, scale, softcap)
-                    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
-                    row = {"dtype": _name(dtype), "head_dim": head_dim, "mask": name, "hops": hops, "softcap": softcap,
-                           "errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)),
-                           "passed": all(e < limit[dtype] for e in errors)}  # fmt: skip
+                    score = Score(head_dim**-0.5, softcap)
+                    found = run_steps(q, k, v, dout, combined_mask(rules[name]), steps, score)
+                    visible = visible_pairs(rules[name], length).to(DEVICE)
+                    dense = dense_gradients(q, k, v, visible, dout, softmax_scale=score.softmax_scale, softcap=softcap)
+                    errors = {
+                        which: float((x.double() - dense[which]).norm() / dense[which].norm())
+                        for which, x in zip(("out", "dq", "dk", "dv"), found, strict=True)
+                    }
+                    row = {
+                        "dtype": _name(dtype),
+                        "head_dim": head_dim,
+                        "mask": name,
+                        "steps": steps,
+                        "softcap": softcap,
+                        "errors": errors,
+                        "passed": all(error < limit[dtype] for error in errors.values()),
+                    }
                     report.checks.append(row)
                     if not row["passed"]:
                         print(f"WRONG: {row}", flush=True)
@@ -141,11 +159,8 @@ def check(report: Report, smoke: bool) -> None:
     print(f"checks: {len(report.checks) - failed} passed, {failed} failed", flush=True)
 
 
-# --------------------------------------------------------------------------------------------------- timing
-
-
 def interleaved(thunks: dict[str, Thunk], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, one round after another so that clocks and heat fall on all alike."""
+    """Median milliseconds of each. Every round runs all of them, so that clocks and heat affect all alike."""
     times: dict[str, list[float]] = {name: [] for name in thunks}
     for attempt in range(rounds + 2):
         for name, thunk in thunks.items():
@@ -176,19 +191,18 @@ class Case:
     mask: Mask
 
     def __post_init__(self) -> None:
-        everything = torch.arange(self.q.shape[1])
-        self.rows: dict[str, Any] = intervals(self.mask, everything, everything)
-        self.scale = self.q.shape[3] ** -0.5
+        positions = torch.arange(self.q.shape[1])
+        self.intervals = key_intervals(self.mask, positions, positions)
+        self.score = Score(self.q.shape[3] ** -0.5)
         self.out, self.lse = self.forward()
         self.gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (self.q, self.k, self.v)]
 
-    def forward(self, **how: Any) -> tuple[Tensor, Tensor]:
-        return forward(self.q, self.k, self.v, **self.rows, softmax_scale=self.scale, **how)
+    def forward(self, **options: Any) -> tuple[Tensor, Tensor]:
+        return attention_forward(self.q, self.k, self.v, self.intervals, self.score, **options)
 
     def backward(self) -> None:
         inputs = (self.dout, self.q, self.k, self.v, self.lse, delta(self.out, self.dout))
-        dq, dk, dv = self.gradients
-        backward(*inputs, **self.rows, dq=dq, dk=dk, dv=dv, softmax_scale=self.scale)
+        attention_backward(*inputs, self.intervals, self.score, *self.gradients)
 
     def peers(self) -> Iterator[tuple[str, Callable[[], Tensor], list[Tensor]]]:
         """Other implementations: name, forward, the tensors to differentiate by."""
@@ -202,7 +216,7 @@ class Case:
         yield "cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), inputs
         yield "flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), inputs
         if q.shape[2] != 16384:
-            return  # torch.compile takes its time for every shape
+            return  # torch.compile takes long for every new shape
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         compiled = torch.compile(flex_attention, dynamic=False)
@@ -215,7 +229,7 @@ class Case:
 
 @dataclass
 class Ring:
-    """What one rank of a ring computes for a case, hop by hop, without the communication."""
+    """What one rank of a ring computes for a case, step by step, without the communication."""
 
     case: Case
     ranks: int
@@ -226,25 +240,24 @@ class Ring:
         at = own.to(DEVICE)
         self.q, self.dout, self.out = self.case.q[:, at], self.case.dout[:, at], self.case.out[:, at]
         self.lse = self.case.lse[:, :, at].contiguous()
-        self.hops: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
-        for h in range(self.ranks):
-            keys = shard_positions(self.case.k.shape[1], self.ranks, (self.rank - h) % self.ranks, "zigzag")
+        self.steps: list[tuple[Tensor, Tensor, KeyIntervals]] = []
+        for step in range(self.ranks):
+            keys = shard_positions(self.case.k.shape[1], self.ranks, (self.rank - step) % self.ranks, "zigzag")
             at = keys.to(DEVICE)
-            self.hops.append((self.case.k[:, at], self.case.v[:, at], intervals(self.case.mask, own, keys)))
+            self.steps.append((self.case.k[:, at], self.case.v[:, at], key_intervals(self.case.mask, own, keys)))
 
     def forward(self) -> None:
         carry = None
-        for h, (k, v, rows) in enumerate(self.hops):
-            last = h == self.ranks - 1
-            carry = forward(self.q, k, v, **rows, carry=carry, last=last, softmax_scale=self.case.scale)
+        for step, (k, v, intervals) in enumerate(self.steps):
+            last = step == self.ranks - 1
+            carry = attention_forward(self.q, k, v, intervals, self.case.score, carry=carry, last=last)
 
     def backward(self) -> None:
         row_delta = delta(self.out, self.dout)
         dq = torch.zeros_like(self.q, dtype=torch.float32)
-        for k, v, rows in self.hops:
+        for k, v, intervals in self.steps:
             dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-            inputs = (self.dout, self.q, k, v, self.lse, row_delta)
-            backward(*inputs, **rows, dq=dq, dk=dk, dv=dv, softmax_scale=self.case.scale)
+            attention_backward(self.dout, self.q, k, v, self.lse, row_delta, intervals, self.case.score, dq, dk, dv)
 
 
 def random_case(batch: int, length: int, heads: int, kv_heads: int, head_dim: int, mask: Mask) -> Case:
@@ -291,27 +304,27 @@ def measure_speed(report: Report, smoke: bool) -> None:
 
 
 def measure_ring(report: Report, smoke: bool) -> None:
-    """Per-rank compute of a zigzag ring, emulated: one rank's hops in turn on one GPU, against whole / ranks."""
+    """One rank's steps of a zigzag ring, one after another on one GPU, beside full attention / ranks."""
     ranks, heads, kv_heads, head_dim = (2, 2, 1, 32) if smoke else (8, 32, 8, 128)
     for length in [64] if smoke else [65536, 131072]:
         if not report.in_time(f"ring of {length} tokens"):
             continue
         case = random_case(1, length, heads, kv_heads, head_dim, CAUSAL)
-        work: dict[str, Case | Ring] = {"whole": case}
+        work: dict[str, Case | Ring] = {"full": case}
         work |= {f"rank {r}": Ring(case, ranks, r) for r in sorted({0, ranks // 2, ranks - 1})}
         row: dict[str, Any] = {"tokens": length, "ranks": ranks, "heads": heads, "kv_heads": kv_heads}
         for direction in ("forward", "backward"):
             thunks: dict[str, Thunk] = {name: getattr(x, direction) for name, x in work.items()}
             times = interleaved(thunks, 1 if smoke else 5)
-            whole = times.pop("whole")
-            share = {name: whole / ranks / ms for name, ms in times.items()}
-            row[direction] = {"whole_ms": whole, "rank_ms": times, "share_of_ideal": share}
+            full = times.pop("full")
+            share = {name: full / ranks / ms for name, ms in times.items()}
+            row[direction] = {"full_ms": full, "rank_ms": times, "share_of_ideal": share}
         report.ring.append(row)
         print("ring", length, {d: row[d]["share_of_ideal"] for d in ("forward", "backward")}, flush=True)
 
 
 def measure_carry(report: Report, smoke: bool) -> None:
-    """The same queries and keys with a carry in, a float32 carry out, and neither."""
+    """The same queries and keys without a carry, with one going in, one coming out, and both."""
     for length in [64] if smoke else [8192, 16384]:
         if not report.in_time(f"carry at {length} tokens"):
             continue
@@ -329,8 +342,8 @@ def measure_carry(report: Report, smoke: bool) -> None:
         print("carry", length, {name: f"{100 * c:.1f} %" for name, c in cost.items()}, flush=True)
 
 
-def measure_small(report: Report, smoke: bool) -> None:
-    """Kernels that only move bytes, and what PyTorch's operators take, in GB/s of the bytes that must move."""
+def measure_elementwise(report: Report, smoke: bool) -> None:
+    """Kernels that only move bytes, beside PyTorch's operators, in GB/s of the bytes that must move."""
     length, heads, head_dim = (64, 2, 32) if smoke else (32768, 32, 128)
     x = normal(1, length, heads, head_dim, dtype=torch.float16 if INTERPRETED else torch.bfloat16)
     acc, lse = x.float(), torch.zeros(1, heads, length, device=DEVICE)
@@ -344,13 +357,12 @@ def measure_small(report: Report, smoke: bool) -> None:
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     def merge_in_pytorch() -> None:
-        share = torch.sigmoid(lse - lse).transpose(1, 2).unsqueeze(-1)
-        acc.lerp_(x.float(), share)
+        weight = torch.sigmoid(lse - lse).transpose(1, 2).unsqueeze(-1)
+        acc.lerp_(x.float(), weight)
         torch.logaddexp(lse, lse)
 
     thunks: dict[str, Thunk] = {
-        "rotary": partial(rotary, x, positions, frequencies),
-        "rotary, tables": partial(rotary_from_tables, x, cos, sin),
+        "rotary": partial(apply_rotary, x, cos, sin),
         "rotary, PyTorch": rotary_in_pytorch,
         "merge": partial(merge_, acc, lse, x, lse.clone()),
         "merge, PyTorch": merge_in_pytorch,
@@ -358,14 +370,11 @@ def measure_small(report: Report, smoke: bool) -> None:
         "delta, PyTorch": lambda: (x.float() * x.float()).sum(-1).transpose(1, 2).contiguous(),
         "copy": x.clone,
     }
-    least = {"rotary": 4, "merge": 10, "delta": 4, "copy": 4}  # bytes by element that must move
+    least = {"rotary": 4, "merge": 10, "delta": 4, "copy": 4}  # bytes per element that must move
     times = interleaved(thunks, 1 if smoke else 50)
-    report.small += [
+    report.elementwise += [
         {"kernel": n, "ms": ms, "gb_per_s": least[n.split(",")[0]] * x.numel() / ms / 1e6} for n, ms in times.items()
     ]
-
-
-# --------------------------------------------------------------------------------------------------- report
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -381,8 +390,11 @@ def environment() -> dict[str, Any]:
 
 
 def markdown(report: Report) -> str:
-    """The figures as tables. Goals, on an H200 at head_dim 128, causal, 16k tokens and more: forward at least 0.75 and
-    backward 0.65 of cuDNN; a carry costs less than 3 %."""
+    """The figures as tables.
+
+    Goals on an H200 at head_dim 128, causal, 16k tokens and more: forward at least 0.75 and backward at least 0.65 of
+    cuDNN's speed; a carry costs less than 3 %.
+    """
     env = report.environment
     failed = [row for row in report.checks if not row["passed"]]
     lines = [f"# {env['gpu']}", "", f"torch {env['torch']}, triton {env['triton']}, cuDNN {env['cudnn']}.", "",
@@ -403,15 +415,15 @@ def markdown(report: Report) -> str:
             )
         lines.append("")
     lines += [
-        "## Zigzag ring, one rank's hops in turn on one GPU, no communication",
+        "## Zigzag ring, one rank's steps one after another on one GPU, no communication",
         "",
-        "| tokens | ranks | direction | whole / ranks, ms | rank | ms | share of ideal |",
+        "| tokens | ranks | direction | full / ranks, ms | rank | ms | share of ideal |",
         "|" + " --- |" * 7,
     ]
     for row in report.ring:
         for direction in ("forward", "backward"):
             for rank, ms in row[direction]["rank_ms"].items():
-                ideal, share = row[direction]["whole_ms"] / row["ranks"], row[direction]["share_of_ideal"][rank]
+                ideal, share = row[direction]["full_ms"] / row["ranks"], row[direction]["share_of_ideal"][rank]
                 lines.append(f"| {row['tokens']} | {row['ranks']} | {direction} | {ideal:.2f} | {rank} | {ms:.2f} | "
                              f"{share:.3f} |")  # fmt: skip
     lines += ["", "## Cost of the carry", "", "| tokens | out | in and out | in, last |", "| --- | --- | --- | --- |"]
@@ -419,7 +431,7 @@ def markdown(report: Report) -> str:
         cost = [f"{100 * row['cost'][n]:.1f} %" for n in ("out", "in and out", "in, last")]
         lines.append(f"| {row['tokens']} | {' | '.join(cost)} |")
     lines += ["", "## Kernels that move bytes", "", "| kernel | ms | GB/s |", "| --- | --- | --- |"]
-    lines += [f"| {row['kernel']} | {row['ms']:.3f} | {row['gb_per_s']:.0f} |" for row in report.small]
+    lines += [f"| {row['kernel']} | {row['ms']:.3f} | {row['gb_per_s']:.0f} |" for row in report.elementwise]
     if report.skipped:
         lines += ["", "## Left out", "", *(f"* {what}" for what in report.skipped)]
     return "\n".join(lines) + "\n"
@@ -435,7 +447,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("no GPU here; without one only TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke runs")
     report = Report(time.monotonic() + arguments.seconds, environment())
     check(report, arguments.smoke)
-    for measure in (measure_carry, measure_ring, measure_small, measure_speed):
+    for measure in (measure_carry, measure_ring, measure_elementwise, measure_speed):
         measure(report, arguments.smoke)
     text = markdown(report)
     if arguments.smoke:

@@ -1,14 +1,14 @@
-"""Fine-tune a language model on long texts with transformers' Trainer; all ranks share each sequence.
+"""Fine-tune a language model on a long text with transformers' Trainer. All ranks share each sequence.
 
-    torchrun --nproc-per-node 2 examples/finetune.py --text book.txt --length 4096
-    python examples/finetune.py --text book.txt --length 4096          # the same losses, one process
+    torchrun --nproc-per-node 2 examples/finetune.py --text LICENSE --length 513
+    python examples/finetune.py --text LICENSE --length 513            # one process, the same losses
 
-Without --model: a small Llama with random weights, and bytes for tokens.
+Without --model it trains a small Llama with random weights, whose tokens are bytes.
 """
 
 import argparse
 import json
-import os
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, TrainingArguments
@@ -20,11 +20,13 @@ import seqpar.hf
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a text file")
-    parser.add_argument("--model", help="a model's name or folder")
-    parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence, over all ranks")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--accumulate", type=int, default=1, help="sequences in an optimizer step")
-    parser.add_argument("--strategy", default="ring", help="ring, ulysses, context_parallel or hybrid")
+    parser.add_argument("--model", help="a model's name on the Hub, or its folder")
+    parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence, all ranks together")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
+    parser.add_argument("--accumulate", type=int, default=1, help="sequences in each optimizer step")
+    strategies = ["ring", "ulysses", "context_parallel", "hybrid"]
+    parser.add_argument("--strategy", default="ring", choices=strategies)
+    parser.add_argument("--output", default="output", help="the Trainer's folder")
     return parser.parse_args()
 
 
@@ -38,10 +40,9 @@ def small_model() -> torch.nn.Module:
 
 def main() -> None:
     args = arguments()
-    mesh = seqpar.init_mesh(ring=-1)  # before the Trainer, which takes the process group it finds
+    mesh = seqpar.init_mesh(ring=-1)  # before TrainingArguments, which else start a process group of their own
     torch.manual_seed(0)
-    with open(args.text, "rb") as file:
-        text = file.read()
+    text = Path(args.text).read_bytes()
     if args.model:
         model = AutoModelForCausalLM.from_pretrained(args.model)
         tokens = AutoTokenizer.from_pretrained(args.model)(text.decode(), return_tensors="pt").input_ids[0]
@@ -49,13 +50,15 @@ def main() -> None:
         model = small_model()
         tokens = torch.tensor(list(text))
     sequences = [{"input_ids": x, "labels": x} for x in tokens.split(args.length) if len(x) == args.length]
+    if not sequences:
+        raise SystemExit(f"--text {args.text}: it has {len(tokens)} tokens, fewer than --length {args.length}")
 
     seqpar.hf.parallelize(model, mesh=mesh, strategy=args.strategy)
 
     trainer = seqpar.hf.SequenceParallelTrainer(
         model,
         TrainingArguments(
-            output_dir=os.environ.get("OUTPUT", "output"),
+            output_dir=args.output,
             max_steps=args.steps,
             per_device_train_batch_size=1,
             gradient_accumulation_steps=args.accumulate,

@@ -1,9 +1,9 @@
-"""Train a LoRA adapter on long texts in a plain accelerate loop; all ranks share each sequence.
+"""Train a LoRA adapter on a long text in a plain accelerate loop. All ranks share each sequence.
 
-    torchrun --nproc-per-node 2 examples/lora.py --text book.txt --length 4096
-    python examples/lora.py --text book.txt --length 4096              # the same losses, one process
+    torchrun --nproc-per-node 2 examples/lora.py --text LICENSE --length 513
+    python examples/lora.py --text LICENSE --length 513                # one process, the same losses
 
-Without --model: a small Llama with random weights, and bytes for tokens.
+Without --model it adapts a small Llama with random weights, whose tokens are bytes.
 """
 
 import argparse
@@ -24,9 +24,9 @@ import seqpar.hf
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a text file")
-    parser.add_argument("--model", help="a model's name or folder")
-    parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence, over all ranks")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", help="a model's name on the Hub, or its folder")
+    parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence, all ranks together")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     return parser.parse_args()
 
 
@@ -52,7 +52,9 @@ def main() -> None:
         tokens = torch.tensor(list(text))
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
     sequences: Any = [{"input_ids": x, "labels": x} for x in tokens.split(args.length) if len(x) == args.length]
-    order = torch.Generator().manual_seed(0)  # the same on every rank: they share the sequences
+    if not sequences:
+        raise SystemExit(f"--text {args.text}: it has {len(tokens)} tokens, fewer than --length {args.length}")
+    order = torch.Generator().manual_seed(0)  # the same on every rank, because all ranks share the sequences
     loader = DataLoader(sequences, batch_size=1, shuffle=True, generator=order, collate_fn=default_data_collator)
 
     seqpar.hf.parallelize(model, mesh=mesh)

@@ -5,7 +5,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from .strategies import StrategyOptions
 
-    class AttentionOptions(TypedDict, total=False):
+    class CommonOptions(TypedDict, total=False):
         """The keyword arguments that all attention functions share; ``attention`` documents them."""
 
         mask: Mask
@@ -54,6 +54,11 @@ if TYPE_CHECKING:
         backend: BackendName
         seq_len: int | None
         dropout_seed: int | None
+
+    class AttentionOptions(CommonOptions, StrategyOptions, total=False):
+        """The keyword arguments of ``attention`` except ``return_lse``, which decides what it returns."""
+
+        strategy: StrategyName
 
 
 class _AttentionHeader(NamedTuple):
@@ -71,54 +76,16 @@ class _AttentionHeader(NamedTuple):
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    strategy: StrategyName = "ring",
-    mask: Mask = ...,
-    mesh: DeviceMesh | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout = "contiguous",
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    backend: BackendName = "auto",
-    return_lse: Literal[False] = False,
-    seq_len: int | None = None,
-    dropout_seed: int | None = None,
-    **strategy_options: Unpack[StrategyOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
 ) -> Tensor: ...
-
-
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    strategy: StrategyName = "ring",
-    mask: Mask = ...,
-    mesh: DeviceMesh | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout = "contiguous",
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    backend: BackendName = "auto",
-    return_lse: Literal[True],
-    seq_len: int | None = None,
-    dropout_seed: int | None = None,
-    **strategy_options: Unpack[StrategyOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
-
-
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @no_compile
 def attention(
     q: Tensor,
@@ -292,40 +259,54 @@ def attend(
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[CommonOptions]
 ) -> Tensor: ...
-
-
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[CommonOptions]
 ) -> tuple[Tensor, Tensor]: ...
-
-
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[CommonOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="ring"``: K/V rows are sent from rank to rank, step by step."""
-    return attention(q, k, v, strategy="ring", return_lse=cast(Any, return_lse), **options)
+    """``attention`` with ``strategy="ring"``: K/V rows are sent from rank to rank, step by step.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
+        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
+        options: the other arguments of ``attention``.
+
+    Returns:
+        ``out [batch, seq, heads, head_dim]``, or ``(out, lse)``.
+    """
+    return attention(q, k, v, strategy="ring", return_lse=return_lse, **options)
 
 
 @overload
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[CommonOptions]
 ) -> Tensor: ...
-
-
 @overload
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[CommonOptions]
 ) -> tuple[Tensor, Tensor]: ...
-
-
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[CommonOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="ulysses"``: all-to-all between sequence shards and head shards."""
-    return attention(q, k, v, strategy="ulysses", return_lse=cast(Any, return_lse), **options)
+    """``attention`` with ``strategy="ulysses"``: all-to-all between sequence shards and head shards.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
+        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
+        options: the other arguments of ``attention``.
+
+    Returns:
+        ``out [batch, seq, heads, head_dim]``, or ``(out, lse)``.
+    """
+    return attention(q, k, v, strategy="ulysses", return_lse=return_lse, **options)
 
 
 @overload
@@ -337,10 +318,8 @@ def context_parallel_attention(
     comm: Comm = "all_gather",
     ulysses_size: int | None = None,
     return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[CommonOptions],
 ) -> Tensor: ...
-
-
 @overload
 def context_parallel_attention(
     q: Tensor,
@@ -350,10 +329,8 @@ def context_parallel_attention(
     comm: Comm = "all_gather",
     ulysses_size: int | None = None,
     return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[CommonOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -362,28 +339,24 @@ def context_parallel_attention(
     comm: Comm = "all_gather",
     ulysses_size: int | None = None,
     return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[CommonOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="context_parallel"``.
+    """``attention`` with ``strategy="context_parallel"``: ``comm`` says how ranks receive the keys they need.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
         v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        comm: how ranks get the keys they need: "all_gather", "p2p" (ring), "a2a" (Ulysses) or "a2a+p2p" (hybrid).
+        comm: "all_gather", "p2p" (ring), "a2a" (Ulysses) or "a2a+p2p" (hybrid).
         ulysses_size: for "a2a+p2p" on a plain group, the ranks of each all-to-all.
-        return_lse: also return the log-sum-exp.
+        return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
         options: the other arguments of ``attention``.
+
+    Returns:
+        ``out [batch, seq, heads, head_dim]``, or ``(out, lse)``.
     """
     return attention(
-        q,
-        k,
-        v,
-        strategy="context_parallel",
-        comm=comm,
-        ulysses_size=ulysses_size,
-        return_lse=cast(Any, return_lse),
-        **options,
+        q, k, v, strategy="context_parallel", comm=comm, ulysses_size=ulysses_size, return_lse=return_lse, **options
     )
 
 
@@ -395,10 +368,8 @@ def hybrid_attention(
     *,
     ulysses_size: int | None = None,
     return_lse: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[CommonOptions],
 ) -> Tensor: ...
-
-
 @overload
 def hybrid_attention(
     q: Tensor,
@@ -407,10 +378,8 @@ def hybrid_attention(
     *,
     ulysses_size: int | None = None,
     return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[CommonOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 def hybrid_attention(
     q: Tensor,
     k: Tensor,
@@ -418,10 +387,22 @@ def hybrid_attention(
     *,
     ulysses_size: int | None = None,
     return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[CommonOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups of ``ulysses_size`` ranks, ring across them."""
-    return attention(q, k, v, strategy="hybrid", ulysses_size=ulysses_size, return_lse=cast(Any, return_lse), **options)
+    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups, ring across them.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
+        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        ulysses_size: on a plain group, the ranks of each all-to-all.
+        return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
+        options: the other arguments of ``attention``.
+
+    Returns:
+        ``out [batch, seq, heads, head_dim]``, or ``(out, lse)``.
+    """
+    return attention(q, k, v, strategy="hybrid", ulysses_size=ulysses_size, return_lse=return_lse, **options)
 
 
 def _resolve(

@@ -45,12 +45,13 @@ def init_mesh(dp: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device_
         TypeError: a size is not an int.
         ValueError: a size is neither positive nor -1, or the product of the sizes is not the number of ranks.
     """
-    sizes = {"dp": dp, "ring": ring, "ulysses": ulysses, "tp": tp}
+    sizes = {"dp": dp, "ring": ring, "ulysses": ulysses, "tp": tp}  # slowest to fastest: see DIMENSIONS
     for name, size in sizes.items():
         check_int(name, size)
         if size < 1 and size != -1:
             raise ValueError(f"{name}={size}: expected a size of at least 1, or -1 for all remaining ranks")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    # Sizes are checked before the process group starts, so that a bad size fails without a rendezvous.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     shape = _resolve_sizes(sizes, world)
     if not dist.is_initialized():
@@ -83,12 +84,13 @@ def _resolve_sizes(sizes: dict[str, int], world: int) -> tuple[int, ...]:
 
 def _init_process_group(device_type: str) -> None:
     """Start the default process group from torchrun's environment, or for this process alone."""
+    # On cuda, gloo is needed too: handshakes are sent from the host.
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
-    else:
+    else:  # not under torchrun: one process, without a port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     # gloo's threads must not outlive the interpreter. A group that the caller started is left to the caller.
     atexit.register(_destroy_process_group)
@@ -134,7 +136,7 @@ def sequence_group(
     names = _sequence_dimensions(mesh)
     if "tp" in (mesh.mesh_dim_names or ()) and (strategy == "tp_sp" or mesh[names].size() == 1):
         dimensions = (*names, "tp")
-        return mesh[dimensions]._flatten(_SEQUENCE_TP).get_group()
+        return mesh[dimensions]._flatten(_SEQUENCE_TP).get_group()  # init_mesh has made it already
     return context_group(mesh)
 
 
@@ -298,6 +300,7 @@ def ring_and_ulysses_ranks(
         return sequence, None
     if ulysses_size == ranks:
         return None, sequence
+    # Subgroups, because new process groups would need a collective call of all ranks.
     rank = rank_in(sequence)
     first = rank // ulysses_size * ulysses_size
     ring_ranks = tuple(range(rank % ulysses_size, ranks, ulysses_size))

@@ -5,7 +5,7 @@ Shapes: a tensor has ``seq`` entries along ``dim``, and its shard ``seq_local``;
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from .comm.collectives import all_gather
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint
 from .layout import LAYOUTS, Layout, check_lengths, global_order, shard_length, shard_positions, shard_ranges
 from .mesh import rank_in, sequence_group, size_of
-
-if TYPE_CHECKING:
-    from .strategies import StrategyName
+from .strategies import STRATEGIES, StrategyName
 
 
 @no_compile
@@ -51,9 +49,9 @@ def shard(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: an unknown layout, a ``dim`` that ``x`` does not have, or a mesh without the dimensions.
+        ValueError: an unknown layout or strategy, a ``dim`` that ``x`` does not have, or a mesh without the dimensions.
     """
-    group = sequence_group(mesh, group, strategy)
+    group = _resolve_group(mesh, group, strategy)
     dim = _check_arguments("x", x, dim, layout)
     if group is None:
         return x
@@ -91,13 +89,13 @@ def unshard(
         ValueError: the shards do not have the layout's lengths, or differ in another dimension, dtype or layout.
         RuntimeError: another rank raised an error on its own input.
     """
-    group = sequence_group(mesh, group, strategy)
+    group = _resolve_group(mesh, group, strategy)
     if group is None:
         _check_arguments("x_local", x_local, dim, layout)
         return x_local
 
     def header() -> _ShardHeader:
-        axis = _check_arguments("x_local", x_local, dim, layout)
+        axis = _check_arguments("x_local", x_local, dim, layout)  # if it raises, all ranks raise
         other_dims = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
         return _ShardHeader(x_local.shape[axis], fingerprint(axis, layout, x_local.dtype, other_dims))
 
@@ -136,11 +134,12 @@ def positions(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: a negative ``seq_len`` or an unknown layout.
+        ValueError: a negative ``seq_len``, or an unknown layout or strategy.
     """
     check_int("seq_len", seq_len, 0)
     check_choice("layout", layout, LAYOUTS)
-    group = sequence_group(mesh, group, strategy)
+    group = _resolve_group(mesh, group, strategy)
+    # A copy: the cached tensor must not be written to.
     return shard_positions(seq_len, size_of(group), rank_in(group), layout).clone()
 
 
@@ -149,6 +148,13 @@ class _ShardHeader(NamedTuple):
 
     length: int
     spec: Fingerprint
+
+
+def _resolve_group(mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None) -> ProcessGroup | None:
+    """The ranks the sequence is sharded over, after checking the strategy's name."""
+    if strategy is not None:
+        check_choice("strategy", strategy, (*STRATEGIES, "tp_sp"))
+    return sequence_group(mesh, group, strategy)
 
 
 def _check_arguments(name: str, x: Tensor, dim: int, layout: Layout) -> int:
@@ -170,6 +176,7 @@ def _local_shard(x: Tensor, dim: int, group: ProcessGroup, layout: Layout) -> Te
     for r in ranges or (range(0),):  # a rank without tokens returns an empty tensor
         index[dim] = slice(r.start, r.stop, r.step)
         parts.append(x[tuple(index)])
+    # Zigzag has two ranges. One range may be a view of x, so it is copied.
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous().clone()
 
 
@@ -178,7 +185,7 @@ def _all_gather_shards(
 ) -> Tensor:
     """The full tensor from every rank's shard; rank ``r`` holds ``lengths[r]`` tokens."""
     full = all_gather(x_local, lengths, dim, group)  # in the order of the ranks
-    if layout == "contiguous":
+    if layout == "contiguous":  # already in the order of the sequence
         return full.contiguous()
     return full.index_select(dim, global_order(sum(lengths), group.size(), layout).to(full.device))
 

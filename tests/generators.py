@@ -17,12 +17,12 @@ def boundaries(draw: st.DrawFn, seq_len: int) -> tuple[int, ...]:
 
 @st.composite
 def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
-    """Any rule. With ``rows > 1``, documents and prefixes may differ between the ``rows`` batch rows."""
+    """Any rule. With ``rows > 1``, they may differ between the ``rows`` batch rows."""
 
     def per_row(one: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
         return st.one_of(one, st.tuples(*[one] * rows)) if rows > 1 else one
 
-    name = draw(st.sampled_from(["full", "causal", "sliding_window", "documents", "prefix_lm", "chunked"]))
+    name = draw(st.sampled_from(["full", "causal", "sliding_window", "documents", "prefix_lm", "chunked", "padding"]))
     if name == "sliding_window":
         return Rule(name, (draw(st.integers(-1, seq_len)), draw(st.integers(-1, seq_len))))
     if name == "documents":
@@ -30,7 +30,12 @@ def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
     if name == "prefix_lm":
         return Rule(name, (draw(per_row(st.integers(0, seq_len + 3))),))
     if name == "chunked":
-        return Rule(name, (draw(st.integers(1, seq_len + 2)), draw(st.booleans())))
+        starts = per_row(st.lists(st.integers(0, seq_len + 3), max_size=4).map(tuple))
+        return Rule(name, (draw(st.integers(1, seq_len + 2)), draw(st.booleans()), draw(starts)))
+    if name == "padding":
+        ends = st.lists(st.integers(0, seq_len + 3), min_size=2, max_size=2).map(sorted)
+        by_row = tuple(zip(*draw(st.tuples(*[ends] * rows)), strict=True))
+        return Rule(name, draw(st.sampled_from([by_row, (by_row[0][0], by_row[1][0])])))
     return Rule(name)
 
 

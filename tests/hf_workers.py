@@ -1,4 +1,4 @@
-"""Tiny transformers models and batches, and what the ranks of the HuggingFace tests run."""
+"""Tiny transformers models and batches, and the functions that the ranks of the Hugging Face tests run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 import seqpar.hf
+from seqpar.layout import Layout
+from seqpar.strategies import StrategyName
 
 VOCAB = 62
 _SMALL: dict[str, Any] = {
@@ -59,7 +61,7 @@ def _config(kind: str) -> Any:
         return t.ModernBertConfig(
             **small, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
         )
-    if kind == "llama4":  # chunks of 7 tokens in the first layer
+    if kind == "llama4":  # the first layer attends in chunks of 7 tokens
         return t.Llama4TextConfig(
             **_SMALL,
             intermediate_size_mlp=48,
@@ -81,7 +83,8 @@ def _config(kind: str) -> Any:
 
 MODELS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert")
 IN_PLACE = ("modernbert", "bert", "bert_tokens")  # their labels are not shifted
-STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+# By name: strategy, layout, options.
+STRATEGIES: dict[str, tuple[StrategyName, Layout, Any]] = {
     "ring-zigzag": ("ring", "zigzag", {}),
     "ulysses": ("ulysses", "contiguous", {}),
     "hybrid": ("hybrid", "zigzag", {"ulysses_size": 2}),
@@ -90,16 +93,16 @@ STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def tiny(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> Any:
-    """A model with random weights, larger than the usual ones so that every path has a gradient to speak of."""
+    """A model with random weights, larger than the usual ones so that no path has a gradient near zero."""
     config = _config(kind)
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
-    kind_of_model: Any = transformers.AutoModelForCausalLM
+    auto_model: Any = transformers.AutoModelForCausalLM
     if kind in IN_PLACE:
         tokens = kind == "bert_tokens"
-        kind_of_model = transformers.AutoModelForTokenClassification if tokens else transformers.AutoModelForMaskedLM
-    model = kind_of_model.from_config(config, attn_implementation=attention)
+        auto_model = transformers.AutoModelForTokenClassification if tokens else transformers.AutoModelForMaskedLM
+    model = auto_model.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:
@@ -107,21 +110,21 @@ def tiny(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> 
             elif "sinks" in name:
                 p.normal_(0, 1)
             elif name.endswith("key.bias"):
-                p.requires_grad_(False)  # shifts all of a query's scores alike: its gradient is rounding
+                p.requires_grad_(False)  # it shifts all scores of a query alike: its gradient is rounding error
     return model.train()
 
 
 def make_batch(how: str, length: int = 45, rows: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """A whole batch: plain, packed, or padded on the left or right; some labels do not count."""
+    """A full batch: plain, packed, or padded on the left or right; some labels do not count."""
     g = torch.Generator().manual_seed(seed)
     rows = 1 if how == "packed" else rows
     ids = torch.randint(3, VOCAB, (rows, length), generator=g)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=g) < 0.2, -100)
     batch = {"input_ids": ids, "labels": labels}
     if how == "packed":
-        cuts = [0, 11, 12, 31, length]
-        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in pairwise(cuts)])[None]
-        labels[:, cuts[:-1]] = -100
+        boundaries = [0, 11, 12, 31, length]
+        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in pairwise(boundaries)])[None]
+        labels[:, boundaries[:-1]] = -100
     if how in ("left", "right"):
         mask = torch.ones_like(ids)
         for row in range(rows):
@@ -141,17 +144,17 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest error of a gradient, relative to that gradient's largest entry."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    top = max(float(g.abs().max()) for g in theirs.values())
+    largest = max(float(g.abs().max()) for g in theirs.values())
     return max(
-        float((ours[name] - g).abs().max() / max(float(g.abs().max()), 1e-5 * top)) for name, g in theirs.items()
+        float((ours[name] - g).abs().max() / max(float(g.abs().max()), 1e-5 * largest)) for name, g in theirs.items()
     )
 
 
 def one_device(kind: str, batch: dict[str, Any], attention: str = "eager") -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the unpatched model on the whole batch.
+    """Loss and gradients of the unpatched model on the full batch.
 
-    transformers notices packed documents only without a cache, which is on by default, and in gpt-oss and in
-    bidirectional models not at all: there the documents go one by one.
+    transformers detects packed documents only without a cache, which is on by default, and never in gpt-oss and in
+    bidirectional models: those get the documents one by one.
     """
     model = tiny(kind, attention)
     shift = int(kind not in IN_PLACE)
@@ -187,7 +190,7 @@ def table(group: ProcessGroup, cases: list[tuple[str, str, str]]) -> list[tuple[
     return [compare(group, *case) for case in cases]
 
 
-def generate(group: ProcessGroup, kind: str, layout: str, prompt: dict[str, Tensor], **options: Any) -> Tensor:
+def generate(group: ProcessGroup, kind: str, layout: Layout, prompt: dict[str, Tensor], **options: Any) -> Tensor:
     model = tiny(kind).eval()
     seqpar.hf.parallelize(model, group=group, layout=layout)
     return model.generate(**prompt, do_sample=False, **options)

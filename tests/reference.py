@@ -114,16 +114,23 @@ class Rule:
         if self.name == "prefix_lm":
             (prefix,) = self.args
             return j <= i or j < (prefix[row] if isinstance(prefix, tuple) else prefix)
+        if self.name == "padding":
+            start, stop = (x[row] if isinstance(x, tuple) else x for x in self.args)
+            return all(start <= position < stop for position in (i, j))
         assert self.name == "chunked"
-        size, causal = self.args
-        return i // size == j // size and (j <= i or not causal)
+        size, causal, *starts = self.args
+        rows = starts[0] if starts else ()
+        origins = {0, *(rows[row] if rows and isinstance(rows[0], tuple) else rows)}
+        chunk = [(start := max(o for o in origins if o <= position), (position - start) // size) for position in (i, j)]
+        return chunk[0] == chunk[1] and (j <= i or not causal)
 
     @property
     def rows(self) -> int:
         """The number of batch rows for which the rule has its own arguments; 1 if all rows share them."""
-        first: Any = self.args[0] if self.args else None
-        per_row = isinstance(first[0] if self.name == "documents" else first, tuple)
-        return len(first) if per_row else 1
+        if self.name in ("prefix_lm", "padding"):
+            return max((len(x) for x in self.args if isinstance(x, tuple)), default=1)
+        nested: Any = {"documents": self.args[:1], "chunked": self.args[2:]}.get(self.name, ())
+        return len(nested[0]) if nested and nested[0] and isinstance(nested[0][0], tuple) else 1
 
 
 Rules = tuple[Rule, ...]
@@ -471,6 +478,10 @@ RULES: tuple[Rules, ...] = (
     (Rule("prefix_lm", ((3, 22),)),),  # two batch rows
     (Rule("chunked", (16, True)),),
     (Rule("chunked", (11, False)),),
+    (Rule("chunked", (8, True, (5, 30))),),
+    (Rule("chunked", (9, False, ((4,), (20, 26)))),),  # two batch rows
+    (Rule("padding", (3, 40)),),
+    (Rule("padding", ((0, 7), (50, 31))), Rule("causal")),
     (Rule("documents", ((0, 17, 44), True)), Rule("sliding_window", (6, 0))),
     (Rule("causal"), Rule("chunked", (20, False)), Rule("prefix_lm", (8,))),
 )

@@ -157,6 +157,11 @@ BAD: dict[str, Bad] = {
         ValueError,
         ["layout", "did you mean 'striped'"],
     ),
+    "shard's strategy": (
+        lambda: seqpar.shard(tensor(), strategy="tp-sp"),
+        ValueError,
+        ["strategy='tp-sp'", "did you mean 'tp_sp'"],
+    ),
     "shard's tensor": (lambda: seqpar.shard([1, 2]), TypeError, ["x", "list"]),  # type: ignore[arg-type]
     "positions": (lambda: seqpar.positions(-1), ValueError, ["seq_len=-1"]),
     # Meshes, in this process alone.

@@ -342,7 +342,7 @@ def test_contiguous_examples(batch: Batch) -> None:
     documents = (Rule("documents", (tuple(range(0, TOKENS + 1, local)), True)),)
     window = (Rule("sliding_window", (5, 0)),)
     row = BATCH * 2 * 8 * HEAD_DIM * 4  # bytes of one token's k and v
-    bytes_and_steps = {
+    bytes_and_steps: dict[Rules, tuple[list[int], list[int]]] = {
         CAUSAL: ([local * row * later for later in (3, 2, 1, 0)], [0, 1, 2, 3]),
         window: ([5 * row, 5 * row, 5 * row, 0], [0, 1, 1, 1]),
         documents: ([0, 0, 0, 0], [0, 0, 0, 0]),

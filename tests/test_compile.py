@@ -41,7 +41,8 @@ def plain_and_compiled(group: ProcessGroup, strategy: str) -> tuple[int, Results
         loss = run(ids, labels)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    return graphs, *results
+    plain, compiled = results
+    return graphs, plain, compiled
 
 
 @pytest.mark.parametrize("strategy", ONE_PER_CLASS)

@@ -1,4 +1,4 @@
-"""Cutting batches: labels, positions, padding and documents; loaders, collators, and what is refused."""
+"""Sharding batches: labels, positions, padding and documents; loaders, collators, and the errors they raise."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.batch import cut
-from seqpar.hf.masks import documents_in, token_ranges
+from seqpar.hf.batch import documents_from_positions, shard_for_rank, token_ranges
+from seqpar.layout import Layout
 
 from .hf_workers import make_batch
 from .pool import Pool, WorkerError
@@ -23,9 +23,9 @@ from .pool import Pool, WorkerError
 pytestmark = pytest.mark.slow
 
 
-def whole(name: str, batch: dict[str, Any], ranks: int, layout: str, **options: Any) -> Tensor:
-    """The ranks' parts of one tensor put together again."""
-    parts = [cut(batch, ranks, rank, layout, **options)[name] for rank in range(ranks)]
+def unsharded(name: str, batch: dict[str, Any], ranks: int, layout: Layout, **options: Any) -> Tensor:
+    """One tensor of the batch, from all ranks' parts."""
+    parts = [shard_for_rank(batch, ranks, rank, layout, **options)[name] for rank in range(ranks)]
     order = torch.cat(
         [seqpar.layout.shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)]
     )
@@ -34,26 +34,26 @@ def whole(name: str, batch: dict[str, Any], ranks: int, layout: str, **options: 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_parts_hold_the_batch(ranks: int, layout: str) -> None:
+def test_parts_hold_the_batch(ranks: int, layout: Layout) -> None:
     batch = make_batch("plain", 23)
     batch["token_type_ids"] = torch.arange(46).view(2, 23)
     batch["extra"] = torch.ones(3)
     shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    assert torch.equal(whole("input_ids", batch, ranks, layout), batch["input_ids"])
-    assert torch.equal(whole("token_type_ids", batch, ranks, layout), batch["token_type_ids"])
-    assert torch.equal(whole("labels", batch, ranks, layout), shifted)
-    assert torch.equal(whole("labels", batch, ranks, layout, shift_labels=False), batch["labels"])
-    assert torch.equal(whole("position_ids", batch, ranks, layout), torch.arange(23).expand(2, -1))
-    local = cut(batch, ranks, 0, layout)
+    assert torch.equal(unsharded("input_ids", batch, ranks, layout), batch["input_ids"])
+    assert torch.equal(unsharded("token_type_ids", batch, ranks, layout), batch["token_type_ids"])
+    assert torch.equal(unsharded("labels", batch, ranks, layout), shifted)
+    assert torch.equal(unsharded("labels", batch, ranks, layout, shift_labels=False), batch["labels"])
+    assert torch.equal(unsharded("position_ids", batch, ranks, layout), torch.arange(23).expand(2, -1))
+    local = shard_for_rank(batch, ranks, 0, layout)
     assert torch.equal(local["extra"], batch["extra"])
-    assert local["seqpar"].items == int((shifted != -100).sum())
+    assert local["seqpar"].num_items == int((shifted != -100).sum())
     given = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
-    assert torch.equal(whole("labels", given, ranks, layout), batch["labels"])
+    assert torch.equal(unsharded("labels", given, ranks, layout), batch["labels"])
 
 
 def test_documents_from_positions_and_boundaries() -> None:
     batch = make_batch("packed", 40)
-    from_positions = cut(batch, 1, 0, "zigzag")
+    from_positions = shard_for_rank(batch, 1, 0, "zigzag")
     assert from_positions["seqpar"].mask == seqpar.Mask.documents([0, 11, 12, 31, 40], causal=False)
     edges = torch.tensor([0, 11, 12, 31, 40], dtype=torch.int32)
     flash = {
@@ -63,11 +63,11 @@ def test_documents_from_positions_and_boundaries() -> None:
         "max_length_q": 19,
         "max_length_k": 19,
     }
-    from_boundaries = cut(flash, 1, 0, "zigzag")
+    from_boundaries = shard_for_rank(flash, 1, 0, "zigzag")
     assert from_boundaries["seqpar"].mask == from_positions["seqpar"].mask
     assert torch.equal(from_boundaries["position_ids"], batch["position_ids"])
     assert set(from_boundaries) == {"input_ids", "position_ids", "seqpar"}
-    open_end = cut({"input_ids": batch["input_ids"], "cu_seqlens": [0, 11, 31]}, 1, 0, "zigzag")
+    open_end = shard_for_rank({"input_ids": batch["input_ids"], "cu_seqlens": [0, 11, 31]}, 1, 0, "zigzag")
     lo, hi = open_end["seqpar"].mask.intervals(torch.arange(40))
     assert torch.equal(hi[31:], lo[31:])  # past the last boundary there is padding
 
@@ -76,22 +76,24 @@ def test_documents_from_positions_and_boundaries() -> None:
 def test_padding(side: str) -> None:
     batch = make_batch(side, 30)
     real = batch["attention_mask"].bool()
-    mask = (cut(batch, 1, 0, "zigzag")["seqpar"].mask & seqpar.Mask.causal()).dense(30)
+    mask = (shard_for_rank(batch, 1, 0, "zigzag")["seqpar"].mask & seqpar.Mask.causal()).dense(30)
     causal = torch.ones(30, 30, dtype=torch.bool).tril()
     assert torch.equal(mask, real[:, :, None] & real[:, None, :] & causal)
-    windowed = (cut(batch, 1, 0, "zigzag")["seqpar"].mask & seqpar.Mask.sliding_window(4)).dense(30)
+    windowed = (shard_for_rank(batch, 1, 0, "zigzag")["seqpar"].mask & seqpar.Mask.sliding_window(4)).dense(30)
     assert torch.equal(windowed, mask & causal.triu(-4))
-    parts = [cut(batch, 4, rank, "striped") for rank in range(4)]
+    parts = [shard_for_rank(batch, 4, rank, "striped") for rank in range(4)]
     valid = torch.stack([part["seqpar"].valid[:, :7] for part in parts], 2).flatten(1)
     assert torch.equal(valid, real[:, :28])
 
 
 def test_padded_documents() -> None:
-    ids = torch.tensor([[0, 0, 0, 1, 2, 0, 1, 1], [0, 1, 0, 1, 2, 3, 0, 0]])  # as transformers fills padding, too
+    ids = torch.tensor(
+        [[0, 0, 0, 1, 2, 0, 1, 1], [0, 1, 0, 1, 2, 3, 0, 0]]
+    )  # with the ids that transformers gives padding
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0]])
-    assert documents_in(ids, token_ranges(mask)) == [(0, 5, 8), (0, 2, 8)]
+    assert documents_from_positions(ids, token_ranges(mask)) == [(0, 5, 8), (0, 2, 8)]
     batch = {"input_ids": ids, "position_ids": ids, "attention_mask": mask}
-    dense = cut(batch, 1, 0, "zigzag")["seqpar"].mask.dense(8)
+    dense = shard_for_rank(batch, 1, 0, "zigzag")["seqpar"].mask.dense(8)
     expected = torch.zeros(2, 8, 8, dtype=torch.bool)
     for row, a, b in ((0, 2, 5), (0, 5, 7), (1, 0, 2), (1, 2, 6)):
         expected[row, a:b, a:b] = True
@@ -101,13 +103,13 @@ def test_padded_documents() -> None:
 def test_masks_are_shared_by_equal_rows() -> None:
     batch = {"input_ids": torch.ones(4, 12, dtype=torch.long), "attention_mask": torch.ones(4, 12)}
     batch["attention_mask"][:, 9:] = 0
-    assert cut(batch, 1, 0, "zigzag")["seqpar"].mask.batch == 1
+    assert shard_for_rank(batch, 1, 0, "zigzag")["seqpar"].mask.batch == 1
     batch["attention_mask"][1, 7:] = 0
-    assert cut(batch, 1, 0, "zigzag")["seqpar"].mask.batch == 4
-    assert cut({"input_ids": batch["input_ids"]}, 1, 0, "zigzag")["seqpar"].mask == seqpar.Mask.full()
+    assert shard_for_rank(batch, 1, 0, "zigzag")["seqpar"].mask.batch == 4
+    assert shard_for_rank({"input_ids": batch["input_ids"]}, 1, 0, "zigzag")["seqpar"].mask == seqpar.Mask.full()
 
 
-def scattered(group: ProcessGroup, layout: str) -> None:
+def scattered(group: ProcessGroup, layout: Layout) -> None:
     for how in ("left", "packed"):
         batch = make_batch(how, 33)
         ours: Any = batch if group.rank() == 0 else None
@@ -117,7 +119,13 @@ def scattered(group: ProcessGroup, layout: str) -> None:
         a, b = got.pop("seqpar"), expected.pop("seqpar")
         for name in got:
             assert torch.equal(got[name], expected[name])
-        assert (a.seq_len, a.ranks, a.layout, a.mask, a.items) == (b.seq_len, b.ranks, b.layout, b.mask, b.items)
+        assert (a.seq_len, a.ranks, a.layout, a.mask, a.num_items) == (
+            b.seq_len,
+            b.ranks,
+            b.layout,
+            b.mask,
+            b.num_items,
+        )
         assert (a.valid is None and b.valid is None) or torch.equal(a.valid, b.valid)
         assert torch.equal(a.in_place[0], b.in_place[0]) and a.in_place[1] == b.in_place[1]
 
@@ -137,7 +145,7 @@ def examples(count: int) -> Any:
 
 
 def loaded(group: ProcessGroup, kind: str) -> list[int]:
-    """Which examples this rank saw, by their first number, as far as its part tells."""
+    """The examples this rank saw, by their first number."""
     mesh = seqpar.init_mesh(2, 2, 2, 1, device_type="cpu")
     dp = mesh["dp"].get_local_rank()
     data: Any = Counting() if kind == "iterable" else examples(9)
@@ -198,7 +206,7 @@ def test_collator(pool: Pool) -> None:
 def test_collator_in_a_worker_process() -> None:
     collator = seqpar.hf.ShardCollator()
     loader = DataLoader(examples(4), batch_size=2, collate_fn=collator, num_workers=1, multiprocessing_context="fork")
-    assert [batch["seqpar"].items for batch in loader] == [14, 14]
+    assert [batch["seqpar"].num_items for batch in loader] == [14, 14]
 
 
 def brought(group: ProcessGroup, what: str) -> None:
@@ -230,7 +238,7 @@ ONES = torch.ones(2, 8, dtype=torch.long)
     ("batch", "words"),
     [
         ({"labels": ONES}, r"'input_ids' \[batch, seq\]"),
-        ({"input_ids": ONES, "attention_mask": ONES[:, :7]}, r"shape \(2, 7\); \(2, 8\) is needed"),
+        ({"input_ids": ONES, "attention_mask": ONES[:, :7]}, r"shape \(2, 7\); expected \(2, 8\)"),
         ({"input_ids": ONES, "attention_mask": torch.ones(2, 1, 8, 8)}, "no dense mask"),
         ({"input_ids": ONES, "attention_mask": 2 * ONES}, "values up to 2"),
         ({"input_ids": ONES, "attention_mask": torch.tensor([[1, 0, 1] + [1] * 5] * 2)}, "row 0 has zeros between"),
@@ -238,7 +246,7 @@ ONES = torch.ones(2, 8, dtype=torch.long)
         ({"input_ids": ONES, "position_ids": torch.ones(3, 2, 8)}, "several ids a token"),
         ({"input_ids": ONES, "cu_seqlens": [0, 9]}, "the last boundary is 9, but the rows hold 8"),
         ({"input_ids": ONES, "cu_seqlens": [[0, 4], [0, 3], [0, 2]]}, "for 3 rows, but the batch has 2"),
-        ({"input_ids": ONES, "seqpar": 1}, "cut already"),
+        ({"input_ids": ONES, "seqpar": 1}, "sharded already"),
     ],
 )
 def test_refused_batches(batch: dict[str, Any], words: str) -> None:
@@ -247,9 +255,9 @@ def test_refused_batches(batch: dict[str, Any], words: str) -> None:
 
 
 def test_refused_arguments() -> None:
-    with pytest.raises(TypeError, match="batch=Tensor: a dict"):
+    with pytest.raises(TypeError, match="batch=Tensor: expected a dict"):
         seqpar.hf.shard_batch(ONES)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout='zig': did you mean 'zigzag'"):
-        seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig")
-    with pytest.raises(ValueError, match="8 tokens in a row cannot be shared by 9 ranks"):
-        cut({"input_ids": ONES}, 9, 0, "zigzag")
+        seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows of 8 tokens cannot be sharded over 9 ranks"):
+        shard_for_rank({"input_ids": ONES}, 9, 0, "zigzag")

@@ -1,4 +1,4 @@
-"""Parallelized models inside what else scales training: DDP, FSDP2, checkpointing, LoRA, compile, pipelines, TP."""
+"""Parallelized models with DDP, FSDP2, checkpointing, LoRA, torch.compile, pipelines and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from packaging.version import Version
 
 import seqpar
 import seqpar.hf
+from seqpar.hf.state import Gradients
 
 from .hf_workers import gradients, make_batch, one_device, tiny, worst
 from .pool import Pool
@@ -44,7 +45,7 @@ def reference(kind: str, batches: list[dict[str, Tensor]]) -> tuple[list[float],
     return [loss for loss, _ in each], mean
 
 
-def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {
         name.removeprefix("module."): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
         for name, p in model.named_parameters()
@@ -53,7 +54,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def wrapped(group: ProcessGroup, wrapper: str, kind: str, checkpoint: bool | None) -> tuple[float, float]:
-    """Gradients come out right by themselves: no ``sync_gradients``. Two data-parallel ranks, four of the sequence."""
+    """The wrapper's gradients are right without ``sync_gradients``. Two data-parallel ranks, four of the sequence."""
     mesh = mesh_of(2, 2, 2, 1)
     batches = [make_batch("packed", seed=3), make_batch("right", seed=4)]
     losses, grads = reference(kind, batches)
@@ -72,7 +73,7 @@ def wrapped(group: ProcessGroup, wrapper: str, kind: str, checkpoint: bool | Non
     local = seqpar.hf.shard_batch(batches[mine], mesh=mesh)
     loss = outer(**local).loss
     loss.backward()
-    return abs(loss.item() - losses[mine]), worst(whole_gradients(outer), grads)
+    return abs(loss.item() - losses[mine]), worst(full_gradients(outer), grads)
 
 
 @cache
@@ -81,10 +82,10 @@ def all_ranks() -> DeviceMesh:
 
 
 def shard_fully(model: Any) -> None:
-    everyone = all_ranks()
+    mesh = all_ranks()
     for layer in model.model.layers:
-        fully_shard(layer, mesh=everyone)
-    fully_shard(model, mesh=everyone)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +105,8 @@ def test_wrappers_that_average(pool: Pool, wrapper: str, kind: str, checkpoint: 
         assert loss < LOSS and gradient < GRADIENT
 
 
-def averaged_by_hand(group: ProcessGroup, gradients_are: str) -> float:
-    """A wrapper that parallelize cannot know averages the ranks' gradients, or sums them."""
+def averaged_by_hand(group: ProcessGroup, gradients_are: Gradients) -> float:
+    """A wrapper that parallelize cannot detect averages the ranks' gradients, or sums them."""
     batch = make_batch("plain")
     _, grads = reference("llama", [batch])
     model = seqpar.hf.parallelize(tiny("llama"), group=group, gradients=gradients_are)
@@ -116,8 +117,8 @@ def averaged_by_hand(group: ProcessGroup, gradients_are: str) -> float:
     return worst(gradients(model), grads)
 
 
-@pytest.mark.parametrize("gradients_are", ["mean", "share"])
-def test_gradients_as_asked_for(pool: Pool, gradients_are: str) -> None:
+@pytest.mark.parametrize("gradients_are", ["mean", "partial"])
+def test_gradients_as_asked_for(pool: Pool, gradients_are: Gradients) -> None:
     assert max(pool.run(4, averaged_by_hand, gradients_are)) < GRADIENT
 
 
@@ -136,7 +137,7 @@ def data_parallel_alone(group: ProcessGroup) -> tuple[float, float]:
     loss = outer(**local).loss
     (loss / 2).backward()
     seqpar.sync_gradients(model, mesh=mesh)
-    return abs(loss.item() - losses[mine]), worst(whole_gradients(outer), grads)
+    return abs(loss.item() - losses[mine]), worst(full_gradients(outer), grads)
 
 
 def test_ddp_over_data_parallel_ranks(pool: Pool) -> None:
@@ -233,7 +234,7 @@ def test_compiled_layers_break_once(pool: Pool) -> None:
 
 
 class Stage(nn.Module):
-    """Half of a Llama. The first one embeds, the last one gives what the loss needs."""
+    """Half of a Llama. The first stage embeds the tokens, the last one computes the logits."""
 
     def __init__(self, model: Any, first: bool) -> None:
         super().__init__()
@@ -254,7 +255,7 @@ class Stage(nn.Module):
 
 
 def pipelined(group: ProcessGroup) -> tuple[float, float]:
-    """2 stages x 2 sequence ranks (and the whole twice)."""
+    """2 data-parallel replicas x 2 stages x 2 sequence ranks."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "ring"))
     sequence, stages = mesh["ring"].get_group(), mesh["pp"].get_group()
     batch = make_batch("plain", 46, rows=4)
@@ -296,14 +297,14 @@ def with_tensor_parallel(group: ProcessGroup, path: str, kind: str) -> tuple[flo
     mesh = mesh_of(1, 2, 2, 2)
     batch = make_batch("packed")
     losses, grads = reference(kind, [batch])
-    # Ranks of one tensor-parallel group stand next to one another in both meshes.
+    # The ranks of a tensor-parallel group are consecutive in both meshes.
     split = DistributedConfig(tp_size=2, fsdp_size=4)
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=split, attn_implementation="eager").train()
     assert model.model.layers[0].self_attn.q_proj.weight.to_local().numel() == 32 * 32 // 8
     seqpar.hf.parallelize(model, mesh=mesh, strategy="hybrid")
     loss = model(**seqpar.hf.shard_batch(batch, mesh=mesh)).loss
     loss.backward()
-    return abs(loss.item() - losses[0]), worst(whole_gradients(model), grads)
+    return abs(loss.item() - losses[0]), worst(full_gradients(model), grads)
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="its tp_plan with FSDP2")

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 
@@ -16,11 +18,13 @@ from transformers import DynamicCache, StaticCache
 import seqpar
 import seqpar.hf
 from seqpar.comm.trace import trace
+from seqpar.kernels import BackendName
+from seqpar.layout import Layout
 
 from .hf_workers import VOCAB, tiny
 from .pool import Pool
 
-GENERATIVE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe")
+GENERATIVE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "llama4")
 
 
 def prompt(how: str) -> dict[str, Tensor]:
@@ -35,11 +39,11 @@ def prompt(how: str) -> dict[str, Tensor]:
 
 def model_of(kind: str) -> Any:
     changes: dict[str, Any] = {"output_router_logits": False} if kind == "qwen3_moe" else {}
-    # With tied embeddings, random weights say one token again and again.
+    # With tied embeddings, random weights repeat one token.
     return tiny(kind, tie_word_embeddings=False, **changes).eval()
 
 
-def generated(group: ProcessGroup, kind: str, layout: str, calls: list[tuple[str, dict[str, Any]]]) -> list[Tensor]:
+def generated(group: ProcessGroup, kind: str, layout: Layout, calls: list[tuple[str, dict[str, Any]]]) -> list[Tensor]:
     model = seqpar.hf.parallelize(model_of(kind), group=group, layout=layout)
     return [model.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
 
@@ -54,15 +58,15 @@ def test_tokens(pool: Pool, kind: str, world: int) -> None:
     calls = calls if kind in ("llama", "mistral") else calls[:2]
     reference = model_of(kind)
     expected = [reference.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
-    assert len(set(expected[0][0, 23:].tolist())) > 3  # no model that says one thing
+    assert len(set(expected[0][0, 23:].tolist())) > 3  # the model does not repeat one token
     for layout in ("zigzag", "contiguous", "striped") if kind in ("llama", "mistral") else ("zigzag",):
         for tokens in pool.run(world, generated, kind, layout, calls):
             for ours, theirs in zip(tokens, expected, strict=True):
                 assert torch.equal(ours, theirs)
 
 
-def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int]:
-    """Keys this rank keeps in each layer; the sequence's length; what a token's step sends."""
+def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int, int]:
+    """This rank's keys in each layer; the length; the bytes that one more token sends, and the kernels it runs."""
     model = seqpar.hf.parallelize(model_of(kind), group=group)
     cache = DynamicCache(config=model.config)
     model.generate(**prompt("plain"), do_sample=False, past_key_values=cache, **LONG)
@@ -71,7 +75,7 @@ def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int]:
     with torch.no_grad(), trace() as t:
         model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
     assert cache.get_seq_length() == length + 1
-    return held, length, t.bytes_sent
+    return held, length, t.bytes_sent, t.backends["cpu"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
@@ -79,33 +83,84 @@ def test_cache_stays_sharded(pool: Pool, kind: str) -> None:
     world = 4
     results = pool.run(world, kept, kind)
     for layer in range(2):
-        held = [counts[layer] for counts, _, _ in results]
+        held = [counts[layer] for counts, *_ in results]
         total = 8 if kind == "mistral" else 42  # a window of 9 needs 8 keys before the next token
         assert sum(held) == total and max(held) - min(held) <= 2
     rows, heads, head_dim = 2, 4, 8
     one_layer = rows * heads * (head_dim + 1) * 4 * (world - 1)
-    for _, length, sent in results:
+    for _, length, sent, kernels in results:
         assert length == 42 and sent == 2 * one_layer
+        assert kernels <= 2  # one for each layer in which this rank caches visible keys
+    assert sum(kernels for *_, kernels in results) >= 2
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation returns, views of its arguments left out."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def tensors(tree: Any) -> list[Tensor]:
+            return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+        given = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
+        result = operation(*args, **(kwargs or {}))
+        made = (x.nbytes for x in tensors(result) if x.untyped_storage().data_ptr() not in given)
+        self.nbytes = max(self.nbytes, *made, 0)
+        return result
+
+
+@pytest.mark.parametrize(
+    # The CPU's backend converts all half-precision keys to float32; the reference does it 1,024 keys at a time.
+    ("dtype", "backend"),
+    [(torch.float32, "auto"), (torch.bfloat16, "reference"), (torch.float16, "reference")],
+)
+def test_decoding_makes_no_copy_of_the_cache(dtype: torch.dtype, backend: BackendName) -> None:
+    model = seqpar.hf.parallelize(model_of("llama").to(dtype), strategy="local", backend=backend)
+    cache = DynamicCache(config=model.config)
+    ids = torch.randint(3, VOCAB, (1, 5000), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids[:, :1], past_key_values=cache)  # allocates the cache's spare capacity
+        with LargestAllocation() as largest:
+            model(input_ids=ids[:, :1], past_key_values=cache)
+    keys = cache.layers[0].keys
+    assert keys.dtype == dtype and keys.shape[2] == 5002
+    assert 0 < largest.nbytes < keys.nbytes // 2
+
+
+def test_a_cache_outlives_inference_mode() -> None:
+    """Its tensors were made in inference mode, where alone they can be written to."""
+    model, reference = seqpar.hf.parallelize(model_of("llama"), strategy="local"), model_of("llama")
+    ids = prompt("plain")["input_ids"]
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for part in ids[:, :20], ids[:, 20:21], ids[:, 21:22]:
+            model(input_ids=part, past_key_values=cache)
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, 22:], past_key_values=cache).logits
+        expected = reference(input_ids=ids).logits[:, 22:]
+    assert float((logits - expected).abs().max()) < 2e-5
 
 
 def forwards(group: ProcessGroup) -> list[float]:
-    """Logits of a prompt, whole on every rank, then several new tokens at once, then after a crop."""
+    """Errors of the logits of a prompt, of several new tokens at once, of tokens after a crop, of the last 4."""
     reference, model = model_of("gemma2"), seqpar.hf.parallelize(model_of("gemma2"), group=group)
     tokens = prompt("plain")["input_ids"]
     errors = []
     with torch.no_grad():
-        whole = reference(input_ids=tokens).logits
+        expected = reference(input_ids=tokens).logits
         cache = DynamicCache()
         first = model(input_ids=tokens[:, :17], past_key_values=cache, use_cache=True).logits
-        errors.append(float((first - whole[:, :17]).abs().max()))
+        errors.append(float((first - expected[:, :17]).abs().max()))
         errors.append(
-            float((model(input_ids=tokens[:, 17:], past_key_values=cache).logits - whole[:, 17:]).abs().max())
+            float((model(input_ids=tokens[:, 17:], past_key_values=cache).logits - expected[:, 17:]).abs().max())
         )
         cache.crop(-3)
         again = model(input_ids=tokens[:, 20:], past_key_values=cache).logits
-        errors.append(float((again - whole[:, 20:]).abs().max()))
+        errors.append(float((again - expected[:, 20:]).abs().max()))
         made = model(input_ids=tokens, use_cache=True, logits_to_keep=4)
-        errors.append(float((made.logits - whole[:, -4:]).abs().max()))
+        errors.append(float((made.logits - expected[:, -4:]).abs().max()))
     return errors
 
 
@@ -132,7 +187,7 @@ def test_adapted_model(pool: Pool) -> None:
 
 
 def assisted(group: ProcessGroup, kind: str) -> list[bool]:
-    """Candidates from the prompt, most of them rejected: the cache is cropped."""
+    """Most candidates are rejected, so that the cache is cropped."""
     ids = torch.cat([prompt("plain")["input_ids"][:1]] * 2, dim=1)
     same = []
     for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny(kind, seed=5).eval()}):
@@ -166,7 +221,7 @@ def unlike(group: ProcessGroup, what: str) -> str:
     ("what", "words"),
     [("prompt", "bring different ones"), ("sampled", "seed them alike"), ("padding", "padding on the left")],
 )
-def test_ranks_that_part_are_stopped(pool: Pool, what: str, words: str) -> None:
+def test_ranks_with_different_tokens_all_raise(pool: Pool, what: str, words: str) -> None:
     assert all(words in said for said in pool.run(2, unlike, what))
 
 

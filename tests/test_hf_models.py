@@ -50,7 +50,7 @@ def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "bert_tokens", "llama4"])
 def test_heads_and_chunks(pool: Pool, kind: str) -> None:
-    """A language model without a loss type; heads that make a loss of their own; chunks that begin with the tokens."""
+    """A language model without a loss type; heads with a loss of their own; chunks that start at the first token."""
     chosen = [(kind, "ring-zigzag", how) for how in ("left", "packed")] + [(kind, "ulysses", "plain")]
     for errors in pool.run(2, table, chosen):
         for case, (loss, gradient) in zip(chosen, errors, strict=True):
@@ -67,7 +67,7 @@ def test_outputs_as_a_tuple() -> None:
 
 
 def with_padding_labels(group: ProcessGroup) -> tuple[float, float]:
-    """The last padding token in front predicts the first token: its loss counts, as under transformers' SDPA."""
+    """The last padding token predicts the first token, and its loss counts, as under transformers' SDPA."""
     batch = make_batch("left")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     expected, grads = one_device("llama", batch, "sdpa")
@@ -105,7 +105,7 @@ def test_ranks_without_labels(pool: Pool) -> None:
 
 
 def accumulated(group: ProcessGroup, kind: str) -> tuple[float, float]:
-    """Two batches of unlike label counts, and the loss over both by ``num_items_in_batch``."""
+    """Two batches with different numbers of labels; ``num_items_in_batch`` makes the loss one over both."""
     batches = [make_batch("plain", 45, seed=1), make_batch("packed", 45, seed=2)]
     batches[0]["labels"][:, 10:] = -100
     items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
@@ -131,7 +131,7 @@ def test_gradient_accumulation(pool: Pool, kind: str) -> None:
 
 
 def dropped(group: ProcessGroup) -> tuple[list[float], list[float]]:
-    """Losses under attention dropout: of this rank, and of the same model in one process with the same seed."""
+    """Losses under attention dropout, twice, and the loss without it."""
     model = tiny("llama", attention_dropout=0.3)
     batch = make_batch("plain")
     alone = dict(seqpar.hf.shard_batch(batch, group=group, check=False))
@@ -151,7 +151,7 @@ def test_dropout_of_attention_weights(pool: Pool) -> None:
 
 
 def with_rope_of_length(group: ProcessGroup, scaling: dict[str, Any]) -> tuple[float, float, bool]:
-    """Frequencies that follow the longest position, which one rank has."""
+    """Frequencies depend on the largest position, which only one rank has."""
     changes: dict[str, Any] = {"rope_parameters": scaling, "max_position_embeddings": 16}
     batch = make_batch("packed")
     reference, model = tiny("llama", **changes), tiny("llama", **changes)
@@ -190,7 +190,7 @@ def test_rope_that_follows_the_length(pool: Pool, scaling: dict[str, Any]) -> No
 
 
 def under_autocast(group: ProcessGroup, kind: str) -> tuple[float, float]:
-    """Mixed precision: float32 weights under bfloat16 autocast. How far one device is from float32, and we are."""
+    """float32 weights under bfloat16 autocast: the distance of one device's gradients from float32, and of ours."""
     batch = make_batch("plain")
     exact, grads = one_device(kind, batch)
     errors = []
@@ -214,7 +214,7 @@ def test_autocast(pool: Pool, kind: str) -> None:
         assert ours < 1.2 * theirs
 
 
-def test_logits_are_not_made_for_a_loss() -> None:
+def test_a_loss_computes_no_logits() -> None:
     batch = make_batch("plain")
     model = seqpar.hf.parallelize(tiny("gemma2"), strategy="local")
     local = seqpar.hf.shard_batch(batch)
@@ -224,7 +224,7 @@ def test_logits_are_not_made_for_a_loss() -> None:
         nonlocal widest
         widest = max(widest, output.numel())
 
-    # Hooks run in order of registration; this one sees what the output embedding itself made.
+    # Prepended, so that it sees the output of the output embedding itself.
     model.lm_head.register_forward_hook(watch, prepend=True)
     output = model(**local)
     assert widest == 0 and output.logits is None
@@ -235,8 +235,8 @@ def test_logits_are_not_made_for_a_loss() -> None:
     assert as_tuple[0].dim() == 0
 
 
-def test_loss_of_materialised_logits() -> None:
-    """A head that is no plain linear layer makes its logits; the loss is the same."""
+def test_loss_of_materialized_logits() -> None:
+    """A head that is not a plain linear layer computes its logits; the loss is the same."""
     batch = make_batch("plain")
     model = tiny("llama")
     model.lm_head = nn.Sequential(model.lm_head)
@@ -394,7 +394,7 @@ def refused(change: str) -> Any:
         ("convolution", r"'model.layers.0.mlp.conv' \(Conv1d\) mixes tokens"),
         ("convolution inside", r"'model.layers.0.self_attn.conv' \(Conv1d\) mixes tokens"),
         ("sentence pairs", "its loss is its own"),
-        ("pooler", r"'pooler' \(BertPooler\) pools the tokens at hand"),
+        ("pooler", r"'pooler' \(BertPooler\) pools the tokens in its input"),
         ("neighbours", r"'mobilebert.embeddings' \(MobileBertEmbeddings\) mixes tokens"),
         ("positions", r"'model.decoder' \(OPTDecoder\) counts positions"),
         ("linear layers", "layer 1 is of type 'linear_attention'"),
@@ -416,11 +416,11 @@ def test_seqpar_itself_does_without_transformers() -> None:
 def test_refused_calls() -> None:
     model = tiny("llama")
     with pytest.raises(ValueError, match="strategy='rong': did you mean 'ring'"):
-        seqpar.hf.parallelize(model, strategy="rong")
+        seqpar.hf.parallelize(model, strategy="rong")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout='zigzack'"):
-        seqpar.hf.parallelize(model, layout="zigzack")
+        seqpar.hf.parallelize(model, layout="zigzack")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradients='sum'"):
-        seqpar.hf.parallelize(model, gradients="sum")
+        seqpar.hf.parallelize(model, gradients="sum")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Linear: it holds no transformers model"):
         seqpar.hf.parallelize(nn.Linear(2, 2))
     seqpar.hf.parallelize(model, strategy="local")
@@ -430,7 +430,7 @@ def test_refused_calls() -> None:
     with pytest.raises(ValueError, match="called without 'seqpar'"):
         model(**batch)
     local = seqpar.hf.shard_batch(batch, layout="striped")
-    with pytest.raises(ValueError, match=r"cut with layout='striped'.* parallelized with layout='zigzag'"):
+    with pytest.raises(ValueError, match=r"sharded with layout='striped'.* parallelized with layout='zigzag'"):
         model(**local)
     local = seqpar.hf.shard_batch(batch)
     dense = torch.zeros(2, 1, 45, 45)
@@ -439,6 +439,6 @@ def test_refused_calls() -> None:
     with pytest.raises(ValueError, match="logits_to_keep=1: with labels"):
         model(**local, logits_to_keep=1)
     labels = local.pop("labels")
-    local["seqpar"].items = None
-    with pytest.raises(ValueError, match="they were not cut by"):
+    local["seqpar"].num_items = None
+    with pytest.raises(ValueError, match="they were not sharded by"):
         model(**local, labels=labels)

@@ -1,4 +1,4 @@
-"""The Trainer and the example scripts: several ranks give the losses of one process."""
+"""The Trainer and the example scripts: several ranks have the losses of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Run = tuple[list[float], float, int, int]
 
 
 def sequences(count: int) -> list[dict[str, Tensor]]:
-    """Unlike numbers of labels, so that a mean of means would show."""
+    """Rows with different numbers of labels, so that a mean of means differs from the mean."""
     g = torch.Generator().manual_seed(0)
     rows = torch.randint(3, VOCAB, (count, 40), generator=g)
     labels = rows.clone()
@@ -42,7 +42,7 @@ def sequences(count: int) -> list[dict[str, Tensor]]:
 
 
 def train(parallel: Any, folder: str, batch: int, across: bool, evaluated_on: int) -> Run:
-    """Losses of three optimizer steps of two micro-batches, then the evaluation loss; tokens seen, sequences a step."""
+    """Losses of three optimizer steps of two micro-batches; the evaluation loss; tokens seen; sequences in a step."""
     model = tiny("qwen3")
     if parallel is not None:
         seqpar.hf.parallelize(model, mesh=parallel, strategy="hybrid")
@@ -100,7 +100,7 @@ def test_trainer(pool: Pool, tmp_path: Path, dp: int, across: bool, evaluated_on
             assert ours == pytest.approx(losses, abs=1e-4)
         else:  # transformers then takes the mean of each replica's mean
             assert ours == pytest.approx(losses, abs=0.2)
-        # Replicas weigh in by their tokens' number before the shift, one process by that after it.
+        # Replicas are weighted by their tokens before the shift, one process's batches by those after it.
         assert ours_evaluated == pytest.approx(evaluated, abs=1e-4 if dp == 1 else 2e-2 if across else 0.2)
         assert ours_counts == counts
 
@@ -110,7 +110,9 @@ def run(script: str, ranks: int, folder: Path, *more: str) -> list[float]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     text = ROOT / "LICENSE"
     command = [sys.executable, *launcher, str(ROOT / "examples" / script), "--text", str(text), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OUTPUT": str(folder), "PYTHONPATH": str(ROOT)}
+    if script == "finetune.py":
+        command += ["--output", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "--length", "513", "--steps", "5"], env=environment, capture_output=True, text=True, timeout=120
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -83,6 +84,9 @@ def test_the_same_mask_however_it_is_spelled() -> None:
     assert Mask.sliding_window(-1, 0) == Mask.causal()
     assert Mask.causal() & Mask.causal() == Mask.causal()
     assert Mask.prefix_lm(torch.tensor([2, 5])) == Mask.prefix_lm([2, 5])
+    assert Mask.chunked(4) == Mask.chunked(4, starts=[0]) == Mask.chunked(4, starts=torch.tensor([0]))
+    assert Mask.chunked(4, starts=[7, 3, 3]) == Mask.chunked(4, starts=(0, 3, 7))
+    assert Mask.padding(torch.tensor([2, 5]), 9) == Mask.padding([2, 5], [9, 9])
 
 
 def test_a_worked_example() -> None:
@@ -97,3 +101,48 @@ def test_a_worked_example() -> None:
         "......",
     ]
     assert ["".join("x" if seen else "." for seen in row) for row in mask.dense(6)] == expected
+
+
+def test_chunks_of_padded_documents() -> None:
+    """Chunks of two start again at each document and at the first token: readable by eye."""
+    packed = Mask.documents([0, 3, 6], causal=False) & Mask.padding(1)
+    mask = packed & Mask.chunked(2, causal=False, starts=packed.starts)
+    expected = [
+        "......",
+        ".xx...",
+        ".xx...",
+        "...xx.",
+        "...xx.",
+        ".....x",
+    ]
+    assert ["".join("x" if seen else "." for seen in row) for row in mask.dense(6)] == expected
+
+
+def test_starts() -> None:
+    assert Mask.full().starts == Mask.causal().starts == ((0,),)
+    assert Mask.documents([0, 3, 3, 7]).starts == ((0, 3, 7),)
+    assert Mask.padding([0, 2], [5, 9]).starts == ((0,), (0, 2))
+    assert Mask.padding([2, 2], [5, 9]).starts == ((0, 2),)
+    both = Mask.documents([[0, 4], [0, 6]]) & Mask.padding([1, 0], 6) & Mask.sliding_window(3)
+    assert both.starts == ((0, 1, 4), (0, 6))
+
+
+def test_padding_without_an_end() -> None:
+    assert torch.equal(Mask.padding(3).dense(8), Mask.padding(3, 8).dense(8))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Mask.padding(-1), ValueError, "start -1"),
+        (lambda: Mask.padding([0, 5], [4, 3]), ValueError, "start 5, stop 3"),
+        (lambda: Mask.padding([0, 1], [4, 4, 4]), ValueError, "starts for 2 batch rows, stops for 3"),
+        (lambda: Mask.padding([]), ValueError, "starts for 0 batch rows"),
+        (lambda: Mask.padding(1.5), TypeError, r"starts=1\.5: expected an int, got float"),  # type: ignore[arg-type]
+        (lambda: Mask.chunked(4, starts=[-2]), ValueError, r"starts=\[-2\]: give positions >= 0"),
+        (lambda: Mask.chunked(4, starts=3), TypeError, "starts=3: expected a sequence"),
+    ],
+)
+def test_bad_arguments(make: Callable[[], Mask], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()

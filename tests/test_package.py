@@ -1,8 +1,9 @@
-"""What is installed, what importing costs, and that the names the documentation promises are there."""
+"""What is installed, what it requires, what importing costs, and that every public name is documented."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_works_from_anywhere(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked, out of the sources' sight: the kernels are inside the package, and nothing is called triton_kernels."""
+    """Unpacked away from the sources: the kernels are inside the package, and nothing is called triton_kernels."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     program = f"""
 import sys, importlib.util
@@ -82,7 +83,7 @@ def test_the_development_install_has_the_kernels() -> None:
 
 
 def test_importing_is_light() -> None:
-    """Nothing that only some users have, or that is slow to import, is imported before it is used."""
+    """What only some users have, or what is slow to import, is imported at its first use."""
     heavy = ["triton", "transformers", "flash_attn", "matplotlib", "pandas", "rich", "typer"]
     program = f"""
 import sys, torch
@@ -95,7 +96,50 @@ print([name for name in {heavy} if name in sys.modules and name not in before])
 
 
 def test_versions_agree() -> None:
+    """The version is written in ``seqpar/__init__.py`` only. If this fails, install again: ``pip install -e .``."""
     assert importlib.metadata.version("seqpar") == seqpar.__version__
+    assert not re.search(r"^version *= *\"", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"version: {seqpar.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert seqpar.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def _requirements(wheel: Path) -> dict[str, set[str]]:
+    """The distributions that the wheel requires, by extra; ``""`` is without an extra."""
+    metadata = zipfile.ZipFile(wheel).read(f"seqpar-{seqpar.__version__}.dist-info/METADATA").decode()
+    requirements: dict[str, set[str]] = {}
+    for name, condition in re.findall(r"^Requires-Dist: ([\w-]+)(.*)$", metadata, re.MULTILINE):
+        extra = re.search(r"extra == .(\w+).", condition)
+        requirements.setdefault(extra[1] if extra else "", set()).add(name)
+    return requirements
+
+
+def test_the_package_requires_torch_and_einops_only(wheel: Path) -> None:
+    assert _requirements(wheel)[""] == {"einops", "torch"}
+
+
+# Distributions that no Python file imports, and the file that shows their use.
+TOOLS = {
+    "mypy": "Makefile",
+    "mkdocs-material": "mkdocs.yml",
+    "mkdocstrings": "mkdocs.yml",
+    "pre-commit": "CONTRIBUTING.md",
+    "ruff": "Makefile",
+    "triton": "triton_kernels/forward.py",
+}
+
+
+def test_every_dependency_is_used(wheel: Path) -> None:
+    folders = ("seqpar", "triton_kernels", "tests", "benchmarks", "docs", "examples")
+    files = [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    imports = r"^\s*(?:import|from) ([a-z_]+)"
+    imported = {name for path in files for name in re.findall(imports, path.read_text(), re.MULTILINE)}
+    for extra, names in _requirements(wheel).items():
+        for name in names - {"seqpar"}:
+            if name in TOOLS:
+                tool = name.removeprefix("mkdocs-")
+                assert tool in (ROOT / TOOLS[name]).read_text(), f"{name} of the extra {extra!r}"
+            else:
+                assert name.replace("-", "_") in imported, f"{name} of the extra {extra!r} is imported by nothing"
 
 
 @pytest.mark.parametrize("name", seqpar.__all__)

@@ -22,36 +22,39 @@ pytest.importorskip("triton")
 import seqpar.triton_kernels
 from seqpar.kernels import base
 from seqpar.kernels.base import Score
-from seqpar.kernels.dropout import keep_mask
 from seqpar.kernels.triton import TritonBackend
 from seqpar.layers import rotary as rotary_module
 from seqpar.layout import shard_positions
-from seqpar.mask import Mask
 from seqpar.schedule import KeyIntervals
-from seqpar.triton_kernels import Config, backward, delta, forward, merge_, rotary, rotary_from_tables
+from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges
+
+from .reference import Rule, Rules, combined_mask, dense_gradients, dropout_keep, visible_pairs
 
 torch.set_num_threads(1)
 LENGTH = 80
 TILES = Config(32, 32)
-MASKS = {
-    "full": Mask.full(),
-    "causal": Mask.causal(),
-    "window": Mask.sliding_window(37, 5),
-    "documents": Mask.documents([[0, 13, 13, 64, 70], [0, 50, 80]]),
-    "chunked": Mask.chunked(48),
-    "prefix": Mask.prefix_lm(40),
+MASKS: dict[str, Rules] = {
+    "full": (Rule("full"),),
+    "causal": (Rule("causal"),),
+    "window": (Rule("sliding_window", (37, 5)),),
+    "documents": (Rule("documents", (((0, 13, 13, 64, 70), (0, 50, 80)), True)),),
+    "chunked": (Rule("chunked", (48, True)),),
+    "prefix": (Rule("prefix_lm", (40,)),),
 }
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
 @dataclass
 class Problem:
-    """Random inputs, and dense attention over them in float64."""
+    """Random inputs for queries and keys at given global positions, and their attention by the oracle.
+
+    Shapes: b batch, q queries, k keys, h heads, n kv_heads, d head_dim.
+    """
 
     q_positions: Tensor
     k_positions: Tensor
-    mask: Mask = field(default_factory=Mask.causal)
+    rules: Rules = MASKS["causal"]
     batch: int = 2
     heads: int = 2
     kv_heads: int = 1
@@ -65,62 +68,55 @@ class Problem:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(self.dtype)
 
-        self.q = normal(self.batch, len(self.q_positions), self.heads, self.head_dim)
-        self.k = normal(self.batch, len(self.k_positions), self.kv_heads, self.head_dim)
-        self.v = normal(self.batch, len(self.k_positions), self.kv_heads, self.head_dim)
+        self.q = normal(self.batch, len(self.q_positions), self.heads, self.head_dim)  # [b, q, h, d]
+        self.k = normal(self.batch, len(self.k_positions), self.kv_heads, self.head_dim)  # [b, k, n, d]
+        self.v = normal(self.batch, len(self.k_positions), self.kv_heads, self.head_dim)  # [b, k, n, d]
         self.dout = normal(*self.q.shape)
-        self.dlse = normal(self.batch, self.heads, len(self.q_positions)).float()
+        self.dlse = normal(self.batch, self.heads, len(self.q_positions)).float()  # [b, h, q]
 
-    def rows(self, keys: Tensor | None = None) -> KeyIntervals:
-        """The intervals of the queries among the visiting keys (all by default)."""
+    def intervals(self, keys: Tensor | None = None) -> KeyIntervals:
+        """The intervals of the queries among the keys at these indices (all by default)."""
         k_positions = self.k_positions if keys is None else self.k_positions[keys]
         lo, hi = (torch.searchsorted(k_positions, x.reshape(-1, len(self.q_positions)).contiguous()).int()
-                  for x in self.mask.intervals(self.q_positions))  # fmt: skip
+                  for x in combined_mask(self.rules).intervals(self.q_positions))  # fmt: skip
         return KeyIntervals(lo, torch.maximum(lo, hi), self.q_positions.int(), k_positions.int())
 
     def dense(self) -> dict[str, Tensor]:
-        """out, lse and the gradients of q, k, v for ``dout`` and ``dlse``, by autograd."""
-        q, k, v = (x.double().requires_grad_() for x in (self.q, self.k, self.v))
-        group, score = self.heads // self.kv_heads, self.score
-        s = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * score.softmax_scale
-        if score.softcap:
-            s = score.softcap * torch.tanh(s / score.softcap)
-        if score.alibi_slopes is not None:
-            distance = (self.q_positions[:, None] - self.k_positions[None, :]).abs()
-            s = s - score.alibi_slopes.double().reshape(-1, self.heads, 1, 1) * distance
-        lo, hi = (x.reshape(-1, 1, len(self.q_positions), 1) for x in self.mask.intervals(self.q_positions))
-        seen = (self.k_positions >= lo) & (self.k_positions < hi)
-        s = s.masked_fill(~seen, -torch.inf)
-        if score.sinks is not None:
-            s = torch.cat((s, score.sinks.double().reshape(1, -1, 1, 1).expand(*s.shape[:3], 1)), -1)
-        lse = torch.logsumexp(s, -1)
-        p = torch.exp(s - lse.masked_fill(lse == -torch.inf, 0)[..., None])[..., : len(self.k_positions)]
+        """out, lse and the gradients of q, k, v for ``dout`` and ``dlse``, in float64."""
+        score, keep = self.score, None
+        seq_len = int(max(self.q_positions.max(), self.k_positions.max())) + 1
+        visible = visible_pairs(self.rules, seq_len)[:, self.q_positions][:, :, self.k_positions]
         if score.dropout_p:
             heads = range(score.head_offset, score.head_offset + self.heads)
-            kept = keep_mask(score.dropout_seed, score.dropout_p, self.batch, heads, self.q_positions, self.k_positions)
-            p = p * kept / (1 - score.dropout_p)
-        out = torch.einsum("bhqk,bkhd->bqhd", p, v.repeat_interleave(group, 2))
-        some = lse != -torch.inf
-        loss = (out * self.dout.double()).sum() + (lse[some] * self.dlse.double()[some]).sum()
-        dq, dk, dv = torch.autograd.grad(loss, (q, k, v))
-        return {"out": out.detach(), "lse": lse.detach(), "dq": dq.nan_to_num(0), "dk": dk, "dv": dv}
+            keep = dropout_keep(
+                score.dropout_seed, score.dropout_p, self.batch, heads, self.q_positions, self.k_positions
+            )
+        return dense_gradients(
+            self.q, self.k, self.v, visible, self.dout, self.dlse, sinks=score.sinks,
+            softmax_scale=score.softmax_scale, softcap=score.softcap, alibi_slopes=score.alibi_slopes,
+            dropout_p=score.dropout_p, keep=keep, q_positions=self.q_positions, k_positions=self.k_positions,
+        )  # fmt: skip
 
-    def options(self) -> dict[str, Any]:
-        names = ("softmax_scale", "softcap", "alibi_slopes", "dropout_p", "dropout_seed", "head_offset")
-        return {name: getattr(self.score, name) for name in names}
+    def forward(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """The kernel's forward over all keys."""
+        return attention_forward(self.q, self.k, self.v, self.intervals(), self.score, **options)
 
-    def check(self, hops: int = 1, config: Config = TILES) -> None:
-        """Forward and backward over the keys in ``hops`` hops against the dense result."""
-        # Hops of unequal length; the keys of one hop need not be neighbours.
-        parts = [torch.arange(h, len(self.k_positions), hops) for h in range(hops)]
+    def backward(self, lse: Tensor, row_delta: Tensor, *gradients: Tensor) -> None:
+        """The kernel's backward over all keys."""
+        attention_backward(self.dout, self.q, self.k, self.v, lse, row_delta, self.intervals(), self.score, *gradients)
+
+    def check(self, steps: int = 1, config: Config = TILES) -> None:
+        """Forward and backward over the keys in ``steps`` steps, against the oracle."""
+        # Steps of unequal length; the keys of one step need not be neighbours.
+        parts = [torch.arange(step, len(self.k_positions), steps) for step in range(steps)]
         carry: tuple[Tensor, Tensor] | None = None
-        for h, keys in enumerate(parts):
-            rows = self.rows(keys)
-            carry = forward(
-                self.q, self.k[:, keys], self.v[:, keys], rows.lo, rows.hi, rows.q_positions, rows.k_positions,
-                carry=carry, last=h == hops - 1, sinks=self.score.sinks, config=config, **self.options(),
+        for step, keys in enumerate(parts):
+            last = step == steps - 1
+            carry = attention_forward(
+                self.q, self.k[:, keys], self.v[:, keys], self.intervals(keys), self.score, carry=carry, last=last,
+                config=config,
             )  # fmt: skip
-            if h < hops - 1:
+            if not last:
                 assert carry[0].dtype == torch.float32
         assert carry is not None
         out, lse = carry
@@ -129,21 +125,20 @@ class Problem:
         assert torch.equal(lse == -torch.inf, expected["lse"] == -torch.inf)
         found = {"out": out, "lse": lse.masked_fill(lse == -torch.inf, 0)}
         expected["lse"] = expected["lse"].masked_fill(expected["lse"] == -torch.inf, 0)
-        # Gradients are added to what is there.
+        # Gradients are added to what the buffers hold.
         dq, dk, dv = (torch.full_like(x, 3.0, dtype=torch.float32) for x in (self.q, self.k, self.v))
         row_delta = delta(out, self.dout, self.dlse)
         for keys in parts:
-            rows = self.rows(keys)
             dkeys, dvalues = dk[:, keys], dv[:, keys]
-            backward(
-                self.dout, self.q, self.k[:, keys], self.v[:, keys], lse, row_delta, rows.lo, rows.hi, rows.q_positions,
-                rows.k_positions, dq, dkeys, dvalues, dkdv_config=config, dq_config=config, **self.options(),
+            attention_backward(
+                self.dout, self.q, self.k[:, keys], self.v[:, keys], lse, row_delta, self.intervals(keys), self.score,
+                dq, dkeys, dvalues, dkdv_config=config, dq_config=config,
             )  # fmt: skip
             dk[:, keys], dv[:, keys] = dkeys, dvalues
         found |= {"dq": dq - 3, "dk": dk - 3, "dv": dv - 3}
-        for name, want in expected.items():
-            error = (found[name] - want).abs().max().item()
-            scale = max(1.0, want.abs().max().item())
+        for name in found:
+            error = (found[name] - expected[name]).abs().max().item()
+            scale = max(1.0, expected[name].abs().max().item())
             assert error <= TOLERANCE[self.dtype] * scale, f"{name}: error {error:.2e}, allowed {TOLERANCE[self.dtype]}"
 
 
@@ -152,10 +147,10 @@ def problem(length: int = LENGTH, **options: Any) -> Problem:
     return Problem(positions, positions, **options)
 
 
-@pytest.mark.parametrize("hops", [1, 3])
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask: str, hops: int) -> None:
-    problem(mask=MASKS[mask]).check(hops)
+def test_masks(mask: str, steps: int) -> None:
+    problem(rules=MASKS[mask]).check(steps)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (4, 4)])
@@ -168,14 +163,14 @@ def test_head_dims(head_dim: int) -> None:
     problem(70, batch=1, heads=2, kv_heads=1, head_dim=head_dim, score=Score(head_dim**-0.5)).check(2)
 
 
-@pytest.mark.parametrize("hops", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
-def test_float16(mask: str, hops: int) -> None:
-    problem(mask=MASKS[mask], dtype=torch.float16).check(hops)
+def test_float16(mask: str, steps: int) -> None:
+    problem(rules=MASKS[mask], dtype=torch.float16).check(steps)
 
 
 def test_values_of_bfloat16_are_computed_exactly_in_float32() -> None:
-    # The interpreter's bfloat16 product is wrong; what can be tested here is the values that bfloat16 has.
+    # The interpreter multiplies bfloat16 wrongly, so values that bfloat16 can hold are tested in float32.
     p = problem()
     p.q, p.k, p.v, p.dout = (x.bfloat16().float() for x in (p.q, p.k, p.v, p.dout))
     p.check(2)
@@ -193,7 +188,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str) -> None:
-    problem(mask=MASKS["documents"], score=FEATURES[feature]).check(2)
+    problem(rules=MASKS["documents"], score=FEATURES[feature]).check(2)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (33, 7), (7, 65), (64, 64)])
@@ -204,35 +199,35 @@ def test_lengths_of_queries_and_keys(lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("config", [Config(16, 64), Config(64, 16), Config(32, 32, tma=True)])
 def test_configurations(config: Config) -> None:
-    problem(mask=Mask.sliding_window(30, 0), score=FEATURES["dropout"]).check(2, config)
+    problem(rules=(Rule("sliding_window", (30, 0)),), score=FEATURES["dropout"]).check(2, config)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_the_hops_of_a_ring(layout: str) -> None:
+def test_the_steps_of_a_ring(layout: str) -> None:
     ranks, backend = 3, TritonBackend()
-    positions = [shard_positions(LENGTH, ranks, r, layout) for r in range(ranks)]
-    whole = problem(score=Score(0.2, sinks=torch.tensor([1.0, -1.0])))
-    expected = whole.dense()
-    dk, dv = (torch.zeros_like(x) for x in (whole.k, whole.v))
+    positions = [shard_positions(LENGTH, ranks, rank, layout) for rank in range(ranks)]
+    full = problem(score=Score(0.2, sinks=torch.tensor([1.0, -1.0])))
+    expected = full.dense()
+    dk, dv = (torch.zeros_like(x) for x in (full.k, full.v))
     for rank in range(ranks):
         own = positions[rank]
-        local = Problem(own, whole.k_positions, score=whole.score)
-        q, dout = whole.q[:, own], whole.dout[:, own]
-        hops = [positions[(rank - h) % ranks] for h in range(ranks)]
+        local = Problem(own, full.k_positions, score=full.score)
+        q, dout = full.q[:, own], full.dout[:, own]
+        steps = [positions[(rank - step) % ranks] for step in range(ranks)]
         carry = None
-        for h, keys in enumerate(hops):
-            k, v = whole.k[:, keys], whole.v[:, keys]
-            carry = backend.forward(q, k, v, local.rows(keys), whole.score, carry, h == ranks - 1)
+        for step, keys in enumerate(steps):
+            k, v = full.k[:, keys], full.v[:, keys]
+            carry = backend.forward(q, k, v, local.intervals(keys), full.score, carry, step == ranks - 1)
         assert carry is not None
         out, lse = carry
         torch.testing.assert_close(out.double(), expected["out"][:, own], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse.double(), expected["lse"][:, :, own], atol=1e-5, rtol=1e-5)
         dq = torch.zeros_like(q)
-        row_delta = delta(out, dout, whole.dlse[:, :, own])
-        for keys in hops:
-            grads = torch.zeros_like(whole.k[:, keys]), torch.zeros_like(whole.v[:, keys])
-            k, v = whole.k[:, keys], whole.v[:, keys]
-            backend.backward(dout, q, k, v, out, lse, row_delta, local.rows(keys), whole.score, dq, *grads)
+        row_delta = delta(out, dout, full.dlse[:, :, own])
+        for keys in steps:
+            grads = torch.zeros_like(full.k[:, keys]), torch.zeros_like(full.v[:, keys])
+            k, v = full.k[:, keys], full.v[:, keys]
+            backend.backward(dout, q, k, v, out, lse, row_delta, local.intervals(keys), full.score, dq, *grads)
             dk[:, keys] += grads[0]
             dv[:, keys] += grads[1]
         torch.testing.assert_close(dq.double(), expected["dq"][:, own], atol=2e-5, rtol=2e-5)
@@ -241,7 +236,7 @@ def test_the_hops_of_a_ring(layout: str) -> None:
 
 
 def test_layouts_of_memory() -> None:
-    """Any strides of batch, sequence and heads; a head_dim that is not dense is copied."""
+    """Batch, sequence and heads may have any strides; a head_dim that is not dense is copied."""
     p = problem(batch=2)
     p.q = p.q.transpose(1, 2).contiguous().transpose(1, 2)
     p.k = p.k.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
@@ -252,85 +247,82 @@ def test_layouts_of_memory() -> None:
 
 def test_gradient_buffers_of_any_layout() -> None:
     p = problem(40)
-    rows, score = p.rows(), p.options()
-    out, lse = forward(p.q, p.k, p.v, rows.lo, rows.hi, rows.q_positions, rows.k_positions, **score)
+    out, lse = p.forward()
     results = []
     for permuted in (False, True):
         buffers = [torch.zeros_like(x) for x in (p.q, p.k, p.v)]
         if permuted:
             buffers = [x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for x in buffers]
-        backward(p.dout, p.q, p.k, p.v, lse, delta(out, p.dout), rows.lo, rows.hi, rows.q_positions, rows.k_positions,
-                 *buffers, **score)  # fmt: skip
+        p.backward(lse, delta(out, p.dout), *buffers)
         results.append(buffers)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
-def test_nothing_to_see_or_nobody_to_look() -> None:
-    p = problem(20)
-    none = torch.zeros(1, 20, dtype=torch.int32)
-    positions = p.q_positions.int()
-    out, lse = forward(p.q, p.k[:, :0], p.v[:, :0], none, none, positions, positions[:0], softmax_scale=1.0)
+def nothing_visible(p: Problem, queries: int, keys: int) -> KeyIntervals:
+    """Empty intervals of the first ``queries`` queries among the first ``keys`` keys."""
+    empty = torch.zeros(1, queries, dtype=torch.int32)
+    return KeyIntervals(empty, empty, p.q_positions[:queries].int(), p.k_positions[:keys].int())
+
+
+def test_no_keys_no_visible_keys_and_no_queries() -> None:
+    p, score = problem(20), Score(1.0)
+    out, lse = attention_forward(p.q, p.k[:, :0], p.v[:, :0], nothing_visible(p, 20, 0), score)
     assert torch.equal(out, torch.zeros_like(p.q)) and bool((lse == -torch.inf).all())
     sinks = torch.tensor([1.0, 2.0])
-    out, lse = forward(p.q, p.k, p.v, none, none, positions, positions, softmax_scale=1.0, sinks=sinks)
+    out, lse = attention_forward(p.q, p.k, p.v, nothing_visible(p, 20, 20), Score(1.0, sinks=sinks))
     assert torch.equal(out, torch.zeros_like(p.q))
     torch.testing.assert_close(lse, sinks[None, :, None].expand_as(lse))
-    out, lse = forward(p.q[:, :0], p.k, p.v, none[:, :0], none[:, :0], positions[:0], positions, softmax_scale=1.0)
+    out, lse = attention_forward(p.q[:, :0], p.k, p.v, nothing_visible(p, 0, 20), score)
     assert out.shape == (2, 0, 2, 32) and lse.shape == (2, 2, 0)
     grads = [torch.ones_like(x) for x in (p.q, p.k, p.v)]
     minus = torch.full((2, 2, 20), -torch.inf)
-    backward(p.dout, p.q, p.k, p.v, minus, torch.zeros_like(minus), none, none, positions, positions, *grads,
-             softmax_scale=1.0)  # fmt: skip
+    zeros = torch.zeros_like(minus)
+    attention_backward(p.dout, p.q, p.k, p.v, minus, zeros, nothing_visible(p, 20, 20), score, *grads)
     assert all(torch.equal(g, torch.ones_like(g)) for g in grads)
 
 
-def test_a_carry_is_updated_in_place_where_nothing_is_seen() -> None:
+def test_a_step_with_nothing_visible_leaves_the_carry_as_it_is() -> None:
     p = problem(40)
-    none = torch.zeros(1, 40, dtype=torch.int32)
     acc, lse = torch.randn(p.q.shape), torch.randn(2, 2, 40)
     before = acc.clone(), lse.clone()
-    positions = p.q_positions.int()
     for last in (False, True):
-        got = forward(p.q, p.k, p.v, none, none, positions, positions, softmax_scale=1.0, carry=(acc, lse), last=last)
-        torch.testing.assert_close(got[0], before[0])
-        torch.testing.assert_close(got[1], before[1])
+        found = attention_forward(p.q, p.k, p.v, nothing_visible(p, 40, 40), Score(1.0), carry=(acc, lse), last=last)
+        torch.testing.assert_close(found[0], before[0])
+        torch.testing.assert_close(found[1], before[1])
 
 
 def test_large_scores_neither_overflow_nor_turn_to_nan() -> None:
     p = problem(50, score=Score(300.0))
-    rows = p.rows()
-    out, lse = forward(p.q, p.k, p.v, rows.lo, rows.hi, rows.q_positions, rows.k_positions, **p.options())
+    out, lse = p.forward()
     assert bool(out.isfinite().all()) and bool(lse.isfinite().all())
     grads = [torch.zeros_like(x) for x in (p.q, p.k, p.v)]
-    backward(p.dout, p.q, p.k, p.v, lse, delta(out, p.dout), rows.lo, rows.hi, rows.q_positions, rows.k_positions,
-             *grads, **p.options())  # fmt: skip
+    p.backward(lse, delta(out, p.dout), *grads)
     assert all(bool(g.isfinite().all()) for g in grads)
 
 
 def test_query_ranges_hold_exactly_the_queries_that_see_a_tile() -> None:
     block, length = 16, LENGTH
-    for mask in MASKS.values():
-        rows = problem(mask=mask).rows()
-        ranges = query_ranges(padded_bounds(rows.lo, rows.hi, length, 128).view(2, -1, 128), length, block)
+    for rules in MASKS.values():
+        intervals = problem(rules=rules).intervals()
+        ranges = query_ranges(padded_bounds(intervals.lo, intervals.hi, length, 128).view(2, -1, 128), length, block)
         tiles = ranges.shape[-1] // 2
         keys = torch.arange(length)
-        seen = (keys >= rows.lo[..., None]) & (keys < rows.hi[..., None])  # [rows, q, k]
-        for row in range(rows.lo.shape[0]):
+        visible = (keys >= intervals.lo[..., None]) & (keys < intervals.hi[..., None])  # [row sets, q, k]
+        for row_set in range(intervals.lo.shape[0]):
             for tile in range(tiles):
-                part = seen[row, :, tile * block : (tile + 1) * block]
+                part = visible[row_set, :, tile * block : (tile + 1) * block]
                 some, every = part.any(1).nonzero().flatten(), part.all(1).nonzero().flatten()
-                begin, inner_begin = ranges[0, row, tile].item(), ranges[0, row, tiles + tile].item()
-                inner_end, end = ranges[1, row, tile].item(), ranges[1, row, tiles + tile].item()
+                begin, inner_begin = ranges[0, row_set, tile].item(), ranges[0, row_set, tiles + tile].item()
+                inner_end, end = ranges[1, row_set, tile].item(), ranges[1, row_set, tiles + tile].item()
                 assert set(some.tolist()) <= set(range(begin, end))
                 assert every.tolist() == list(range(inner_begin, inner_end))
 
 
-def test_scales_that_are_not_positive_are_refused() -> None:
-    p = problem(8)
-    rows = p.rows()
+def test_a_scale_that_is_not_positive_raises() -> None:
+    p = problem(8, score=Score(0.0))
     with pytest.raises(ValueError, match=r"softmax_scale=0\.0: .*positive"):
-        forward(p.q, p.k, p.v, rows.lo, rows.hi, rows.q_positions, rows.k_positions, softmax_scale=0.0)
+        p.forward()
     reason = TritonBackend().unsupported(p.q, p.k, Score(-1.0), lse_gradient=False)
     assert reason is not None and "softmax_scale" in reason
 
@@ -354,16 +346,16 @@ def test_merge(dtype: torch.dtype) -> None:
     both = torch.logaddexp(lse.double(), out_lse.double())
     weights = [torch.exp(x.double() - both).nan_to_num(0).transpose(1, 2)[..., None] for x in (lse, out_lse)]
     expected = acc.double() * weights[0] + out.double() * weights[1]
-    # Rows of something longer, as a block of queries is.
+    # Views into longer tensors, as a block of queries is.
     acc, lse = (F.pad(x, (0,) * (2 * (x.dim() - 1 - d)) + (2, 3)).narrow(d, 2, 37) for x, d in ((acc, 1), (lse, 2)))
     merge_(acc, lse, out, out_lse)
     torch.testing.assert_close(acc.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), both, atol=1e-4, rtol=1e-5)
 
 
-def test_merge_refuses_what_it_cannot_write() -> None:
+def test_merge_raises_if_it_cannot_write_in_place() -> None:
     acc, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2).transpose(1, 2)
-    with pytest.raises(ValueError, match="in place"):
+    with pytest.raises(ValueError, match=r"lse has strides .*in place"):
         merge_(acc, lse, acc, lse)
 
 
@@ -379,25 +371,26 @@ def test_rotary(head_dim: int, by_batch: bool) -> None:
     expected = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     weight = torch.randn_like(x)
     (want,) = torch.autograd.grad((expected * weight.double()).sum(), x)
-    for found in (rotary(x, positions, frequencies, 1.2), rotary_from_tables(x, cos.float(), sin.float())):
+    for tables in ((cos.float(), sin.float()), (cos.float().squeeze(2), sin.float().squeeze(2))):
+        found = apply_rotary(x, *tables)
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
         (got,) = torch.autograd.grad((found * weight).sum(), x)
         torch.testing.assert_close(got.double(), want.double(), atol=1e-5, rtol=1e-5)
 
 
-def test_the_small_work_around_attention_is_the_same_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elementwise_work_is_the_same_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     out, dout = torch.randn(2, 2, 37, 3, 40).unbind()
     lse, dlse = torch.randn(2, 2, 3, 37).unbind()
     partial, angles = torch.randn(2, 37, 3, 40), torch.randn(1, 37, 1, 20)
 
-    def small_work() -> list[Tensor]:
+    def elementwise_work() -> list[Tensor]:
         carry, x = (out.clone(), lse.clone()), dout.clone().requires_grad_()
         base.merge_(*carry, partial, dlse)
         rotated = rotary_module.rotate(x, angles.cos(), angles.sin())
         (dx,) = torch.autograd.grad(rotated, x, partial)
         return [*carry, base.row_delta(out, dout, None), base.row_delta(out, dout, dlse), rotated.detach(), dx]
 
-    expected = small_work()
+    expected = elementwise_work()
     used: list[Tensor] = []
 
     def kernels(x: Tensor) -> Any:
@@ -406,16 +399,18 @@ def test_the_small_work_around_attention_is_the_same_with_kernels(monkeypatch: p
 
     for module in (base, rotary_module):
         monkeypatch.setattr(module, "elementwise_kernels", kernels)
-    for found, want in zip(small_work(), expected, strict=True):
+    for found, want in zip(elementwise_work(), expected, strict=True):
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
     assert len(used) == 4
 
 
 def test_rotary_says_what_does_not_fit() -> None:
-    x = torch.zeros(2, 5, 1, 8)
-    with pytest.raises(ValueError, match="needs 4"):
-        rotary(x, torch.arange(5), torch.ones(3))
-    with pytest.raises(ValueError, match="5 tokens"):
-        rotary(x, torch.arange(6), torch.ones(4))
+    x, table = torch.zeros(2, 5, 1, 8), torch.zeros(1, 5, 1, 4)
+    with pytest.raises(ValueError, match=r"cos=\(1, 5, 1, 3\): expected \[1 or 2, 5, 1, 4\]"):
+        apply_rotary(x, table[..., :3], table)
+    with pytest.raises(ValueError, match=r"sin=\(1, 4, 1, 4\): expected"):
+        apply_rotary(x, table, table[:, :4])
+    with pytest.raises(ValueError, match=r"sin=.*shape of cos"):
+        apply_rotary(x, table, table.expand(2, -1, -1, -1))
     with pytest.raises(ValueError, match="head_dim=7"):
-        rotary(x[..., :7], torch.arange(5), torch.ones(3))
+        apply_rotary(x[..., :7], table, table)

@@ -40,7 +40,7 @@ def test_the_gpu_benchmark_runs() -> None:
 
 @lru_cache(maxsize=1)
 def _inspections() -> dict[str, Any]:
-    """Started together, two at a time: compilation is most of the time of these tests."""
+    """Rows, exit status and errors of each inspection. Two run at a time, because compiling takes most of the time."""
     calls = {target: ["--target", target] for target in TARGETS}
     calls["features"] = ["--target", "sm_90", "--what", "features"]
     calls["small"] = [word for target in TARGETS for word in ("--target", target)] + ["--what", "small"]
@@ -81,7 +81,7 @@ def test_half_precision_uses_the_newest_matrix_instructions(target: str, instruc
     assert used == {instruction}
 
 
-def test_the_interpreter_is_refused_for_compilation() -> None:
+def test_compiling_raises_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "seqpar.triton_kernels.inspect", "--target", "sm_90", "--what", "small"]
     run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=120)
     assert run.returncode != 0 and "unset it to compile" in run.stderr
@@ -101,7 +101,7 @@ def test_choosing_a_configuration() -> None:
 def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
-    from seqpar.triton_kernels import tune
+    import seqpar.triton_kernels.tune as tune
 
     monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tune, "_best", {})
@@ -138,7 +138,6 @@ def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.Monkey
 
 
 def test_the_backend_imports_without_triton() -> None:
-    # Not "import seqpar.backends.triton as t": seqpar.backends is also a function.
-    code = "import sys; sys.modules['triton'] = None; from seqpar.backends.triton import TritonBackend"
+    code = "import sys; sys.modules['triton'] = None; from seqpar.kernels.triton import TritonBackend"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -1,4 +1,7 @@
-"""Strategies on the Triton backend, in Triton's interpreter, on real processes: the carry goes from hop to hop."""
+"""Strategies on the Triton backend, in Triton's interpreter, with two processes: the carry of real steps.
+
+Expected values are those of ``strategy="local"`` in float64, which the reference backend computes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ MASKS = {
 
 @pytest.fixture(scope="module")
 def interpreters() -> Iterator[Pool]:
-    """Two workers that import Triton with its interpreter on."""
+    """Two workers in which Triton interprets kernels."""
     workers = Pool(ranks=2, environment={"TRITON_INTERPRET": "1"})
     yield workers
     workers.close()
@@ -41,7 +44,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) ->
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def _case(
+def check_strategy_worker(
     group: ProcessGroup, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
     torch.manual_seed(7)
@@ -51,14 +54,14 @@ def _case(
     for name in ("sinks", "alibi_slopes"):
         if features.pop(name, False):
             features[name] = torch.rand(4)
-    whole = _gradients(*(x.double() for x in (q, k, v, dout)), strategy="local", mask=MASKS[mask], **features)
-    cut = [seqpar.shard(x, group=group, layout=layout) for x in (q, k, v, dout)]
+    full = _gradients(*(x.double() for x in (q, k, v, dout)), strategy="local", mask=MASKS[mask], **features)
+    local_inputs = [seqpar.shard(x, group=group, layout=layout) for x in (q, k, v, dout)]
     with seqpar.trace() as used:
         local = _gradients(
-            *cut, strategy=strategy, group=group, layout=layout, mask=MASKS[mask], backend="triton", **features
+            *local_inputs, strategy=strategy, group=group, layout=layout, mask=MASKS[mask], backend="triton", **features
         )
     assert set(used.backends) == {"triton"}
-    for name, actual, expected in zip(("out", "dq", "dk", "dv"), local, whole, strict=True):
+    for name, actual, expected in zip(("out", "dq", "dk", "dv"), local, full, strict=True):
         assert_close(seqpar.unshard(actual, group=group, layout=layout), expected, dtype, name)
 
 
@@ -77,4 +80,4 @@ def _case(
 def test_two_ranks(
     interpreters: Pool, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
-    interpreters.run(2, _case, strategy, layout, mask, dtype, features, deadline_s=120)
+    interpreters.run(2, check_strategy_worker, strategy, layout, mask, dtype, features, deadline_s=120)

@@ -1,22 +1,28 @@
-"""Triton kernels for attention on row intervals with a carried online softmax. Importing this needs Triton.
+"""Triton kernels for attention on row intervals with a carried online softmax. Importing this package needs Triton.
 
-* :func:`forward`, :func:`backward`, :func:`delta`: attention of queries over the interval of keys that each row sees.
-* :func:`merge_`: two partial results into one.
-* :func:`rotary`, :func:`rotary_from_tables`: rotary embedding in one pass.
+* :func:`attention_forward`, :func:`attention_backward`, :func:`delta`: attention of queries over an interval of keys
+  each.
+* :func:`merge_`: merge two partial results into one.
+* :func:`apply_rotary`: rotary embedding in one pass.
 
-``python -m seqpar.triton_kernels.inspect`` compiles everything for GPUs that are not here and prints what it takes.
+Read ``tiles.py`` first (names, softmax in base 2), then ``forward.py`` (the carry), then ``backward.py``. A ``Launch``
+(``launch.py``) is a kernel with its arguments; ``configs.py`` has the tile sizes, ``tune.py`` measures others.
+``python -m seqpar.triton_kernels.inspect`` compiles everything ahead of time, for GPUs that this machine does not have,
+and prints registers, spills, shared memory and matrix instructions.
 
-What has no kernel, because PyTorch already moves the least bytes there are, one read and one write an element:
-zigzag and striped packing (``torch.cat`` of the ranges, ``index_select``) and their inverse, and the permutation around
-the all-to-all (``out.view(chunk).copy_(x[:, :, heads])`` into the send buffer, ``index_copy_`` out of the received
-one). A kernel could fuse them only into their neighbours.
+Zigzag and striped packing (``torch.cat`` of the ranges, ``index_select``), their inverse, and the permutations around
+the all-to-all have no kernel here: PyTorch already reads and writes each element once. A kernel could only fuse them
+into their neighbours.
+
+The package imports nothing from the rest of ``seqpar``. Its folder stands at the top level of the repository and is
+installed as ``seqpar.triton_kernels``.
 """
 
-from .backward import backward
+from .backward import attention_backward
 from .configs import Config
-from .forward import forward
+from .forward import attention_forward
 from .merge import merge_
 from .preprocess import delta
-from .rotary import rotary, rotary_from_tables
+from .rotary import apply_rotary
 
-__all__ = ["Config", "backward", "delta", "forward", "merge_", "rotary", "rotary_from_tables"]
+__all__ = ["Config", "apply_rotary", "attention_backward", "attention_forward", "delta", "merge_"]

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of a :class:`Launch` for a GPU that is not here, and what the machine code takes."""
+"""Compile a :class:`Launch` ahead of time, for a GPU that this machine does not have, and read off what it takes."""
 
 from __future__ import annotations
 
@@ -27,43 +27,52 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Shared memory that one block may have, bytes (CUDA programming guide, table of compute capabilities; CDNA3 LDS).
+# Shared memory of one block, bytes (CUDA programming guide, table of compute capabilities; CDNA3 LDS).
 SHARED_LIMIT = {
-    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
     "gfx942": 64 << 10,
-}  # fmt: skip
+}
 _MATRIX = {"cuda": r"\b(mma|wgmma|tcgen05)\.(sync|mma)\S*", "hip": r"\bv_mfma_\w+"}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel takes, by thread (registers, spills) and by block (shared memory)."""
+    """Resources of one compiled kernel.
+
+    Attributes:
+        registers: per thread.
+        spilled_bytes: per thread.
+        shared_bytes: shared memory per block.
+        matrix: family of its matrix instructions ("mma", "wgmma", "tcgen05", "mfma"), "" for none.
+    """
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    matrix: str  # the matrix instruction's family, "" for none
+    matrix: str
 
     def fits_shared(self, target: str) -> bool:
-        """Whether a block's shared memory is within the GPU's."""
+        """Whether the GPU has that much shared memory for a block."""
         return self.shared_bytes <= SHARED_LIMIT[target]
-
-    def fits(self, target: str) -> bool:
-        """Whether it spills nothing and fits the shared memory."""
-        return self.spilled_bytes == 0 and self.fits_shared(target)
 
 
 def compile_for(launch: Launch, target: str) -> Any:
-    """Compile ``launch``, whose tensors may be on the meta device, exactly as a call with such arguments would be.
+    """Compile ``launch`` for ``target`` as a call with these arguments would; tensors may be on the meta device.
 
     Raises:
-        RuntimeError: under ``TRITON_INTERPRET=1``, where kernels are never compiled.
+        RuntimeError: under ``TRITON_INTERPRET=1``, where Triton interprets kernels instead of compiling them.
     """
     kernel = launch.kernel
     if not isinstance(kernel, triton.JITFunction):
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted; unset it to compile them")
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
+    # What Triton's launcher learns from the arguments: integers equal to 1 become constants, and multiples of 16
+    # (pointers too, since PyTorch aligns allocations) are known to be so, which allows wide loads.
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, parameter in enumerate(kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
@@ -91,7 +100,7 @@ def _specialized(parameter: Any, value: Any) -> bool:
 
 
 def resources(compiled: Any, target: str) -> Resources:
-    """Registers, spills, shared memory and matrix instructions of a compiled kernel."""
+    """The resources of a kernel compiled for ``target``."""
     if "cubin" in compiled.asm:
         return _cuda_resources(compiled)
     return _hip_resources(compiled.asm["amdgcn"], compiled.metadata.shared)

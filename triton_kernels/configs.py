@@ -1,16 +1,17 @@
 """Tile sizes by architecture, kernel, dtype and head_dim.
 
-A configuration stands here only if it compiles without spilling a register and within the shared memory of its GPUs,
-but for float32 at head_dim 256, whose operands' halves fill the registers of any tile.
-``python -m seqpar.triton_kernels.inspect`` prints what each takes. Which one is used:
+Every configuration in the table compiles without spilling registers and fits the shared memory of its GPUs, except
+float32 at head_dim 256: tf32x3 keeps a high and a low half of each operand, which spills at every tile size.
+``python -m seqpar.triton_kernels.inspect`` prints the resources of each. Which one a call uses:
 
-* head_dim counts as the next of 64, 128, 256;
-* compute capability 9.x takes ``sm_90``, 10.x ``sm_100``, every other CUDA GPU ``sm_80``, whose configurations stay
-  within 99 KB (Ampere, Ada and Blackwell cards for desktops have no more); every ROCm GPU takes ``gfx942``, which stays
-  within 64 KB;
-* float32 on CUDA takes the same small tiles everywhere, with three tf32 products for one.
+* ``head_dim`` is rounded up to 64, 128 or 256.
+* Compute capability 9.x uses ``sm_90``, 10.x ``sm_100``. Every other CUDA GPU uses ``sm_80``, which stays within the
+  99 KB of shared memory that desktop cards (Ampere, Ada, Blackwell) have. Every ROCm GPU uses ``gfx942``, which stays
+  within 64 KB.
+* float32 on CUDA uses the same small tiles on every architecture, because it computes three tf32 products for each
+  product (see ``launch.precision``).
 
-``SEQPAR_TRITON_AUTOTUNE=1`` measures :func:`candidates` instead and remembers (``tune.py``).
+With ``SEQPAR_TRITON_AUTOTUNE=1``, :func:`candidates` are measured instead and the fastest is remembered (``tune.py``).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Config:
     Attributes:
         block_m: queries in a tile.
         block_n: keys in a tile (0 where a kernel has none).
-        num_warps, num_stages: as Triton's.
-        tma: read the tiles that stream through the loop with Hopper's bulk copies, where their layout allows it.
+        num_warps: warps of one program.
+        num_stages: depth of the pipeline that loads tiles ahead of the loop.
+        tma: read the tiles of the inner loop by TMA, Hopper's bulk copy engine, where their layout allows it.
     """
 
     block_m: int
@@ -42,7 +44,7 @@ class Config:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Triton's compile options. Fused multiply-add is meant: scores are scaled and shifted by one."""
+        """Triton's compile options."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -85,7 +87,7 @@ _TABLE: dict[tuple[str, int], dict[str, tuple[Config, Config, Config]]] = {
 
 
 def architecture(device: torch.device) -> str:
-    """The architecture of the table whose configurations ``device`` takes."""
+    """The architecture in the table whose configurations ``device`` uses; "interpreter" on a CPU."""
     if device.type != "cuda":
         return "interpreter"
     if torch.version.hip:
@@ -99,20 +101,25 @@ def _cuda_architecture(device: torch.device) -> str:
 
 
 def table_config(architecture: str, kernel: str, head_dim: int, dtype: torch.dtype, heavy: bool = False) -> Config:
-    """The configuration that the table gives.
+    """The configuration in the table.
 
     Args:
         architecture: "sm_80", "sm_90", "sm_100" or "gfx942".
         kernel: "forward", "dkdv" or "dq".
-        heavy: whether scores take more registers than a product: with softcap, ALiBi or dropout the tile that streams
-            through the loop is halved.
+        head_dim: up to 256.
+        dtype: of the inputs.
+        heavy: whether scores need more registers than a scaled product does (softcap, ALiBi, dropout). The tile of the
+            inner loop is then halved, and CUDA uses 8 warps.
+
+    Raises:
+        ValueError: ``head_dim`` is above 256.
     """
     size = dtype.itemsize
     if size == 4 and architecture.startswith("sm"):
         architecture = "sm_80"
     column = next((i for i, limit in enumerate(_HEAD_DIMS) if head_dim <= limit), None)
     if column is None:
-        raise ValueError(f"head_dim={head_dim}: the kernels take at most {_HEAD_DIMS[-1]}")
+        raise ValueError(f"head_dim={head_dim}: expected at most {_HEAD_DIMS[-1]}")
     config = _TABLE[architecture, size][kernel][column]
     if not heavy:
         return config
@@ -123,13 +130,13 @@ def table_config(architecture: str, kernel: str, head_dim: int, dtype: torch.dty
 
 
 def choose(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, heavy: bool = False) -> Config:
-    """The configuration for a call on ``device``; arguments as for :func:`table_config`."""
+    """The configuration for a call on ``device``; other arguments as for :func:`table_config`."""
     name = architecture(device)
     return _INTERPRETED if name == "interpreter" else table_config(name, kernel, head_dim, dtype, heavy)
 
 
 def table() -> Iterator[tuple[str, str, int, torch.dtype]]:
-    """All entries, as (architecture, kernel, head_dim, dtype): what the ahead-of-time gate compiles."""
+    """All entries, as (architecture, kernel, head_dim, dtype), for ahead-of-time compilation."""
     for architecture, size in _TABLE:
         for kernel in _KERNELS:
             for head_dim in _HEAD_DIMS:
@@ -137,7 +144,7 @@ def table() -> Iterator[tuple[str, str, int, torch.dtype]]:
 
 
 def candidates(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> list[Config]:
-    """What autotuning tries: the table's choice and its neighbours, some of which may not fit."""
+    """Configurations for autotuning: the table's, and its neighbours, some of which may not fit the GPU."""
     first = choose(kernel, device, head_dim, dtype)
     tried = [first]
     for block_m in sorted({first.block_m, max(16, first.block_m // 2), min(128, first.block_m * 2)}):

@@ -1,7 +1,8 @@
-"""``python -m seqpar.triton_kernels.inspect``: compile the table of configurations for GPUs that are not here.
+"""``python -m seqpar.triton_kernels.inspect``: compile every configuration, for GPUs that this machine does not have.
 
-Prints registers, spills, shared memory and matrix instructions of every kernel, and exits with 1 where one spills
-(but for ``SPILLS``), passes the shared memory of its GPU or misses the matrix unit. ``--json`` writes one object for each kernel instead.
+Prints registers, spills, shared memory and matrix instructions of each kernel. Exits with 1 if a kernel spills more
+than ``SPILLS`` allows, exceeds the shared memory of its GPU or does not use the matrix unit. ``--json`` prints one
+object per kernel instead of the table.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Chosen knowingly: scores are scaled and shifted by one fused multiply-add.
+# Triton reads it when it is imported. On purpose: scores are scaled and shifted in one fused multiply-add.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
@@ -26,28 +27,57 @@ from .configs import Config, table, table_config
 from .forward import forward_launch
 from .launch import Launch
 from .merge import merge_launch
-from .preprocess import delta_launch
+from .preprocess import delta_launch, statistics_launch
 from .rotary import rotary_launch
 
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "softcap": {"softcap": 30.0},
-    "alibi": {"alibi_slopes": True},
-    "dropout": {"dropout_p": 0.1},
-    "carry": {"carry": True},
-    "carry, last": {"carry": True, "last": True},
-    "sinks": {"sinks": True},
-}
-# Bytes that CUDA's compiler may put into local memory, by (kernel, head_dim, dtype); everything else has none.
+# Bytes that CUDA's compiler may spill to local memory, by (kernel, head_dim, dtype); 0 for everything else.
 SPILLS = {
-    # Three tf32 products keep both halves of their operands: no tile of 256 columns fits the registers.
+    # tf32x3 keeps a high and a low half of each operand: no tile of 256 columns fits the registers.
     ("forward", 256, torch.float32): 64,
     ("dq", 256, torch.float32): 256,
     ("dkdv", 256, torch.float32): 384,
-    # No spill but a table: an accurate sine reduces angles of any size.
-    ("rotary", 128, torch.bfloat16): 32,
 }
 _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
+
+
+@dataclass(frozen=True)
+class MetaIntervals:
+    """Intervals of every query, on the meta device: tensors that exist in name only."""
+
+    lo: Tensor = field(default_factory=lambda: _empty(1, _SEQ, dtype=torch.int32))
+    hi: Tensor = field(default_factory=lambda: _empty(1, _SEQ, dtype=torch.int32))
+    q_positions: Tensor = field(default_factory=lambda: _empty(_SEQ, dtype=torch.int32))
+    k_positions: Tensor = field(default_factory=lambda: _empty(_SEQ, dtype=torch.int32))
+
+
+@dataclass(frozen=True)
+class MetaScore:
+    """How scores are computed, with tensors on the meta device."""
+
+    softmax_scale: float = 0.1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    head_offset: int = 0
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# What changes the code of the kernels: how scores are computed, and the forward's carry and last step.
+SCORES = {
+    "softcap": MetaScore(softcap=30.0),
+    "alibi": MetaScore(alibi_slopes=_empty(_HEADS)),
+    "dropout": MetaScore(dropout_p=0.1),
+}
+FORWARD_FEATURES: dict[str, dict[str, Any]] = {
+    "carry": {"carry": True, "last": False},
+    "carry, last": {"carry": True},
+    "sinks": {"score": MetaScore(sinks=_empty(_HEADS))},
+}
 
 
 @dataclass(frozen=True)
@@ -63,11 +93,12 @@ class Case:
 
     @property
     def needs_matrix(self) -> bool:
+        """Whether the kernel computes products of tiles."""
         return self.kernel in ("forward", "dkdv", "dq")
 
 
 def table_cases(targets: list[str]) -> Iterator[Case]:
-    """Every configuration of the table, with the plain kernel, on every target that uses it."""
+    """Every configuration in the table, with the plain kernel, on every target that uses it."""
     for architecture, kernel, head_dim, dtype in table():
         for target in targets:
             uses = {architecture, *(("sm_86", "sm_120") if architecture == "sm_80" else ())}
@@ -75,86 +106,84 @@ def table_cases(targets: list[str]) -> Iterator[Case]:
                 uses |= {"sm_90", "sm_100"}
             if target in uses:
                 config = table_config(architecture, kernel, head_dim, dtype)
-                hip = architecture.startswith("gfx")
-                yield Case(
-                    target, kernel, head_dim, dtype, "plain", attention(kernel, head_dim, dtype, config, hip=hip)
-                )
+                launch = attention(kernel, head_dim, dtype, config, hip=architecture.startswith("gfx"))
+                yield Case(target, kernel, head_dim, dtype, "plain", launch)
 
 
 def feature_cases(targets: list[str]) -> Iterator[Case]:
     """Every feature at head_dim 64 and 128 in half precision."""
+    dtype = torch.bfloat16
     for target in targets:
         architecture = {"sm_86": "sm_80", "sm_120": "sm_80"}.get(target, target)
-        for feature, options in FEATURES.items():
+        for feature, score in SCORES.items():
             for kernel in ("forward", "dkdv", "dq"):
-                if feature == "plain" or (kernel != "forward" and (options.keys() & {"carry", "sinks"})):
-                    continue
                 for head_dim in (64, 128):
-                    heavy = bool(options.keys() & {"softcap", "alibi_slopes", "dropout_p"})
-                    config = table_config(architecture, kernel, head_dim, torch.bfloat16, heavy)
-                    launch = attention(kernel, head_dim, torch.bfloat16, config, **options)
-                    yield Case(target, kernel, head_dim, torch.bfloat16, feature, launch)
+                    config = table_config(architecture, kernel, head_dim, dtype, heavy=True)
+                    yield Case(
+                        target,
+                        kernel,
+                        head_dim,
+                        dtype,
+                        feature,
+                        attention(kernel, head_dim, dtype, config, score=score),
+                    )
+        for feature, options in FORWARD_FEATURES.items():
+            for head_dim in (64, 128):
+                config = table_config(architecture, "forward", head_dim, dtype)
+                launch = attention("forward", head_dim, dtype, config, **options)
+                yield Case(target, "forward", head_dim, dtype, feature, launch)
 
 
 def small_cases(targets: list[str]) -> Iterator[Case]:
     """The kernels without products."""
     for target in targets:
-        for name, launch in elementwise_kernels().items():
+        for name, launch in elementwise_launches().items():
             yield Case(target, name, 128, torch.bfloat16, "plain", launch)
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def attention(
-    kernel: str, head_dim: int, dtype: torch.dtype, config: Config, *, carry: bool = False, last: bool | None = None,
-    sinks: bool = False, alibi_slopes: bool = False, hip: bool = False, **score: Any,
-) -> Launch:  # fmt: skip
-    """The launch of an attention kernel on tensors that exist in name only."""
-    last = not carry if last is None else last
+    kernel: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    config: Config,
+    *,
+    score: MetaScore | None = None,
+    carry: bool = False,
+    last: bool = True,
+    hip: bool = False,
+) -> Launch:
+    """The launch of an attention kernel ("forward", "dkdv" or "dq") on tensors of the meta device."""
+    intervals, score = MetaIntervals(), score or MetaScore()
     q = _empty(_BATCH, _SEQ, _HEADS, head_dim, dtype=dtype)
     k = _empty(_BATCH, _SEQ, _KV_HEADS, head_dim, dtype=dtype)
     lse = _empty(_BATCH, _HEADS, _SEQ)
-    bounds, positions = _empty(1, _SEQ, dtype=torch.int32), _empty(_SEQ, dtype=torch.int32)
-    common: dict[str, Any] = {
-        "softmax_scale": 0.1, "alibi_slopes": _empty(_HEADS) if alibi_slopes else None, "hip": hip, **score,
-    }  # fmt: skip
     if kernel == "forward":
-        acc = _empty(*q.shape) if carry else None
+        acc, lse_in = (_empty(*q.shape), lse) if carry else (None, None)
+        out = q if last else _empty(*q.shape)
         return forward_launch(
-            q, k, k, bounds, bounds, positions, positions, acc=acc, lse_in=lse if carry else None,
-            out=q if last else _empty(*q.shape), lse=lse, sinks=_empty(_HEADS) if sinks else None, last=last,
-            config=config, **common,
-        )  # fmt: skip
-    launches = backward_launches(
-        q, q, k, k, lse, lse, bounds, bounds, positions, positions, _empty(*q.shape), _empty(*k.shape),
-        _empty(*k.shape), dkdv_config=config, dq_config=config, **common,
-    )  # fmt: skip
-    return launches[1 if kernel == "dkdv" else 2]
+            q, k, k, intervals, score, acc=acc, lse_in=lse_in, out=out, lse=lse, last=last, config=config, hip=hip
+        )
+    dq, dk, dv = _empty(*q.shape), _empty(*k.shape), _empty(*k.shape)
+    _, dkdv_launch, dq_launch = backward_launches(
+        q, q, k, k, lse, lse, intervals, score, dq, dk, dv, dkdv_config=config, dq_config=config, hip=hip
+    )
+    return dkdv_launch if kernel == "dkdv" else dq_launch
 
 
-def elementwise_kernels() -> dict[str, Launch]:
+def elementwise_launches() -> dict[str, Launch]:
     """Launches of the kernels without products, by name."""
-    x, lse = _empty(_BATCH, _SEQ, _HEADS, 128, dtype=torch.bfloat16), _empty(_BATCH, _HEADS, _SEQ)
-    config = Config(64, 64)
-    bounds, positions = _empty(1, _SEQ, dtype=torch.int32), _empty(_SEQ, dtype=torch.int32)
-    buffer = _empty(*x.shape)
-    backward = backward_launches(
-        x, x, x, x, lse, lse, bounds, bounds, positions, positions, buffer, buffer, buffer, softmax_scale=0.1,
-        dkdv_config=config, dq_config=config,
-    )  # fmt: skip
+    x, acc = _empty(_BATCH, _SEQ, _HEADS, 128, dtype=torch.bfloat16), _empty(_BATCH, _SEQ, _HEADS, 128)
+    lse, table = _empty(_BATCH, _HEADS, _SEQ), _empty(1, _SEQ, 64)
     return {
-        "statistics": backward[0],
+        "statistics": statistics_launch(lse, lse)[0],
         "delta": delta_launch(x, x, lse, lse),
-        "merge": merge_launch(buffer, lse, x, lse),
-        "rotary": rotary_launch(x, x, positions=positions, frequencies=_empty(64)),
-        "rotary, tables": rotary_launch(x, x, cos=_empty(1, _SEQ, 64), sin=_empty(1, _SEQ, 64)),
+        "merge": merge_launch(acc, lse, x, lse),
+        "rotary": rotary_launch(x, x, table, table),
     }
 
 
 def verdict(case: Case, found: Resources) -> str:
-    """ "" for a kernel as it should be, else what is wrong with it."""
+    """What is wrong with a compiled kernel; "" if nothing."""
     allowed = SPILLS.get((case.kernel, case.head_dim, case.dtype), 0) if not case.target.startswith("gfx") else 0
     wrong = [] if found.spilled_bytes <= allowed else [f"spills {found.spilled_bytes} bytes"]
     if not found.fits_shared(case.target):
@@ -165,15 +194,20 @@ def verdict(case: Case, found: Resources) -> str:
 
 
 def inspect(cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
-    """Compile the cases; one row for each."""
+    """Compile the cases and yield one row for each."""
     for case in cases:
         config = case.launch.config
-        row = {
-            "target": case.target, "kernel": case.kernel, "head_dim": case.head_dim,
-            "dtype": str(case.dtype).removeprefix("torch."), "feature": case.feature, "config": asdict(config),
-        }  # fmt: skip
         found = resources(compile_for(case.launch, case.target), case.target)
-        yield {**row, **asdict(found), "wrong": verdict(case, found)}
+        yield {
+            "target": case.target,
+            "kernel": case.kernel,
+            "head_dim": case.head_dim,
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "feature": case.feature,
+            "config": asdict(config),
+            **asdict(found),
+            "wrong": verdict(case, found),
+        }
 
 
 def _print(row: dict[str, Any]) -> None:

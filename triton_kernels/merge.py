@@ -1,7 +1,7 @@
 """Merge two partial attention results in one pass, for backends that cannot carry.
 
-By element 4 bytes are read and 4 written of ``acc`` and as many as ``out`` has are read of it: with a half-precision
-``out`` 10 bytes. In PyTorch the conversion and ``lerp_`` are two passes of 18 together.
+Bytes per element of ``acc``: 4 read and 4 written of ``acc``, and the size of an element of ``out`` read; 10 in all if
+``out`` is half precision. PyTorch takes two passes, the conversion and ``lerp_``, and 18 bytes.
 """
 
 from __future__ import annotations
@@ -12,40 +12,44 @@ from torch import Tensor
 
 from .configs import Config
 from .launch import Launch, padded, strides, unit_stride
-from .tiles import LN2, LOG2E, UNSPECIALIZED, head_base, load_rows, store_rows
-
-_LOG2E = tl.constexpr(LOG2E)
-_LN2 = tl.constexpr(LN2)
+from .tiles import LN2, LOG2E, UNSPECIALIZED, Constants, HeadRows, load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def merge_kernel(ACC, LSE, OUT, OUT_LSE, stride_ab, stride_as, stride_ah, stride_ob, stride_os, stride_oh,
-                 stride_lb, stride_lh,
-                 heads, q_len, tiles, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Grid ``batch * heads * tiles``."""
+def merge_kernel(
+    ACC, stride_ab, stride_as, stride_ah,    # [b, q, h, d], float32, updated
+    LSE, stride_lb, stride_lh,               # [b, h, q], float32, updated
+    OUT, stride_ob, stride_os, stride_oh,    # [b, q, h, d]
+    OUT_LSE,                                 # [b, h, q], float32
+    heads, q_len, tiles,
+    C: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head: grid ``batch * heads * tiles``."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
     program = tl.program_id(0)
     q_start = program % tiles * BLOCK_M
     head = program // tiles % heads
     batch = program // tiles // heads
     row = q_start + tl.arange(0, BLOCK_M)
-    first = (tl.cast(batch, tl.int64) * heads + head) * q_len + row
-    LSE = head_base(LSE, batch, head, stride_lb, stride_lh, False) + row
+    LSE += tl.cast(batch, tl.int64) * stride_lb + tl.cast(head, tl.int64) * stride_lh + row
+    OUT_LSE += (tl.cast(batch, tl.int64) * heads + head) * q_len + row
     a = tl.load(LSE, mask=row < q_len, other=float("-inf"))
-    b = tl.load(OUT_LSE + first, mask=row < q_len, other=float("-inf"))
+    b = tl.load(OUT_LSE, mask=row < q_len, other=float("-inf"))
+    # Each side counts with exp(lse), here less the larger of the two so that nothing overflows.
     larger = tl.maximum(a, b)
-    shift = tl.where(larger == float("-inf"), 0.0, larger)
-    weight_a = tl.exp2((a - shift) * _LOG2E)
-    weight_b = tl.exp2((b - shift) * _LOG2E)
+    shift = tl.where(larger == float("-inf"), 0.0, larger)  # neither side has seen a key: not -inf - -inf
+    weight_a = tl.exp2((a - shift) * LOG2E)
+    weight_b = tl.exp2((b - shift) * LOG2E)
     total = weight_a + weight_b
     seen = total > 0.0
     total = tl.where(seen, total, 1.0)
-    ACC = head_base(ACC, batch, head, stride_ab, stride_ah, False)
-    OUT = head_base(OUT, batch, head, stride_ob, stride_oh, False)
-    acc = load_rows(ACC, 0, 0, q_start, stride_as, q_len, D, BLOCK_M, BLOCK_D, True, False)
-    out = load_rows(OUT, 0, 0, q_start, stride_os, q_len, D, BLOCK_M, BLOCK_D, True, False).to(tl.float32)
+    ACC = HeadRows(ACC, batch, head, (stride_ab, stride_as, stride_ah), q_len)
+    OUT = HeadRows(OUT, batch, head, (stride_ob, stride_os, stride_oh), q_len)
+    acc = load_rows(ACC, q_start, C, BLOCK_M, True)  # [BLOCK_M, BLOCK_D]
+    out = load_rows(OUT, q_start, C, BLOCK_M, True).to(tl.float32)
     acc = acc * (weight_a / total)[:, None] + out * (weight_b / total)[:, None]
-    store_rows(ACC, acc, q_start, stride_as, q_len, D, BLOCK_M, BLOCK_D)
-    lse = tl.where(seen, shift + tl.log2(total) * _LN2, float("-inf"))
+    store_rows(ACC, acc, q_start, C, BLOCK_M)
+    lse = tl.where(seen, shift + tl.log2(total) * LN2, float("-inf"))
     tl.store(LSE, lse, mask=row < q_len)
 
 
@@ -55,11 +59,17 @@ def merge_launch(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, config:
     config = config or Config(32, 0, num_warps=4, num_stages=1)
     tiles = triton.cdiv(q_len, config.block_m)
     arguments = {
-        "ACC": acc, "LSE": lse, "OUT": out, "OUT_LSE": out_lse, **strides("a", acc), **strides("o", out),
-        **strides("l", lse, "bh"),
-        "heads": heads, "q_len": q_len, "tiles": tiles, "D": head_dim, "BLOCK_D": padded(head_dim),
-        "BLOCK_M": config.block_m,
-    }  # fmt: skip
+        **strides(a=acc, o=out),
+        **strides("bh", l=lse),
+        "ACC": acc,
+        "LSE": lse,
+        "OUT": out,
+        "OUT_LSE": out_lse,
+        "heads": heads,
+        "q_len": q_len,
+        "tiles": tiles,
+        "C": Constants(D=head_dim, BLOCK_D=padded(head_dim), BLOCK_M=config.block_m),
+    }
     return Launch(merge_kernel, batch * heads * tiles, arguments, config)
 
 
@@ -68,14 +78,16 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
 
     Args:
         acc: float32 ``[batch, q_len, heads, head_dim]``, normalised by its own ``lse``.
-        lse: float32 ``[batch, heads, q_len]``, its last dimension dense; natural logarithm, -inf for a row that saw nothing.
+        lse: float32 ``[batch, heads, q_len]``, its last dimension dense; natural logarithm, -inf for a query that has
+            seen no key.
         out: as ``acc``, of any dtype.
         out_lse: as ``lse``.
 
     Raises:
-        ValueError: an ``acc`` or ``lse`` that cannot be written in place.
+        ValueError: ``acc`` or ``lse`` cannot be written in place.
     """
-    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (acc, lse)):
-        raise ValueError("acc and lse are updated in place: the last dimension of both must be dense")
+    for name, x in (("acc", acc), ("lse", lse)):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name} has strides {x.stride()}: expected a dense last dimension, to update it in place")
     if acc.numel():
         merge_launch(acc, lse, unit_stride(out), out_lse.contiguous())()

@@ -1,8 +1,8 @@
-"""Rotary embedding on arbitrary positions in one pass (Su et al., RoFormer, 2021), half-split as in HF Llama.
+"""Rotary embedding in one pass (Su et al., RoFormer, 2021), half-split as in HF Llama.
 
-``rotate_half`` pairs element ``i`` of a head with ``i + head_dim / 2``. By element of ``x`` one read and one write, 4
-bytes in half precision, and a table of cosines and sines that all heads of a token share. In PyTorch conversion, four
-products, two sums, ``cat`` and conversion back make 40 bytes.
+``rotate_half`` pairs element ``i`` of a head with element ``i + head_dim / 2``. Each element is read once and written
+once, 4 bytes in half precision, beside one table of cosines and sines that all heads of a token share. PyTorch's
+conversions, products, sums and ``cat`` take 40 bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from .tiles import UNSPECIALIZED
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def rotary_kernel(X, OUT, COS, SIN, POSITIONS, FREQUENCIES, stride_xb, stride_xs, stride_xh, stride_ob, stride_os,
-                  stride_oh, stride_tb, factor, heads, q_len, tiles, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                  BLOCK_M: tl.constexpr, TABLES: tl.constexpr, INVERSE: tl.constexpr):  # fmt: skip
+def rotary_kernel(
+    X, stride_xb, stride_xs, stride_xh,      # [b, s, h, d]
+    OUT, stride_ob, stride_os, stride_oh,    # [b, s, h, d]
+    COS, SIN, stride_tb,                     # float32 [1 or b, s, d / 2], rows dense
+    heads, q_len, tiles,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
     """All heads of one tile of tokens: grid ``batch * tiles``. BLOCK_D holds half a head."""
     start = tl.program_id(0) % tiles * BLOCK_M
     batch = tl.cast(tl.program_id(0) // tiles, tl.int64)
@@ -30,23 +34,17 @@ def rotary_kernel(X, OUT, COS, SIN, POSITIONS, FREQUENCIES, stride_xb, stride_xs
     column = tl.arange(0, BLOCK_D)
     HALF: tl.constexpr = D // 2
     inside = (row < q_len)[:, None] & (column < HALF)[None, :]
-    if TABLES:
-        table = batch * stride_tb + tl.cast(start, tl.int64) * HALF
-        at = table + tl.arange(0, BLOCK_M)[:, None] * HALF + column[None, :]
-        cos = tl.load(COS + at, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(SIN + at, mask=inside, other=0.0).to(tl.float32)
-    else:
-        position = tl.load(POSITIONS + batch * stride_tb + row, mask=row < q_len, other=0).to(tl.float32)
-        frequency = tl.load(FREQUENCIES + column, mask=column < HALF, other=0.0)
-        angle = position[:, None] * frequency[None, :]
-        cos = tl.cos(angle) * factor
-        sin = tl.sin(angle) * factor
+    table = batch * stride_tb + tl.cast(start, tl.int64) * HALF
+    at = table + tl.arange(0, BLOCK_M)[:, None] * HALF + column[None, :]
+    cos = tl.load(COS + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
+    sin = tl.load(SIN + at, mask=inside, other=0.0).to(tl.float32)
     if INVERSE:
         sin = -sin
     X += batch * stride_xb + tl.cast(start, tl.int64) * stride_xs
     OUT += batch * stride_ob + tl.cast(start, tl.int64) * stride_os
     x_at = tl.arange(0, BLOCK_M)[:, None] * stride_xs + column[None, :]
     out_at = tl.arange(0, BLOCK_M)[:, None] * stride_os + column[None, :]
+    # The heads share the table: a program loops over them, so that it is read once.
     for _ in range(0, heads):
         first = tl.load(X + x_at, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(X + x_at + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -56,86 +54,78 @@ def rotary_kernel(X, OUT, COS, SIN, POSITIONS, FREQUENCIES, stride_xb, stride_xs
         OUT += stride_oh
 
 
-def rotary_launch(x: Tensor, out: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None,
-                  positions: Tensor | None = None, frequencies: Tensor | None = None, factor: float = 1.0,
-                  inverse: bool = False, config: Config | None = None) -> Launch:  # fmt: skip
-    """The launch behind :func:`rotary`, with every tensor already allocated and contiguous where it must be."""
+def rotary_launch(
+    x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False, config: Config | None = None
+) -> Launch:
+    """The launch behind :func:`apply_rotary`, with every tensor already allocated.
+
+    ``x, out [batch, seq, heads, head_dim]``; ``cos, sin`` contiguous ``[1 or batch, seq, head_dim / 2]``.
+    """
     batch, seq, heads, head_dim = x.shape
-    by_token = cos if cos is not None else positions
-    if by_token is None:
-        raise TypeError("rotary: cos and sin, or positions and frequencies, are needed")
     block_d = triton.next_power_of_2(head_dim // 2)
     config = config or Config(max(1, 2048 // block_d), 0, num_warps=4, num_stages=1)
     tiles = triton.cdiv(seq, config.block_m)
     arguments = {
-        "X": x, "OUT": out, "COS": cos, "SIN": sin, "POSITIONS": positions, "FREQUENCIES": frequencies,
-        **strides("x", x), **strides("o", out),
-        "stride_tb": 0 if by_token.dim() == 1 or by_token.shape[0] == 1 else by_token.stride(0), "factor": factor,
-        "heads": heads, "q_len": seq, "tiles": tiles, "D": head_dim, "BLOCK_D": block_d, "BLOCK_M": config.block_m,
-        "TABLES": cos is not None, "INVERSE": inverse,
-    }  # fmt: skip
+        **strides(x=x, o=out),
+        **strides("b", t=cos),
+        "X": x,
+        "OUT": out,
+        "COS": cos,
+        "SIN": sin,
+        "heads": heads,
+        "q_len": seq,
+        "tiles": tiles,
+        "D": head_dim,
+        "BLOCK_D": block_d,
+        "BLOCK_M": config.block_m,
+        "INVERSE": inverse,
+    }
     return Launch(rotary_kernel, batch * tiles, arguments, config)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inverse: bool, arguments: dict[str, Any]) -> Tensor:
-        ctx.inverse, ctx.arguments = inverse, arguments
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.inverse = inverse
         x = unit_stride(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
-            rotary_launch(x, out, inverse=inverse, **arguments)()
+            rotary_launch(x, out, cos, sin, inverse=inverse)()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # A rotation's transpose is the rotation back.
-        return _Rotary.apply(grad, not ctx.inverse, ctx.arguments), None, None
+        # The transpose of a rotation is the rotation back; a factor in cos and sin stays.
+        return _Rotary.apply(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
-def rotary(x: Tensor, positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Tensor:
-    """Rotate ``x`` by ``positions * frequencies``; differentiable in ``x``.
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``x`` by the angles of these cosines and sines; differentiable in ``x``.
 
     Args:
         x: ``[batch, seq, heads, head_dim]``, head_dim even, float16, bfloat16 or float32.
-        positions: integers ``[seq]`` or ``[1 or batch, seq]``, in any order.
-        frequencies: float32 ``[head_dim / 2]`` (HF's ``inv_freq``); angles are float32 products, as there.
-        factor: scales cosine and sine (YaRN's attention factor).
+        cos: float32 ``[1 or batch, seq, 1, head_dim / 2]``, with or without the 1 for the heads. A factor common to
+            ``cos`` and ``sin``, such as YaRN's attention factor, scales the result.
+        sin: as ``cos``.
 
     Returns:
         A new contiguous tensor in the dtype of ``x``, computed in float32.
 
     Raises:
-        ValueError: an odd head_dim or ``positions`` or ``frequencies`` that do not fit ``x``.
+        ValueError: ``head_dim`` is odd, or ``cos`` or ``sin`` does not fit ``x``.
     """
-    _check(x, positions.shape, frequencies.shape)
-    arguments = {
-        "positions": positions.contiguous(),
-        "frequencies": frequencies.to(torch.float32).contiguous(),
-        "factor": float(factor),
-    }
-    return _Rotary.apply(x, False, arguments)
-
-
-def rotary_from_tables(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x`` with given tables ``cos, sin [1 or batch, seq, 1, head_dim / 2]`` (or without the 1 for heads).
-
-    Otherwise as :func:`rotary`.
-    """
-    cos, sin = (t.squeeze(2) if t.dim() == 4 else t for t in (cos, sin))
-    _check(x, cos.shape[:-1], cos.shape[-1:])
-    if sin.shape != cos.shape:
-        raise ValueError(f"sin={tuple(sin.shape)}: must have the shape of cos, {tuple(cos.shape)}")
-    if cos.dim() == 2:
-        cos, sin = cos[None], sin[None]
-    return _Rotary.apply(x, False, {"cos": cos.contiguous(), "sin": sin.contiguous()})
-
-
-def _check(x: Tensor, tokens: torch.Size, half: torch.Size) -> None:
     batch, seq, _, head_dim = x.shape
     if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim}: rotary embedding pairs elements and needs an even one")
-    if tuple(half) != (head_dim // 2,):
-        raise ValueError(f"frequencies={tuple(half)}: head_dim={head_dim} needs {head_dim // 2} of them")
-    if tuple(tokens) not in ((seq,), (1, seq), (batch, seq)):
-        raise ValueError(f"positions={tuple(tokens)}: x has batch {batch} and {seq} tokens; give [seq] or [batch, seq]")
+        raise ValueError(f"head_dim={head_dim}: expected an even number, since rotary embeddings pair the elements")
+    for name, table in (("cos", cos), ("sin", sin)):
+        shape = tuple(table.shape)
+        if shape[1:] not in ((seq, head_dim // 2), (seq, 1, head_dim // 2)) or shape[0] not in (1, batch):
+            raise ValueError(
+                f"{name}={shape}: expected [1 or {batch}, {seq}, 1, {head_dim // 2}] for x={tuple(x.shape)}"
+            )
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin={tuple(sin.shape)}: expected the shape of cos, {tuple(cos.shape)}")
+    cos, sin = (t.reshape(t.shape[0], seq, head_dim // 2).contiguous() for t in (cos, sin))  # [1 or b, s, d / 2]
+    rotated: Tensor = _Rotary.apply(x, cos, sin, False)
+    return rotated

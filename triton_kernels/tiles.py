@@ -1,160 +1,348 @@
-"""What the kernels share inside a tile: which tiles lie inside an interval, scores, dropout, loads.
+"""Helpers shared by the attention kernels: tiles of keys, loads and stores, scores, dropout.
 
-Scores are kept in base 2: ``s * log2(e)``, so that one fused multiply-add feeds ``exp2``.
+Names, mostly those of the FlashAttention papers. Capitals are pointers (or TMA descriptors) and compile-time constants;
+lower case are values in registers.
+
+    BLOCK_M, BLOCK_N   queries and keys in a tile
+    D, BLOCK_D         head_dim, and the power of two that holds it
+    GROUP              query heads per key/value head
+    s, p               scores and probabilities of one tile, [BLOCK_M, BLOCK_N]; dkdv_kernel transposes both
+    m, l, acc          online softmax: running maximum (base 2) and sum, [BLOCK_M]; unnormalised output, [BLOCK_M, BLOCK_D]
+    row, column        local indices of the tile's queries, [BLOCK_M], and keys, [BLOCK_N]
+    i, j               global positions of the same; ALiBi and dropout depend on them, nothing else does
+    lo, hi             first and one-past-last local key index of each query, [BLOCK_M]
+    begin, end         range of keys (in dkdv_kernel: of queries) outside which the whole tile is masked
+    inner_begin,       range of keys (queries) inside which nothing of the tile is masked
+      inner_end
+    head, kv_head      local head indices; ``head // GROUP == kv_head``
+    head_key           global index of the query head: dropout is keyed by it, so heads may be sharded
+    row_sets           how many sets of intervals there are: 1 for the whole batch, or one per batch row
+    STATISTICS         float32 [2 * batch * heads, q_padded]; per head a line of lse (base 2) and a line of delta
+    BOUNDS             int32 [2 * row_sets, q_padded]; the lines of hi, then the lines of lo
+    RANGES             int32 [2, row_sets, 2 * tiles]; begin, inner_begin, inner_end, end of each tile of keys
+    chain              derivative of a score by its scaled product q.k (1 without softcap)
+
+Softmax in base 2. The GPU has an instruction for ``exp2``, not for ``exp``, and ``exp(x) = exp2(x * log2(e))``. So every
+score, maximum and log-sum-exp inside the kernels is kept times log2(e):
+
+    p = exp(scale * qk - lse)  =  exp2((scale * log2(e)) * qk - (lse * log2(e)))
+
+``scale * log2(e)`` is one host-side constant, and its product with ``qk`` less the maximum is one fused multiply-add.
+``lse`` is converted to and from natural logarithms where it enters and leaves a kernel.
+
+Arguments come in bundles, which leave no trace in the machine code. What is known at compile time is in :class:`Constants`,
+one argument of every kernel. What is known at run time is in NamedTuples that the kernels build for their helpers (not
+the launch for the kernels: Triton specializes and caches launches by single arguments). A NamedTuple must hold no
+constants, because Triton turns them into run-time values where the tuple is assigned.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
-
-
-def score_arguments(
-    softmax_scale: float, softcap: float, dropout_p: float, dropout_seed: int, head_offset: int
-) -> dict[str, Any]:
-    """The scalar arguments by which every kernel makes scores.
-
-    Raises:
-        ValueError: a scale that is not positive (the largest score is taken before scaling).
-    """
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale={softmax_scale}: the kernels need a positive scale; negate q instead")
-    return {
-        # With a soft cap tanh(x) = 1 - 2 / (1 + exp2(2 log2(e) x)) takes its own scale.
-        "scale": 2 * LOG2E * softmax_scale / softcap if softcap else LOG2E * softmax_scale,
-        "cap": softcap * LOG2E,
-        "keep_scale": 1 / (1 - dropout_p),
-        "dropout_threshold": min(round(dropout_p * 2**32), 2**32 - 1),
-        "seed": dropout_seed,
-        "head_offset": head_offset,
-        "SOFTCAP": softcap > 0,
-        "DROPOUT": dropout_p > 0,
-    }
-
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 # Arguments whose values differ from call to call: no compiled variant of their own for multiples of 16 or for 1.
 UNSPECIALIZED = ["q_len", "q_padded", "k_len", "heads", "row_sets", "tiles", "seed", "head_offset", "dropout_threshold"]
 
 
+class Score(Protocol):
+    """How scores are computed from queries and keys. ``seqpar.kernels.Score`` is one, and documents the fields."""
+
+    @property
+    def softmax_scale(self) -> float: ...
+    @property
+    def softcap(self) -> float: ...
+    @property
+    def alibi_slopes(self) -> Tensor | None: ...  # [heads] or [batch, heads]
+    @property
+    def sinks(self) -> Tensor | None: ...  # [heads]
+    @property
+    def dropout_p(self) -> float: ...
+    @property
+    def dropout_seed(self) -> int: ...
+    @property
+    def head_offset(self) -> int: ...
+
+
+class Intervals(Protocol):
+    """Which keys each query sees. ``seqpar.schedule.KeyIntervals`` is one, and documents the fields."""
+
+    @property
+    def lo(self) -> Tensor: ...  # int32 [1 or batch, q_len]
+    @property
+    def hi(self) -> Tensor: ...  # int32 [1 or batch, q_len]
+    @property
+    def q_positions(self) -> Tensor: ...  # int32 [q_len]
+    @property
+    def k_positions(self) -> Tensor: ...  # int32 [k_len]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a kernel is compiled for; ``C`` in the kernels. Names are explained at the top of this file.
+
+    A field is a plain Python value to Triton 3.6: give it a name of its own (``D: tl.constexpr = C.D``) before it goes
+    into the list of a shape.
+    """
+
+    D: int
+    BLOCK_D: int
+    BLOCK_M: int
+    BLOCK_N: int = 0
+    GROUP: int = 1
+    SOFTCAP: bool = False
+    ALIBI: bool = False
+    DROPOUT: bool = False
+    PRECISION: str = "ieee"
+    TMA: bool = False
+
+
+def score_arguments(score: Score, heads: int) -> dict[str, Any]:
+    """Run-time arguments that say how scores are computed.
+
+    Raises:
+        ValueError: a scale that is not positive. The kernels take the largest product and scale it afterwards, which
+            is the largest score only if the scale is positive.
+    """
+    if not score.softmax_scale > 0:
+        raise ValueError(f"softmax_scale={score.softmax_scale}: expected a positive scale; negate q instead")
+    scale = LOG2E.value * score.softmax_scale
+    slopes = score.alibi_slopes
+    return {
+        # With a softcap, tanh(x) = 1 - 2 / (1 + exp(2 x)) of x = softmax_scale / softcap * qk takes exp2 of this times qk.
+        "scale": 2 * scale / score.softcap if score.softcap else scale,
+        "cap": score.softcap * LOG2E.value,
+        "ALIBI_SLOPES": None if slopes is None else slopes.contiguous(),
+        "stride_slopes": heads if slopes is not None and slopes.dim() == 2 else 0,
+        "keep_scale": 1 / (1 - score.dropout_p),
+        "dropout_threshold": min(round(score.dropout_p * 2**32), 2**32 - 1),
+        "seed": score.dropout_seed,
+        "head_offset": score.head_offset,
+    }
+
+
+def score_constants(score: Score) -> dict[str, bool]:
+    """Fields of :class:`Constants` that say how scores are computed. If any is set, ``configs.choose`` needs ``heavy``."""
+    return {"SOFTCAP": score.softcap > 0, "ALIBI": score.alibi_slopes is not None, "DROPOUT": score.dropout_p > 0}
+
+
+class HeadScore(NamedTuple):
+    """How the scores of one query head are computed, and what its dropout mask depends on."""
+
+    scale: tl.tensor
+    cap: tl.tensor
+    slope: tl.tensor  # ALiBi, times log2(e)
+    keep_scale: tl.tensor  # 1 / (1 - dropout_p)
+    dropout_threshold: tl.tensor
+    seed: tl.tensor
+    batch: tl.tensor
+    head_key: tl.tensor
+
+
+class HeadRows(NamedTuple):
+    """One head's rows, ``[length, D]``, of a tensor ``[batch, length, heads, D]``."""
+
+    X: tl.tensor  # pointer to the whole tensor, or its descriptor
+    batch: tl.tensor
+    head: tl.tensor
+    strides: tl.tuple  # of batch, rows and heads
+    length: tl.tensor
+
+
+class Line(NamedTuple):
+    """One line of a tensor ``[lines, length]`` whose length is a multiple of every tile."""
+
+    X: tl.tensor  # pointer or descriptor
+    line: tl.tensor
+    length: tl.tensor
+
+
+class Keys(NamedTuple):
+    """Keys and values of one head, which the kernel reads tile by tile."""
+
+    K: HeadRows
+    V: HeadRows
+    POSITIONS: tl.tensor
+
+
+class Tiles(NamedTuple):
+    """``count`` tiles from ``start``, leaving out those of ``[skip_from, skip_to)``."""
+
+    start: tl.tensor
+    count: tl.tensor
+    skip_from: tl.tensor
+    skip_to: tl.tensor
+
+
 @triton.jit
 def tile_split(begin, end, inner_begin, inner_end, BLOCK: tl.constexpr):
-    """Aligned tiles of ``[begin, end)``: those within ``[inner_begin, inner_end)`` need no mask.
+    """Split the tiles of ``[begin, end)`` into inner ones, which need no mask, and the others at both edges.
 
-    Returns the first tile's start, the number of masked tiles left of the inner ones, the inner ones' start and
-    stop, and the number of masked tiles right of them.
+    [Note: which tiles are masked]
+    Intervals never fall, so the first and the last query of a tile bound all the others. Along the keys, with x for
+    what a query sees:
+
+                      begin = lo[first]         inner_end = hi[first]
+                        v                             v
+        first query     xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+                          xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+                               xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+        last query              xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+                                ^                                 ^
+                      inner_begin = lo[last]                  end = hi[last]
+
+        tiles     |skipped|masked |masked | inner | inner |masked |masked |skipped|
+                        start             |     skip      |            stop
+
+    Masks cost about as many instructions as a score, so inner tiles run in a loop of their own without them: under a
+    causal mask all but the tile or two on the diagonal are inner. The masked tiles of both edges share a second loop,
+    which skips the inner ones, because each loop is one more copy of the body in the instruction cache. Inner tiles lie
+    within ``[0, length)``, so only masked ones need bounds on their loads. The order of tiles does not matter to an
+    online softmax.
+
+    Args:
+        begin, end: the range outside which everything is masked.
+        inner_begin, inner_end: the range inside which nothing is masked; empty if ``inner_end <= inner_begin``.
+
+    Returns:
+        :class:`Tiles` of the inner tiles, and of the masked ones.
     """
     start = begin // BLOCK * BLOCK
     stop = tl.where(end > begin, tl.cdiv(end, BLOCK) * BLOCK, start)
     inner_start = tl.minimum(tl.maximum(tl.cdiv(inner_begin, BLOCK) * BLOCK, start), stop)
     inner_stop = tl.minimum(tl.maximum(inner_end // BLOCK * BLOCK, inner_start), stop)
-    return start, (inner_start - start) // BLOCK, inner_start, inner_stop, (stop - inner_stop) // BLOCK
+    inner = Tiles(inner_start, (inner_stop - inner_start) // BLOCK, 0, 0)
+    edges = Tiles(start, (inner_start - start) // BLOCK + (stop - inner_stop) // BLOCK, inner_start, inner_stop)
+    return inner, edges
 
 
 @triton.jit
-def head_base(x, batch, head, stride_b, stride_h, TMA: tl.constexpr):
-    """Where the rows of one head begin; a descriptor stays as it is, and is indexed at each load."""
-    if TMA:
-        return x
+def tile_start(tiles, n, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Where the ``n``-th tile starts; only masked tiles have some to skip."""
+    start = tiles.start + n * BLOCK
+    if MASKED:
+        start += tl.where(start >= tiles.skip_from, tiles.skip_to - tiles.skip_from, 0)
+    return start
+
+
+@triton.jit
+def _row_pointer(rows, start):
+    """Pointer to row ``start``. Sequence x heads x head_dim passes 2**31: only offsets within a tile fit 32 bits."""
+    stride_b, stride_s, stride_h = rows.strides
+    head = rows.X + (tl.cast(rows.batch, tl.int64) * stride_b + tl.cast(rows.head, tl.int64) * stride_h)
+    return head + tl.cast(start, tl.int64) * stride_s
+
+
+@triton.jit
+def load_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr):
+    """Rows ``start ... start + BLOCK`` by pointers, ``[BLOCK, BLOCK_D]``: 0 past ``D``, and past ``length`` if BOUND."""
+    row = tl.arange(0, BLOCK)
+    column = tl.arange(0, C.BLOCK_D)
+    pointers = _row_pointer(rows, start) + (row[:, None] * rows.strides[1] + column[None, :])
+    if BOUND and C.D < C.BLOCK_D:
+        return tl.load(pointers, mask=(start + row < rows.length)[:, None] & (column < C.D)[None, :], other=0.0)
+    elif BOUND:
+        return tl.load(pointers, mask=(start + row < rows.length)[:, None], other=0.0)
+    elif C.D < C.BLOCK_D:
+        return tl.load(pointers, mask=(column < C.D)[None, :], other=0.0)
     else:
-        return x + (tl.cast(batch, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h)
+        return tl.load(pointers)
 
 
 @triton.jit
-def load_rows(base, batch, head, start, stride, length, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-              BOUND: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """Rows ``start ... start + BLOCK`` of one head's ``[length, D]``: zeros past ``D``, and past ``length`` if BOUND.
-
-    ``base`` is what :func:`head_base` gave. With TMA it is a descriptor of ``[batch, length, heads, D]``.
-    """
-    if TMA:
-        return base.load([batch, start, head, 0]).reshape(BLOCK, BLOCK_D)
+def stream_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr):
+    """As :func:`load_rows`, for the tiles that a loop reads: by TMA if C.TMA, which always fills with 0."""
+    if C.TMA:
+        return rows.X.load([rows.batch, start, rows.head, 0]).reshape(BLOCK, C.BLOCK_D)
     else:
-        row = tl.arange(0, BLOCK)
-        column = tl.arange(0, BLOCK_D)
-        # Only the tile's start needs 64 bits: sequence x heads x head_dim passes 2**31.
-        pointers = (base + tl.cast(start, tl.int64) * stride) + (row[:, None] * stride + column[None, :])
-        if BOUND and D < BLOCK_D:
-            return tl.load(pointers, mask=(start + row < length)[:, None] & (column < D)[None, :], other=0.0)
-        elif BOUND:
-            return tl.load(pointers, mask=(start + row < length)[:, None], other=0.0)
-        elif D < BLOCK_D:
-            return tl.load(pointers, mask=(column < D)[None, :], other=0.0)
-        else:
-            return tl.load(pointers)
+        return load_rows(rows, start, C, BLOCK, BOUND)
 
 
 @triton.jit
-def load_line(base, line, start, length, BLOCK: tl.constexpr, TMA: tl.constexpr):
-    """``BLOCK`` numbers from ``start`` in one line of ``[lines, length]``, which has room for whole blocks."""
-    if TMA:
-        return base.load([line, start]).reshape(BLOCK)
+def stream_line(line, start, C: tl.constexpr, BLOCK: tl.constexpr):
+    """``BLOCK`` numbers from ``start`` of one :class:`Line`; no bounds, because lines are padded to whole tiles."""
+    if C.TMA:
+        return line.X.load([line.line, start]).reshape(BLOCK)
     else:
-        return tl.load(base + tl.cast(line, tl.int64) * length + start + tl.arange(0, BLOCK))
+        return tl.load(line.X + tl.cast(line.line, tl.int64) * line.length + start + tl.arange(0, BLOCK))
 
 
 @triton.jit
-def _row_pointers(base, start, stride, FIRST: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """As in :func:`load_rows`, but row by row: in an accumulator's layout a thread's columns of one row then differ by
-    constants, and take no registers of their own."""
-    rows = base + tl.cast(start, tl.int64) * stride + tl.arange(0, BLOCK) * stride
-    return rows[:, None] + (FIRST + tl.arange(0, COLUMNS))[None, :]
+def load_positions(POSITIONS, index, length, C: tl.constexpr):
+    """Global positions at ``index``; ``index`` itself if the scores do not depend on positions."""
+    return tl.load(POSITIONS + index, mask=index < length, other=0) if C.ALIBI or C.DROPOUT else index
 
 
 @triton.jit
-def _inside(start, length, D: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    inside = (start + tl.arange(0, BLOCK) < length)[:, None]
-    if D < FIRST + COLUMNS:
-        inside = inside & (FIRST + tl.arange(0, COLUMNS) < D)[None, :]
+def _store_pointers(rows, start, FIRST: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    # The same addresses as in load_rows, computed row by row: in an accumulator's layout a thread's columns of one row
+    # then differ by constants, and take no registers of their own.
+    of_row = _row_pointer(rows, start) + tl.arange(0, BLOCK) * rows.strides[1]
+    return of_row[:, None] + (FIRST + tl.arange(0, COLUMNS))[None, :]
+
+
+@triton.jit
+def _in_bounds(rows, start, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    inside = (start + tl.arange(0, BLOCK) < rows.length)[:, None]
+    if C.D < FIRST + COLUMNS:
+        inside = inside & (FIRST + tl.arange(0, COLUMNS) < C.D)[None, :]
     return inside
 
 
 @triton.jit
-def store_rows(base, x, start, stride, length, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store ``x [BLOCK, BLOCK_D]`` as rows ``start ...`` of ``[length, D]``, rounded to what ``base`` points to."""
-    pointers = _row_pointers(base, start, stride, 0, BLOCK, BLOCK_D)
-    tl.store(pointers, x.to(base.dtype.element_ty), mask=_inside(start, length, D, 0, BLOCK, BLOCK_D))
+def store_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Store ``x [BLOCK, BLOCK_D]`` as rows ``start ...``, rounded to the tensor's dtype."""
+    pointers = _store_pointers(rows, start, 0, BLOCK, C.BLOCK_D)
+    tl.store(pointers, x.to(rows.X.dtype.element_ty), mask=_in_bounds(rows, start, C, 0, BLOCK, C.BLOCK_D))
 
 
 @triton.jit
-def _add_columns(base, x, start, stride, length, D: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr,
-                 COLUMNS: tl.constexpr):  # fmt: skip
-    pointers = _row_pointers(base, start, stride, FIRST, BLOCK, COLUMNS)
-    inside = _inside(start, length, D, FIRST, BLOCK, COLUMNS)
+def _add_columns(rows, x, start, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    pointers = _store_pointers(rows, start, FIRST, BLOCK, COLUMNS)
+    inside = _in_bounds(rows, start, C, FIRST, BLOCK, COLUMNS)
     tl.store(pointers, x + tl.load(pointers, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit
-def add_rows(base, x, start, stride, length, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...`` of ``[length, D]``, in halves of the columns where that saves
-    registers: what is there comes in beside the accumulators."""
-    if BLOCK_D >= 64:
-        HALF: tl.constexpr = BLOCK_D // 2
+def add_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...``.
+
+    Wide tiles go in two halves of the columns: the old values need registers beside the accumulators, and so only half
+    as many at a time.
+    """
+    if C.BLOCK_D >= 64:
+        HALF: tl.constexpr = C.BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(x, [BLOCK, 2, HALF]), [0, 2, 1]))
-        _add_columns(base, left, start, stride, length, D, 0, BLOCK, HALF)
-        _add_columns(base, right, start, stride, length, D, HALF, BLOCK, HALF)
+        _add_columns(rows, left, start, C, 0, BLOCK, HALF)
+        _add_columns(rows, right, start, C, HALF, BLOCK, HALF)
     else:
-        _add_columns(base, x, start, stride, length, D, 0, BLOCK, BLOCK_D)
+        _add_columns(rows, x, start, C, 0, BLOCK, C.BLOCK_D)
 
 
 @triton.jit
 def tanh(x):
-    """``tanh(x / (2 log2(e)))`` of an ``x`` scaled for it; saturates without NaN."""
+    """``tanh(x / (2 log2(e)))``: the caller's scale holds the factor. Saturates to 1 and -1 without NaN."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x))
 
 
 @triton.jit
-def alibi_bias(slope, i, j):
-    """What ALiBi takes off: ``slope * |i - j|`` for global positions (Press et al., 2022)."""
-    return slope * tl.abs(i - j).to(tl.float32)
+def alibi_bias(score, i, j):
+    """What ALiBi subtracts: ``slope * |i - j|`` for global positions (Press et al., 2022)."""
+    return score.slope * tl.abs(i - j).to(tl.float32)
 
 
 @triton.jit
-def kept(seed, threshold, i, j, head, batch):
-    """Dropout's mask: a pure function of the global positions, head and batch row (Philox4x32-10)."""
-    word, _, _, _ = tl.philox(seed, j, i, head, batch)
-    return word >= tl.cast(threshold, tl.uint32)
+def dropout_keep(score, i, j):
+    """Which probabilities dropout keeps: a pure function of global positions, head and batch row (Philox4x32-10).
+
+    Forward, backward and every rank of any sharding therefore agree on the mask without storing it.
+    """
+    word, _, _, _ = tl.philox(score.seed, j, i, score.head_key, score.batch)
+    return word >= tl.cast(score.dropout_threshold, tl.uint32)

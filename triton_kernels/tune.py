@@ -1,7 +1,8 @@
-"""Optional autotuning: ``SEQPAR_TRITON_AUTOTUNE=1``. Off, nothing here runs and nothing is read from disk.
+"""Optional autotuning, with ``SEQPAR_TRITON_AUTOTUNE=1``. Without it nothing here runs or reads from disk.
 
-The first call with a new shape class times every candidate on scratch outputs and keeps the fastest, in memory and in
-``$SEQPAR_CACHE_DIR`` (``~/.cache/seqpar``) as ``triton_tuning.json``. Lengths count by their power of two.
+The first call of each shape class times every candidate on scratch outputs. The fastest is kept in memory and in
+``triton_tuning.json`` of ``$SEQPAR_CACHE_DIR`` (default ``~/.cache/seqpar``). Two lengths are in the same class if they
+have the same number of bits.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _best: dict[str, Config] = {}
 
 
 def wanted(x: Tensor) -> bool:
-    """Whether calls with ``x`` are to be tuned: asked for by the environment, and on a GPU."""
+    """Whether to tune calls with ``x``: the environment asks for it, and ``x`` is on a GPU."""
     return os.environ.get("SEQPAR_TRITON_AUTOTUNE", "0") == "1" and x.is_cuda
 
 
 def cache_file() -> Path:
-    """Where results are kept."""
+    """The file that keeps results between processes."""
     folder = os.environ.get("SEQPAR_CACHE_DIR") or str(Path.home() / ".cache" / "seqpar")
     return Path(folder) / "triton_tuning.json"
 
@@ -48,9 +49,14 @@ def tuned(
 
     Args:
         kernel: "forward", "dkdv" or "dq".
+        q: queries of the call; device, dtype and shape count.
+        k: keys of the call; the shape counts.
         flags: the features in use, which change the kernel.
-        make: the launch with a configuration, on outputs that may be overwritten any number of times.
-        time: milliseconds of a launch; None measures on the GPU.
+        make: returns the launch with a configuration, on outputs that may be overwritten any number of times.
+        time: returns the milliseconds that a launch takes; None measures on the GPU.
+
+    Raises:
+        RuntimeError: no candidate runs.
     """
     key = _key(kernel, q, k, flags)
     if not _best:
@@ -85,13 +91,13 @@ def _load() -> dict[str, Config]:
         stored: dict[str, dict[str, Any]] = json.loads(cache_file().read_text())
         return {key: Config(**fields) for key, fields in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # no cache, or not ours to read: tune again
+        return {}  # no cache, or one that cannot be read: tune again
 
 
 def _save() -> None:
     path = cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Other processes tune too: keep theirs, and let nobody read half a file.
+    # Other processes tune too: keep their results, and replace the file at once so that none reads half of it.
     merged = {**_load(), **_best}
     scratch = path.with_suffix(f".{os.getpid()}")
     scratch.write_text(json.dumps({key: asdict(config) for key, config in merged.items()}, indent=1))

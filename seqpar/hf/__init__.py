@@ -1,6 +1,7 @@
-"""transformers models with their sequence sharded over ranks: patched in one line, same loss, same gradients.
+"""transformers models with their sequence sharded over ranks: one line to patch, the same loss, the same gradients.
 
-``parallelize`` a model, feed it what ``shard_batch`` gives, and sum gradients with ``seqpar.sync_gradients``.
+``parallelize`` the model, call it with what ``shard_batch`` returns, and sum the partial gradients with
+``seqpar.sync_gradients``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError("seqpar.hf needs transformers 5: pip install 'seqpar[hf]'") from error
+    raise ImportError("seqpar.hf requires transformers 5: pip install 'seqpar[hf]'") from error
 
 from .batch import BatchShard, shard_batch
 from .loader import ShardCollator, ShardedLoader
@@ -32,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The Trainer brings accelerate and much else; it is imported when asked for."""
+    """Import the trainer at its first use: it imports accelerate, which takes a second."""
     if name in ("SequenceParallelMixin", "SequenceParallelTrainer"):
         from . import trainer
 

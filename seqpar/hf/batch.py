@@ -1,10 +1,14 @@
-"""From a whole batch to one rank's part of it: tokens, positions, labels shifted before the cut, and the mask."""
+"""From a full batch to one rank's part of it: tokens, positions, labels shifted before the split, and the mask.
+
+Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
+"""
 
 from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,295 +20,383 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.p2p import exchange
-from ..layout import LAYOUTS, shard_positions
-from ..mask import Mask
+from ..layout import LAYOUTS, Layout, shard_positions
+from ..mask import Mask, document_boundaries
 from ..mesh import rank_in, sequence_group, size_of
-from .masks import batch_mask, documents_at, documents_in, restarting, token_ranges
 
-IGNORE = -100
-# Names under which collators give document boundaries, and what goes with them and is not needed here.
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens", "cu_seq_lens_k")
-_BESIDE = ("max_length_q", "max_length_k", "seq_idx")
+IGNORE_INDEX = -100
+# The names under which collators give document boundaries, and the names of what comes with them and is not used here.
+_BOUNDARY_NAMES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens", "cu_seq_lens_k")
+_UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx")
+
+Documents = list[tuple[int, ...]]  # by batch row: the documents' boundaries, 0 first
+TokenRanges = list[tuple[int, int]]  # by batch row: the first token that is not padding, and one past the last
 
 
+@dataclass(slots=True, eq=False)
 class BatchShard:
-    """What the layers must know of the whole batch. It travels with the rank's part, as ``batch["seqpar"]``.
+    """What the layers and the loss need to know about the full batch. It is ``seqpar`` in a rank's part.
 
     Attributes:
-        seq_len: length of the whole sequence.
-        longest: the largest of its ``position_ids``.
-        ranks, layout: how it was cut.
-        mask: documents and padding, in global positions. Causality and windows are each layer's own.
-        items: labels of the whole batch that count.
-        seed: the same on all ranks of the sequence; dropout of attention weights is keyed by it.
-        valid: bool ``[batch, seq]``, which of this rank's tokens are no padding; None: all.
-        in_place: this rank's labels without the shift, for models that predict each token itself, and how many count
-            in the whole batch; None: no labels, or the caller has decided.
+        seq_len: tokens of the full sequence.
+        max_position: the largest of the batch's ``position_ids``.
+        ranks, layout: how the sequence is sharded.
+        mask: documents and padding, in global positions. Causality and windows belong to the layers.
+        num_items: labels in the full batch that are not ``IGNORE_INDEX``; None: there are no labels.
+        seed: the same on all ranks of the sequence. The dropout of attention weights depends on it.
+        valid: bool ``[batch, seq_local]``, False for padding; None: there is no padding.
+        in_place: this rank's labels without the shift ``[batch, seq_local]``, for models that predict each token
+            itself, and ``num_items`` of these. None: there are no labels, or the caller chose ``shift_labels``.
     """
 
-    __slots__ = ("in_place", "items", "layout", "longest", "mask", "ranks", "seed", "seq_len", "valid")
+    seq_len: int
+    max_position: int
+    ranks: int
+    layout: Layout
+    mask: Mask
+    num_items: int | None = None
+    seed: int = 0
+    valid: Tensor | None = None
+    in_place: tuple[Tensor, int] | None = None
 
-    def __init__(
-        self,
-        seq_len: int,
-        longest: int,
-        ranks: int,
-        layout: str,
-        mask: Mask,
-        items: int | None = None,
-        seed: int = 0,
-        valid: Tensor | None = None,
-        in_place: tuple[Tensor, int] | None = None,
-    ) -> None:
-        self.seq_len = seq_len
-        self.longest = longest
-        self.ranks = ranks
-        self.layout = layout
-        self.mask = mask
-        self.items = items
-        self.seed = seed
-        self.valid = valid
-        self.in_place = in_place
-
-    def unshifted(self) -> BatchShard:
-        """The same for a model whose labels are not shifted."""
+    def for_in_place_labels(self) -> BatchShard:
+        """A copy for a model that predicts each token itself."""
         assert self.in_place is not None
         shard = copy.copy(self)
-        shard.items = self.in_place[1]
+        shard.num_items = self.in_place[1]
         return shard
 
-    def __repr__(self) -> str:
-        return f"BatchShard(seq_len={self.seq_len}, ranks={self.ranks}, layout={self.layout!r}, items={self.items})"
+    def __repr__(self) -> str:  # without the mask, which may hold thousands of boundaries
+        return (
+            f"BatchShard(seq_len={self.seq_len}, ranks={self.ranks}, layout={self.layout!r}, "
+            f"num_items={self.num_items})"
+        )
 
 
 def shard_batch(
     batch: Mapping[str, Any] | None,
+    *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: str = "zigzag",
+    layout: Layout = "zigzag",
     shift_labels: bool | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
     """This rank's part of ``batch``, ready for ``model(**local)`` of a parallelized model.
 
     Args:
-        batch: the whole batch, the same on every rank of the sequence group; or on its first rank only and None on
-            the others, which then receive their part and nothing else. ``input_ids`` (or ``inputs_embeds``)
-            ``[batch, seq]``; optional ``labels`` or ``shift_labels``, ``position_ids`` (packed documents where they
-            restart), ``attention_mask [batch, seq]`` (padding at the start or the end of a row), ``cu_seq_lens`` (or
-            ``cu_seq_lens_q``, as of transformers' ``DataCollatorWithFlattening``). Other tensors ``[batch, seq, ...]``
-            are cut likewise; whatever else there is passes.
-        mesh, group: the ranks the sequence is sharded over, as given to ``parallelize``.
-        layout: as given to ``parallelize``.
-        shift_labels: let each token's label be the next token's, before the cut. By default ``labels`` are shifted
-            and those in place travel in ``seqpar``, where a masked language model takes them from.
-        check: exchange a few integers to see that all ranks bring the same batch. Without it, no communication,
-            and every rank must bring the batch.
+        batch: the full batch, the same on every rank of the sequence group. Or the full batch on the group's first
+            rank and None on the others: the first rank then sends each rank its part. It holds ``input_ids
+            [batch, seq]`` (or ``inputs_embeds [batch, seq, hidden]``) and optionally ``labels`` or ``shift_labels``,
+            ``position_ids`` (a document starts wherever they restart), ``attention_mask [batch, seq]`` (padding at
+            the start or the end of a row), and ``cu_seq_lens`` (or ``cu_seq_lens_q``, as transformers'
+            ``DataCollatorWithFlattening`` names it). Other tensors ``[batch, seq, ...]`` are sharded too. All else is
+            returned unchanged.
+        mesh: the mesh that was given to ``parallelize``.
+        group: the process group that was given to ``parallelize``.
+        layout: the layout that was given to ``parallelize``.
+        shift_labels: True: replace each token's label by the next token's. False: leave the labels as they are.
+            None: shift them, and keep the unshifted labels in ``seqpar``, where a masked language model finds them.
+        check: compare the ranks' batches, by an exchange of a few integers. With False nothing is communicated, and
+            every rank must bring the batch.
 
     Returns:
-        ``input_ids``, ``position_ids``, ``labels [batch, seq_local]``, and ``seqpar``, a ``BatchShard`` with the
-        mask. No ``attention_mask``: the mask has it.
+        ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq_local]``, and ``seqpar``, a ``BatchShard``
+        with the mask. There is no ``attention_mask``: the mask contains it.
 
     Raises:
-        TypeError, ValueError: a batch that cannot be cut; ranks that bring different ones. RuntimeError: another
-            rank's batch was refused.
+        TypeError: the batch is not a mapping.
+        ValueError: the batch cannot be sharded, or the ranks bring different batches.
+        RuntimeError: another rank raised on its batch.
     """
     group = sequence_group(mesh, group)
     check_choice("layout", layout, LAYOUTS)
     ranks = size_of(group)
     if not check or group is None or ranks == 1:
-        return _Whole(batch, ranks, layout, shift_labels).part(rank_in(group))
-    whole: list[_Whole] = []
+        return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank_in(group))
+    specs: list[_BatchSpec] = []
 
     def header() -> _BatchHeader:
         if batch is None:
             return _BatchHeader(False, Fingerprint(0), 0)
-        whole.append(_Whole(batch, ranks, layout, shift_labels))
-        return _BatchHeader(True, Fingerprint(whole[0].digest), int(torch.randint(2**62, ()).item()))
+        specs.append(_BatchSpec(batch, ranks, layout, shift_labels))
+        return _BatchHeader(True, Fingerprint(specs[0].checksum), int(torch.randint(2**62, ()).item()))
 
     headers = all_gather_header(header, group)
-    have = [rank for rank, header in enumerate(headers) if header.has_batch]
+    with_batch = [rank for rank, header in enumerate(headers) if header.has_batch]
     seed = headers[0].seed
-    if have == [0]:
-        return _scatter(whole[0] if whole else None, seed, group)
-    if len(have) < ranks:
+    if with_batch == [0]:
+        return _scatter(specs[0] if specs else None, seed, group)
+    if len(with_batch) < ranks:
         raise ValueError(
-            f"batch: ranks {have} of the sequence group's {ranks} brought one; bring the same batch on every rank, "
-            "or on rank 0 alone and None on the others"
+            f"batch: only ranks {with_batch} of the sequence group's {ranks} brought one; bring the same batch on "
+            "every rank, or the batch on rank 0 and None on the others"
         )
     if len({header.batch for header in headers}) > 1:
         raise ValueError(
-            "batch: the ranks of the sequence group brought different batches; they share one sequence: seed their "
-            "samplers alike (ranks along dp differ, ranks along the sequence do not), or use seqpar.hf.ShardedLoader"
+            "batch: the ranks of the sequence group brought different batches, but they share one sequence; seed "
+            "their samplers alike (ranks along dp differ, ranks along the sequence do not), or use "
+            "seqpar.hf.ShardedLoader"
         )
-    return whole[0].part(group.rank(), seed)
+    return specs[0].shard(group.rank(), seed)
 
 
-def cut(
-    batch: Mapping[str, Any], ranks: int, rank: int, layout: str, shift_labels: bool | None = None
+def shard_for_rank(
+    batch: Mapping[str, Any], ranks: int, rank: int, layout: Layout, shift_labels: bool | None = None
 ) -> dict[str, Any]:
-    """What ``shard_batch`` gives to ``rank`` of ``ranks``, without a process group."""
-    return _Whole(batch, ranks, layout, shift_labels).part(rank)
+    """What ``shard_batch`` returns on rank ``rank`` of ``ranks``, without a process group."""
+    return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank)
 
 
 class _BatchHeader(NamedTuple):
-    """Whether a rank brings a batch, which one, and a seed."""
+    """Whether a rank brings a batch, a checksum of it, and a seed."""
 
     has_batch: bool
     batch: Fingerprint
     seed: int
 
 
-class _Whole:
-    """A whole batch, understood: what is cut, what passes, what the layers must know."""
+class _BatchSpec:
+    """A full batch, parsed: the tensors to shard, the other entries, and what the layers need to know."""
 
-    def __init__(self, batch: Mapping[str, Any] | None, ranks: int, layout: str, shift_labels: bool | None) -> None:
+    def __init__(self, batch: Mapping[str, Any] | None, ranks: int, layout: Layout, shift_labels: bool | None) -> None:
         if not isinstance(batch, Mapping):
-            raise TypeError(f"batch={type(batch).__name__}: a dict of tensors is needed, with 'input_ids'")
+            raise TypeError(f"batch={type(batch).__name__}: expected a dict of tensors, with 'input_ids'")
         if "seqpar" in batch:
-            raise ValueError("batch: it is cut already; give shard_batch the whole one")
+            raise ValueError("batch: it is sharded already; give shard_batch the full batch")
         rest = dict(batch)
         tokens = rest.get("input_ids", rest.get("inputs_embeds"))
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise ValueError("batch: 'input_ids' [batch, seq] (or 'inputs_embeds' [batch, seq, hidden]) is needed")
+            raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
         self.rows, self.seq_len = tokens.shape[:2]
         self.ranks, self.layout = ranks, layout
         if self.seq_len < ranks:
             raise ValueError(
-                f"batch: {self.seq_len} tokens in a row cannot be shared by {ranks} ranks; "
-                "use longer rows or fewer ranks"
+                f"batch: rows of {self.seq_len} tokens cannot be sharded over {ranks} ranks; use longer rows or "
+                "fewer ranks"
             )
         attention_mask = rest.pop("attention_mask", None)
         ranges = None if attention_mask is None else token_ranges(attention_mask)
         if attention_mask is not None and tuple(attention_mask.shape) != (self.rows, self.seq_len):
-            raise ValueError(
-                f"attention_mask: shape {tuple(attention_mask.shape)}; {self.rows, self.seq_len} is needed"
-            )
-        documents = self._positions(rest, tokens.device, ranges)
+            raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {self.rows, self.seq_len}")
+        documents = self._parse_positions(rest, tokens.device, ranges)
         self.mask = batch_mask(documents, ranges)
-        self.valid = None if ranges is None else attention_mask != 0
-        self._labels(rest, shift_labels)
-        self.tensors = {name: x for name, x in rest.items() if self._is_cut(x)}
+        self.valid = None if ranges is None else attention_mask != 0  # [batch, seq]
+        self._parse_labels(rest, shift_labels)
+        self.tensors = {name: x for name, x in rest.items() if self._has_sequence(x)}
         self.others = {name: x for name, x in rest.items() if name not in self.tensors}
 
-    def _is_cut(self, x: Any) -> bool:
+    def _has_sequence(self, x: Any) -> bool:
         return isinstance(x, Tensor) and tuple(x.shape[:2]) == (self.rows, self.seq_len)
 
-    def _positions(
-        self, rest: dict[str, Any], device: torch.device, ranges: list[tuple[int, int]] | None
-    ) -> list[tuple[int, ...]] | None:
-        """Leave ``position_ids [batch, seq]`` in ``rest``, and return the documents' boundaries."""
-        given = [rest.pop(name) for name in _BOUNDARIES if name in rest]
-        for name in _BESIDE:
+    def _parse_positions(
+        self, rest: dict[str, Any], device: torch.device, ranges: TokenRanges | None
+    ) -> Documents | None:
+        """Return the documents' boundaries, and put ``position_ids [batch, seq]`` in ``rest``."""
+        given = [rest.pop(name) for name in _BOUNDARY_NAMES if name in rest]
+        for name in _UNUSED_NAMES:
             rest.pop(name, None)
-        documents: list[tuple[int, ...]] | None
+        documents: Documents | None
         ids = rest.get("position_ids")
         if ids is not None:
             ids = ids[None] if ids.dim() == 1 else ids
             if ids.dim() != 2 or ids.shape[1] != self.seq_len or ids.shape[0] not in (1, self.rows):
                 raise ValueError(
-                    f"position_ids: shape {tuple(ids.shape)}; {self.rows, self.seq_len} is needed "
+                    f"position_ids: shape {tuple(ids.shape)}; expected {self.rows, self.seq_len} "
                     "(several ids a token, as for images, are not supported)"
                 )
             ids = ids.expand(self.rows, -1)
         if given and given[0] is not None:
-            documents = documents_at(given[0], self.rows, self.seq_len)
+            documents = documents_from_boundaries(given[0], self.rows, self.seq_len)
             if ids is None:
-                ids = restarting(documents, self.seq_len).to(device)
+                ids = restarting_positions(documents, self.seq_len).to(device)
         else:
-            documents = documents_in(ids, ranges) if ids is not None else None
+            documents = documents_from_positions(ids, ranges) if ids is not None else None
             if ids is None:
                 ids = torch.arange(self.seq_len, device=device)[None]
         rest["position_ids"] = ids.expand(self.rows, -1)
-        self.longest = int(ids.max())
+        self.max_position = int(ids.max())
         return documents
 
-    def _labels(self, rest: dict[str, Any], shift_labels: bool | None) -> None:
-        """Leave labels that need no shift any more, and count them."""
+    def _parse_labels(self, rest: dict[str, Any], shift_labels: bool | None) -> None:
+        """Count the labels, and leave ``labels [batch, seq]`` in ``rest``, shifted."""
         shifted, labels = rest.pop("shift_labels", None), rest.pop("labels", None)
-        self.in_place: Tensor | None = None
+        self.in_place: Tensor | None = None  # [batch, seq]
         if shifted is None and labels is not None:
-            shifted = labels if shift_labels is False else F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
+            # [batch, seq]: each token's label becomes the next token's.
+            shifted = labels if shift_labels is False else F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
             self.in_place = labels if shift_labels is None else None
-        self.items: int | None = None
+        self.num_items: int | None = None
         if shifted is None:
             return
         if tuple(shifted.shape) != (self.rows, self.seq_len):
-            raise ValueError(f"labels: shape {tuple(shifted.shape)}; one a token is needed: {self.rows, self.seq_len}")
+            raise ValueError(
+                f"labels: shape {tuple(shifted.shape)}; expected one label a token: {self.rows, self.seq_len}"
+            )
         rest["labels"] = shifted
-        self.items = int((shifted != IGNORE).sum())
+        self.num_items = int((shifted != IGNORE_INDEX).sum())
 
     @property
-    def digest(self) -> int:
-        """The same for the same batch."""
+    def checksum(self) -> int:
+        """Of the batch's content, to compare batches and to derive a seed."""
         value = zlib.crc32(f"{self.mask!r} {sorted(self.tensors)} {self.layout}".encode())
         for name in sorted(self.tensors):
             x = self.tensors[name].detach().cpu().contiguous()
             value = zlib.crc32(x.view(-1).view(torch.uint8).numpy(), value)
         return value
 
-    def part(self, rank: int, seed: int | None = None) -> dict[str, Any]:
-        """What ``rank`` gets. Without a seed, one that follows from the tokens."""
-        take = self._taker(rank)
-        local: dict[str, Any] = {name: take(x) for name, x in self.tensors.items()}
-        valid = None if self.valid is None else take(self.valid)
-        seed = self.digest if seed is None else seed
-        in_place = None if self.in_place is None else (take(self.in_place), int((self.in_place != IGNORE).sum()))
-        how = self.ranks, self.layout, self.mask, self.items
-        shard = BatchShard(self.seq_len, self.longest, *how, seed, valid, in_place)
-        return {**local, **self.others, "seqpar": shard}
+    def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:
+        """The part of ``rank``. Without a seed, the tokens determine it."""
+        positions = shard_positions(self.seq_len, self.ranks, rank, self.layout)  # [seq_local]
 
-    def _taker(self, rank: int) -> Callable[[Tensor], Tensor]:
-        positions = shard_positions(self.seq_len, self.ranks, rank, self.layout)
-        return lambda x: x.index_select(1, positions.to(x.device)).contiguous()
+        def select_tokens(x: Tensor) -> Tensor:
+            return x.index_select(1, positions.to(x.device)).contiguous()
+
+        local: dict[str, Any] = {name: select_tokens(x) for name, x in self.tensors.items()}
+        in_place = None
+        if self.in_place is not None:
+            in_place = select_tokens(self.in_place), int((self.in_place != IGNORE_INDEX).sum())
+        local["seqpar"] = BatchShard(
+            self.seq_len,
+            self.max_position,
+            self.ranks,
+            self.layout,
+            self.mask,
+            self.num_items,
+            seed=self.checksum if seed is None else seed,
+            valid=None if self.valid is None else select_tokens(self.valid),
+            in_place=in_place,
+        )
+        return {**self.others, **local}
 
 
-def _scatter(whole: _Whole | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
-    """Rank 0 sends each rank its part."""
-    parts = [] if whole is None else [whole.part(rank, seed) for rank in range(group.size())]
-    plans: list[Any] = [[_without_data(part) for part in parts]]
-    dist.broadcast_object_list(plans, group=group, group_src=0)
-    plan: dict[str, Any] = plans[0][group.rank()]
+def _scatter(spec: _BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
+    """Rank 0, which has the ``spec``, sends each rank its part: first everything but the tensors, then the tensors."""
+    parts = [] if spec is None else [spec.shard(rank, seed) for rank in range(group.size())]
+    blanks: list[Any] = [[_with_blank_tensors(part) for part in parts]]
+    dist.broadcast_object_list(blanks, group=group, group_src=0)
     if parts:
-        sends = [(peer, x) for peer in range(1, len(parts)) for x in _data(parts[peer])]
+        sends = [(peer, x) for peer in range(1, len(parts)) for x in _payload(parts[peer])]
         exchange(sends, [], group).wait()
         return parts[0]
-    for name, blank in plan.items():
-        if isinstance(blank, _Blank):
-            plan[name] = blank.make()
-    shard = plan["seqpar"]
-    if isinstance(shard.valid, _Blank):
-        shard.valid = shard.valid.make()
+    local: dict[str, Any] = blanks[0][group.rank()]
+    for name, blank in local.items():
+        if isinstance(blank, _TensorSpec):
+            local[name] = blank.empty()
+    shard = local["seqpar"]
+    if isinstance(shard.valid, _TensorSpec):
+        shard.valid = shard.valid.empty()
     if shard.in_place is not None:
-        shard.in_place = (shard.in_place[0].make(), shard.in_place[1])
-    exchange([], [(0, x) for x in _data(plan)], group).wait()
-    return plan
+        shard.in_place = shard.in_place[0].empty(), shard.in_place[1]
+    exchange([], [(0, x) for x in _payload(local)], group).wait()
+    return local
 
 
-class _Blank:
-    """A tensor's form without its data."""
+class _TensorSpec:
+    """Shape, dtype and device type of a tensor."""
 
     def __init__(self, x: Tensor) -> None:
-        self.shape, self.dtype, self.device = tuple(x.shape), x.dtype, x.device.type
+        self.shape, self.dtype, self.device_type = tuple(x.shape), x.dtype, x.device.type
 
-    def make(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-def _without_data(part: dict[str, Any]) -> dict[str, Any]:
-    plan = {name: _Blank(x) if isinstance(x, Tensor) and x.dim() else x for name, x in part.items()}
-    s: BatchShard = part["seqpar"]
-    valid: Any = None if s.valid is None else _Blank(s.valid)
-    in_place: Any = None if s.in_place is None else (_Blank(s.in_place[0]), s.in_place[1])
-    plan["seqpar"] = blank = copy.copy(s)
-    blank.valid, blank.in_place = valid, in_place
-    return plan
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
 
 
-def _data(part: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a part that are sent, as bytes, in an order both ends know."""
+def _with_blank_tensors(part: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``part`` with a ``_TensorSpec`` in place of each tensor in ``_payload(part)``."""
+    blank = {name: _TensorSpec(x) if isinstance(x, Tensor) and x.dim() else x for name, x in part.items()}
+    shard: Any = copy.copy(part["seqpar"])
+    shard.valid = None if shard.valid is None else _TensorSpec(shard.valid)
+    shard.in_place = None if shard.in_place is None else (_TensorSpec(shard.in_place[0]), shard.in_place[1])
+    blank["seqpar"] = shard
+    return blank
+
+
+def _payload(part: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a part as bytes, in the same order on sender and receiver."""
     tensors = [x for x in part.values() if isinstance(x, Tensor) and x.dim()]
     shard: BatchShard = part["seqpar"]
     tensors += [shard.valid] if shard.valid is not None else []
     tensors += [shard.in_place[0]] if shard.in_place is not None else []
     return [x.view(-1).view(torch.uint8) for x in tensors]
+
+
+def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
+    """By row of ``attention_mask [batch, seq]``: the first token that is not padding, and one past the last.
+
+    None: there is no padding.
+
+    Raises:
+        ValueError: the mask has another shape, other values than ones and zeros, or zeros between ones.
+    """
+    if attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask: shape {tuple(attention_mask.shape)}; expected ones and zeros [batch, seq] "
+            "(causality, windows and documents need no dense mask here)"
+        )
+    mask = attention_mask.detach().cpu()
+    if mask.dtype != torch.bool:
+        if bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError(
+                f"attention_mask: values up to {mask.max().item()}; expected ones and zeros (give packed documents "
+                "by position_ids that restart, or by cu_seq_lens)"
+            )
+        mask = mask != 0
+    if bool(mask.all()):
+        return None
+    count = mask.sum(1)  # [batch]
+    start = mask.int().argmax(1)
+    stop = torch.where(count > 0, mask.shape[1] - mask.flip(1).int().argmax(1), start)
+    if bool((stop - start != count).any()):
+        row = int((stop - start != count).nonzero()[0])
+        raise ValueError(
+            f"attention_mask: row {row} has zeros between ones; padding is allowed at the start and at the end of a row"
+        )
+    return list(zip(start.tolist(), stop.tolist(), strict=True))
+
+
+def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -> Documents | None:
+    """The documents in ``position_ids [batch, seq]``: one starts at each id that is not its predecessor plus 1.
+
+    Ids of padding are ignored. None: every row is one document.
+    """
+    ids = position_ids.detach().cpu()
+    length = ids.shape[1]
+    jumps = torch.zeros(ids.shape, dtype=torch.bool)  # [batch, seq]
+    jumps[:, 1:] = ids.diff(dim=1) != 1
+    rows = []
+    for row, (start, stop) in zip(jumps, ranges or [(0, length)] * len(ids), strict=True):
+        inner = row[start + 1 : stop].nonzero().flatten() + start + 1
+        rows.append((0, *inner.tolist(), length))
+    return rows if any(len(row) > 2 for row in rows) else None
+
+
+def documents_from_boundaries(cu_seq_lens: Any, batch: int, length: int) -> Documents:
+    """The documents that ``cu_seq_lens`` gives, checked against the shape ``[batch, length]`` of the tokens."""
+    rows = document_boundaries(cu_seq_lens)
+    if len(rows) not in (1, batch):
+        raise ValueError(f"cu_seq_lens: boundaries for {len(rows)} rows, but the batch has {batch}")
+    for row in rows:
+        if row[-1] > length:
+            raise ValueError(f"cu_seq_lens: the last boundary is {row[-1]}, but the rows hold {length} tokens")
+    return list(rows)
+
+
+def restarting_positions(documents: Documents, length: int) -> Tensor:
+    """Position ids ``[len(documents), length]`` that restart at 0 at each boundary."""
+    ids = torch.arange(length).repeat(len(documents), 1)
+    for row, edges in zip(ids, documents, strict=True):
+        starts = torch.tensor([edge for edge in edges if edge < length])
+        row -= starts[torch.searchsorted(starts, torch.arange(length), right=True) - 1]
+    return ids
+
+
+def batch_mask(documents: Documents | None, ranges: TokenRanges | None) -> Mask:
+    """Documents and padding as one mask; for one batch row if all rows are alike."""
+    mask = Mask.full()
+    if documents is not None:
+        mask = mask & Mask.documents(documents[:1] if len(set(documents)) == 1 else documents, causal=False)
+    if ranges is not None:
+        starts, stops = zip(*(ranges[:1] if len(set(ranges)) == 1 else ranges), strict=True)
+        mask = mask & Mask.padding(starts, stops)
+    return mask

@@ -1,4 +1,4 @@
-"""Data loaders for sharded sequences: ranks along dp get different batches, ranks along the sequence the same."""
+"""Data loaders for sharded sequences: ranks along dp get different batches, ranks along the sequence the same one."""
 
 from __future__ import annotations
 
@@ -12,134 +12,152 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from ..checks import check_choice
 from ..comm.handshake import all_gather_header
-from ..layout import LAYOUTS
+from ..layout import LAYOUTS, Layout
 from ..mesh import rank_in, sequence_group, size_of
-from .batch import cut, shard_batch
+from .batch import shard_batch, shard_for_rank
 
 
-class _More(NamedTuple):
+class _BatchFollows(NamedTuple):
     """Whether the loader has another batch."""
 
-    more: bool
+    follows: bool
 
 
 class ShardedLoader:
-    """Iterates over ``loader`` and yields this rank's part of each batch, as of ``shard_batch``.
+    """Iterates over ``loader`` and yields this rank's part of each batch, as ``shard_batch`` returns it.
 
-    Over a mesh with a dp dimension, the batches are dealt to its ranks in turn (a remainder is left out, so that all
-    ranks take the same number of steps), unless the loader has a ``DistributedSampler``, which must then be made with
-    dp's size and rank.
+    With a mesh that has a dp dimension, batch ``i`` goes to dp rank ``i % dp``. Batches that do not fill a round are
+    left out, so that all ranks take the same number of steps. A loader with a ``DistributedSampler`` is used as it is;
+    the sampler must have dp's size and rank.
 
     Args:
-        loader: of whole batches. Shuffling must be alike on all ranks: give it a seeded generator.
-        mesh, group, layout, shift_labels: as in ``shard_batch``.
-        scatter: only the first rank of each sequence group loads; the others receive their parts.
+        loader: yields full batches. If it shuffles, it must do so alike on all ranks: give it a seeded generator.
+        mesh: as in ``shard_batch``.
+        group: as in ``shard_batch``.
+        layout: as in ``shard_batch``.
+        shift_labels: as in ``shard_batch``.
+        scatter: only the first rank of each sequence group loads batches, and sends the others their parts.
 
     Raises:
-        ValueError: a DistributedSampler that deals to ranks of the sequence.
+        ValueError: the loader's DistributedSampler has another size or rank than dp.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
+        *,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
-        layout: str = "zigzag",
+        layout: Layout = "zigzag",
         shift_labels: bool | None = None,
         scatter: bool = False,
     ) -> None:
         self.group = sequence_group(mesh, group)
         check_choice("layout", layout, LAYOUTS)
         self.layout, self.shift_labels, self.scatter = layout, shift_labels, scatter
-        names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
-        size, rank = (mesh["dp"].size(), mesh["dp"].get_local_rank()) if mesh is not None and "dp" in names else (1, 0)
+        has_dp = mesh is not None and "dp" in (mesh.mesh_dim_names or ())
+        size, rank = (mesh["dp"].size(), mesh["dp"].get_local_rank()) if mesh is not None and has_dp else (1, 0)
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, DistributedSampler):
             if (sampler.num_replicas, sampler.rank) != (size, rank):
                 raise ValueError(
-                    f"loader: its DistributedSampler deals to {sampler.num_replicas} ranks (this is {sampler.rank}), "
-                    f"but the mesh has dp={size} (this is {rank}); make it with num_replicas={size}, rank={rank}"
+                    f"loader: its DistributedSampler has num_replicas={sampler.num_replicas}, rank={sampler.rank}, but "
+                    f"the mesh has dp={size} and this is dp rank {rank}; make it with num_replicas={size}, rank={rank}"
                 )
             size, rank = 1, 0
-        self.loader = loader if size == 1 else deal(loader, size, rank)
-        self.every, self.offset = (size, rank) if isinstance(loader.dataset, IterableDataset) else (1, 0)
+        self.loader = loader if size == 1 else strided_loader(loader, size, rank)
+        # An iterable dataset cannot be strided: every rank loads all batches and skips the others'.
+        self.stride, self.offset = (size, rank) if isinstance(loader.dataset, IterableDataset) else (1, 0)
 
     def __len__(self) -> int:
-        return len(self.loader) // self.every
+        return len(self.loader) // self.stride
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        whole = iter(self._mine())
+        batches = self._batches()
         scatter = self.scatter and size_of(self.group) > 1
         while True:
-            batch = next(whole, None) if not scatter or rank_in(self.group) == 0 else None
+            batch = next(batches, None) if not scatter or rank_in(self.group) == 0 else None
             if scatter:
-                more = all_gather_header(partial(_More, batch is not None), self.group)[0].more
+                follows = all_gather_header(partial(_BatchFollows, batch is not None), self.group)[0].follows
             else:
-                more = batch is not None
-            if not more:
+                follows = batch is not None
+            if not follows:
                 return
             yield shard_batch(batch, group=self.group, layout=self.layout, shift_labels=self.shift_labels)
 
-    def _mine(self) -> Iterator[Any]:
-        if self.every == 1:
-            yield from self.loader
-            return
-        batches = iter(self.loader)
-        while len(turn := list(islice(batches, self.every))) == self.every:
-            yield turn[self.offset]
+    def _batches(self) -> Iterator[Any]:
+        """The full batches of this rank's dp rank."""
+        return iter(self.loader) if self.stride == 1 else _every(self.loader, self.stride, self.offset)
 
 
 class ShardCollator:
-    """A collate function that cuts: for a DataLoader of one's own, in worker processes too (it does not communicate).
+    """A collate function that shards: for your own DataLoader, in worker processes too. It does not communicate.
 
-    Every rank of the sequence must load the same examples in the same order, and nothing checks it: the
-    ``DistributedSampler`` takes dp's size and rank, not the world's.
+    Every rank of the sequence must load the same examples in the same order, and nothing checks it: give a
+    ``DistributedSampler`` dp's size and rank, not the world's.
+
+    Args:
+        collate: makes a full batch from a list of examples.
+        mesh: as in ``shard_batch``.
+        group: as in ``shard_batch``.
+        layout: as in ``shard_batch``.
+        shift_labels: as in ``shard_batch``.
     """
 
     def __init__(
         self,
         collate: Callable[[list[Any]], Any] = default_collate,
+        *,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
-        layout: str = "zigzag",
+        layout: Layout = "zigzag",
         shift_labels: bool | None = None,
     ) -> None:
         group = sequence_group(mesh, group)
         check_choice("layout", layout, LAYOUTS)
         self.collate, self.layout, self.shift_labels = collate, layout, shift_labels
+        # Not the group: worker processes cannot unpickle it.
         self.ranks, self.rank = size_of(group), rank_in(group)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
-        return cut(self.collate(examples), self.ranks, self.rank, self.layout, self.shift_labels)
+        return shard_for_rank(self.collate(examples), self.ranks, self.rank, self.layout, self.shift_labels)
 
 
-class _InTurn(Sampler[list[Any]]):
-    """Every ``size``-th batch of another batch sampler."""
+def _every(items: Any, stride: int, offset: int) -> Iterator[Any]:
+    """Item ``offset`` of each full run of ``stride`` items."""
+    iterator = iter(items)
+    while len(run := list(islice(iterator, stride))) == stride:
+        yield run[offset]
 
-    def __init__(self, batches: Any, size: int, rank: int) -> None:
-        self.batches, self.size, self.rank = batches, size, rank
+
+class StridedSampler(Sampler[Any]):
+    """Every ``stride``-th item of another sampler or batch sampler, from ``offset`` on."""
+
+    def __init__(self, sampler: Any, stride: int, offset: int) -> None:
+        self.sampler, self.stride, self.offset = sampler, stride, offset
 
     def __len__(self) -> int:
-        return len(self.batches) // self.size
+        return len(self.sampler) // self.stride
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        batches = iter(self.batches)
-        while len(turn := list(islice(batches, self.size))) == self.size:
-            yield turn[self.rank]
+    def __iter__(self) -> Iterator[Any]:
+        return _every(self.sampler, self.stride, self.offset)
 
 
-def deal(loader: DataLoader[Any], size: int, rank: int) -> DataLoader[Any]:
-    """A loader of every ``size``-th batch of ``loader``, loading no other; an iterable dataset's is left alone."""
+def strided_loader(loader: DataLoader[Any], stride: int, offset: int) -> DataLoader[Any]:
+    """A loader of every ``stride``-th batch of ``loader``, which loads no other batch.
+
+    A loader of an iterable dataset is returned as it is.
+    """
     if isinstance(loader.dataset, IterableDataset):
         return loader
-    turns: dict[str, Any]
+    sampling: dict[str, Any]
     if loader.batch_sampler is None:  # each example is a batch
-        turns = {"batch_size": None, "sampler": _InTurn(loader.sampler, size, rank)}
+        sampling = {"batch_size": None, "sampler": StridedSampler(loader.sampler, stride, offset)}
     else:
-        turns = {"batch_sampler": _InTurn(loader.batch_sampler, size, rank)}
+        sampling = {"batch_sampler": StridedSampler(loader.batch_sampler, stride, offset)}
     return DataLoader(
         loader.dataset,
-        **turns,
+        **sampling,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,

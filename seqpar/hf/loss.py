@@ -1,8 +1,15 @@
-"""The loss of a sharded sequence: every rank's value is the one-device loss, every rank's gradient its share."""
+"""The loss of a sharded sequence, and logits that are computed a few tokens at a time.
+
+Every rank's loss has the one-device value. Its backward gives this rank's partial gradient; the sum of all ranks'
+partial gradients is the one-device gradient.
+
+Shapes: tokens of this rank, hidden, vocabulary.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,21 +19,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from .batch import IGNORE, BatchShard
-from .chunked import chunked_cross_entropy
-from .forward import current
-from .logits import LazyLogits
+from .batch import IGNORE_INDEX, BatchShard
+from .state import Gradients, Patch, current_forward
 
-if TYPE_CHECKING:
-    from .patch import Patch
+GRADIENTS: tuple[str, ...] = get_args(Gradients)
+_CHUNK_BYTES = 128 << 20
 
-GRADIENTS = ("auto", "share", "mean")
+Pointwise = Callable[[Tensor], Tensor]
 
 
 class TokenLoss:
-    """A model's loss function while it is parallelized: cross-entropy over the tokens of the whole sequence.
+    """The loss function of a parallelized model: cross-entropy over the tokens of the full sequence.
 
-    Called by the model's forward as transformers' own are; ``labels`` are shifted already.
+    The model's forward calls it like transformers' own loss functions. ``labels`` are shifted already.
     """
 
     def __init__(self, patch: Patch) -> None:
@@ -38,52 +43,61 @@ class TokenLoss:
         labels: Tensor,
         *args: Any,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORE,
+        ignore_index: int = IGNORE_INDEX,
         seqpar: BatchShard | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """A float32 scalar.
+        """The mean over the labels that count, of all ranks' tokens: a float32 scalar.
+
+        Args:
+            logits: ``[..., vocabulary]``, of this rank's tokens.
+            labels: int64, as many as there are rows of logits.
+            num_items_in_batch: what to divide by; by default the number of labels of the full batch.
+            ignore_index: the label that does not count.
+            seqpar: the batch's ``BatchShard``, where no forward of the model is under way (in a pipeline).
 
         Raises:
-            ValueError: the labels did not come from ``shard_batch``.
+            ValueError: the labels do not come from ``shard_batch``.
         """
-        call = current()
-        shard = seqpar or (call.shard if call is not None else None)
-        if not isinstance(shard, BatchShard) or (shard.items is None and num_items_in_batch is None):
+        forward = current_forward()
+        shard = seqpar or (forward.batch_shard if forward is not None else None)
+        if shard is None or (shard.num_items is None and num_items_in_batch is None):
             raise ValueError(
-                "labels: they were not cut by seqpar.hf.shard_batch; give it the whole batch with 'labels'"
+                "labels: they were not sharded by seqpar.hf.shard_batch; give it the full batch with 'labels'"
             )
-        labels = labels.reshape(-1)
+        labels = labels.reshape(-1)  # [tokens]
         if isinstance(logits, LazyLogits):
-            hidden = logits.hidden.reshape(len(labels), -1)
-            total = chunked_cross_entropy(
+            hidden = logits.hidden.reshape(len(labels), -1)  # [tokens, hidden]
+            total = fused_cross_entropy(
                 hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.loss_chunk
             )
         else:
-            flat = logits.reshape(len(labels), -1).float()
+            flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]
             total = F.cross_entropy(flat, labels, ignore_index=ignore_index, reduction="sum")
-        items: Any = shard.items if num_items_in_batch is None else num_items_in_batch
-        if isinstance(items, Tensor):
-            items = items.to(total.device)
-        if not isinstance(items, Tensor) and items == 0:
-            items = total.new_zeros(())  # no label counts: not a number, as on one device
-        return whole(total / items, self.patch)
+        num_items: Any = shard.num_items if num_items_in_batch is None else num_items_in_batch
+        if isinstance(num_items, Tensor):
+            num_items = num_items.to(total.device)
+        elif num_items == 0:
+            num_items = total.new_zeros(())  # no label counts: the loss is NaN, as on one device
+        return all_reduce_loss(total / num_items, self.patch)
 
 
-def whole(share: Tensor, patch: Patch) -> Tensor:
-    """The sum of the ranks' shares, on every rank; its gradient is this rank's share's (times the ranks, under a
-    wrapper that averages over them)."""
+def all_reduce_loss(local_loss: Tensor, patch: Patch) -> Tensor:
+    """The sum of all ranks' ``local_loss``. Its backward gives this rank's partial gradient only.
+
+    Under a wrapper that averages gradients over the ranks of the sequence, the backward multiplies by their number.
+    """
     if patch.group is None or patch.ranks == 1:
-        return share
-    total: Tensor = _Whole.apply(share, patch.group, _scale(patch))
+        return local_loss
+    total: Tensor = _AllReduceLoss.apply(local_loss, patch.group, _gradient_scale(patch, patch.group))
     return total
 
 
-class _Whole(torch.autograd.Function):
+class _AllReduceLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, group: ProcessGroup, scale: int) -> Tensor:
+    def forward(ctx: Any, local_loss: Tensor, group: ProcessGroup, scale: int) -> Tensor:
         ctx.scale = scale
-        total = share.detach().clone()
+        total = local_loss.detach().clone()
         dist.all_reduce(total, group=group)
         return total
 
@@ -92,36 +106,186 @@ class _Whole(torch.autograd.Function):
         return grad * ctx.scale, None, None
 
 
-def _scale(patch: Patch) -> int:
-    """By how much the wrappers around the model will divide the sum over the sequence."""
-    if patch.gradients == "share":
+def _gradient_scale(patch: Patch, group: ProcessGroup) -> int:
+    """The number by which wrappers around the model will divide the sum of the partial gradients."""
+    if patch.gradients == "partial":
         return 1
     if patch.gradients == "mean":
         return patch.ranks
-    assert patch.group is not None
-    call = current()
-    averaged = _averaged_ranks(call.model) if call is not None else None
-    ours = set(dist.get_process_group_ranks(patch.group))
-    return patch.ranks if averaged is not None and ours <= averaged else 1
+    forward = current_forward()
+    averaging = _averaging_ranks(forward.model) if forward is not None else None
+    sequence = set(dist.get_process_group_ranks(group))
+    return patch.ranks if averaging is not None and sequence <= averaging else 1
 
 
-def _averaged_ranks(model: nn.Module) -> set[int] | None:
-    """The ranks over which DDP or ``fully_shard`` will average the gradients of ``model``; None: there is no such."""
+def _averaging_ranks(model: nn.Module) -> set[int] | None:
+    """The ranks over which DDP or ``fully_shard`` will average the gradients of ``model``; None: neither is used."""
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is not None and any(m is model for m in ddp.modules()):
         return set(dist.get_process_group_ranks(ddp.process_group))
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in _parameter_groups(module):
-            if group.gradient_divide_factor is not None:  # the user has decided
+        for group in _fsdp_parameter_groups(module):
+            if group.gradient_divide_factor is not None:  # set by the user, who then chooses the scale
                 return None
             return set(group.mesh_info.mesh.mesh.flatten().tolist())
     return None
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def _fsdp_parameter_groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
-    many = getattr(state, "_fsdp_param_groups", None)
-    one = getattr(state, "_fsdp_param_group", None)
-    return list(many) if many else [one] if one is not None else []
+    # torch 2.13 has several groups a module; earlier versions have one.
+    several = getattr(state, "_fsdp_param_groups", None)
+    single = getattr(state, "_fsdp_param_group", None)
+    return list(several) if several else [single] if single is not None else []
+
+
+class LazyLogits:
+    """``head(hidden)``, followed by what the model does to each logit (a softcap, a scale), all not computed yet.
+
+    The output embedding returns it where a loss follows, so that the logits of all tokens never exist at once. Any
+    use other than the loss function and the elementwise operations below computes the logits.
+
+    Attributes:
+        head: the output embedding.
+        hidden: its input ``[..., hidden]``.
+        pointwise: the functions to apply to the logits, in order.
+    """
+
+    def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: tuple[Pointwise, ...] = ()) -> None:
+        self.head = head
+        self.hidden = hidden
+        self.pointwise = pointwise
+
+    def materialize(self) -> Tensor:
+        """The logits ``[..., vocabulary]``."""
+        logits = F.linear(self.hidden, self.head.weight, self.head.bias)
+        for function in self.pointwise:
+            logits = function(logits)
+        return logits
+
+    def _then(self, function: Pointwise) -> LazyLogits:
+        return LazyLogits(self.head, self.hidden, (*self.pointwise, function))
+
+    def _binary(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
+        if isinstance(other, int | float):
+            return self._then(lambda x: operation(x, other))
+        return operation(self.materialize(), other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._binary(torch.true_divide, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._binary(torch.mul, other)
+
+    __rmul__ = __mul__
+
+    def float(self) -> LazyLogits:
+        return self._then(lambda x: x.float())
+
+    def tanh(self) -> LazyLogits:
+        return self._then(torch.tanh)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.tanh and isinstance(args[0], LazyLogits):
+            return args[0].tanh()
+        tensors = [x.materialize() if isinstance(x, LazyLogits) else x for x in args]
+        return function(*tensors, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.materialize(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.materialize()[index]
+
+
+def fused_cross_entropy(
+    hidden: Tensor,
+    head: nn.Linear,
+    labels: Tensor,
+    pointwise: tuple[Pointwise, ...] = (),
+    ignore_index: int = IGNORE_INDEX,
+    chunk: int | None = None,
+) -> Tensor:
+    """The summed cross-entropy of ``pointwise(head(hidden))``, a float32 scalar, some tokens at a time.
+
+    As in Liger-Kernel's fused linear cross-entropy (Hsu et al., 2024), the forward computes the gradients too, chunk by
+    chunk, and the backward scales them. On CUDA, Liger's kernel is used if it is installed and can do the request.
+
+    Args:
+        hidden: ``[tokens, hidden]``.
+        head: the output embedding, ``[vocabulary, hidden]``.
+        labels: int64 ``[tokens]``. The logits of tokens labelled ``ignore_index`` are never computed.
+        pointwise: functions that are applied to each logit.
+        ignore_index: the label that does not count.
+        chunk: tokens at a time; by default as many as have 128 MiB of float32 logits.
+    """
+    counted = (labels != ignore_index).nonzero().flatten()
+    if len(counted) < len(labels):
+        hidden, labels = hidden.index_select(0, counted), labels.index_select(0, counted)
+    if not pointwise and chunk is None and hidden.is_cuda and len(labels) and (liger := _liger()) is not None:
+        liger_loss: Tensor = liger(reduction="sum")(head.weight, hidden, labels, head.bias).float()
+        return liger_loss
+    chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
+    total: Tensor = _FusedCrossEntropy.apply(hidden, head.weight, head.bias, labels, pointwise, chunk)
+    return total
+
+
+def _liger() -> Any:
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError:
+        return None
+    return LigerFusedLinearCrossEntropyLoss
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        pointwise: tuple[Pointwise, ...],
+        chunk: int,
+    ) -> Tensor:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None  # [tokens, hidden]
+        # Sums over the chunks, therefore in float32.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None  # [vocabulary, hidden]
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
+        for start in range(0, len(labels), chunk):
+            span = slice(start, start + chunk)
+            rows = hidden[span]
+            logits = F.linear(rows, weight, bias).requires_grad_(any(ctx.needs_input_grad[:3]))  # [chunk, vocabulary]
+            with torch.enable_grad():
+                scores = logits
+                for function in pointwise:
+                    scores = function(scores)
+                loss = F.cross_entropy(scores.float(), labels[span], reduction="sum")
+            total += loss.detach()
+            if not logits.requires_grad:
+                continue
+            (d_logits,) = torch.autograd.grad(loss, logits)
+            if d_hidden is not None:
+                d_hidden[span] = (d_logits @ weight).to(hidden.dtype)
+            if d_weight is not None:
+                d_weight += d_logits.T @ rows
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        scaled = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
+        return (*scaled, None, None, None)

@@ -1,7 +1,7 @@
 """transformers' ``Trainer`` on a parallelized model: the same arguments, data and losses as one process.
 
-What changes is little: which rank sees which batch, that a batch is cut before the model sees it, and by what the
-Trainer's own sums over processes are divided, since several processes now share a batch.
+Three things change: which rank gets which batch, each batch is sharded before the model sees it, and the Trainer's sums
+over processes are divided by the number of processes that share a batch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from .batch import shard_batch
-from .patch import Patch, patch_of
+from .patch import patch_of
+from .state import Patch
 
-# A mixin's methods call those of the Trainer that stands after it, which a type checker does not know.
+# The mixin's methods call the methods of the Trainer after it, which a type checker does not know.
 _Mixin: Any = object
 
 
 class SequenceParallelMixin(_Mixin):
-    """Put it before any Trainer (``class Mine(SequenceParallelMixin, SFTTrainer)``) whose model is parallelized.
+    """Makes any Trainer work with a parallelized model: ``class Mine(SequenceParallelMixin, SFTTrainer)``.
 
-    Batches are dealt to the ranks along dp only, and each is cut in ``compute_loss``. Gradients are averaged by the
-    wrapper that the Trainer makes (DDP, or FSDP2 over all ranks), and are those of one device.
+    Ranks along dp get different batches, and ``compute_loss`` shards each of them. The wrapper that the Trainer makes
+    (DDP, or FSDP2 over all ranks) averages the gradients, which are the one-device gradients.
 
     Raises:
-        ValueError: the model is not parallelized, or the arguments ask for what a shard cannot give.
+        ValueError: the model is not parallelized; or the arguments need the logits of the full sequence, or have a
+            world size that the ranks of the sequence do not divide.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,18 +38,19 @@ class SequenceParallelMixin(_Mixin):
         patch = self._patch
         if self.args.label_smoothing_factor:
             raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor}: it needs the whole logits; set it to 0"
+                f"label_smoothing_factor={self.args.label_smoothing_factor}: it needs the logits of all tokens; set it "
+                "to 0"
             )
         if self.compute_loss_func is not None:
             raise ValueError(
-                "compute_loss_func: it would see one rank's logits; leave it out (the model computes its loss)"
+                "compute_loss_func: it would get one rank's logits; leave it out (the model computes its loss)"
             )
         if self.compute_metrics is not None and not self.args.prediction_loss_only:
-            raise ValueError("compute_metrics: logits of a shard are not made whole; set prediction_loss_only=True")
+            raise ValueError("compute_metrics: it needs the logits of all tokens; set prediction_loss_only=True")
         if self.args.world_size > 1 and self.args.world_size % patch.ranks:
             raise ValueError(
-                f"model: its sequence is sharded over {patch.ranks} ranks, which do not divide the Trainer's "
-                f"{self.args.world_size}; start a multiple of {patch.ranks}"
+                f"model: its sequence is sharded over {patch.ranks} ranks, but the Trainer has "
+                f"{self.args.world_size}; start a multiple of {patch.ranks} ranks"
             )
 
     @property
@@ -55,14 +58,14 @@ class SequenceParallelMixin(_Mixin):
         return patch_of(self.model)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        """Ranks of one sequence take one place in the dealing out of batches."""
+        """All ranks that share a sequence count as one data-parallel rank."""
         accelerator = self.accelerator
         prepare = accelerator.prepare
         size, rank = _data_parallel(self._patch, self.args.world_size)
 
-        def dealt(loader: DataLoader[Any]) -> DataLoader[Any]:
+        def prepare_for_dp(loader: DataLoader[Any]) -> DataLoader[Any]:
             config = accelerator.dataloader_config
-            return prepare_data_loader(
+            prepared: DataLoader[Any] = prepare_data_loader(
                 loader,
                 accelerator.device,
                 num_processes=size,
@@ -76,8 +79,9 @@ class SequenceParallelMixin(_Mixin):
                 data_seed=config.data_seed,
                 non_blocking=config.non_blocking,
             )
+            return prepared
 
-        accelerator.prepare = dealt
+        accelerator.prepare = prepare_for_dp
         try:
             loader: DataLoader[Any] = super()._get_dataloader(*args, **kwargs)
         finally:
@@ -86,14 +90,14 @@ class SequenceParallelMixin(_Mixin):
         return loader
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | int | None:
-        """Every rank of a sequence has counted the same labels."""
+        """The Trainer's sum over processes counts each sequence once for every rank that shares it."""
         items: Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
         if items is not None and self.args.average_tokens_across_devices and self.args.world_size > 1:
             items = items / self._patch.ranks  # type: ignore[assignment]
         return items
 
-    def _each_once(self, x: Any) -> Any:
-        """What the ranks bring ``[count]``, each sequence's once; without what evens out the last batch."""
+    def _gather_each_sequence_once(self, x: Any) -> Any:
+        """All-gather ``x [count]`` of one rank of each sequence; leave out the rows that fill up the last batch."""
         accelerator = self.accelerator
         size, _ = _data_parallel(self._patch, self.args.world_size)
         gathered = accelerator.gather(x).unflatten(0, (self.args.world_size, -1))
@@ -102,13 +106,13 @@ class SequenceParallelMixin(_Mixin):
         return gathered[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else gathered
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, which takes the mean of what all ranks bring."""
+        """The Trainer's, which takes the mean over all ranks' losses."""
         if self.args.world_size > 1:
-            self.gather_function = self._each_once
+            self.gather_function = self._gather_each_sequence_once
         return super().evaluation_loop(*args, **kwargs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """The Trainer adds up all ranks' tokens."""
+        """The Trainer sums the tokens of all ranks, so that each sequence counts once for every rank that shares it."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         new = self.state.num_input_tokens_seen - before
@@ -128,10 +132,10 @@ class SequenceParallelMixin(_Mixin):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of the whole batch, from this rank's part of it."""
+        """The loss of the full batch, computed from this rank's part."""
         patch = self._patch
         local = shard_batch(inputs, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
-        # Straight to transformers': a trainer in between that makes its own loss would make it of one rank's tokens.
+        # Trainer's own, not super()'s: a trainer in between would compute its loss from one rank's logits.
         result = Trainer.compute_loss(self, model, local, return_outputs, num_items_in_batch)
         loss, outputs = result if return_outputs else (result, None)
         if (
@@ -140,7 +144,7 @@ class SequenceParallelMixin(_Mixin):
             and num_items_in_batch is not None
             and self.args.world_size > 1
         ):
-            # The Trainer multiplied by the number of processes, of which a sequence's ranks are one.
+            # The Trainer multiplied the loss by the number of processes, but a sequence's processes count once.
             loss = loss / patch.ranks
         return (loss, outputs) if return_outputs else loss
 
@@ -150,7 +154,7 @@ class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
 
 
 def _data_parallel(patch: Patch, world: int) -> tuple[int, int]:
-    """How many ranks get different batches, and which of them this is."""
+    """The data-parallel size and rank: of the ranks that get different batches."""
     if world == 1:
         return 1, 0
     names = (patch.mesh.mesh_dim_names or ()) if patch.mesh is not None else ()
@@ -160,7 +164,5 @@ def _data_parallel(patch: Patch, world: int) -> tuple[int, int]:
         return world, dist.get_rank()
     members = dist.get_process_group_ranks(patch.group)
     if members != list(range(members[0], members[0] + patch.ranks)):
-        raise ValueError(
-            f"group: ranks {members} do not follow one another; give parallelize a mesh with a dp dimension"
-        )
+        raise ValueError(f"group: its ranks {members} are not consecutive; give parallelize a mesh with a dp dimension")
     return world // patch.ranks, members[0] // patch.ranks

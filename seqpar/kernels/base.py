@@ -134,9 +134,8 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     if acc.dtype == torch.float32 and (kernels := elementwise_kernels(out)) is not None:
         kernels.merge_(acc, lse, out, out_lse)
         return
-    weight = torch.sigmoid(out_lse - lse).nan_to_num_(
-        0.0
-    )  # [b, h, q]; -inf minus -inf, where neither saw a key, is nan
+    weight = torch.sigmoid(out_lse - lse)  # [b, h, q]
+    weight.nan_to_num_(0.0)  # -inf minus -inf: neither part has seen a key
     acc.lerp_(out, weight.transpose(1, 2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, out_lse))
 
@@ -144,7 +143,8 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """``rowsum(dout * out) - dlse``, contiguous ``[b, h, q]``, for ``out, dout [b, q, h, d]``."""
     if (kernels := elementwise_kernels(out)) is not None:
-        return kernels.delta(out, dout, dlse)
+        delta: Tensor = kernels.delta(out, dout, dlse)
+        return delta
     dtype = accumulator(out.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)
     return (delta if dlse is None else delta - dlse).contiguous()

@@ -1,7 +1,9 @@
 """Attention on PyTorch's CPU flash kernel: intervals cut into tiles, partial results merged in float32.
 
-The kernel has neither a carry nor row intervals; it does have its ``lse`` and a backward that takes any ``out`` and
-``lse``, which is all that a tile of a larger attention needs.
+The kernel has neither a carry nor key intervals. It does return ``lse``, and its backward accepts any ``out`` and
+``lse``: so the gradient of one tile of a larger attention is a call with that attention's final ``out`` and ``lse``.
+
+Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim. The kernel wants heads before the sequence.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ..schedule import KeyIntervals
@@ -20,7 +23,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 class CpuBackend:
-    """PyTorch's flash attention for the CPU. Half types are computed in float32: partial results stay exact."""
+    """PyTorch's flash attention for the CPU. Half types are computed in float32, so that partial results stay exact."""
 
     name = "cpu"
     deterministic = True
@@ -43,18 +46,22 @@ class CpuBackend:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: KeyIntervals, score: Score, carry: Carry | None, last: bool
+        self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        acc, lse = carry or empty_carry(q)
-        heads_first = _heads_first(q, k, v)
-        for batch, tile in _tiles(rows, q.shape[0]):
-            tq, tk, tv = _cut(heads_first, batch, tile)
-            mask = _mask(rows, batch, tile)
+        acc, lse = carry or empty_carry(q)  # [b, q, h, d], [b, h, q]
+        q_heads, k_heads, v_heads = _heads_first(q), _heads_first(k), _heads_first(v)
+        for batch, tile in _tiles(intervals, q.shape[0]):
+            queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             out, out_lse = _forward(
-                tq, tk, tv, 0.0, tile.kind is Kind.CAUSAL, attn_mask=mask, scale=score.softmax_scale
-            )
-            span = slice(tile.q0, tile.q1)
-            merge_(acc[batch, span], lse[batch, :, span], out.transpose(1, 2), out_lse)
+                q_heads[batch, :, queries],
+                k_heads[batch, :, keys],
+                v_heads[batch, :, keys],
+                0.0,
+                tile.kind is Kind.CAUSAL,
+                attn_mask=_mask(intervals, batch, tile),
+                scale=score.softmax_scale,
+            )  # [b, h, q, d], [b, h, q]
+            merge_(acc[batch, queries], lse[batch, :, queries], out.transpose(1, 2), out_lse)
         return finish((acc, lse), score, q.dtype) if last else (acc, lse)
 
     def backward(
@@ -66,52 +73,56 @@ class CpuBackend:
         out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        rows: KeyIntervals,
+        intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        keys, queries = _heads_first(k, v), _heads_first(q, dout, out)
-        for batch, tile in _tiles(rows, q.shape[0]):
-            tq, tk, tv, tdout, tout = _cut((queries[0], *keys, *queries[1:]), batch, tile)
-            mask = _mask(rows, batch, tile)
-            span, keys_span = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            gq, gk, gv = _backward(
-                tdout, tq, tk, tv, tout, lse[batch, :, span], 0.0, tile.kind is Kind.CAUSAL,
-                attn_mask=mask, scale=score.softmax_scale,
-            )  # fmt: skip
-            dq[batch, span] += gq.transpose(1, 2)
-            dk[batch, keys_span] += gk.transpose(1, 2)
-            dv[batch, keys_span] += gv.transpose(1, 2)
+        # delta is not passed on: the kernel computes its own from dout and out.
+        dout_heads, q_heads, k_heads, v_heads, out_heads = (_heads_first(x) for x in (dout, q, k, v, out))
+        dq_heads, dk_heads, dv_heads = (rearrange(x, "b s h d -> b h s d") for x in (dq, dk, dv))  # views, added to
+        for batch, tile in _tiles(intervals, q.shape[0]):
+            queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+            tile_dq, tile_dk, tile_dv = _backward(
+                dout_heads[batch, :, queries],
+                q_heads[batch, :, queries],
+                k_heads[batch, :, keys],
+                v_heads[batch, :, keys],
+                out_heads[batch, :, queries],
+                lse[batch, :, queries],
+                0.0,
+                tile.kind is Kind.CAUSAL,
+                attn_mask=_mask(intervals, batch, tile),
+                scale=score.softmax_scale,
+            )  # [b, h, q, d], [b, n, k, d], [b, n, k, d]
+            dq_heads[batch, :, queries] += tile_dq
+            dk_heads[batch, :, keys] += tile_dk
+            dv_heads[batch, :, keys] += tile_dv
 
 
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """float32 ``[batch, heads, seq, head_dim]`` views; the kernel takes their strides."""
-    return tuple(x.float().transpose(1, 2) for x in tensors)
+def _heads_first(x: Tensor) -> Tensor:
+    """``[b, s, h, d]`` as float32 ``[b, h, s, d]``; a view of a float32 ``x``, because the kernel takes any strides."""
+    return rearrange(x.float(), "b s h d -> b h s d")
 
 
-def _tiles(rows: KeyIntervals, batch: int) -> Iterator[tuple[slice, Tile]]:
-    """Each tile with the batch rows it serves."""
-    shared = rows.lo.shape[0] == 1
-    for row in range(rows.lo.shape[0]):
-        for tile in tiles(rows, row):
+def _tiles(intervals: KeyIntervals, batch: int) -> Iterator[tuple[slice, Tile]]:
+    """Every tile, with the batch rows that share it."""
+    shared = intervals.lo.shape[0] == 1
+    for row in range(intervals.lo.shape[0]):
+        for tile in tiles(intervals, row):
             yield slice(0, batch) if shared else slice(row, row + 1), tile
 
 
-def _cut(tensors: tuple[Tensor, ...], batch: slice, tile: Tile) -> Iterator[Tensor]:
-    """The tile's part of q, k, v and of any more tensors along the queries."""
-    for i, x in enumerate(tensors):
-        span = slice(tile.k0, tile.k1) if i in (1, 2) else slice(tile.q0, tile.q1)
-        yield x[batch, :, span]
+def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> Tensor | None:
+    """The additive mask of a tile, ``[1, 1, q, k]``, or None if the kernel needs none.
 
-
-def _mask(rows: KeyIntervals, batch: slice, tile: Tile) -> Tensor | None:
-    """A masked tile's additive mask ``[1, 1, q, k]``. Each of a tile's rows sees something of it."""
+    Every query of a masked tile sees some key of it, so no row is all -inf.
+    """
     if tile.kind is not Kind.MASKED:
         return None
-    row = batch.start if rows.lo.shape[0] > 1 else 0
-    lo, hi = rows.lo[row, tile.q0 : tile.q1], rows.hi[row, tile.q0 : tile.q1]
+    row = batch.start if intervals.lo.shape[0] > 1 else 0
+    lo, hi = intervals.lo[row, tile.q0 : tile.q1], intervals.hi[row, tile.q0 : tile.q1]  # [q]
     keys = torch.arange(tile.k0, tile.k1, dtype=torch.int32, device="cpu")
-    seen = (keys >= lo[:, None]) & (keys < hi[:, None])
+    seen = (keys >= lo[:, None]) & (keys < hi[:, None])  # [q, k]
     return torch.zeros(seen.shape, device="cpu").masked_fill_(~seen, -torch.inf)[None, None]

@@ -1,7 +1,7 @@
 """Dropout as a pure function of (seed, batch row, head, global query, global key).
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in integer tensor operations:
-the same bits as ``tl.philox`` gives in a Triton kernel, on any device, for any sharding of the sequence.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in integer tensor operations. It
+returns the same bits as ``tl.philox`` in a Triton kernel, on any device and for any sharding of the sequence.
 """
 
 from __future__ import annotations
@@ -16,13 +16,24 @@ _WORD = 0xFFFFFFFF
 
 
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low words of a 32 x 32 bit product, held in int64 (which wraps without losing a bit)."""
+    """High and low words of a 32 x 32 bit product. int64 holds all 64 bits; the mask undoes the sign extension."""
     product = x * factor
     return (product >> 32) & _WORD, product & _WORD
 
 
 def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
-    """First word of Philox4x32-10 of the counter ``(c0, c1, c2, c3)``, int64 in [0, 2**32), broadcast."""
+    """The first word of Philox4x32-10.
+
+    Args:
+        seed: 64 bits, the key.
+        c0: first word of the counter, int64 in [0, 2**32); the four words broadcast against each other.
+        c1: second word.
+        c2: third word.
+        c3: fourth word.
+
+    Returns:
+        int64 in [0, 2**32), in the broadcast shape.
+    """
     key0, key1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(_ROUNDS):
         high_b, low_b = _multiply(c2, _MULTIPLIER_B)
@@ -35,7 +46,19 @@ def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
 def keep_mask(
     seed: int, dropout_p: float, batch: int, heads: range, q_positions: Tensor, k_positions: Tensor
 ) -> Tensor:
-    """Which probabilities survive, bool ``[batch, heads, q_len, k_len]``."""
+    """Which probabilities dropout keeps.
+
+    Args:
+        seed: of the whole attention, the same on every rank.
+        dropout_p: the probability of dropping one.
+        batch: the number of batch rows.
+        heads: global indices of the heads.
+        q_positions: global positions of the queries, integers ``[q_len]``.
+        k_positions: global positions of the keys, integers ``[k_len]``.
+
+    Returns:
+        bool ``[batch, heads, q_len, k_len]``.
+    """
     device = q_positions.device
     words = philox(
         seed,

@@ -1,12 +1,11 @@
-"""Where the package's Triton kernels can run: the attention backend, and the small work around attention."""
+"""Where the package's Triton kernels can run: attention's backend, and the elementwise work around attention."""
 
 from __future__ import annotations
 
 import os
 from functools import lru_cache
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +13,36 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def elementwise_kernels(x: Tensor) -> Any | None:
-    """``seqpar.triton_kernels`` where they take ``x``, else None; then PyTorch's operators do the same in more passes.
+class ElementwiseKernels(Protocol):
+    """The functions of ``seqpar.triton_kernels`` that stand in for several PyTorch operators each."""
 
-    Not while torch.compile traces, which fuses those operators itself.
+    def merge_(self, acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
+        """Merge the partial attention result ``(out, out_lse)`` into ``(acc, lse)``."""
+        ...
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
+        """``rowsum(dout * out) - dlse``."""
+        ...
+
+    def apply_rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate ``x`` by the angles of these cosines and sines."""
+        ...
+
+
+def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
+    """``seqpar.triton_kernels`` if its kernels can process ``x``, else None; PyTorch's operators then do the same work.
+
+    None also while torch.compile traces, because it fuses those operators itself.
     """
     if not x.is_cuda or x.dtype not in DTYPES or unavailable() is not None or torch.compiler.is_compiling():
         return None
-    return import_module("seqpar.triton_kernels")
+    from .. import triton_kernels  # not at the top: it imports Triton, which need not be installed
+
+    return triton_kernels
 
 
 def unavailable() -> str | None:
-    """Why no kernel can run on this machine, or None."""
+    """Why the kernels cannot run on this machine, or None."""
     if not _installed():
         return "Triton is not installed"
     if interpreted():
@@ -36,7 +53,7 @@ def unavailable() -> str | None:
 
 
 def interpreted() -> bool:
-    """Triton reads the variable when it is imported: set it before."""
+    """Whether Triton interprets kernels on the CPU. Triton reads the variable when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 

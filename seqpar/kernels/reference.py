@@ -1,7 +1,9 @@
 """Attention in plain PyTorch, block by block: every feature, every dtype, every device.
 
-The online softmax of Milakov and Gimelshein (2018) as blocked by FlashAttention (Dao et al., 2022); never more than
-one block of scores exists at a time.
+The online softmax of Milakov and Gimelshein (2018), blocked as in FlashAttention (Dao et al., 2022). Only one block of
+scores exists at a time, so memory does not grow with the product of the lengths.
+
+Shapes: b batch, q queries, k keys, h query heads, n KV heads, g query heads per KV head (h = n g), d head_dim.
 """
 
 from __future__ import annotations
@@ -9,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from einops import einsum, rearrange
 from torch import Tensor
 
 from ..schedule import KeyIntervals
 from .base import Carry, Score, accumulator, empty_carry, finish, merge_
 from .dropout import keep_mask
 
+# A block of float32 scores takes 1 MiB a head.
 _Q_BLOCK, _K_BLOCK = 256, 1024
 
 
 class ReferenceBackend:
-    """What the others are measured against, and what does a request no other backend can."""
+    """The backend that the others are measured against, and the last resort: it supports every request."""
 
     name = "reference"
     deterministic = True
@@ -31,17 +35,20 @@ class ReferenceBackend:
         return None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: KeyIntervals, score: Score, carry: Carry | None, last: bool
+        self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        acc, lse = carry or empty_carry(q)
-        rows = rows.to(q.device)
-        for qs, ks in _blocks(rows):
-            s, _ = _scores(q[:, qs], k[:, ks], rows, qs, ks, score)  # [batch, heads, q, k]
-            block_lse = torch.logsumexp(s, dim=-1)
-            p = torch.exp(s - _finite(block_lse)[..., None])
+        acc, lse = carry or empty_carry(q)  # [b, q, h, d], [b, h, q]
+        intervals = intervals.to(q.device)
+        dtype = accumulator(q.dtype)
+        for queries, keys in _blocks(intervals):
+            s, _ = _scores(q[:, queries], k[:, keys], intervals, queries, keys, score)  # [b, h, q, k]
+            block_lse = torch.logsumexp(s, dim=-1)  # [b, h, q]
+            p = torch.exp(s - _subtrahend(block_lse)[..., None])
             if score.dropout_p:
-                p = p * _keep(q, rows, qs, ks, score)
-            merge_(acc[:, qs], lse[:, :, qs], _times_values(p, v[:, ks]), block_lse)
+                p = p * _dropout_factor(q, intervals, queries, keys, score)
+            p = rearrange(p, "b (n g) q k -> b n g q k", n=k.shape[2])
+            out = einsum(p, v[:, keys].to(dtype), "b n g q k, b k n d -> b q n g d")
+            merge_(acc[:, queries], lse[:, :, queries], rearrange(out, "b q n g d -> b q (n g) d"), block_lse)
         return finish((acc, lse), score, q.dtype) if last else (acc, lse)
 
     def backward(
@@ -53,77 +60,81 @@ class ReferenceBackend:
         out: Tensor,
         lse: Tensor,
         delta: Tensor,
-        rows: KeyIntervals,
+        intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        rows = rows.to(q.device)
+        intervals = intervals.to(q.device)
         dtype = accumulator(q.dtype)
-        for qs, ks in _blocks(rows):
-            s, slope = _scores(q[:, qs], k[:, ks], rows, qs, ks, score)
-            p = torch.exp(s - _finite(lse[:, :, qs])[..., None])
-            block_dout = dout[:, qs].to(dtype)
-            dp = _grouped("bqngd,bknd->bngqk", block_dout, v[:, ks].to(dtype)).flatten(1, 2)
+        for queries, keys in _blocks(intervals):
+            s, derivative = _scores(q[:, queries], k[:, keys], intervals, queries, keys, score)  # [b, h, q, k]
+            p = torch.exp(s - _subtrahend(lse[:, :, queries])[..., None])
+            block_q, block_dout = (
+                _by_kv_head(x[:, queries].to(dtype), k.shape[2]) for x in (q, dout)
+            )  # [b, q, n, g, d]
+            block_k, block_v = k[:, keys].to(dtype), v[:, keys].to(dtype)  # [b, k, n, d]
+            dp = einsum(block_dout, block_v, "b q n g d, b k n d -> b n g q k")
+            dp = rearrange(dp, "b n g q k -> b (n g) q k")
             dropped = p
             if score.dropout_p:
-                keep = _keep(q, rows, qs, ks, score)
-                dropped, dp = p * keep, dp * keep
-            ds = p * (dp - delta[:, :, qs, None]) * slope
-            groups = ds.unflatten(1, (k.shape[2], -1))
-            dq[:, qs] += torch.einsum("bngqk,bknd->bqngd", groups, k[:, ks].to(dtype)).flatten(2, 3)
-            dk[:, ks] += _grouped("bqngd,bngqk->bknd", q[:, qs].to(dtype), groups)
-            dv[:, ks] += _grouped("bqngd,bngqk->bknd", block_dout, dropped.unflatten(1, (k.shape[2], -1)))
+                factor = _dropout_factor(q, intervals, queries, keys, score)
+                dropped, dp = p * factor, dp * factor
+            ds = p * (dp - delta[:, :, queries, None]) * derivative
+            ds, dropped = (rearrange(x, "b (n g) q k -> b n g q k", n=k.shape[2]) for x in (ds, dropped))
+            block_dq = einsum(ds, block_k, "b n g q k, b k n d -> b q n g d")
+            dq[:, queries] += rearrange(block_dq, "b q n g d -> b q (n g) d")
+            dk[:, keys] += einsum(ds, block_q, "b n g q k, b q n g d -> b k n d")
+            dv[:, keys] += einsum(dropped, block_dout, "b n g q k, b q n g d -> b k n d")
 
 
-def _blocks(rows: KeyIntervals) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries and keys with something visible: the intervals never fall, so a block's range follows
-    from its first and last row."""
-    q_len = rows.lo.shape[1]
+def _blocks(intervals: KeyIntervals) -> Iterator[tuple[slice, slice]]:
+    """Blocks of queries and keys in which some query sees some key.
+
+    Intervals never fall along the queries, so the first and last query of a block bound the keys that it sees.
+    """
+    q_len = intervals.lo.shape[1]
     for q0 in range(0, q_len, _Q_BLOCK):
         q1 = min(q0 + _Q_BLOCK, q_len)
-        start, stop = int(rows.lo[:, q0].min()), int(rows.hi[:, q1 - 1].max())
+        start, stop = int(intervals.lo[:, q0].min()), int(intervals.hi[:, q1 - 1].max())
         for k0 in range(start, stop, _K_BLOCK):
             yield slice(q0, q1), slice(k0, min(k0 + _K_BLOCK, stop))
 
 
-def _grouped(equation: str, queries: Tensor, other: Tensor) -> Tensor:
-    """An einsum whose first operand ``[batch, q, heads, dim]`` is grouped by the key/value heads ``n``."""
-    kv_heads = other.shape[2] if equation.startswith("bqngd,bknd") else other.shape[1]
-    return torch.einsum(equation, queries.unflatten(2, (kv_heads, -1)), other)
-
-
-def _times_values(p: Tensor, v: Tensor) -> Tensor:
-    groups = p.unflatten(1, (v.shape[2], -1))
-    return torch.einsum("bngqk,bknd->bqngd", groups, v.to(p.dtype)).flatten(2, 3)
+def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
+    """Queries ``[b, q, h, d]`` as ``[b, q, n, g, d]``: consecutive query heads share a KV head."""
+    return rearrange(x, "b q (n g) d -> b q n g d", n=kv_heads)
 
 
 def _scores(
-    q: Tensor, k: Tensor, rows: KeyIntervals, qs: slice, ks: slice, score: Score
+    q: Tensor, k: Tensor, intervals: KeyIntervals, queries: slice, keys: slice, score: Score
 ) -> tuple[Tensor, Tensor | float]:
-    """Masked scores ``[batch, heads, q, k]`` and their derivative by ``q.k``."""
+    """Masked scores ``[b, h, q, k]`` of a block, and their derivative by ``q.k``."""
     dtype = accumulator(q.dtype)
-    s = _grouped("bqngd,bknd->bngqk", q.to(dtype), k.to(dtype)).flatten(1, 2) * score.softmax_scale
-    slope: Tensor | float = score.softmax_scale
+    s = einsum(_by_kv_head(q.to(dtype), k.shape[2]), k.to(dtype), "b q n g d, b k n d -> b n g q k")
+    s = rearrange(s, "b n g q k -> b (n g) q k") * score.softmax_scale
+    derivative: Tensor | float = score.softmax_scale
     if score.softcap:
         capped = torch.tanh(s / score.softcap)
-        s, slope = score.softcap * capped, score.softmax_scale * (1 - capped * capped)
+        s, derivative = score.softcap * capped, score.softmax_scale * (1 - capped * capped)
     if score.alibi_slopes is not None:
-        distance = (rows.q_positions[qs, None] - rows.k_positions[None, ks]).abs().to(dtype)
-        slopes = score.alibi_slopes.to(dtype)
+        distance = (intervals.q_positions[queries, None] - intervals.k_positions[None, keys]).abs().to(dtype)  # [q, k]
+        slopes = score.alibi_slopes.to(dtype)  # [h] or [b, h]
         s = s - (slopes if slopes.dim() == 2 else slopes[None])[:, :, None, None] * distance
-    keys = torch.arange(ks.start, ks.stop, device=q.device)
-    seen = (keys >= rows.lo[:, qs, None]) & (keys < rows.hi[:, qs, None])  # [b, q, k]
-    return s.masked_fill(~seen[:, None], -torch.inf), slope
+    index = torch.arange(keys.start, keys.stop, device=q.device)
+    seen = (index >= intervals.lo[:, queries, None]) & (index < intervals.hi[:, queries, None])  # [1 or b, q, k]
+    return s.masked_fill(~seen[:, None], -torch.inf), derivative
 
 
-def _keep(q: Tensor, rows: KeyIntervals, qs: slice, ks: slice, score: Score) -> Tensor:
+def _dropout_factor(q: Tensor, intervals: KeyIntervals, queries: slice, keys: slice, score: Score) -> Tensor:
+    """Factors of a block's probabilities, ``[b, h, q, k]``: 0 for dropped ones, else ``1 / (1 - dropout_p)``."""
     heads = range(score.head_offset, score.head_offset + q.shape[2])
-    kept = keep_mask(score.dropout_seed, score.dropout_p, q.shape[0], heads, rows.q_positions[qs], rows.k_positions[ks])
-    return kept.to(accumulator(q.dtype)) / (1 - score.dropout_p)
+    q_positions, k_positions = intervals.q_positions[queries], intervals.k_positions[keys]
+    keep = keep_mask(score.dropout_seed, score.dropout_p, q.shape[0], heads, q_positions, k_positions)
+    return keep.to(accumulator(q.dtype)) / (1 - score.dropout_p)
 
 
-def _finite(lse: Tensor) -> Tensor:
-    """``lse`` to subtract: 0 for rows that saw nothing, so that exp(-inf - lse) is 0 and not NaN."""
+def _subtrahend(lse: Tensor) -> Tensor:
+    """``lse`` to subtract from scores: 0 for rows that see no key, so that exp(-inf - lse) is 0 and not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

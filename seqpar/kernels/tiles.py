@@ -1,4 +1,15 @@
-"""Row intervals cut into tiles that a dense attention kernel can run: full, causal, or masked."""
+"""Cut key intervals into tiles that a dense attention kernel can compute: full, causal, or masked.
+
+    keys ->        a document mask, causal: x is what a query sees
+    x                       causal square (rows 0 to 3)
+    xx
+    xxx
+    xxxx
+        xxxxxxx             full rectangle (columns 4 to 7), beside a causal square (columns 8 to 10)
+        xxxxxxx...
+
+A run is a range of consecutive queries along which ``lo`` and ``hi`` step alike.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +23,26 @@ from torch import Tensor
 
 from ..schedule import KeyIntervals
 
-# A run of rows shorter than this is cheaper as part of a masked tile than as tiles of its own.
+# A run of fewer queries is cheaper as part of a masked tile than as tiles of its own.
 _SHORT_RUN = 64
-_MIN_BLOCK, _MAX_BLOCK = 64, 512
+_MIN_BLOCK, _MAX_BLOCK = 64, 512  # queries in a masked tile
 
 
 class Kind(Enum):
-    FULL = "full"  # every row sees every key
-    CAUSAL = "causal"  # square; row t sees the keys 0..t
-    MASKED = "masked"  # rows compare indices
+    """What the queries of a tile see of its keys."""
+
+    FULL = "full"  # every query sees every key
+    CAUSAL = "causal"  # square; query t of the tile sees its keys 0 to t
+    MASKED = "masked"  # as lo and hi say
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The queries ``q0:q1`` against the keys ``k0:k1``. The tiles of a decomposition never overlap, together
-    hold every visible pair, and leave out the rows that see nothing."""
+    """The queries ``q0:q1`` and the keys ``k0:k1``.
+
+    The tiles of one decomposition do not overlap, cover every visible (query, key) pair and leave out the queries that
+    see no key.
+    """
 
     q0: int
     q1: int
@@ -36,22 +52,22 @@ class Tile:
 
 
 @lru_cache(maxsize=512)
-def tiles(rows: KeyIntervals, row: int) -> tuple[Tile, ...]:
-    """The decomposition of one batch row's intervals. Cached by the identity of ``rows``."""
-    return tuple(decompose(rows.lo[row].long(), rows.hi[row].long()))
+def tiles(intervals: KeyIntervals, row: int) -> tuple[Tile, ...]:
+    """The decomposition of one batch row's intervals. Cached by the identity of ``intervals``."""
+    return tuple(decompose(intervals.lo[row].long(), intervals.hi[row].long()))
 
 
 def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
-    """Cut intervals ``lo, hi`` int64 ``[q_len]`` into tiles.
+    """Cut the intervals ``lo, hi``, int64 ``[q_len]``, into tiles.
 
-    Rows fall into runs in which both ends stand still (a rectangle), only ``hi`` moves, one key a row (a rectangle
-    and a causal square), or anything else (masked blocks, as wide as their rows need). Runs too short to pay for
-    tiles of their own join a masked block.
+    A run along which both ends are constant is one full rectangle. A run along which ``lo`` is constant and ``hi``
+    grows by one key per query is a full rectangle beside a causal square. Other runs, and runs too short for tiles of
+    their own, are cut into masked blocks, each as wide as its queries need.
     """
     if not len(lo):
         return
     first_lo, first_hi = lo.tolist(), hi.tolist()
-    pending: int | None = None  # first row of short runs not yet emitted
+    pending: int | None = None  # first query of the runs that wait for a masked block
     for start, stop, kind in _runs(lo, hi):
         empty = first_lo[start] == first_hi[start]
         plain = not empty and stop - start >= _SHORT_RUN and kind in (_STILL, _HI_MOVES)
@@ -70,7 +86,10 @@ _STILL, _HI_MOVES, _BOTH_MOVE, _OTHER = range(4)
 
 
 def _runs(lo: Tensor, hi: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Maximal runs of rows that step alike: (start, stop, how they step)."""
+    """Maximal runs as ``(start, stop, step)``; ``step`` says how ``lo`` and ``hi`` change along the run.
+
+    ``steps[t]`` is the step from query ``t`` to ``t + 1``. A run of one query has the step ``_STILL``.
+    """
     dlo, dhi, seen = lo.diff(), hi.diff(), lo < hi
     steps = torch.full_like(dlo, _OTHER)
     steps[(dlo == 0) & (dhi == 0)] = _STILL
@@ -80,11 +99,11 @@ def _runs(lo: Tensor, hi: Tensor) -> Iterator[tuple[int, int, int]]:
     steps[seen[1:] != seen[:-1]] = _OTHER
     start, kind, row = 0, _STILL, 1
     for step, count in zip(*(x.tolist() for x in steps.unique_consecutive(return_counts=True)), strict=True):
-        if step == _OTHER:  # each of these rows stands alone, unless the next ones go on from it
+        if step == _OTHER:  # each of these queries is a run of its own, unless the next step continues it
             for first in range(row, row + count):
                 yield start, first, kind
                 start, kind = first, _STILL
-        elif start == row - 1:  # a row that stood alone: these go on from it
+        elif start == row - 1:  # the current run has one query: this step continues it
             kind = step
         else:
             yield start, row, kind
@@ -94,6 +113,7 @@ def _runs(lo: Tensor, hi: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _plain(lo: int, hi: int, start: int, stop: int, kind: int) -> Iterator[Tile]:
+    """The tiles of a ``_STILL`` or ``_HI_MOVES`` run whose first query sees the keys ``lo:hi``."""
     if kind == _STILL:
         yield Tile(start, stop, lo, hi, Kind.FULL)
         return
@@ -103,7 +123,7 @@ def _plain(lo: int, hi: int, start: int, stop: int, kind: int) -> Iterator[Tile]
 
 
 def _masked(lo: list[int], hi: list[int], start: int, stop: int) -> Iterator[Tile]:
-    """Blocks of rows over all the keys any of them sees; taller where rows see many keys."""
+    """Blocks of queries over all keys that any of them sees; of more queries if each sees many keys."""
     while start < stop:
         width = hi[start] - lo[start]
         end = min(start + max(_MIN_BLOCK, min(_MAX_BLOCK, width // 4)), stop)

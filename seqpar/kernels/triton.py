@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,22 +44,9 @@ class TritonBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        from ..triton_kernels.forward import forward
+        from ..triton_kernels import attention_forward
 
-        intervals = intervals.to(q.device)
-        return forward(
-            q,
-            k,
-            v,
-            intervals.lo,
-            intervals.hi,
-            intervals.q_positions,
-            intervals.k_positions,
-            carry=carry,
-            last=last,
-            sinks=score.sinks,
-            **_score_arguments(score),
-        )
+        return attention_forward(q, k, v, intervals.to(q.device), score, carry=carry, last=last)
 
     def backward(
         self,
@@ -77,36 +63,9 @@ class TritonBackend:
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        from ..triton_kernels.backward import backward
+        from ..triton_kernels import attention_backward
 
-        intervals = intervals.to(q.device)
-        backward(
-            dout,
-            q,
-            k,
-            v,
-            lse,
-            delta,
-            intervals.lo,
-            intervals.hi,
-            intervals.q_positions,
-            intervals.k_positions,
-            dq,
-            dk,
-            dv,
-            **_score_arguments(score),
-        )
-
-
-def _score_arguments(score: Score) -> dict[str, Any]:
-    return {
-        "softmax_scale": score.softmax_scale,
-        "softcap": score.softcap,
-        "alibi_slopes": score.alibi_slopes,
-        "dropout_p": score.dropout_p,
-        "dropout_seed": score.dropout_seed,
-        "head_offset": score.head_offset,
-    }
+        attention_backward(dout, q, k, v, lse, delta, intervals.to(q.device), score, dq, dk, dv)
 
 
 @lru_cache(maxsize=16)

@@ -93,6 +93,7 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None) -> 
             "build the same module on every rank"
         )
     has_gradient = torch.tensor(_has_gradient(parameters), dtype=torch.int32, device="cpu")  # [parameters]
+    # Ranks may lack different gradients, for example those of an expert that received no tokens of one rank.
     if any(header.have_gradients != headers[0].have_gradients for header in headers):
         has_gradient = _on_any_rank(has_gradient, group)
     for p, on_any_rank in zip(parameters, has_gradient.tolist(), strict=True):
@@ -100,6 +101,7 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None) -> 
             p.grad = torch.zeros_like(p)
     gradients = [_local_tensor(p.grad) for p in parameters if p.grad is not None]
     with torch.no_grad():
+        # Every rank has the same list, and makes the same buckets in the same order.
         for bucket in _buckets(gradients):
             _all_reduce_bucket(bucket, group)
 
@@ -147,7 +149,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
     """Sum the gradients in ``bucket`` over the ranks, in place, with one all-reduce."""
-    flat = torch.cat([g.reshape(-1) for g in bucket]).to(_sum_dtype(bucket[0].dtype))
+    flat = torch.cat([g.reshape(-1) for g in bucket]).to(_sum_dtype(bucket[0].dtype))  # [elements of the bucket]
     all_reduce(flat, group)
     for g, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
         g.copy_(summed.view_as(g))

@@ -131,8 +131,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ``[batch, seq, heads, head_dim]``, computed in the dtype of ``cos`` and ``sin`` and rounded to that of ``x``.
     """
     if cos.dtype == torch.float32 and (kernels := elementwise_kernels(x)) is not None:
-        out: Tensor = kernels.rotary_from_tables(x, cos, sin)
-        return out
+        return kernels.apply_rotary(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [b, s, h, d / 2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

@@ -77,6 +77,7 @@ class WeightShard:
         lengths = [stop - start for start, stop in self.spans]
         by_rank = all_gather(local, lengths, self.dim, self.group).split(lengths, self.dim)
         full = local.new_empty(self.full_shape(local))
+        # Overlapping slices hold the same values, so the order of the copies does not matter.
         for (start, stop), part in zip(self.spans, by_rank, strict=True):
             full.narrow(self.dim, start, stop - start).copy_(part)
         return full
@@ -133,6 +134,7 @@ def register_weight_shards(module: nn.Module, shards: dict[str, WeightShard]) ->
 
 @lru_cache(maxsize=64)
 def _mesh_of(group: ProcessGroup, device_type: str) -> DeviceMesh:
+    """``group`` as a mesh of one dimension, for DTensors."""
     return DeviceMesh.from_group(group, device_type)
 
 
@@ -181,6 +183,8 @@ class _AllReduceSharedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shard: WeightShard = ctx.shard
+        # Which ranks share rows differs from head to head. One all-reduce of the full weight sums the slices of all
+        # heads, without a process group for each set of ranks.
         full = grad.new_zeros(shard.full_shape(grad), dtype=torch.promote_types(grad.dtype, torch.float32))
         shard.to_local(full).copy_(grad)
         all_reduce(full, shard.group)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -229,8 +230,7 @@ def tokens_in_rank_order(
 
 def rows_in_order(lengths: Sequence[int]) -> tuple[Tensor, ...]:
     """By rank: the indices of its tokens in the sequence of all ranks, one rank after another."""
-    rows = torch.arange(sum(lengths), device="cpu")
-    return rows.split(list(lengths))
+    return torch.arange(sum(lengths), device="cpu").tensor_split(list(accumulate(lengths))[:-1])
 
 
 def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:

@@ -22,7 +22,7 @@ from ..comm.collectives import all_gather, all_reduce
 from ..comm.handshake import all_gather_header, check_same, propagate_errors
 from ..layout import split_range
 from ..mesh import ParallelContext, rank_in, size_of, tensor_group
-from ..strategies.tensor_sequence import OVERLAPS, SequenceChunks
+from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks
 from .sharded_weights import WeightShard, make_spans, register_weight_shards
 from .tensor_parallel import column_linear, rows_in_order, shard_linear, tokens_in_rank_order
 
@@ -130,7 +130,7 @@ class VocabParallelHead(nn.Linear):
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
         bias: bool = False,
-        overlap: str = "auto",
+        overlap: Overlap = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -138,7 +138,7 @@ class VocabParallelHead(nn.Linear):
         check_int("num_embeddings", num_embeddings, 1)
         check_choice("overlap", overlap, OVERLAPS)
         super().__init__(hidden_size, num_embeddings, bias=bias, device=device, dtype=dtype)
-        self.overlap = overlap
+        self.overlap: Overlap = overlap
         self._parallel_context = ParallelContext(mesh, group)
         shard = _vocab_shard(num_embeddings, self._parallel_context.tensor)
         shard_linear(self, {"weight": shard, "bias": shard})  # weight [v, d]

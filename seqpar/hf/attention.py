@@ -1,0 +1,175 @@
+"""The attention function and the mask function that transformers' interfaces call.
+
+Shapes, as transformers has them: query ``[batch, heads, seq, head_dim]``, key ``[batch, kv_heads, seq, head_dim]``,
+value ``[batch, kv_heads, seq, v_head_dim]``; the result is ``[batch, seq, heads, v_head_dim]``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checks import no_compile
+from ..functional import attention
+from ..kernels.base import Score
+from ..mask import Mask
+from .batch import BatchShard
+from .generate import decode
+from .state import DecodeShard, Patch, current_forward
+
+
+def no_mask(
+    batch_size: int | None = None, q_length: int | None = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> None:
+    """The mask function: no dense mask is made. Padding is in the mask of ``shard_batch`` or of ``generate``.
+
+    Raises:
+        ValueError: the attention mask has padding.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError("attention_mask: it has padding; pass the batch to seqpar.hf.shard_batch, which keeps it")
+
+
+@no_compile
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    seqpar: BatchShard | DecodeShard | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: attention of one layer over the sharded sequence.
+
+    ``query``, ``key`` and ``value`` hold this rank's tokens. A compiled layer has one graph break, here. The second
+    result, the attention weights, is always None.
+
+    Raises:
+        ValueError: the layer's model is not parallelized, no shard came with the batch, or the layer asks for
+            something that this attention does not support.
+    """
+    patch = getattr(module, "_seqpar", None)
+    name = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+    if not isinstance(patch, Patch):
+        raise ValueError(f"{name}: attn_implementation 'seqpar' is set by seqpar.hf.parallelize(model); call that")
+    for what, given in (("attention_mask", attention_mask), ("position_bias", position_bias)):
+        if given is not None:
+            raise ValueError(
+                f"{name}: {what} of shape {tuple(given.shape)} is given; dense score terms are not supported"
+            )
+    if seqpar is None and (forward := current_forward()) is not None:  # the layer does not pass its **kwargs on
+        seqpar = forward.shard
+    if seqpar is None:
+        raise ValueError(
+            f"{name}: no 'seqpar' came with the batch; call model(**seqpar.hf.shard_batch(batch, ...)). A model "
+            "whose layers do not pass **kwargs on cannot recompute them (activation checkpointing)"
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    mask = _layer_mask(seqpar.mask, causal, *_window_and_chunk(module, sliding_window))
+    score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
+    query, key, value = _same_dtype(query, key, value)
+    v_head_dim = value.shape[-1]
+    if v_head_dim < query.shape[-1]:  # latent attention; zeros behind the values change nothing
+        value = F.pad(value, (0, query.shape[-1] - v_head_dim))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [batch, seq, heads, head_dim]
+    # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
+    with torch.autocast(query.device.type, enabled=False):
+        if isinstance(seqpar, DecodeShard):
+            out = decode(module, q, k, v, seqpar, patch, mask, score, name)
+        else:
+            _check_shard(module, seqpar, patch, name)
+            out = _sharded_attention(module, q, k, v, seqpar, patch, mask, score, dropout)
+    return out[..., :v_head_dim], None
+
+
+def _check_shard(module: nn.Module, shard: BatchShard, patch: Patch, name: str) -> None:
+    if (shard.layout, shard.ranks) != (patch.layout, patch.ranks):
+        raise ValueError(
+            f"the batch was sharded with layout={shard.layout!r} over {shard.ranks} ranks, but the model is "
+            f"parallelized with layout={patch.layout!r} over {patch.ranks}; give shard_batch and parallelize the same"
+        )
+    tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False)
+    if tuned and shard.seq_len >= (floor_scale := int(getattr(module, "floor_scale", 0))):
+        raise ValueError(
+            f"{name}: attn_temperature_tuning scales queries by their index in its input, which here holds one rank's "
+            f"tokens; rows of fewer than floor_scale={floor_scale} tokens are not scaled and work"
+        )
+
+
+def _sharded_attention(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: BatchShard,
+    patch: Patch,
+    mask: Mask,
+    score: Score,
+    dropout: float,
+) -> Tensor:
+    layer = getattr(module, "layer_idx", None) or 0
+    return attention(
+        q,
+        k,
+        v,
+        strategy=patch.strategy,
+        mask=mask,
+        mesh=patch.mesh,
+        group=patch.given_group,
+        layout=patch.layout,
+        softmax_scale=score.softmax_scale,
+        softcap=score.softcap,
+        sinks=score.sinks,
+        dropout_p=dropout,
+        backend=patch.backend,
+        seq_len=shard.seq_len,
+        # Another seed in each layer: an odd multiplier spreads the layers' indices over 32 bits.
+        dropout_seed=(shard.seed + layer * 0x9E3779B1) % 2**62,
+        **patch.options,
+    )
+
+
+def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """One dtype for all: autocast's, or the values' (rotations and norms may leave queries and keys in float32)."""
+    device_type = tensors[0].device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else tensors[-1].dtype
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
+    """The layer's window (``|i - j| < window``) and chunk size.
+
+    Layers that rely on the dense mask for them do not pass them on: they are in the config.
+    """
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    layer_type = types[layer] if types is not None and layer is not None and layer < len(types) else None
+    if layer_type == "sliding_attention" and sliding_window is None:
+        sliding_window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None) if layer_type == "chunked_attention" else None
+    return sliding_window, chunk
+
+
+@lru_cache(maxsize=512)
+def _layer_mask(batch: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
+    """The mask of a layer: the batch's documents and padding, and the layer's causality, window and chunks."""
+    mask = batch & Mask.causal() if causal else batch
+    if window is not None:
+        mask = mask & Mask.sliding_window(window - 1, 0 if causal else window - 1)
+    if chunk:
+        mask = mask & Mask.chunked(chunk, causal, starts=batch.starts)
+    return mask

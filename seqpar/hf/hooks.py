@@ -1,0 +1,228 @@
+"""The hooks of a parallelized model: around its forward, its output embedding, its rotary embeddings and its router.
+
+They change none of the model's code. The forward's hooks keep a ``Forward`` under way, which the others read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from .generate import finish_forward, prepare_forward
+from .loss import LazyLogits, TokenLoss, all_reduce_loss
+from .state import Forward, Patch, current_forward, pop_forward, push_forward
+from .support import predicts_in_place, uses_loss_function
+
+_ROPE_TYPES = ("dynamic", "longrope")
+_ROUTER_LOSS = "load_balancing_loss_func"
+
+
+def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Start a ``Forward``. A call without a shard generates.
+
+    Raises:
+        ValueError: labels or a full sequence without a shard; labels together with ``logits_to_keep``.
+    """
+    patch = cast(Patch, model._seqpar)
+    parameters = inspect.signature(model.forward).parameters
+    kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
+    forward = Forward(model, patch, shard, wants_loss=labels is not None)
+    if shard is not None:
+        keep = kwargs.get("logits_to_keep", 0)
+        if labels is not None and (isinstance(keep, Tensor) or keep):
+            raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
+        if labels is not None and shard.in_place is not None and predicts_in_place(model):
+            kwargs["labels"] = shard.in_place[0].to(labels.device)
+            kwargs["seqpar"] = forward.shard = shard.for_in_place_labels()
+        if labels is not None and not uses_loss_function(type(model)):
+            forward.labels, forward.num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
+        # Models use a cache by default. While training it would only keep every layer's keys.
+        if "use_cache" in parameters and kwargs.get("past_key_values") is None:
+            kwargs["use_cache"] = False
+    else:
+        forward.prefill = prepare_forward(model, patch, kwargs)
+        forward.shard = kwargs["seqpar"]
+    push_forward(forward)
+    return (), kwargs
+
+
+def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """End the ``Forward``: add a loss, all-gather a sharded prompt's logits, or leave out logits not computed."""
+    forward = current_forward()
+    if forward is None or forward.model is not model:
+        return None
+    try:
+        # While the forward is under way, because the loss looks at the wrappers around its model.
+        if forward.labels is not None and output is not None:
+            output = _add_loss(output, forward, forward.labels)
+    finally:
+        pop_forward()
+    if output is None:  # the model's forward raised
+        return None
+    if forward.prefill is not None:
+        return finish_forward(output, forward.prefill, forward.patch)
+    if isinstance(output, tuple):
+        return tuple(x for x in output if not isinstance(x, LazyLogits))
+    if isinstance(getattr(output, "logits", None), LazyLogits):
+        return type(output)(**{name: x for name, x in output.items() if name != "logits"})
+    return output if forward.labels is not None else None
+
+
+def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
+    """``output`` with a loss in front. Its first value is the logits, one prediction a token."""
+    logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]
+    loss = TokenLoss(forward.patch)(logits, labels, num_items_in_batch=forward.num_items, seqpar=forward.batch_shard)
+    return (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
+
+
+def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Where a loss follows, give the output embedding no tokens, and keep its input ``[..., seq, hidden]``."""
+    forward = current_forward()
+    if forward is None or not forward.wants_loss or not _is_plain_linear(head):
+        return None
+    forward.hidden = args[0]
+    return (args[0][..., :0, :], *args[1:])
+
+
+def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLogits | None:
+    """Return the lazy logits of the kept input."""
+    forward = current_forward()
+    if forward is None or forward.hidden is None:
+        return None
+    hidden, forward.hidden = forward.hidden, None
+    return LazyLogits(cast(nn.Linear, head), hidden)
+
+
+def _is_plain_linear(head: nn.Module) -> bool:
+    """Whether the full weight is there until the model's forward ends, and nothing but it makes the logits."""
+    return (
+        isinstance(head, nn.Linear)
+        and type(head).forward is nn.Linear.forward
+        and not isinstance(head, FSDPModule)
+        and not isinstance(head.weight, DTensor)
+        and tuple(head.weight.shape) == (head.out_features, head.in_features)
+    )
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding whose frequencies depend on the largest position in its input."""
+    rope_type = getattr(module, "rope_type", None)
+    rope_types = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+    return any(x in _ROPE_TYPES for x in rope_types)
+
+
+def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Append the batch's largest position to this rank's ``position_ids [batch, seq_local]``.
+
+    The module then computes the frequencies of the full sequence. ``after_rope`` drops the extra angle.
+    """
+    forward = current_forward()
+    if forward is None or (shard := forward.batch_shard) is None:
+        return None
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": _append(kwargs["position_ids"], shard.max_position)}
+    return (args[0], _append(args[1], shard.max_position), *args[2:]), kwargs
+
+
+def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Tensor]) -> Any:
+    """Drop the appended position from ``cos, sin [batch, seq_local + 1, head_dim]``."""
+    forward = current_forward()
+    if forward is None or forward.batch_shard is None:
+        return None
+    return tuple(x[:, :-1] for x in output)
+
+
+def _append(position_ids: Tensor, position: int) -> Tensor:
+    return torch.cat([position_ids, position_ids.new_full((len(position_ids), 1), position)], dim=1)
+
+
+# Router balancing losses of mixture-of-experts models. transformers' ``load_balancing_loss_func`` multiplies two means
+# over tokens, so the sum of the ranks' losses is not the loss of the full sequence: the means must be taken over all
+# ranks first. Model code looks the function up in its own module; there it is replaced by one that calls the original
+# unless a forward on a sharded sequence is under way.
+_original_losses: dict[str, Callable[..., Any]] = {}  # by module name
+_patched_models: dict[str, set[int]] = {}  # by module name: ids of the parallelized models that need the replacement
+
+
+def patch_router_loss(model: nn.Module) -> None:
+    """Replace the router loss in the modules that define ``model``, where they have one."""
+    for cls in type(model).__mro__:
+        name = cls.__module__
+        original = getattr(sys.modules.get(name), _ROUTER_LOSS, None)
+        if original is None:
+            continue
+        if name not in _original_losses:
+            _original_losses[name] = original
+            setattr(sys.modules[name], _ROUTER_LOSS, _sharded_router_loss(original))
+        _patched_models.setdefault(name, set()).add(id(model))
+
+
+def unpatch_router_loss(model: nn.Module) -> None:
+    """Put the original back, unless another parallelized model needs the replacement."""
+    for name, models in list(_patched_models.items()):
+        models.discard(id(model))
+        if not models:
+            setattr(sys.modules[name], _ROUTER_LOSS, _original_losses.pop(name))
+            del _patched_models[name]
+
+
+def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_balancing_loss(
+        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
+    ) -> Any:
+        forward = current_forward()
+        if (
+            forward is None
+            or (shard := forward.batch_shard) is None
+            or not isinstance(gate_logits, tuple)
+            or num_experts is None
+        ):
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        chosen, probability, tokens = _router_sums(gate_logits, num_experts, top_k, shard.valid)
+        patch = forward.patch
+        sums = torch.cat([chosen, tokens])  # [num_experts + 1]
+        if patch.group is not None and patch.ranks > 1:
+            dist.all_reduce(sums, group=patch.group)
+        chosen, tokens = sums[:-1], sums[-1]  # of all ranks
+        # The loss is linear in this rank's probabilities, so the local loss has this rank's partial gradient.
+        local_loss = (chosen / tokens * (probability / tokens)).sum() * num_experts
+        return all_reduce_loss(local_loss, patch)
+
+    return load_balancing_loss
+
+
+def _router_sums(
+    gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, valid: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over this rank's tokens and all layers, float32.
+
+    Args:
+        gate_logits: for each layer ``[tokens, num_experts]``.
+        num_experts: experts to choose from.
+        top_k: experts chosen by a token.
+        valid: bool ``[batch, seq_local]``, False for padding, which does not count.
+
+    Returns:
+        How often each expert was chosen ``[num_experts]``, the sum of its probabilities ``[num_experts]``, and the
+        number of tokens times layers ``[1]``.
+    """
+    device = gate_logits[0].device
+    chosen, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
+    tokens = torch.zeros(1, device=device)
+    for gate in gate_logits:
+        p = torch.softmax(gate.to(device), dim=-1)  # [tokens, num_experts]
+        weight = torch.ones(len(p), device=device) if valid is None else valid.reshape(-1).to(device).float()
+        experts = p.detach().topk(top_k, dim=-1).indices  # [tokens, top_k]
+        chosen = chosen.index_add(0, experts.reshape(-1), weight.repeat_interleave(top_k))
+        probability = probability + (p.float() * weight[:, None]).sum(0)
+        tokens = tokens + weight.sum()
+    return chosen, probability, tokens

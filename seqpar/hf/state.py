@@ -1,0 +1,152 @@
+"""What a parallelized model holds, and what one of its forwards under way holds.
+
+They are in a file of their own because a hook on one module writes what the attention or the loss function of another
+module reads.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
+
+from ..kernels import BackendName
+from ..layout import Layout
+from ..mask import Mask
+from ..mesh import rank_in, size_of
+from ..schedule import KeyIntervals
+from ..strategies import StrategyName, StrategyOptions
+from .batch import BatchShard
+
+Gradients = Literal["auto", "partial", "mean"]
+
+
+@dataclass(eq=False)
+class Patch:
+    """How a model is parallelized, and what ``restore`` needs. The patched modules hold it as ``_seqpar``.
+
+    Attributes:
+        mesh, given_group: as given to ``parallelize``.
+        group: the process group that the sequence is sharded over; None is one process.
+        handles: the registered hooks.
+        modules: the modules that hold this patch.
+        configs: (module, attribute name, original config) of every config that was replaced.
+        config_copies: (original, copy, the copy's values at first) of every replaced config.
+        loss_functions: (model, its own loss function or None) of every model whose loss function was replaced.
+    """
+
+    mesh: DeviceMesh | None
+    given_group: ProcessGroup | None
+    strategy: StrategyName
+    layout: Layout
+    backend: BackendName
+    options: StrategyOptions
+    group: ProcessGroup | None
+    gradients: Gradients
+    loss_chunk: int | None
+    handles: list[RemovableHandle] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    configs: list[tuple[nn.Module, str, PreTrainedConfig]] = field(default_factory=list)
+    config_copies: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = field(default_factory=list)
+    loss_functions: list[tuple[nn.Module, Any]] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        return size_of(self.group)
+
+    @property
+    def rank(self) -> int:
+        return rank_in(self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        return self  # a copy of the model uses the same process groups, which cannot be copied
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "model: a parallelized model cannot be pickled, because process groups cannot; save its state_dict "
+            "(save_pretrained does), or call seqpar.hf.restore(model) first"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeShard:
+    """What the attention layers need while new tokens are decoded. Passed to them as ``seqpar``.
+
+    Attributes:
+        cache: a transformers Cache whose layers are ``ShardedCacheLayer``.
+        start: global position of the first new token.
+        mask: the padding at the start of the prompt. Causality and windows belong to the layers.
+        intervals: the key intervals that layers of this forward have computed, by mask and numbers of queries and
+            keys. Layers with the same mask share them.
+    """
+
+    cache: Any
+    start: int
+    mask: Mask
+    intervals: dict[tuple[Mask, int, int], KeyIntervals] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A forward of generation.
+
+    Attributes:
+        sharded: whether the forward's output holds this rank's tokens only. Otherwise it holds all tokens on every
+            rank.
+        logits_to_keep: as given by the caller; 0 keeps the logits of all tokens.
+        last_rank: the rank that holds the last token.
+    """
+
+    sharded: bool
+    logits_to_keep: int = 0
+    last_rank: int = 0
+
+
+@dataclass
+class Forward:
+    """A forward of a parallelized model that is under way.
+
+    Attributes:
+        shard: what the attention layers need; None until a hook has found it.
+        wants_loss: whether the caller gave labels.
+        prefill: set while the model generates.
+        hidden: the input of the output embedding ``[batch, seq, hidden]``, kept until the loss needs it.
+        labels, num_items: taken from a model whose forward would compute a loss of its own.
+    """
+
+    model: nn.Module
+    patch: Patch
+    shard: BatchShard | DecodeShard | None
+    wants_loss: bool = False
+    prefill: Prefill | None = None
+    hidden: Tensor | None = None
+    labels: Tensor | None = None
+    num_items: Any = None
+
+    @property
+    def batch_shard(self) -> BatchShard | None:
+        """The shard of a forward on a sharded sequence; None while tokens are decoded."""
+        return self.shard if isinstance(self.shard, BatchShard) else None
+
+
+# Nested, because a parallelized model may hold or call another one.
+_forwards: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", default=())
+
+
+def current_forward() -> Forward | None:
+    """The innermost forward under way, or None."""
+    forwards = _forwards.get()
+    return forwards[-1] if forwards else None
+
+
+def push_forward(forward: Forward) -> None:
+    _forwards.set((*_forwards.get(), forward))
+
+
+def pop_forward() -> None:
+    _forwards.set(_forwards.get()[:-1])

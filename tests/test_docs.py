@@ -1,0 +1,133 @@
+"""The documentation is right: its Python runs as written, its links lead somewhere, its figures are up to date.
+
+The ``python`` blocks of a page run one after another in one namespace.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from .pool import Pool
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(str(page.relative_to(ROOT)) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+# These start what a process has once (accelerate's state, a Trainer): each runs in a process of its own.
+ONE_PROCESS = ("README.md", "docs/huggingface.md")
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+_WIDTH = 95  # columns that the site shows beside its side bars, and GitHub without a scroll bar
+
+
+def _blocks(page: str) -> list[tuple[int, str]]:
+    """The Python of a page, as (lines before it, source)."""
+    text = (ROOT / page).read_text()
+    return [(text.count("\n", 0, match.start()) + 1, match[1]) for match in _BLOCK.finditer(text)]
+
+
+def _given() -> dict[str, Any]:
+    """What the recipes for Hugging Face models take for granted: a model and what belongs to it."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments, default_data_collator
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    tokens = torch.arange(64)
+    dataset: Any = [{"input_ids": tokens, "labels": tokens}] * 2
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": {"input_ids": tokens[None], "labels": tokens[None]},
+        "input_ids": tokens[None],
+        "dataset": dataset,
+        "loader": DataLoader(dataset, collate_fn=default_data_collator),
+        "training_arguments": TrainingArguments(
+            "output", max_steps=1, report_to="none", save_strategy="no", use_cpu=True
+        ),
+        "accelerator": Accelerator(cpu=True),
+        "LoraConfig": LoraConfig,
+        "get_peft_model": get_peft_model,
+    }
+
+
+def run_page(page: str) -> None:
+    """Run a page's blocks. A traceback shows the line of the page."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    try:
+        for line, source in _blocks(page):
+            if "parallelize(model" in source:  # a recipe begins, with a model of its own
+                namespace.update(_given())
+            exec(compile("\n" * line + source, ROOT / page, "exec"), namespace)
+    finally:
+        torch.set_default_device(None)
+
+
+def _run_page_worker(group: ProcessGroup, page: str) -> None:
+    run_page(page)
+
+
+def _run(command: list[str], deadline_s: float, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=deadline_s, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page) and page not in ONE_PROCESS])
+def test_a_page_runs_on_eight_ranks(pool: Pool, page: str) -> None:
+    pool.run(8, _run_page_worker, page)
+
+
+@pytest.mark.parametrize("page", ONE_PROCESS)
+def test_a_page_runs_on_one_process(page: str, tmp_path: Path) -> None:
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.test_docs import run_page; run_page({page!r})"
+    _run([sys.executable, "-c", program], 120, cwd=tmp_path)
+
+
+def test_the_quickstart_runs_under_torchrun() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    out = _run([*launcher, "examples/quickstart.py"], 120)
+    found = re.findall(r"^rank (\d): 256 of 1024 tokens, largest difference (\S+)$", out, re.MULTILINE)
+    assert sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], out
+    assert all(float(error) < 2e-6 for _, error in found), out
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_quickstart_is_the_example(page: str) -> None:
+    _, example = (ROOT / "examples" / "quickstart.py").read_text().split('"""\n', 1)
+    assert _blocks(page)[0][1].strip() == example.strip()
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_to_files_resolve(page: str) -> None:
+    folder = (ROOT / page).parent
+    missing = [link for link in _LINK.findall((ROOT / page).read_text()) if not (folder / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_the_page(page: str) -> None:
+    blocks = re.findall(r"^```\w+\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    wide = [line for block in blocks for line in block.splitlines() if len(line) > _WIDTH]
+    assert not wide
+
+
+def test_figures_are_up_to_date(tmp_path: Path) -> None:
+    """``python docs/figures.py`` would change nothing."""
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    figures["main"](tmp_path)
+    for figure in tmp_path.iterdir():
+        assert figure.read_text() == (ROOT / "docs" / "assets" / figure.name).read_text(), figure.name
+    assert {figure.name for figure in tmp_path.iterdir()} == {f.name for f in (ROOT / "docs" / "assets").glob("*.svg")}
