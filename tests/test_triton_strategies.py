@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 
-from .pool import Pool
+from .pool import Pool, on_ranks
 from .reference import assert_close
 
 pytest.importorskip("triton")
@@ -44,6 +44,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) ->
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+@on_ranks
 def check_strategy_worker(
     group: ProcessGroup, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
