@@ -146,7 +146,8 @@ def verify_group(case: Case, shards: list[Results]) -> None:
             dtype = torch.float32
         if (found := difference(got[name], expected, dtype)) is not None:
             wrong.append(f"{name}: {found}")
-    assert not wrong, "\n".join(wrong)
+    if wrong:
+        raise AssertionError("\n".join(wrong))
 
 
 def verify(case: Case, shards: list[Results]) -> None:

@@ -25,6 +25,7 @@ from seqpar.cli.trainer.data import MaskChoice, make_batch, read_corpus
 from seqpar.cli.trainer.model import IGNORE_INDEX
 from seqpar.cli.trainer.worker import launch_training, run_training
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = TrainConfig(seq_len=61, batch=2, layers=2, hidden=32, heads=4, kv_heads=2, steps=4, plot=False, deadline=90)
 
