@@ -18,13 +18,12 @@ import pytest
 import torch
 
 from seqpar.cli import main
-from seqpar.cli.checkpoint import load_checkpoint, save_checkpoint
-from seqpar.cli.config import TrainConfig
-from seqpar.cli.data import MaskChoice, make_batch, read_corpus
-from seqpar.cli.errors import CommandError
-from seqpar.cli.launch import launch
-from seqpar.cli.model import IGNORED
-from seqpar.cli.worker import run_training
+from seqpar.cli.launch import CommandError, launch
+from seqpar.cli.trainer.checkpoint import load_checkpoint, save_checkpoint
+from seqpar.cli.trainer.config import TrainConfig
+from seqpar.cli.trainer.data import MaskChoice, make_batch, read_corpus
+from seqpar.cli.trainer.model import IGNORE_INDEX
+from seqpar.cli.trainer.worker import launch_training, run_training
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = TrainConfig(seq_len=61, batch=2, layers=2, hidden=32, heads=4, kv_heads=2, steps=4, plot=False, deadline=90)
@@ -48,7 +47,7 @@ def train_here(config: TrainConfig, out: Path, **changes: Any) -> list[float]:
 
 def train_on(ranks: int, config: TrainConfig, out: Path, **changes: Any) -> list[float]:
     config = replace(config, out=str(out), **changes)
-    launch(["-m", "seqpar.cli.worker", config.to_json()], ranks, config.deadline)
+    launch_training(config, ranks)
     return losses(out)
 
 
@@ -62,7 +61,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------------------ training
+# training
 
 RICH = replace(SMALL, mask="window:30+documents:20", dropout=0.2, tied=False)
 
@@ -84,7 +83,7 @@ def test_two_processes_follow_one(tmp_path: Path, one_process: list[float]) -> N
 def test_resuming_is_exact_and_changes_ranks(tmp_path: Path, one_process: list[float]) -> None:
     first = train_here(RICH, tmp_path, steps=2)
     assert first == one_process[:2]
-    # Sharded weights and moments go into the checkpoint whole, and come out of it.
+    # tp_sp shards weights and moments: the checkpoint holds them in full.
     assert train_on(2, RICH, tmp_path, steps=3, resume=True, strategy="tp_sp") == pytest.approx(
         one_process[:3], rel=1e-5
     )
@@ -97,7 +96,7 @@ def test_resuming_is_exact_and_changes_ranks(tmp_path: Path, one_process: list[f
 def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
     tmp_path: Path, one_process: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from seqpar.cli import training
+    from seqpar.cli.trainer import training
 
     make = training.make_batch
 
@@ -137,7 +136,6 @@ def test_half_and_double_precision(tmp_path: Path) -> None:
 
 
 def test_the_loss_falls_and_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     curve = train_here(SMALL, tmp_path, steps=30, lr=1e-2, mask="causal", plot=True, deterministic=True)
     torch.use_deterministic_algorithms(False)
     assert curve[-1] < curve[0] - 1
@@ -155,7 +153,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert losses(tmp_path) == pytest.approx(train_here(SMALL, tmp_path, steps=2, text=__file__), rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ errors
+# errors
 
 
 @pytest.mark.parametrize(
@@ -170,10 +168,10 @@ def test_torchrun(tmp_path: Path) -> None:
         ("--heads 3", "heads=3: hidden=256 must be a multiple of twice that"),
         ("--text /nowhere/at/all", "No such file or directory; name a readable text file"),
         ("--strategy local --nproc 2", "strategy='local' with 2 ranks"),
-        ("--nproc 0", "nproc=0: at least 1"),
+        ("--nproc 0", "nproc=0: expected at least 1"),
         ("--device cuda --nproc 99", "use --device cpu"),
         ("--steps 0", "steps=0: expected at least 1"),
-        ("--lr -1", "lr=-1.0: a positive number"),
+        ("--lr -1", "lr=-1.0: expected a positive number"),
         ("--dtype int8", "did you mean"),
         ("--steps many", "--steps"),
         ("--stepz 3", "No such option"),
@@ -251,6 +249,29 @@ time.sleep(600)
     _until(lambda: not any(_alive(pid) for pid in ranks))
 
 
+_WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({missing!r}))  # to import one of them raises ModuleNotFoundError
+import seqpar
+from seqpar.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("missing", [("typer",), ("matplotlib", "rich", "typer")])
+def test_packages_of_the_extra_are_missing(missing: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT.format(missing=missing)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    needs = ", ".join(missing)
+    assert done.returncode == 1
+    assert done.stderr == f"error: the seqpar command needs {needs}; install with: pip install 'seqpar[cli]'\n"
+
+
 def _until(condition: Any, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -265,7 +286,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-# ------------------------------------------------------------------------------------------------ data
+# data
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
@@ -292,7 +313,7 @@ def test_documents(tmp_path: Path) -> None:
         words = bytes(batch.tokens[0, first : i + 1].tolist())
         assert b"\n\n" not in words[:-3]
         # A document's last token has no label: the next token is another document's.
-        assert (batch.labels[0, i] == IGNORED) == (
+        assert (batch.labels[0, i] == IGNORE_INDEX) == (
             words.endswith((b"e\n\n", b"\n\n\n", b"five")) and words != b"\n\n\n"
         )
 
@@ -327,7 +348,7 @@ def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == [path]
 
 
-# ------------------------------------------------------------------------------------------------ demo and doctor
+# demo and doctor
 
 
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -343,12 +364,11 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert all(float(row["largest_difference"]) < 1e-4 for row in rows)
     assert all(float(row["attention_bytes_per_token"]) > 0 for row in rows[1:])
     assert "ring, zigzag" in capfd.readouterr().out
-    if (tmp_path / "demo.png").exists():
-        assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("seqpar.cli.measure._LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr("seqpar.cli.doctor._LONG_ENOUGH_S", 0.01)
     assert run_command(monkeypatch, "doctor") == 0
     said = capsys.readouterr().out
     for words in ("PyTorch", "gloo yes", "reference", "GFLOP/s", "GB/s each way"):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from importlib import import_module
 
-from .errors import CommandError
+from .launch import FAILED, INTERRUPTED, CommandError, exit_with
+
+_NEEDED = ("matplotlib", "rich", "typer")  # the packages of the extra "cli", which the library itself does without
 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 failed, 2 bad options, 124 past its deadline, 130 interrupted."""
-    try:
-        import typer
-    except ModuleNotFoundError as error:  # pragma: no cover (the package requires it)
-        sys.exit(f"error: {error.name} is not installed; pip install typer rich")
+    _check_needed()
+    import typer
 
     from .demo import demo
     from .doctor import doctor
@@ -32,14 +32,19 @@ def main() -> None:
     try:
         app()
     except CommandError as error:
-        fail(error)
+        exit_with(error)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
-def fail(error: CommandError) -> None:
-    """Print the error on stderr, with the rank where there are several, and exit."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    rank = f" (rank {os.environ['RANK']})" if several and "RANK" in os.environ else ""
-    print(f"error{rank}: {error}", file=sys.stderr, flush=True)
-    sys.exit(error.code)
+def _check_needed() -> None:
+    """Exit with a message that says what to install where a package of the extra is missing."""
+    missing = []
+    for name in _NEEDED:
+        try:
+            import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        words = f"the seqpar command needs {', '.join(missing)}; install with: pip install 'seqpar[cli]'"
+        exit_with(CommandError(words, FAILED))

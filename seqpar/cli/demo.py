@@ -1,4 +1,4 @@
-"""``seqpar demo``: one training run under every strategy, and proof that they are the same run."""
+"""``seqpar demo``: the same training run on one process and under every strategy, with the losses side by side."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from .config import TrainConfig
-from .data import read_corpus
-from .errors import BAD_OPTION, CommandError, bad_options
-from .launch import cores, launch, threads_per_rank
-from .report import PLOT_NEEDS, can_plot, human_bytes, make_folder, plot_comparison, write_csv
+from .launch import BAD_OPTION, CommandError, bad_options, cores, threads_per_rank
+from .trainer.config import DeviceName, TrainConfig
+from .trainer.data import read_corpus
+from .trainer.report import human_bytes, make_folder, plot_comparison, write_csv
+from .trainer.worker import launch_training
 
-ONE = "one process"
-# Learning amplifies rounding; a wrong gradient shows far above this.
-_AGREE = 0.01
+_ONE_PROCESS = "one process"
+# The largest difference of the loss that rounding can explain: training amplifies it. A wrong gradient shows far above.
+_TOLERANCE = 0.01
 
 _STRATEGIES: dict[str, dict[str, Any]] = {
     "ring, zigzag": {"strategy": "ring", "layout": "zigzag"},
@@ -35,39 +35,46 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Result:
-    """What one run left behind."""
+    """What one run wrote to its folder."""
 
     name: str
     losses: list[float]
     summary: dict[str, Any]
 
-    def gap(self, other: _Result) -> float:
-        """Largest difference of the loss at any step."""
+    def difference(self, other: _Result) -> float:
+        """The largest difference of the loss at any step."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
 def demo(
-    nproc: Annotated[int, typer.Option(help="Ranks of each parallel run, started on this machine.")] = 4,
+    nproc: Annotated[int, typer.Option(help="Ranks of each sharded run, started on this machine.")] = 4,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 36,
-    seq_len: Annotated[int, typer.Option(help="Tokens (bytes) of a sequence; two a step.")] = 1024,
-    mask: Annotated[str, typer.Option(help="As of seqpar train.")] = "causal",
+    seq_len: Annotated[int, typer.Option(help="Tokens (bytes) of a sequence. A step has two sequences.")] = 1024,
+    mask: Annotated[str, typer.Option(help="As in seqpar train.")] = "causal",
     text: Annotated[str | None, typer.Option(help="Text file (default: this package's own sources).")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights and data.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the weights and the data.")] = 0,
+    device: Annotated[str, typer.Option(help=f"Where to compute. One of {', '.join(get_args(DeviceName))}.")] = "cpu",
     out: Annotated[str, typer.Option(help="Folder for the table, the plot and each run's files.")] = "demo",
-    deadline: Annotated[float, typer.Option(help="Seconds for each run.")] = 600.0,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a run is ended.")] = 600.0,
 ) -> None:
     """Train one model on one process and under each strategy, and compare: a few minutes on two cores.
 
-    Every run starts fresh processes with the same weights and the same data. The loss curves must agree.
+    Each run starts new processes with the same weights and data. The command fails if the loss curves differ.
     """
     if nproc < 2:
-        raise CommandError(f"nproc={nproc}: at least 2 are needed to compare with one process", BAD_OPTION)
+        raise CommandError(f"nproc={nproc}: expected at least 2, to compare with one process", BAD_OPTION)
     base = TrainConfig(
-        text=text, mask=mask, seq_len=seq_len, batch=2, steps=steps, seed=seed, device=device,
-        deadline=deadline, plot=False,
-    )  # fmt: skip
-    runs = {ONE: (1, replace(base, strategy="local", layout="contiguous"))}
+        text=text,
+        mask=mask,
+        seq_len=seq_len,
+        batch=2,
+        steps=steps,
+        seed=seed,
+        device=cast("DeviceName", device),  # checked below
+        deadline=deadline,
+        plot=False,
+    )
+    runs = {_ONE_PROCESS: (1, replace(base, strategy="local", layout="contiguous"))}
     runs |= {name: (nproc, replace(base, **options)) for name, options in _STRATEGIES.items()}
     folder = Path(out)
     with bad_options():
@@ -75,7 +82,7 @@ def demo(
             config.check(ranks)
         corpus = read_corpus(text)
         make_folder(folder)
-    corpus.save(folder / "text.txt")  # every run reads the same, whatever happens to the file
+    corpus.save(folder / "text.txt")  # all runs read this copy: the file may change meanwhile
     runs = {name: (ranks, replace(c, text=str(folder / "text.txt"))) for name, (ranks, c) in runs.items()}
     console = Console()
     console.print(
@@ -85,19 +92,19 @@ def demo(
     start = time.perf_counter()
     results = [_run(name, ranks, config, folder) for name, (ranks, config) in runs.items()]
     _report(results, folder, console, f"{nproc} ranks, {seq_len:,} tokens, {mask}")
-    console.print(f"[dim]{time.perf_counter() - start:.0f} s in all; everything is in {out}[/]")
-    apart = [r.name for r in results if not r.gap(results[0]) <= _AGREE]
-    if apart:
-        raise CommandError(f"the loss of {' and '.join(apart)} is more than {_AGREE} from that of one process")
+    console.print(f"[dim]{time.perf_counter() - start:.0f} s in all; tables, plot and each run's files are in {out}[/]")
+    different = [r.name for r in results if not r.difference(results[0]) <= _TOLERANCE]
+    if different:
+        raise CommandError(f"{' and '.join(different)}: the loss differs from one process's by more than {_TOLERANCE}")
 
 
 def _run(name: str, ranks: int, config: TrainConfig, folder: Path) -> _Result:
-    """Train in fresh processes, and read what they wrote."""
+    """Train in new processes, and read the files that they wrote."""
     out = folder / name.replace(", ", "-").replace(" ", "-")
     config = replace(config, out=str(out), title=name)
     (out / "summary.json").unlink(missing_ok=True)
     try:
-        launch(["-m", "seqpar.cli.worker", config.to_json()], ranks, config.deadline)
+        launch_training(config, ranks)
     except CommandError as error:
         raise CommandError(f"{name}: {error}", error.code) from error
     with (out / "losses.csv").open(newline="") as file:
@@ -113,7 +120,7 @@ def _report(results: list[_Result], folder: Path, console: Console, title: str) 
             "ranks": r.summary["ranks"],
             "first_loss": r.losses[0],
             "final_loss": r.losses[-1],
-            "largest_difference": r.gap(one),
+            "largest_difference": r.difference(one),
             "tokens_per_second": r.summary["tokens_per_second"],
             "peak_memory_per_rank": max(r.summary["peak_memory_per_rank"]),
             "attention_bytes_per_token": r.summary["attention_bytes_per_token"],
@@ -124,7 +131,7 @@ def _report(results: list[_Result], folder: Path, console: Console, title: str) 
     write_csv(folder / "demo.csv", rows)
     curves = [{"step": i + 1, **{r.name: r.losses[i] for r in results}} for i in range(len(one.losses))]
     write_csv(folder / "curves.csv", curves)
-    console.print(f"\n[bold]The same training under every strategy[/]: {title}", highlight=False)
+    console.print(f"\n[bold]The same training run under every strategy[/]: {title}", highlight=False)
     table = Table()
     table.add_column("run")
     for heading in ("final\nloss", "largest\ndifference", "tokens/s", "peak memory\nper rank", "sent\nper token"):
@@ -133,21 +140,19 @@ def _report(results: list[_Result], folder: Path, console: Console, title: str) 
         table.add_row(
             row["run"],
             f"{row['final_loss']:.4f}",
-            "" if row["run"] == ONE else f"{row['largest_difference']:.1e}",
+            "" if row["run"] == _ONE_PROCESS else f"{row['largest_difference']:.1e}",
             f"{row['tokens_per_second']:,.0f}",
             human_bytes(row["peak_memory_per_rank"]),
             human_bytes(row["attention_bytes_per_token"]),
-            end_section=row["run"] == ONE,
+            end_section=row["run"] == _ONE_PROCESS,
         )
     console.print(table)
     gradients = sorted({int(row["gradient_bytes_per_step"]) for row in rows[1:]}, reverse=True)
     console.print(
-        f"[dim]The loss began at {one.losses[0]:.4f}. Largest difference: of the loss from one process's, over all "
-        "steps. Peak memory: the largest rank's resident memory above what it held before the model was made. Sent: "
-        "payload in forward and backward, all ranks together. Summing the weights' gradients adds "
-        f"{' or '.join(map(human_bytes, gradients))} a step{' (tp_sp shards most weights)' * (len(gradients) > 1)}.[/]"
+        f"[dim]The loss of the first step is {one.losses[0]:.4f}. Largest difference: of the loss from one process's, "
+        "at any step. Peak memory: the largest rank's resident memory, above what it held before the model was made. "
+        "Sent per token: payload in forward and backward, all ranks together. Summing the weights' gradients sends "
+        f"{' or '.join(map(human_bytes, gradients))} more a step"
+        f"{' (less under tp_sp, which shards most weights)' * (len(gradients) > 1)}.[/]"
     )
-    if can_plot():
-        plot_comparison(folder / "demo.png", {r.name: r.losses for r in results}, title)
-    else:
-        console.print(PLOT_NEEDS)
+    plot_comparison(folder / "demo.png", {r.name: r.losses for r in results}, title)

@@ -1,7 +1,12 @@
-"""Starting several ranks on this machine: what torchrun does for one node, without its agent process.
+"""Start several ranks on this machine; the errors and exit codes of the command line.
 
-The launcher hosts the ranks' rendezvous store, so that no port is guessed; it waits for all of them, brings down the
-rest when one dies, and shows the error of the rank that failed first.
+torchrun starts ranks too, and every command here also runs under it. ``launch`` adds what a command that starts its
+own ranks needs:
+
+* a deadline;
+* one error message, that of the rank that failed first, and its exit code, instead of an agent's report on all ranks;
+* ranks that end when the launcher is killed (``follow_launcher``);
+* a rendezvous store on a port that the operating system chooses, so that several launches run side by side.
 """
 
 from __future__ import annotations
@@ -13,41 +18,93 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import IO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import IO, NoReturn
 
 from torch.distributed import TCPStore
 
-from .errors import FAILED, TIMED_OUT, CommandError
+FAILED = 1
+BAD_OPTION = 2
+TIMED_OUT = 124
+INTERRUPTED = 130
 
-_LAUNCHER = "SEQPAR_LAUNCHER"  # its process id, in the environment of the ranks
-_GRACE_S = 3.0
-_PR_SET_PDEATHSIG = 1
+_LAUNCHER = "SEQPAR_LAUNCHER"  # environment variable of the ranks: the launcher's process id
+_GRACE_S = 3.0  # between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class CommandError(Exception):
+    """An error that the user can fix: ends the command with a message on stderr and no traceback.
+
+    Attributes:
+        code: the command's exit code.
+    """
+
+    def __init__(self, message: str, code: int = FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@contextmanager
+def bad_options() -> Iterator[None]:
+    """Turn a TypeError or ValueError raised in the block into a CommandError with the exit code for a bad option."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise CommandError(str(error), BAD_OPTION) from error
+
+
+def exit_with(error: CommandError) -> NoReturn:
+    """Print the error on stderr, with the rank where there are several, and exit with its code."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    rank = f" (rank {os.environ['RANK']})" if several and "RANK" in os.environ else ""
+    print(f"error{rank}: {error}", file=sys.stderr, flush=True)
+    sys.exit(error.code)
 
 
 def cores() -> int:
-    """CPU cores this process may use."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_rank(nproc: int) -> int:
-    """Threads for each of ``nproc`` ranks on this machine: ranks that share cores slow each other down."""
+    """Threads for each of ``nproc`` ranks on this machine, so that no two ranks compete for a core."""
     return max(1, cores() // nproc)
 
 
+def loopback() -> str:
+    """The name of the loopback network interface."""
+    return "lo" if sys.platform.startswith("linux") else "lo0"
+
+
 def under_launcher() -> bool:
-    """Whether torchrun, or ``launch``, started this process as one of several ranks."""
+    """Whether torchrun or ``launch`` started this process as one of its ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(arguments: Sequence[str], nproc: int, deadline_s: float) -> None:
-    """Run ``python <arguments>`` as ``nproc`` ranks that talk over the loopback interface.
+def launch(
+    arguments: Sequence[str],
+    nproc: int,
+    deadline_s: float,
+    *,
+    prefix: Callable[[int], Sequence[str]] | None = None,
+    environment: Callable[[int], Mapping[str, str]] | None = None,
+) -> None:
+    """Run ``python <arguments>`` as ``nproc`` ranks that communicate over the loopback interface.
 
-    Rank 0 writes to this terminal; what the others print is dropped.
+    Only rank 0 writes to this terminal. The stdout of the other ranks is discarded, and stderr is kept for the error
+    message.
+
+    Args:
+        arguments: arguments of the Python interpreter.
+        nproc: number of ranks.
+        deadline_s: seconds until ranks that are still running are ended.
+        prefix: gives, for a rank, a command that runs the interpreter, as ``["ip", "netns", "exec", name]`` does.
+        environment: gives, for a rank, environment variables that replace the launcher's.
 
     Raises:
-        CommandError: a rank failed (with its code and the end of its stderr), or the deadline passed.
+        CommandError: a rank failed (with its exit code and the last lines of its stderr), or the deadline passed.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -55,31 +112,27 @@ def launch(arguments: Sequence[str], nproc: int, deadline_s: float) -> None:
         errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(nproc)]
         try:
             for rank in range(nproc):
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, *arguments],
-                        env=_environment(rank, nproc, store.port),
-                        stdout=None if rank == 0 else subprocess.DEVNULL,
-                        stderr=errors[rank],
-                    )
-                )
+                command = [*(prefix(rank) if prefix else ()), sys.executable, *arguments]
+                variables = _environment(rank, nproc, store.port) | dict(environment(rank) if environment else {})
+                stdout = None if rank == 0 else subprocess.DEVNULL
+                ranks.append(subprocess.Popen(command, env=variables, stdout=stdout, stderr=errors[rank]))
             _wait(ranks, errors, deadline_s)
         finally:
             _end(ranks)
 
 
 def follow_launcher() -> None:
-    """In a rank: die with the launcher, even when it is killed (Linux)."""
+    """Called in a rank: have the kernel kill this process when the launcher ends, even by SIGKILL (Linux only)."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it died before the line above
+    if os.getppid() != int(launcher):  # the launcher ended before the call above
         sys.exit(FAILED)
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    threads = str(threads_per_rank(nproc))
+    """torchrun's variables, and those that keep the ranks on this machine and off each other's cores."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -88,25 +141,21 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store; rank 0 must not
-        "GLOO_SOCKET_IFNAME": _loopback(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store; rank 0 must not start another
+        "GLOO_SOCKET_IFNAME": loopback(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(nproc))),
         _LAUNCHER: str(os.getpid()),
     }
-
-
-def _loopback() -> str:
-    return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[IO[bytes]], deadline_s: float) -> None:
     end = time.monotonic() + deadline_s
     while True:
         codes = [rank.poll() for rank in ranks]
-        if any(codes):  # neither running (None) nor done (0)
-            time.sleep(0.2)  # peers of a dead rank fail as well: see who did before choosing whom to blame
+        if any(codes):  # a code is None while the rank runs, and 0 when it is done
+            time.sleep(0.2)  # the other ranks fail as well when one dies: wait, then choose whose error to show
             codes = [rank.poll() for rank in ranks]
-            raise _blame(codes, errors)
+            raise _first_error(codes, errors)
         if all(code == 0 for code in codes):
             return
         if time.monotonic() > end:
@@ -115,29 +164,33 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[IO[bytes]],
         time.sleep(0.02)
 
 
-def _blame(codes: Sequence[int | None], errors: Sequence[IO[bytes]]) -> CommandError:
-    """The error of the rank that most likely failed first: killed, else without "connection closed" in its words."""
+def _first_error(codes: Sequence[int | None], errors: Sequence[IO[bytes]]) -> CommandError:
+    """The error of the rank that most likely failed first.
+
+    A rank ended by a signal comes before one that raised. A rank whose stderr says that a peer closed the connection
+    comes last, since its peer failed before it.
+    """
     failed = [rank for rank, code in enumerate(codes) if code]
-    said = {rank: _end_of(errors[rank]) for rank in failed}
-    rank = min(failed, key=lambda r: ((codes[r] or 0) > 0, "onnection closed by peer" in said[r], r))
+    stderr = {rank: _last_lines(errors[rank]) for rank in failed}
+    rank = min(failed, key=lambda r: ((codes[r] or 0) > 0, "onnection closed by peer" in stderr[r], r))
     code = codes[rank] or FAILED
-    if code < 0:
+    if code < 0:  # minus the signal's number
         name = signal.Signals(-code).name
         hint = " (out of memory, perhaps)" if name == "SIGKILL" else ""
-        return CommandError(f"rank {rank} was ended by {name}{hint}\n{said[rank]}".rstrip())
-    last = said[rank].splitlines()[-1] if said[rank] else ""
-    if last.startswith("error"):  # one of ours: no more than its message
+        return CommandError(f"rank {rank} was ended by {name}{hint}\n{stderr[rank]}".rstrip())
+    last = stderr[rank].splitlines()[-1] if stderr[rank] else ""
+    if last.startswith("error"):  # printed by exit_with: the message is enough
         return CommandError(last.split(": ", 1)[-1], code)
-    return CommandError(f"rank {rank} failed:\n{said[rank]}", FAILED)
+    return CommandError(f"rank {rank} failed:\n{stderr[rank]}", FAILED)
 
 
-def _end_of(file: IO[bytes], lines: int = 30) -> str:
+def _last_lines(file: IO[bytes], lines: int = 30) -> str:
     file.seek(0)
     return "\n".join(file.read().decode(errors="replace").strip().splitlines()[-lines:])
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run: ask, wait a little, insist."""
+    """End the ranks that still run: SIGTERM, then SIGKILL after a few seconds."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()

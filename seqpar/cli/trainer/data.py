@@ -1,4 +1,7 @@
-"""Text as bytes, and the batches of each step. Every rank makes the same batch and keeps its shard."""
+"""A text as bytes, and the batch of each step. Every rank makes the same batch, and keeps its shard of it.
+
+Shapes: ``n`` bytes of the text, ``b`` batch, ``s`` tokens of the whole sequence.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..mask import Mask
-from .model import IGNORED
+from ...mask import Mask
+from .model import IGNORE_INDEX
 
 MASKS = "causal, window:N, chunked:N, documents, documents:N, or several joined by +"
 _FORM_FEED = b"\f"
@@ -23,8 +26,9 @@ class Corpus:
     """A text.
 
     Attributes:
-        data: uint8 ``[length]``.
-        starts: bool ``[length]``, True where a document starts.
+        name: for messages: the file's path.
+        data: uint8 ``[n]``.
+        starts: bool ``[n]``, True where a document starts.
     """
 
     name: str
@@ -33,10 +37,11 @@ class Corpus:
 
     @property
     def digest(self) -> int:
+        """A checksum of the bytes."""
         return zlib.crc32(self.data.numpy().tobytes())
 
     def save(self, path: Path) -> None:
-        """Write it as a text file that ``read_corpus`` reads back, documents included."""
+        """Write a text file from which ``read_corpus`` reads the same bytes and documents."""
         edges = [*self.starts.nonzero().flatten().tolist(), len(self.data)]
         text = self.data.numpy().tobytes()
         documents = [text[a:b].removesuffix(_FORM_FEED) for a, b in pairwise(edges)]
@@ -46,27 +51,27 @@ class Corpus:
 def read_corpus(path: str | None) -> Corpus:
     """The text at ``path``; by default this package's own sources.
 
-    A text's documents end at form feeds, or, where it has none, at empty lines. Of the sources each file is one.
+    Documents end at form feeds. In a text without form feeds they end at empty lines. Each source file is a document.
 
     Raises:
-        ValueError: a file that cannot be read or holds less than two bytes.
+        ValueError: the file cannot be read, or holds less than two bytes.
     """
     if path is None:
         files = _own_sources()
         text = _FORM_FEED.join(file.read_bytes().replace(_FORM_FEED, b"") for file in files)
-        return _corpus(f"seqpar's own {len(files)} source files", text, _FORM_FEED)
+        return _make_corpus(f"seqpar's own {len(files)} source files", text, _FORM_FEED)
     try:
         text = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(f"--text {path}: {error.strerror or error}; name a readable text file") from error
     if len(text) < 2:
-        raise ValueError(f"--text {path}: {len(text)} bytes; at least 2 are needed")
-    return _corpus(path, text, _FORM_FEED if _FORM_FEED in text else b"\n\n")
+        raise ValueError(f"--text {path}: {len(text)} bytes; expected at least 2")
+    return _make_corpus(path, text, _FORM_FEED if _FORM_FEED in text else b"\n\n")
 
 
 def _own_sources() -> list[Path]:
-    """README and Python files of the repository this package lies in, or else of the package."""
-    package = Path(__file__).resolve().parents[1]
+    """README and Python files of the repository that contains this package, or else of the package."""
+    package = Path(__file__).resolve().parents[2]
     root = package.parent
     if not (root / "pyproject.toml").exists():
         return sorted(package.rglob("*.py"))
@@ -78,8 +83,8 @@ def _own_sources() -> list[Path]:
     return [readme for readme in [root / "README.md"] if readme.exists()] + files
 
 
-def _corpus(name: str, text: bytes, separator: bytes) -> Corpus:
-    """A document ends with its separator."""
+def _make_corpus(name: str, text: bytes, separator: bytes) -> Corpus:
+    """The corpus of a text whose documents end at ``separator``, which belongs to the document before it."""
     parts = text.split(separator)
     lengths = [len(part) + len(separator) for part in parts[:-1]] + [len(parts[-1])]
     edges = torch.tensor([0, *lengths]).cumsum(0)
@@ -90,17 +95,23 @@ def _corpus(name: str, text: bytes, separator: bytes) -> Corpus:
 
 @dataclass(frozen=True)
 class MaskChoice:
-    """The mask asked for on the command line; documents depend on the batch."""
+    """The mask that ``--mask`` names.
+
+    Attributes:
+        fixed: the part that is the same in every step.
+        documents: whether tokens see their own document only. Documents differ from batch to batch.
+        mean_document: mean tokens of a document with random boundaries; 0 takes the text's own documents.
+    """
 
     fixed: Mask
     documents: bool = False
-    mean_document: int = 0  # tokens of a random document; 0: the text's own documents
+    mean_document: int = 0
 
     @staticmethod
     def parse(text: str) -> MaskChoice:
         """
         Raises:
-            ValueError: a name or number that is none of ``MASKS``.
+            ValueError: the text names no mask of ``MASKS``.
         """
         fixed, documents, mean = Mask.causal(), False, 0
         for item in text.split("+"):
@@ -111,7 +122,7 @@ class MaskChoice:
             if name == "causal" and not number:
                 continue
             if name == "window":
-                fixed = fixed & Mask.sliding_window(int(number) - 1)  # with the token itself
+                fixed = fixed & Mask.sliding_window(int(number) - 1)  # a window of N counts the token itself
             elif name == "chunked":
                 fixed = fixed & Mask.chunked(int(number))
             elif name == "documents":
@@ -123,12 +134,13 @@ class MaskChoice:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One step's data, whole.
+    """The batch of one step, not sharded.
 
     Attributes:
-        tokens, labels: int64 ``[batch, seq_len]``; the label of a token is the next one, or -100 where that belongs
-            to another document.
-        count: labels that are not -100.
+        tokens: int64 ``[b, s]``.
+        labels: int64 ``[b, s]``: the next token, or ``IGNORE_INDEX`` if the next token belongs to another document.
+        mask: of the whole sequence.
+        count: labels that are not ``IGNORE_INDEX``.
     """
 
     tokens: Tensor
@@ -138,25 +150,26 @@ class Batch:
 
 
 def make_batch(corpus: Corpus, choice: MaskChoice, batch: int, seq_len: int, seed: int, step: int) -> Batch:
-    """The batch of a step: a function of its arguments, so that a resumed run needs no state of a data loader.
+    """The batch of a step. It depends on the arguments only, so a resumed run needs no state of a data loader.
 
-    Rows start anywhere; the text is taken as a circle, so that any ``seq_len`` will do.
+    Each row starts at a random byte. The text wraps around at its end, so ``seq_len`` may exceed its length.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     first = torch.randint(len(corpus.data), (batch, 1), generator=generator)
-    index = (first + torch.arange(seq_len + 1)) % len(corpus.data)
+    index = (first + torch.arange(seq_len + 1)) % len(corpus.data)  # [b, s + 1]
     text = corpus.data[index].long()
-    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].clone()
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].clone()  # [b, s]
     mask = choice.fixed
     if choice.documents:
-        starts = corpus.starts[index]
+        starts = corpus.starts[index]  # [b, s + 1]
         if choice.mean_document:
             starts = torch.rand(starts.shape, generator=generator) * choice.mean_document < 1
-        labels[starts[:, 1:]] = IGNORED
+        labels[starts[:, 1:]] = IGNORE_INDEX
         mask = mask & Mask.documents([_boundaries(row[:-1]) for row in starts])
-    return Batch(tokens, labels, mask, int((labels != IGNORED).sum()))
+    return Batch(tokens, labels, mask, int((labels != IGNORE_INDEX).sum()))
 
 
 def _boundaries(starts: Tensor) -> list[int]:
+    """The cu_seqlens of one row, from ``starts`` bool ``[s]``. The row's first token starts a document in any case."""
     inner = starts.nonzero().flatten().tolist()
     return [*([] if inner[:1] == [0] else [0]), *inner, len(starts)]

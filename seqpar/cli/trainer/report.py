@@ -1,19 +1,12 @@
-"""What a run leaves behind: CSV, PNG and a summary; and how numbers are printed."""
+"""The files that a run writes (CSV, PNG, JSON), and how numbers are printed."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-PLOT_NEEDS = "no plot: matplotlib is not installed; pip install 'seqpar[bench]'"
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def make_folder(out: Path) -> None:
@@ -28,7 +21,7 @@ def make_folder(out: Path) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows with the same keys; floats with all their digits."""
+    """Write rows with the same keys. Floats keep all their digits."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -40,7 +33,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def human_bytes(n: float) -> str:
-    """As 1.5 KiB."""
+    """Such as "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(n) < 1024 or unit == "TiB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -49,7 +42,7 @@ def human_bytes(n: float) -> str:
 
 
 def human_count(n: float) -> str:
-    """As 1.5 k."""
+    """Such as "1.5 k"."""
     for unit in ("", " k", " M"):
         if abs(n) < 1000 or unit == " M":
             return f"{n:.3g}{unit}" if abs(n) < 1000 else f"{n:,.0f}{unit}"
@@ -58,7 +51,7 @@ def human_count(n: float) -> str:
 
 
 def plot_loss(path: Path, losses: Sequence[float], title: str) -> None:
-    """One run's loss curve."""
+    """Draw one run's loss curve."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(range(1, len(losses) + 1), losses, linewidth=1.5, color="#1f5fa8")
@@ -70,7 +63,7 @@ def plot_loss(path: Path, losses: Sequence[float], title: str) -> None:
 
 
 def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str) -> None:
-    """Loss curves over one another, and below each one's distance from the first."""
+    """Draw the loss curves of all runs in one panel, and in a second one their distance from the first run's."""
     pyplot = _pyplot()
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 2), layout="constrained"
@@ -80,12 +73,12 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
     steps = range(1, len(reference) + 1)
     top.plot(steps, reference, label=names[0], color="0.8", linewidth=7, solid_capstyle="round")
     colors = pyplot.get_cmap("tab10").colors
-    # The curves coincide: each shows a dash where the others leave a gap.
+    # The curves coincide. So that all are visible, each is drawn as dashes in the gaps that the others leave.
     dash, largest = 5, 0.0
     for i, name in enumerate(names[1:]):
         pattern = (i * dash, (dash, dash * (len(names) - 2)) if len(names) > 2 else (1, 0))
         top.plot(steps, runs[name], color=colors[i], linewidth=2.5, linestyle=pattern)
-        top.plot([], [], label=name, color=colors[i], linewidth=2.5)  # the legend shows no gaps
+        top.plot([], [], label=name, color=colors[i], linewidth=2.5)  # a solid line for the legend
         gap = [abs(a - b) for a, b in zip(runs[name], reference, strict=True)]
         largest = max(largest, *gap)
         bottom.plot(steps, gap, color=colors[i], marker=".", markersize=6, linestyle="none")
@@ -93,7 +86,7 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
     top.set_title(title, fontsize=10)
     top.legend(fontsize=9, handlelength=2.5)
     if largest > 0:
-        bottom.set_yscale("log")  # leaves out what is exactly equal
+        bottom.set_yscale("log")  # leaves out points that are exactly 0
         bottom.set_ylim(1e-8, max(1e-4, 10 * largest))
     bottom.set_ylabel(f"difference from\n{names[0]}")
     bottom.set_xlabel("step")
@@ -103,6 +96,7 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
 
 
 def _pyplot() -> Any:
+    """matplotlib.pyplot without a display. Imported here: it takes half a second."""
     import matplotlib
 
     matplotlib.use("Agg")

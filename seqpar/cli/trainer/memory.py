@@ -11,10 +11,11 @@ import torch
 
 
 class PeakMemory:
-    """The most memory held since this object was made, above what was held then.
+    """The most memory held since this object was made, in bytes above what was held then.
 
-    On CUDA, tensors' memory on the device; on the CPU, resident memory of the process (on Linux the kernel's
-    ``VmHWM``, reset here; elsewhere ``ru_maxrss``, which counts from the process's start).
+    On CUDA it is the memory of tensors on the device, as torch counts it. torch does not count the CPU's: there it is
+    the process's resident memory. Linux keeps its peak as ``VmHWM``, which is reset here. Elsewhere it is
+    ``ru_maxrss``, the peak since the process started.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +25,7 @@ class PeakMemory:
             self._baseline = torch.cuda.memory_allocated(device)
             return
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): set the peak to what is resident now
         self._baseline = _resident_peak()
 
     def bytes(self) -> int:
@@ -38,8 +39,8 @@ def _resident_peak() -> int:
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    except OSError:
+                return int(line.split()[1]) << 10  # KiB
+    except OSError:  # not Linux
         pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10
+    return peak if sys.platform == "darwin" else peak << 10  # macOS counts bytes, others KiB

@@ -1,0 +1,151 @@
+"""The options of a training run. Each is written once: its field has its type, default, help text and rules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+from ...checks import check_choice, check_int, check_number
+from ...layers.factory import LAYERS
+from ...layout import Layout
+from ...strategies import Comm, StrategyOptions
+from .data import MASKS, MaskChoice
+from .model import ByteLlama, LayerStrategy, ModelShape
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+DTypeName = Literal["float32", "bfloat16", "float64"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What ``seqpar train`` knows of an option besides its type and default.
+
+    Attributes:
+        panel: the section of ``seqpar train --help`` that lists it.
+        help: its line there.
+        flags: its spellings, by default made from the field's name.
+        least: the smallest int allowed.
+        may_change: whether a resumed run may have another value, because the option does not change what is learned
+            from which data.
+    """
+
+    panel: Literal["Strategy", "Training", "Model", "Run"]
+    help: str
+    flags: tuple[str, ...] = ()
+    least: int | None = None
+    may_change: bool = False
+
+
+def _strategy(help: str) -> Option:
+    return Option("Strategy", help, may_change=True)
+
+
+def _run(help: str, *flags: str, least: int | None = None) -> Option:
+    return Option("Run", help, flags, least, may_change=True)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Each field with an ``Option`` is an option of ``seqpar train``."""
+
+    strategy: Annotated[LayerStrategy, _strategy("How the ranks share a sequence.")] = "ring"
+    layout: Annotated[Layout, _strategy("Which tokens each rank holds.")] = "zigzag"
+    comm: Annotated[Comm | None, _strategy("How context_parallel communicates.")] = None
+    ulysses_size: Annotated[int | None, _strategy("Ranks in each all-to-all of hybrid or a2a+p2p.")] = None
+    backend: Annotated[str, _strategy("Attention kernels: auto, or one that `seqpar doctor` lists.")] = "auto"
+
+    text: Annotated[
+        str | None, Option("Training", "Text file (default: this package's own sources).", may_change=True)
+    ] = None
+    mask: Annotated[str, Option("Training", f"{MASKS}.")] = "causal"
+    seq_len: Annotated[int, Option("Training", "Tokens (bytes) of a sequence, over all ranks.", least=1)] = 2048
+    batch: Annotated[int, Option("Training", "Sequences in each step.", least=1)] = 1
+    steps: Annotated[int, Option("Training", "Steps in all, with those before --resume.", least=1, may_change=True)] = (
+        100
+    )
+    lr: Annotated[float, Option("Training", "Learning rate, after a short warm-up.")] = 1e-3
+    seed: Annotated[int, Option("Training", "Seed of weights, data and dropout.", least=0)] = 0
+
+    layers: Annotated[int, Option("Model", "Transformer layers.", least=1)] = 4
+    hidden: Annotated[int, Option("Model", "Width of the hidden states.", least=1)] = 256
+    heads: Annotated[int, Option("Model", "Query heads.", least=1)] = 8
+    kv_heads: Annotated[int, Option("Model", "Key/value heads, a divisor of the query heads.", least=1)] = 4
+    tied: Annotated[bool, Option("Model", "Share one matrix between input and output.", ("--tied/--untied",))] = True
+    dropout: Annotated[float, Option("Model", "Probability of dropping an attention weight.")] = 0.0
+    dtype: Annotated[DTypeName, Option("Model", "Precision; bfloat16 is autocast with float32 weights.")] = "float32"
+
+    out: Annotated[str, _run("Folder for checkpoint, loss curve, CSV and summary.")] = "seqpar-train"
+    save_every: Annotated[int, _run("Steps between checkpoints; 0 saves at the end only.", least=0)] = 0
+    resume: Annotated[bool, _run("Continue from OUT/checkpoint.pt, with any strategy and ranks.", "--resume")] = False
+    device: Annotated[DeviceName, _run("Where to compute; auto is cuda if each rank has a GPU.")] = "auto"
+    deterministic: Annotated[bool, _run("Use deterministic algorithms only.", "--deterministic")] = False
+    deadline: Annotated[float, _run("Seconds after which ranks started here are ended.")] = 3600.0
+    plot: Annotated[bool, _run("Draw the loss curve.")] = True
+    title: str = ""  # of the progress display and the plot; ``seqpar demo`` sets it
+
+    @classmethod
+    @cache
+    def options(cls) -> dict[str, tuple[Any, Option]]:
+        """The type and the Option of each field that has one, by the field's name."""
+        hints = get_type_hints(cls, include_extras=True).items()
+        return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Annotated}
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(self.layers, self.hidden, self.heads, self.kv_heads, self.tied, self.dropout)
+
+    @property
+    def strategy_options(self) -> StrategyOptions:
+        options: StrategyOptions = {}
+        if self.comm is not None:
+            options["comm"] = self.comm
+        if self.ulysses_size is not None:
+            options["ulysses_size"] = self.ulysses_size
+        return options
+
+    @property
+    def fixed_options(self) -> dict[str, Any]:
+        """The options that a resumed run must leave as they were."""
+        return {name: getattr(self, name) for name, (_, option) in self.options().items() if not option.may_change}
+
+    def check(self, ranks: int) -> None:
+        """
+        Raises:
+            TypeError: an option has the wrong type.
+            ValueError: an option has a value that is not allowed, or that does not fit the others.
+        """
+        check_choice("strategy", self.strategy, LAYERS)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("device", self.device, get_args(DeviceName))
+        for name, (_, option) in self.options().items():
+            if option.least is not None:
+                check_int(name, getattr(self, name), option.least)
+        for name in ("lr", "deadline"):
+            if check_number(name, getattr(self, name)) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a positive number")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(
+                f"heads={self.heads}: hidden={self.hidden} must be a multiple of twice that (head_dim is even)"
+            )
+        if self.strategy == "local" and ranks > 1:
+            raise ValueError(f"strategy='local' with {ranks} ranks: it runs on one; choose another, or --nproc 1")
+        if self.device == "cuda" and torch.cuda.device_count() < ranks:
+            raise ValueError(f"device='cuda': {torch.cuda.device_count()} here, {ranks} ranks; use --device cpu")
+        MaskChoice.parse(self.mask)
+        # The model checks what is left: on the meta device it has no weights.
+        ByteLlama(
+            self.shape, self.strategy, layout=self.layout, backend=self.backend, device="meta", **self.strategy_options
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> TrainConfig:
+        return TrainConfig(**json.loads(text))

@@ -1,0 +1,252 @@
+"""One rank's training run: model, optimizer, the step, and what a checkpoint holds.
+
+Shapes: ``b`` batch, ``s`` this rank's tokens, ``v`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from ...comm.trace import trace
+from ...layers import sync_gradients
+from ...layers.sharded_weights import weight_shards
+from ...mesh import init_mesh, rank_in, sequence_group, size_of
+from ...sharding import shard
+from ...strategies import STRATEGIES, resolve
+from ..launch import CommandError, under_launcher
+from .checkpoint import check_same_run, save_checkpoint
+from .config import DTYPES, DeviceName, TrainConfig
+from .data import Corpus, MaskChoice, make_batch
+from .memory import PeakMemory
+from .model import ByteLlama, partial_loss
+
+_WARMUP_STEPS = 10
+_MAX_NORM = 1.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of the run, and this rank's device.
+
+    Attributes:
+        group: the ranks that share each sequence; None is this process alone.
+        device: of this rank's tensors.
+    """
+
+    group: ProcessGroup | None
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return rank_in(self.group)
+
+    @property
+    def size(self) -> int:
+        return size_of(self.group)
+
+    @staticmethod
+    def init(device: DeviceName, local_ranks: int) -> World:
+        """Start the process group if a launcher started this process. ``local_ranks`` share this machine's GPUs."""
+        device_type: str = device
+        if device == "auto":
+            device_type = "cuda" if torch.cuda.device_count() >= local_ranks else "cpu"
+        group = sequence_group(init_mesh(ring=-1, device_type=device_type)) if under_launcher() else None
+        if device_type == "cuda":
+            return World(group, torch.device("cuda", torch.cuda.current_device()))
+        return World(group, torch.device("cpu"))
+
+    def all_reduce(self, *values: float) -> list[float]:
+        """Each value summed over the ranks."""
+        if self.group is None:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return [float(x) for x in total.tolist()]
+
+    def broadcast(self, make: Callable[[], _T]) -> _T:
+        """What ``make()`` returns on rank 0. Only rank 0 calls it."""
+        if self.group is None:
+            return make()
+        values: list[Any] = [make() if self.rank == 0 else None]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        value: _T = values[0]
+        return value
+
+    def destroy(self) -> None:
+        """End the process group, after all ranks have come here."""
+        if self.group is not None:
+            dist.barrier(self.group)
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The measurements of one step.
+
+    Attributes:
+        step: its number, from 0.
+        loss: of the whole batch.
+        gradient_norm: of all gradients together, before they are clipped.
+        seconds: of the whole step.
+        attention_bytes: sent in forward and backward, by all ranks together.
+        gradient_bytes: sent to sum the weights' gradients, by all ranks together.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    seconds: float
+    attention_bytes: int
+    gradient_bytes: int
+
+
+class Training:
+    """Model, optimizer and data of one rank, and the losses of the steps done so far."""
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, world: World) -> None:
+        self.config = config
+        self.corpus = corpus
+        self.world = world
+        self.losses: list[float] = []
+        self.mask = MaskChoice.parse(config.mask)
+        if config.strategy in STRATEGIES:
+            resolve(config.strategy, None, world.group, config.strategy_options)  # raises if a size does not fit
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.memory = PeakMemory(world.device)
+        dtype = DTYPES[config.dtype]
+        # A half type means autocast, with the weights in float32.
+        self.autocast = dtype.itemsize < 4
+        self.model = ByteLlama(
+            config.shape,
+            config.strategy,
+            group=world.group if world.size > 1 else None,
+            layout=config.layout,
+            backend=config.backend,
+            dtype=torch.float32 if self.autocast else dtype,
+            device=world.device,
+            **config.strategy_options,
+        )
+        self.model.reset_parameters(config.seed)
+        self.shards = weight_shards(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        torch.manual_seed(config.seed)  # rank 0 draws the seeds of attention's dropout from this generator
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the full model."""
+        sizes = ((p, self.shards.get(p)) for p in self.model.parameters())
+        return sum(p.numel() if s is None else prod(s.full_shape(p)) for p, s in sizes)
+
+    @property
+    def fixed_options(self) -> dict[str, Any]:
+        """What a resumed run must leave as it was: options, and the text's bytes instead of its path."""
+        return {**self.config.fixed_options, "text": self.corpus.digest}
+
+    def run(self) -> Iterator[StepResult]:
+        """The steps that remain.
+
+        Raises:
+            CommandError: the loss is no longer finite.
+        """
+        while len(self.losses) < self.config.steps:
+            result = self._step()
+            if not isfinite(result.loss):
+                raise CommandError(f"the loss of step {result.step} is {result.loss}; choose a lower --lr")
+            self.losses.append(result.loss)
+            yield result
+
+    def _step(self) -> StepResult:
+        config, world, number = self.config, self.world, len(self.losses)
+        start = time.perf_counter()
+        batch = make_batch(self.corpus, self.mask, config.batch, config.seq_len, config.seed, number)
+        tokens, labels = (self._shard(x) for x in (batch.tokens, batch.labels))  # [b, s]
+        for parameter_group in self.optimizer.param_groups:
+            parameter_group["lr"] = config.lr * min(1.0, (number + 1) / _WARMUP_STEPS)
+        self.optimizer.zero_grad()
+        autocast = torch.autocast(world.device.type, DTYPES[config.dtype]) if self.autocast else nullcontext()
+        with trace() as attention:
+            with autocast:
+                logits = self.model(tokens, batch.mask, config.seq_len)  # [b, s, v]
+            loss = partial_loss(logits, labels, batch.count)
+            loss.backward()
+        with trace() as gradients:
+            sync_gradients(self.model, group=world.group)
+        norm = nn.utils.get_total_norm([self._full(p, p.grad) for p in self.model.parameters() if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), _MAX_NORM, norm)
+        self.optimizer.step()
+        total_loss, attention_bytes, gradient_bytes = world.all_reduce(
+            loss.item(), attention.bytes_sent, gradients.bytes_sent
+        )
+        seconds = time.perf_counter() - start
+        return StepResult(number, total_loss, float(norm), seconds, int(attention_bytes), int(gradient_bytes))
+
+    def _shard(self, x: Tensor) -> Tensor:
+        """This rank's tokens ``[b, s]`` of a batch ``[b, seq_len]``."""
+        if self.world.group is not None:
+            x = shard(x, dim=1, group=self.world.group, layout=self.config.layout)
+        return x.to(self.world.device)
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint of the full weights and optimizer state. All ranks call it, and rank 0 writes."""
+        # Both calls gather weights that tp_sp shards, so every rank makes them.
+        weights = {
+            name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+            for name, weight in self.model.state_dict().items()
+        }
+        moments = {
+            name: {key: self._full(p, x) if x.shape == p.shape else x for key, x in self.optimizer.state[p].items()}
+            for name, p in self.model.named_parameters()
+        }
+        if self.world.rank != 0:
+            return
+        corpus = {"name": self.corpus.name, "data": self.corpus.data, "starts": self.corpus.starts}
+        state = {
+            "fixed_options": self.fixed_options,
+            "corpus": corpus,
+            "losses": self.losses,
+            "model": weights,
+            "optimizer": moments,
+            "rng": torch.get_rng_state(),
+        }
+        save_checkpoint(path, state)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state that ``save`` wrote, under any strategy and number of ranks.
+
+        Raises:
+            ValueError: the checkpoint is of another run, or has all of this run's steps.
+        """
+        check_same_run(state["fixed_options"], self.fixed_options)
+        if len(state["losses"]) >= self.config.steps:
+            raise ValueError(f"--resume: {len(state['losses'])} steps are done already; give a larger --steps")
+        self.model.load_state_dict(state["model"])
+        for name, p in self.model.named_parameters():
+            moments = {key: self._local(p, x) for key, x in state["optimizer"][name].items()}
+            # AdamW keeps its step count on the CPU, and the moments beside the weight.
+            self.optimizer.state[p] = {k: x if k == "step" else x.to(p.device) for k, x in moments.items()}
+        self.losses = list(state["losses"])
+        torch.set_rng_state(state["rng"])
+
+    def _full(self, parameter: Tensor, local: Tensor) -> Tensor:
+        """The full gradient or moment of a parameter, from each rank's slice. All ranks call it together."""
+        shard = self.shards.get(parameter)
+        return local if shard is None else shard.all_gather(local)
+
+    def _local(self, parameter: Tensor, full: Tensor) -> Tensor:
+        """This rank's slice of a full gradient or moment of a parameter."""
+        shard = self.shards.get(parameter)
+        return full if shard is None or full.dim() == 0 else shard.to_local(full).clone()
