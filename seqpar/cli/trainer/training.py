@@ -165,7 +165,7 @@ class Training:
         while len(self.losses) < self.config.steps:
             result = self._step()
             if not isfinite(result.loss):
-                raise CommandError(f"the loss of step {result.step} is {result.loss}; choose a lower --lr")
+                raise CommandError(f"the loss of step {result.step + 1} is {result.loss}; choose a lower --lr")
             self.losses.append(result.loss)
             yield result
 
