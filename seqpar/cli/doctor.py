@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import Tensor
 from ..comm.p2p import exchange
 from ..comm.trace import trace
 from ..functional import attention
-from ..kernels import BACKENDS, backends
+from ..kernels import BACKENDS, BackendName, backends
 from .launch import CommandError, cores, follow_launcher, launch
 from .trainer.report import human_bytes
 
@@ -129,7 +129,7 @@ def _measured(device: torch.device) -> Table:
         if backend.unavailable() is not None:
             continue
         try:
-            rate = _attention_rate(name, device)
+            rate = _attention_rate(cast("BackendName", name), device)
         except (RuntimeError, MemoryError) as error:
             table.add_row(f"attention, {name}", f"failed: {str(error).splitlines()[0]}")
             continue
@@ -186,7 +186,7 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _attention_rate(backend: str, device: torch.device) -> _AttentionRate:
+def _attention_rate(backend: BackendName, device: torch.device) -> _AttentionRate:
     """Causal attention of 8 heads of 64, at the first sequence length 512, 1,024, ... that takes about 0.15 s.
 
     A forward counts ``2 * seq_len**2 * 8 * 64`` operations, half of a full mask's, and a backward 2.5 times that.
@@ -200,9 +200,7 @@ def _attention_rate(backend: str, device: torch.device) -> _AttentionRate:
         dout = torch.randn_like(q)
 
         def forward() -> Tensor:
-            out = attention(q, k, v, strategy="local", backend=backend)  # noqa: B023 (called before the next round)
-            assert isinstance(out, Tensor)
-            return out
+            return attention(q, k, v, strategy="local", backend=backend)  # noqa: B023 (called before the next round)
 
         with trace() as t:
             forward()  # compiles kernels and fills caches

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...kernels import BackendName
 from ...layers import MegatronMLP, RotaryEmbedding
 from ...layers.factory import ParallelAttention
 from ...layers.sharded_weights import weight_shards
@@ -99,7 +100,7 @@ class ByteLlama(nn.Module):
         *,
         group: ProcessGroup | None = None,
         layout: Layout = "contiguous",
-        backend: str = "auto",
+        backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **strategy_options: Unpack[StrategyOptions],
