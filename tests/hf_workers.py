@@ -16,6 +16,8 @@ import seqpar.hf
 from seqpar.layout import Layout
 from seqpar.strategies import StrategyName
 
+from .pool import on_ranks
+
 VOCAB = 62
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -186,6 +188,7 @@ def compare(group: ProcessGroup, kind: str, strategy: str, how: str, **options: 
     return abs(loss.item() - expected), worst(gradients(model), grads)
 
 
+@on_ranks
 def table(group: ProcessGroup, cases: list[tuple[str, str, str]]) -> list[tuple[float, float]]:
     return [compare(group, *case) for case in cases]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from .pool import Pool
+from .pool import Pool, on_ranks
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(str(page.relative_to(ROOT)) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -75,6 +75,7 @@ def run_page(page: str) -> None:
         torch.set_default_device(None)
 
 
+@on_ranks
 def _run_page_worker(group: ProcessGroup, page: str) -> None:
     run_page(page)
 

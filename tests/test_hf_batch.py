@@ -18,7 +18,9 @@ from seqpar.hf.batch import documents_from_positions, shard_for_rank, token_rang
 from seqpar.layout import Layout
 
 from .hf_workers import make_batch
-from .pool import Pool, WorkerError
+from .pool import Pool, WorkerError, on_ranks
+
+pytestmark = pytest.mark.slow
 
 
 def unsharded(name: str, batch: dict[str, Any], ranks: int, layout: Layout, **options: Any) -> Tensor:
@@ -107,6 +109,7 @@ def test_masks_are_shared_by_equal_rows() -> None:
     assert shard_for_rank({"input_ids": batch["input_ids"]}, 1, 0, "zigzag")["seqpar"].mask == seqpar.Mask.full()
 
 
+@on_ranks
 def scattered(group: ProcessGroup, layout: Layout) -> None:
     for how in ("left", "packed"):
         batch = make_batch(how, 33)
@@ -142,6 +145,7 @@ def examples(count: int) -> Any:
     return [{"input_ids": torch.arange(8) + 100 * i, "labels": torch.arange(8) + 100 * i} for i in range(count)]
 
 
+@on_ranks
 def loaded(group: ProcessGroup, kind: str) -> list[int]:
     """The examples this rank saw, by their first number."""
     mesh = seqpar.init_mesh(2, 2, 2, 1, device_type="cpu")
@@ -185,11 +189,13 @@ def test_loader_refuses_a_sampler_over_the_world(pool: Pool) -> None:
         pool.run(2, over_the_world)
 
 
+@on_ranks
 def over_the_world(group: ProcessGroup) -> None:
     sampler: Any = DistributedSampler(examples(4), num_replicas=2, rank=group.rank())
     seqpar.hf.ShardedLoader(DataLoader(examples(4), sampler=sampler), group=group)
 
 
+@on_ranks
 def collated(group: ProcessGroup, workers: int) -> list[Tensor]:
     collator = seqpar.hf.ShardCollator(group=group, layout="striped")
     loader = DataLoader(examples(4), batch_size=2, collate_fn=collator, num_workers=workers)
@@ -207,6 +213,7 @@ def test_collator_in_a_worker_process() -> None:
     assert [batch["seqpar"].num_items for batch in loader] == [14, 14]
 
 
+@on_ranks
 def brought(group: ProcessGroup, what: str) -> None:
     batch: Any = make_batch("plain", 12, seed=group.rank() if what == "different" else 0)
     if what == "one lacks" and group.rank() == 1:

@@ -26,15 +26,10 @@ import seqpar.hf
 from seqpar.hf.state import Gradients
 
 from .hf_workers import gradients, make_batch, one_device, tiny, worst
-from .pool import Pool
+from .pool import Pool, mesh_of, on_ranks
 
+pytestmark = pytest.mark.slow
 LOSS, GRADIENT = 2e-5, 1e-3
-
-
-@cache
-def mesh_of(dp: int, ring: int, ulysses: int, tp: int) -> DeviceMesh:
-    """A mesh over all eight workers, made once."""
-    return seqpar.init_mesh(dp, ring, ulysses, tp, device_type="cpu")
 
 
 def reference(kind: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
@@ -52,6 +47,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@on_ranks
 def wrapped(group: ProcessGroup, wrapper: str, kind: str, checkpoint: bool | None) -> tuple[float, float]:
     """The wrapper's gradients are right without ``sync_gradients``. Two data-parallel ranks, four of the sequence."""
     mesh = mesh_of(2, 2, 2, 1)
@@ -104,6 +100,7 @@ def test_wrappers_that_average(pool: Pool, wrapper: str, kind: str, checkpoint: 
         assert loss < LOSS and gradient < GRADIENT
 
 
+@on_ranks
 def averaged_by_hand(group: ProcessGroup, gradients_are: Gradients) -> float:
     """A wrapper that parallelize cannot detect averages the ranks' gradients, or sums them."""
     batch = make_batch("plain")
@@ -121,6 +118,7 @@ def test_gradients_as_asked_for(pool: Pool, gradients_are: Gradients) -> None:
     assert max(pool.run(4, averaged_by_hand, gradients_are)) < GRADIENT
 
 
+@on_ranks
 def data_parallel_alone(group: ProcessGroup) -> tuple[float, float]:
     """DDP over dp only: it averages the replicas, ``sync_gradients`` sums the sequence."""
     mesh = mesh_of(2, 2, 2, 1)
@@ -144,6 +142,7 @@ def test_ddp_over_data_parallel_ranks(pool: Pool) -> None:
         assert loss < LOSS and gradient < GRADIENT
 
 
+@on_ranks
 def checkpointed(group: ProcessGroup, kind: str, reentrant: bool) -> tuple[float, float]:
     """Two forwards before the backwards: each recomputation must find its own batch's mask."""
     batches = [make_batch("packed", seed=5), make_batch("left", 38, seed=6)]
@@ -165,6 +164,7 @@ def test_activation_checkpointing(pool: Pool, kind: str, reentrant: bool) -> Non
         assert loss < LOSS and gradient < GRADIENT
 
 
+@on_ranks
 def with_lora(group: ProcessGroup, targets: list[str], before: bool) -> tuple[float, float]:
     from peft import LoraConfig, get_peft_model
 
@@ -199,6 +199,7 @@ def test_lora(pool: Pool, targets: list[str], before: bool) -> None:
         assert loss < LOSS and gradient < GRADIENT
 
 
+@on_ranks
 def compiled(group: ProcessGroup) -> tuple[float, float, int, int]:
     """Decoder layers compiled one by one. Graphs: one before the attention, one after it."""
     torch._dynamo.reset()
@@ -253,6 +254,7 @@ class Stage(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
+@on_ranks
 def pipelined(group: ProcessGroup) -> tuple[float, float]:
     """2 data-parallel replicas x 2 stages x 2 sequence ranks."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "ring"))
@@ -288,6 +290,7 @@ def test_pipeline_stages(pool: Pool) -> None:
         assert loss < LOSS and gradient < GRADIENT
 
 
+@on_ranks
 def with_tensor_parallel(group: ProcessGroup, path: str, kind: str) -> tuple[float, float]:
     """transformers' own ``tp_plan`` and FSDP2 (2 x 4 ranks) under a hybrid of 2 x 2 sequence ranks."""
     from transformers import AutoModelForCausalLM

@@ -22,8 +22,9 @@ from seqpar.kernels import BackendName
 from seqpar.layout import Layout
 
 from .hf_workers import VOCAB, tiny
-from .pool import Pool
+from .pool import Pool, on_ranks
 
+pytestmark = pytest.mark.slow
 GENERATIVE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "llama4")
 
 
@@ -43,6 +44,7 @@ def model_of(kind: str) -> Any:
     return tiny(kind, tie_word_embeddings=False, **changes).eval()
 
 
+@on_ranks
 def generated(group: ProcessGroup, kind: str, layout: Layout, calls: list[tuple[str, dict[str, Any]]]) -> list[Tensor]:
     model = seqpar.hf.parallelize(model_of(kind), group=group, layout=layout)
     return [model.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
@@ -65,6 +67,7 @@ def test_tokens(pool: Pool, kind: str, world: int) -> None:
                 assert torch.equal(ours, theirs)
 
 
+@on_ranks
 def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int, int]:
     """This rank's keys in each layer; the length; the bytes that one more token sends, and the kernels it runs."""
     model = seqpar.hf.parallelize(model_of(kind), group=group)
@@ -143,6 +146,7 @@ def test_a_cache_outlives_inference_mode() -> None:
     assert float((logits - expected).abs().max()) < 2e-5
 
 
+@on_ranks
 def forwards(group: ProcessGroup) -> list[float]:
     """Errors of the logits of a prompt, of several new tokens at once, of tokens after a crop, of the last 4."""
     reference, model = model_of("gemma2"), seqpar.hf.parallelize(model_of("gemma2"), group=group)
@@ -169,6 +173,7 @@ def test_forwards_with_a_cache(pool: Pool) -> None:
         assert max(errors) < 2e-5, errors
 
 
+@on_ranks
 def adapted(group: ProcessGroup) -> bool:
     from peft import LoraConfig, get_peft_model
 
@@ -186,6 +191,7 @@ def test_adapted_model(pool: Pool) -> None:
     assert all(pool.run(2, adapted))
 
 
+@on_ranks
 def assisted(group: ProcessGroup, kind: str) -> list[bool]:
     """Most candidates are rejected, so that the cache is cropped."""
     ids = torch.cat([prompt("plain")["input_ids"][:1]] * 2, dim=1)
@@ -202,6 +208,7 @@ def test_assisted_generation(pool: Pool, kind: str) -> None:
     assert all(all(same) for same in pool.run(2, assisted, kind))
 
 
+@on_ranks
 def unlike(group: ProcessGroup, what: str) -> str:
     model = seqpar.hf.parallelize(model_of("llama"), group=group)
     given = prompt("plain")

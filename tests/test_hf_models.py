@@ -22,8 +22,9 @@ import seqpar.hf
 from seqpar.hf.patch import NAME
 
 from .hf_workers import MODELS, STRATEGIES, VOCAB, gradients, make_batch, one_device, table, tiny, worst
-from .pool import Pool
+from .pool import Pool, on_ranks
 
+pytestmark = pytest.mark.slow
 LOSS, GRADIENT = 2e-5, 1e-3
 BATCHES = ("plain", "packed", "left", "right")
 
@@ -65,6 +66,7 @@ def test_outputs_as_a_tuple() -> None:
         assert abs(loss.item() - expected.item()) < LOSS
 
 
+@on_ranks
 def with_padding_labels(group: ProcessGroup) -> tuple[float, float]:
     """The last padding token predicts the first token, and its loss counts, as under transformers' SDPA."""
     batch = make_batch("left")
@@ -82,6 +84,7 @@ def test_labels_next_to_padding(pool: Pool) -> None:
         assert loss < LOSS and gradient < GRADIENT
 
 
+@on_ranks
 def with_few_labels(group: ProcessGroup, labelled: int) -> list[tuple[float, float]]:
     """Only the first tokens are labelled: most ranks have nothing to predict."""
     batch = make_batch("plain")
@@ -103,6 +106,7 @@ def test_ranks_without_labels(pool: Pool) -> None:
             assert loss < LOSS and gradient < GRADIENT
 
 
+@on_ranks
 def accumulated(group: ProcessGroup, kind: str) -> tuple[float, float]:
     """Two batches with different numbers of labels; ``num_items_in_batch`` makes the loss one over both."""
     batches = [make_batch("plain", 45, seed=1), make_batch("packed", 45, seed=2)]
@@ -129,6 +133,7 @@ def test_gradient_accumulation(pool: Pool, kind: str) -> None:
         assert loss < LOSS and gradient < GRADIENT
 
 
+@on_ranks
 def dropped(group: ProcessGroup) -> tuple[list[float], list[float]]:
     """Losses under attention dropout, twice, and the loss without it."""
     model = tiny("llama", attention_dropout=0.3)
@@ -149,6 +154,7 @@ def test_dropout_of_attention_weights(pool: Pool) -> None:
     assert abs(two[0][0] - four[0][0]) < LOSS  # not the number of ranks
 
 
+@on_ranks
 def with_rope_of_length(group: ProcessGroup, scaling: dict[str, Any]) -> tuple[float, float, bool]:
     """Frequencies depend on the largest position, which only one rank has."""
     changes: dict[str, Any] = {"rope_parameters": scaling, "max_position_embeddings": 16}
@@ -188,6 +194,7 @@ def test_rope_that_follows_the_length(pool: Pool, scaling: dict[str, Any]) -> No
         assert loss < LOSS and gradient < GRADIENT and same
 
 
+@on_ranks
 def under_autocast(group: ProcessGroup, kind: str) -> tuple[float, float]:
     """float32 weights under bfloat16 autocast: the distance of one device's gradients from float32, and of ours."""
     batch = make_batch("plain")
@@ -311,6 +318,7 @@ def test_layers_without_an_index() -> None:
     assert abs(model(**seqpar.hf.shard_batch(batch)).loss.item() - expected.item()) < LOSS
 
 
+@on_ranks
 def pickled(group: ProcessGroup) -> str:
     with pytest.raises(TypeError) as caught:
         pickle.dumps(seqpar.hf.parallelize(tiny("llama"), group=group))

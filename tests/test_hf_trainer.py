@@ -24,8 +24,9 @@ import seqpar
 import seqpar.hf
 
 from .hf_workers import VOCAB, tiny
-from .pool import Pool
+from .pool import Pool, on_ranks
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 Run = tuple[list[float], float, int, int]
 
@@ -74,6 +75,7 @@ def train(parallel: Any, folder: str, batch: int, across: bool, evaluated_on: in
     return losses, evaluated, seen, together
 
 
+@on_ranks
 def train_in_parallel(group: ProcessGroup, folder: str, dp: int, across: bool, evaluated_on: int) -> Run:
     mesh = seqpar.init_mesh(dp, 4 // dp, 2, 1, device_type="cpu")
     rank, world = group.rank(), group.size()

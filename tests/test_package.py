@@ -39,11 +39,13 @@ def _run(command: list[str | Path], **kwargs: object) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_no_other_top_level_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"seqpar", f"seqpar-{seqpar.__version__}.dist-info"}
 
 
+@pytest.mark.slow
 def test_the_wheel_is_complete(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "seqpar").rglob("*.py")}
@@ -55,6 +57,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     assert "seqpar = seqpar.cli:main" in entry
 
 
+@pytest.mark.slow
 def test_the_wheel_works_from_anywhere(wheel: Path, tmp_path: Path) -> None:
     """Unpacked away from the sources: the kernels are inside the package, and nothing is called triton_kernels."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")

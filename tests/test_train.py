@@ -25,6 +25,7 @@ from seqpar.cli.trainer.data import MaskChoice, make_batch, read_corpus
 from seqpar.cli.trainer.model import IGNORE_INDEX
 from seqpar.cli.trainer.worker import launch_training, run_training
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = TrainConfig(seq_len=61, batch=2, layers=2, hidden=32, heads=4, kv_heads=2, steps=4, plot=False, deadline=90)
 
@@ -96,12 +97,10 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
 ) -> None:
     from seqpar.cli.trainer import training
 
-    make = training.make_batch  # type: ignore[attr-defined]
-
     def fail_at_3(*arguments: Any) -> Any:
         if arguments[-1] == 3:
             raise KeyboardInterrupt
-        return make(*arguments)
+        return make_batch(*arguments)
 
     monkeypatch.setattr(training, "make_batch", fail_at_3)
     with pytest.raises(KeyboardInterrupt):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 

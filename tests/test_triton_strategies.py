@@ -16,11 +16,12 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 
-from .pool import Pool
+from .pool import Pool, on_ranks
 from .reference import assert_close
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.slow
 MASKS = {
     "causal": Mask.causal(),
     "documents": Mask.documents([[0, 9, 40, 61], [0, 33, 50]]) & Mask.sliding_window(20),
@@ -43,6 +44,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) ->
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+@on_ranks
 def check_strategy_worker(
     group: ProcessGroup, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
