@@ -34,9 +34,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation site, in site/. Any warning is an error. `.venv/bin/mkdocs serve` shows pages while you edit them.
+# The documentation site, in site/. Any warning is an error (not with --quiet). `mkdocs serve` shows pages while you edit them.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

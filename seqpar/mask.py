@@ -171,7 +171,8 @@ class Mask:
     A mask is a value: hashable, comparable, without tensors, and independent of how the sequence is sharded.
     Positions are always *global*.
 
-    >>> Mask.causal() & Mask.sliding_window(1023)   # the last 1,024 tokens, the query's own included
+    Examples:
+        >>> Mask.causal() & Mask.sliding_window(1023)  # the last 1,024 tokens, the query's own included
     """
 
     rules: tuple[_Rule, ...] = ()

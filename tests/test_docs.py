@@ -88,7 +88,7 @@ def _run(command: list[str], deadline_s: float, cwd: Path = ROOT) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page) and page not in ONE_PROCESS])
 def test_a_page_runs_on_eight_ranks(pool: Pool, page: str) -> None:
-    pool.run(8, _run_page_worker, page)
+    pool.run(8, _run_page_worker, page, deadline_s=120)
 
 
 @pytest.mark.parametrize("page", ONE_PROCESS)

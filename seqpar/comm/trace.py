@@ -33,9 +33,10 @@ _open: list[Trace] = []
 def trace() -> Iterator[Trace]:
     """Count the bytes, messages, steps and backends of everything that this process runs inside the block.
 
-    >>> with seqpar.trace() as t:
-    ...     seqpar.ring_attention(q, k, v).sum().backward()
-    >>> t.bytes_sent, t.backends
+    Examples:
+        >>> with seqpar.trace() as t:
+        ...     seqpar.ring_attention(q, k, v).sum().backward()
+        >>> t.bytes_sent, t.backends
     """
     record = Trace()
     _open.append(record)

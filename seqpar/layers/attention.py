@@ -61,6 +61,8 @@ class AttentionLayer(nn.Module):
     strategy therefore loads under every other. After ``backward``, each rank has the partial gradient of the weights
     from its own tokens; ``seqpar.sync_gradients`` sums the partial gradients.
 
+    The options of a strategy are documented in its subclass.
+
     Args:
         hidden_size: width of the hidden states.
         num_heads: query heads.
@@ -79,7 +81,6 @@ class AttentionLayer(nn.Module):
         backend: "auto" or one of ``seqpar.backends()``.
         device: the device of the weights.
         dtype: the dtype of the weights.
-        strategy_options: the options of the strategy, documented in the subclass.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, with the value and what is allowed.

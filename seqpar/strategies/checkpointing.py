@@ -45,7 +45,8 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 def keep_attention() -> tuple[Any, Any]:
     """Contexts for ``torch.utils.checkpoint`` that recompute a layer except its attention.
 
-    >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=seqpar.keep_attention)
+    Examples:
+        >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=seqpar.keep_attention)
 
     The output and the log-sum-exp of attention are kept, and with Ulysses the exchanged q, k and v too, so that the
     recomputation sends nothing for them. Korthikanti et al., 2022, do the opposite: they recompute attention and keep
