@@ -478,12 +478,16 @@ RULES: tuple[Rules, ...] = (
     (Rule("prefix_lm", ((3, 22),)),),  # two batch rows
     (Rule("chunked", (16, True)),),
     (Rule("chunked", (11, False)),),
+    (Rule("documents", ((0, 17, 44), True)), Rule("sliding_window", (6, 0))),
+    (Rule("causal"), Rule("chunked", (20, False)), Rule("prefix_lm", (8,))),
+)
+
+# The masks of a batch: chunks that start with documents, and padding.
+BATCH_RULES: tuple[Rules, ...] = (
     (Rule("chunked", (8, True, (5, 30))),),
     (Rule("chunked", (9, False, ((4,), (20, 26)))),),  # two batch rows
     (Rule("padding", (3, 40)),),
     (Rule("padding", ((0, 7), (50, 31))), Rule("causal")),
-    (Rule("documents", ((0, 17, 44), True)), Rule("sliding_window", (6, 0))),
-    (Rule("causal"), Rule("chunked", (20, False)), Rule("prefix_lm", (8,))),
 )
 
 # (heads, kv_heads): equal, grouped, one key/value head, fewer than ranks, and numbers that no number of ranks divides.

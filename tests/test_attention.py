@@ -23,6 +23,7 @@ from seqpar.layout import LAYOUTS
 from .cases import Batch
 from .pool import Pool, mesh_of, on_ranks
 from .reference import (
+    BATCH_RULES,
     HEADS,
     RULES,
     Problem,
@@ -177,7 +178,7 @@ def test_local(batch: Batch) -> None:
     batch.check_here([random_case(seed, strategy="local", layout="contiguous") for seed in range(300)], verify_local)
 
 
-@pytest.mark.parametrize("rules", RULES, ids=rules_id)
+@pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=rules_id)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_backends_on_long_sequences(rules: Rules, backend: str) -> None:
     """Long enough for full, causal and masked tiles in one call."""

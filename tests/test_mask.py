@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seqpar import Mask
 
 from .generators import rules_and_length
-from .reference import RULES, Rules, combined_mask, rules_id, visible_pairs
+from .reference import BATCH_RULES, RULES, Rules, combined_mask, rules_id, visible_pairs
 
 
 def as_rows(dense: torch.Tensor) -> torch.Tensor:
@@ -64,14 +64,14 @@ def test_and_shows_what_both_show(one: tuple[Rules, int], other: tuple[Rules, in
     assert torch.equal(*torch.broadcast_tensors((a & b).dense(seq_len), a.dense(seq_len) & b.dense(seq_len)))
 
 
-@pytest.mark.parametrize("drawn", RULES, ids=rules_id)
+@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES], ids=rules_id)
 def test_masks_are_values(drawn: Rules) -> None:
     mask, again = combined_mask(drawn), combined_mask(drawn)
     assert mask == again
     assert hash(mask) == hash(again)
     assert pickle.loads(pickle.dumps(mask)) == mask
     assert hash(pickle.loads(pickle.dumps(mask))) == hash(mask)
-    others = [combined_mask(other) for other in RULES if other != drawn]
+    others = [combined_mask(other) for other in (*RULES, *BATCH_RULES) if other != drawn]
     assert mask not in others
 
 

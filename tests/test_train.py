@@ -97,12 +97,10 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
 ) -> None:
     from seqpar.cli.trainer import training
 
-    make = training.make_batch  # type: ignore[attr-defined]
-
     def fail_at_3(*arguments: Any) -> Any:
         if arguments[-1] == 3:
             raise KeyboardInterrupt
-        return make(*arguments)
+        return make_batch(*arguments)
 
     monkeypatch.setattr(training, "make_batch", fail_at_3)
     with pytest.raises(KeyboardInterrupt):

@@ -129,7 +129,7 @@ def _measured(device: torch.device) -> Table:
         if backend.unavailable() is not None:
             continue
         try:
-            rate = _attention_rate(name, device)
+            rate = _attention_rate(cast("BackendName", name), device)
         except (RuntimeError, MemoryError) as error:
             table.add_row(f"attention, {name}", f"failed: {str(error).splitlines()[0]}")
             continue
@@ -186,13 +186,12 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _attention_rate(backend: str, device: torch.device) -> _AttentionRate:
+def _attention_rate(backend: BackendName, device: torch.device) -> _AttentionRate:
     """Causal attention of 8 heads of 64, at the first sequence length 512, 1,024, ... that takes about 0.15 s.
 
     A forward counts ``2 * seq_len**2 * 8 * 64`` operations, half of a full mask's, and a backward 2.5 times that.
     """
     longest = 32768 if device.type == "cuda" else 8192
-    name = cast(BackendName, backend)
     seq_len = 256
     while True:
         seq_len *= 2
@@ -201,7 +200,7 @@ def _attention_rate(backend: str, device: torch.device) -> _AttentionRate:
         dout = torch.randn_like(q)
 
         def forward() -> Tensor:
-            return attention(q, k, v, strategy="local", backend=name)  # noqa: B023 (called before the next round)
+            return attention(q, k, v, strategy="local", backend=backend)  # noqa: B023 (called before the next round)
 
         with trace() as t:
             forward()  # compiles kernels and fills caches

@@ -59,7 +59,7 @@ class TrainConfig:
     layout: Annotated[Layout, _strategy("Which tokens each rank holds.")] = "zigzag"
     comm: Annotated[Comm | None, _strategy("How context_parallel communicates.")] = None
     ulysses_size: Annotated[int | None, _strategy("Ranks in each all-to-all of hybrid or a2a+p2p.")] = None
-    backend: Annotated[BackendName, _strategy("Attention kernels: auto, or one that `seqpar doctor` lists.")] = "auto"
+    backend: Annotated[BackendName, _strategy("Attention kernels; `seqpar doctor` says which run here.")] = "auto"
 
     text: Annotated[
         str | None, Option("Training", "Text file (default: this package's own sources).", may_change=True)

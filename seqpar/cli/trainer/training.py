@@ -149,7 +149,7 @@ class Training:
     def parameters(self) -> int:
         """Number of weights of the full model."""
         sizes = ((p, self.shards.get(p)) for p in self.model.parameters())
-        return sum(int(p.numel() if s is None else prod(s.full_shape(p))) for p, s in sizes)
+        return sum(p.numel() if s is None else prod(s.full_shape(p)) for p, s in sizes)
 
     @property
     def fixed_options(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Training:
         while len(self.losses) < self.config.steps:
             result = self._step()
             if not isfinite(result.loss):
-                raise CommandError(f"the loss of step {result.step} is {result.loss}; choose a lower --lr")
+                raise CommandError(f"the loss of step {result.step + 1} is {result.loss}; choose a lower --lr")
             self.losses.append(result.loss)
             yield result
 
