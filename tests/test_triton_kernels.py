@@ -100,7 +100,7 @@ def test_choosing_a_configuration() -> None:
 def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
-    from seqpar.triton_kernels import tune
+    import seqpar.triton_kernels.tune as tune
 
     monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tune, "_best", {})
