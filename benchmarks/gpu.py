@@ -39,7 +39,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 # The oracle is in tests/, which is not installed. At the end of the path: it must not hide an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from seqpar.kernels import Score
+from seqpar.kernels.base import Score
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
 from seqpar.schedule import KeyIntervals
