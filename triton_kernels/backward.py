@@ -126,7 +126,7 @@ def _accumulate_dkdv(dk, dv, keys, queries, score, tiles, C: tl.constexpr, MASKE
         else:
             dropped = p
         dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
-        # Read late: delta would occupy registers during the products above.
+        # Loaded only now: during the products above, delta would occupy registers.
         delta = stream_line(queries.DELTA, q_start, C, C.BLOCK_M)
         ds = p * (dp - delta[None, :]) * chain
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=C.PRECISION)
@@ -148,7 +148,7 @@ def dkdv_kernel(
     heads, q_len, q_padded, k_len, tiles, row_sets,
     C: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one key/value head, all its query heads: grid ``batch * kv_heads * tiles``."""
+    """One tile of keys of one KV head, with all its query heads: grid ``batch * kv_heads * tiles``."""
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
     program = tl.program_id(0)

@@ -93,7 +93,7 @@ def _attend(acc, m, l, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
             m_new = tl.maximum(m, tl.max(s, 1))
         else:
             m_new = tl.maximum(m, tl.max(s, 1) * score.scale)
-        # A row that has seen no key yet: subtract 0 instead of -inf, since exp2(-inf - -inf) is NaN and exp2(-inf) is 0.
+        # A row that has seen no key yet subtracts 0 instead of -inf: exp2(-inf - -inf) is NaN, exp2(-inf) is 0.
         shift = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
         if SCALED:
             p = tl.exp2(s - shift[:, None])
@@ -135,8 +135,8 @@ def forward_kernel(
     batch = program // tiles // heads
     kv_head = head // C.GROUP
 
-    # Intervals. Rows past the end repeat the last row: so all loads are in bounds, the intervals of the tile still never
-    # fall, and its range of keys does not grow. What they compute is not stored.
+    # Rows past the end repeat the last row, so that all loads are in bounds and no interval exceeds [begin, end). Their
+    # results are not stored.
     row = q_start + tl.arange(0, BLOCK_M)
     row_in = tl.minimum(row, q_len - 1)
     q_last = tl.minimum(q_start + BLOCK_M, q_len) - 1
@@ -280,7 +280,7 @@ def attention_forward(
         score: how scores are computed, as ``seqpar.kernels.Score``; ``softmax_scale`` must be positive.
         carry: float32 ``(acc [batch, q_len, heads, head_dim], lse [batch, heads, q_len])`` over the keys of earlier
             steps: the normalised partial output and its log-sum-exp (natural logarithm; -inf for a query that has seen
-            no key). Both are updated in place, if dense enough, unless ``last``.
+            no key). Unless ``last``, the result is written into both, or into a copy of one that is not dense.
         last: whether no step follows: fold ``score.sinks`` in and round the output to ``q.dtype``.
         allow_tf32: for float32 inputs; None follows ``torch.get_float32_matmul_precision``.
         config: tile sizes; None takes them from the table.

@@ -1,4 +1,4 @@
-"""Inputs of the backward: delta, statistics padded to whole tiles, and the range of queries that sees each tile of keys.
+"""Inputs of the backward: delta, statistics padded to whole tiles, and which queries see each tile of keys.
 
 Shapes: b batch, q local queries, k keys of a step, h query heads, d head_dim.
 """

@@ -5,9 +5,10 @@ lower case are values in registers.
 
     BLOCK_M, BLOCK_N   queries and keys in a tile
     D, BLOCK_D         head_dim, and the power of two that holds it
-    GROUP              query heads per key/value head
+    GROUP              query heads per KV head
     s, p               scores and probabilities of one tile, [BLOCK_M, BLOCK_N]; dkdv_kernel transposes both
-    m, l, acc          online softmax: running maximum (base 2) and sum, [BLOCK_M]; unnormalised output, [BLOCK_M, BLOCK_D]
+    m, l, acc          online softmax: running maximum (base 2) and sum, [BLOCK_M]; output before the division by l,
+                       [BLOCK_M, BLOCK_D]
     row, column        local indices of the tile's queries, [BLOCK_M], and keys, [BLOCK_N]
     i, j               global positions of the same; ALiBi and dropout depend on them, nothing else does
     lo, hi             first and one-past-last local key index of each query, [BLOCK_M]
@@ -22,7 +23,7 @@ lower case are values in registers.
     RANGES             int32 [2, row_sets, 2 * tiles]; begin, inner_begin, inner_end, end of each tile of keys
     chain              derivative of a score by its scaled product q.k (1 without softcap)
 
-Softmax in base 2. The GPU has an instruction for ``exp2``, not for ``exp``, and ``exp(x) = exp2(x * log2(e))``. So every
+Softmax in base 2. GPUs have an instruction for ``exp2``, not for ``exp``, and ``exp(x) = exp2(x * log2(e))``. So every
 score, maximum and log-sum-exp inside the kernels is kept times log2(e):
 
     p = exp(scale * qk - lse)  =  exp2((scale * log2(e)) * qk - (lse * log2(e)))
@@ -30,10 +31,10 @@ score, maximum and log-sum-exp inside the kernels is kept times log2(e):
 ``scale * log2(e)`` is one host-side constant, and its product with ``qk`` less the maximum is one fused multiply-add.
 ``lse`` is converted to and from natural logarithms where it enters and leaves a kernel.
 
-Arguments come in bundles, which leave no trace in the machine code. What is known at compile time is in :class:`Constants`,
-one argument of every kernel. What is known at run time is in NamedTuples that the kernels build for their helpers (not
-the launch for the kernels: Triton specializes and caches launches by single arguments). A NamedTuple must hold no
-constants, because Triton turns them into run-time values where the tuple is assigned.
+Arguments come in bundles, which leave no trace in the machine code. Compile-time values are in :class:`Constants`, a
+single argument of each kernel with products. Run-time values are in NamedTuples, which a kernel builds for its helpers;
+a launch passes them to the kernel one by one, because Triton specializes single arguments. A NamedTuple must hold no
+compile-time constants: where the tuple is assigned, Triton turns them into run-time values.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def score_arguments(score: Score, heads: int) -> dict[str, Any]:
     scale = LOG2E.value * score.softmax_scale
     slopes = score.alibi_slopes
     return {
-        # With a softcap, tanh(x) = 1 - 2 / (1 + exp(2 x)) of x = softmax_scale / softcap * qk takes exp2 of this times qk.
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)) with x = softmax_scale / softcap * qk: exp2 takes this factor times qk.
         "scale": 2 * scale / score.softcap if score.softcap else scale,
         "cap": score.softcap * LOG2E.value,
         "ALIBI_SLOPES": None if slopes is None else slopes.contiguous(),
@@ -129,7 +130,7 @@ def score_arguments(score: Score, heads: int) -> dict[str, Any]:
 
 
 def score_constants(score: Score) -> dict[str, bool]:
-    """Fields of :class:`Constants` that say how scores are computed. If any is set, ``configs.choose`` needs ``heavy``."""
+    """Fields of :class:`Constants` that say how scores are computed; any of them makes ``configs.choose`` ``heavy``."""
     return {"SOFTCAP": score.softcap > 0, "ALIBI": score.alibi_slopes is not None, "DROPOUT": score.dropout_p > 0}
 
 
@@ -186,30 +187,33 @@ def tile_split(begin, end, inner_begin, inner_end, BLOCK: tl.constexpr):
     """Split the tiles of ``[begin, end)`` into inner ones, which need no mask, and the others at both edges.
 
     [Note: which tiles are masked]
-    Intervals never fall, so the first and the last query of a tile bound all the others. Along the keys, with x for
-    what a query sees:
+    Intervals never fall, so the first and the last query of a tile bound all the others. With keys from left to right
+    and x for what a query sees:
 
-                      begin = lo[first]         inner_end = hi[first]
-                        v                             v
-        first query     xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
-                          xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
-                               xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
-        last query              xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
-                                ^                                 ^
-                      inner_begin = lo[last]                  end = hi[last]
+                        begin = lo[first]           inner_end = hi[first]
+                                v                           v
+        first query             xxxxxxxxxxxxxxxxxxxxxxxxxxxx
+                                  xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+                                     xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+        last query                      xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
+                                        ^                               ^
+                              inner_begin = lo[last]          end = hi[last]
 
         tiles     |skipped|masked |masked | inner | inner |masked |masked |skipped|
-                        start             |     skip      |            stop
+                          ^start          ^skip_from      ^skip_to
 
-    Masks cost about as many instructions as a score, so inner tiles run in a loop of their own without them: under a
-    causal mask all but the tile or two on the diagonal are inner. The masked tiles of both edges share a second loop,
-    which skips the inner ones, because each loop is one more copy of the body in the instruction cache. Inner tiles lie
-    within ``[0, length)``, so only masked ones need bounds on their loads. The order of tiles does not matter to an
-    online softmax.
+    Comparing indices takes more instructions than scaling a score, so inner tiles run in a loop of their own. Under a
+    causal mask, all tiles but one or two on the diagonal are inner. The masked tiles of both edges share a
+    second loop, which skips the inner ones, so that the machine code has two copies of the body and not three. An
+    online softmax takes the tiles in any order. Inner tiles lie within ``[0, length)``, so only masked ones need bounds
+    on their loads.
 
     Args:
-        begin, end: the range outside which everything is masked.
-        inner_begin, inner_end: the range inside which nothing is masked; empty if ``inner_end <= inner_begin``.
+        begin: start of the range outside which everything is masked.
+        end: its end, exclusive.
+        inner_begin: start of the range inside which nothing is masked.
+        inner_end: its end, exclusive; at most ``inner_begin`` if there is no such range.
+        BLOCK: width of a tile.
 
     Returns:
         :class:`Tiles` of the inner tiles, and of the masked ones.
@@ -242,7 +246,7 @@ def _row_pointer(rows, start):
 
 @triton.jit
 def load_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr):
-    """Rows ``start ... start + BLOCK`` by pointers, ``[BLOCK, BLOCK_D]``: 0 past ``D``, and past ``length`` if BOUND."""
+    """Rows ``start ... start + BLOCK``, read by pointers; 0 past ``D`` and, if BOUND, past ``length``."""
     row = tl.arange(0, BLOCK)
     column = tl.arange(0, C.BLOCK_D)
     pointers = _row_pointer(rows, start) + (row[:, None] * rows.strides[1] + column[None, :])
