@@ -223,11 +223,11 @@ def test_the_steps_of_a_ring(layout: str) -> None:
         torch.testing.assert_close(out.double(), expected["out"][:, own], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse.double(), expected["lse"][:, :, own], atol=1e-5, rtol=1e-5)
         dq = torch.zeros_like(q)
-        row_delta = delta(out, dout, full.dlse[:, :, own])
+        output = base.OutputGrad(dout, out, lse, delta(out, dout, full.dlse[:, :, own]))
         for keys in steps:
             grads = torch.zeros_like(full.k[:, keys]), torch.zeros_like(full.v[:, keys])
             k, v = full.k[:, keys], full.v[:, keys]
-            backend.backward(dout, q, k, v, out, lse, row_delta, local.intervals(keys), full.score, dq, *grads)
+            backend.backward(q, k, v, output, local.intervals(keys), full.score, dq, *grads)
             dk[:, keys] += grads[0]
             dv[:, keys] += grads[1]
         torch.testing.assert_close(dq.double(), expected["dq"][:, own], atol=2e-5, rtol=2e-5)

@@ -6,7 +6,7 @@ Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,22 @@ class Score:
         return replace(self, alibi_slopes=slopes, sinks=sinks, head_offset=self.head_offset + start)
 
 
+class OutputGrad(NamedTuple):
+    """What the backward of every step needs to know about the output of the local queries.
+
+    Attributes:
+        dout: ``[b, q, h, d]``, the gradient of the output.
+        out: ``[b, q, h, d]``, the final output, over the keys of all steps and with the sinks.
+        lse: ``[b, h, q]``, its log-sum-exp.
+        delta: ``[b, h, q]``, ``rowsum(dout * out)`` minus the gradient of ``lse``.
+    """
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
 class Backend(Protocol):
     """Attention of local queries over the keys of one step, computed by one kernel library.
 
@@ -87,13 +103,10 @@ class Backend(Protocol):
 
     def backward(
         self,
-        dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        output: OutputGrad,
         intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
@@ -103,10 +116,8 @@ class Backend(Protocol):
         """Add the gradients of one step to ``dq, dk, dv``.
 
         Args:
-            dout: the gradient of the output.
             q, k, v: the local queries, and the step's keys and values.
-            out, lse: the final ones, over the keys of all steps and with the sinks.
-            delta: ``rowsum(dout * out)`` minus the gradient of ``lse``.
+            output: the output of the local queries and its gradient.
             intervals, score: as in ``forward``.
             dq, dk, dv: accumulators.
         """
@@ -186,13 +197,10 @@ class RepeatedKV:
 
     def backward(
         self,
-        dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        output: OutputGrad,
         intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
@@ -201,8 +209,6 @@ class RepeatedKV:
     ) -> None:
         repeated_k, repeated_v = (x.index_select(2, self._kv_index) for x in (k, v))  # [b, k, h, d]
         repeated_dk, repeated_dv = (torch.zeros_like(x, dtype=dk.dtype) for x in (repeated_k, repeated_v))
-        self._backend.backward(
-            dout, q, repeated_k, repeated_v, out, lse, delta, intervals, score, dq, repeated_dk, repeated_dv
-        )
+        self._backend.backward(q, repeated_k, repeated_v, output, intervals, score, dq, repeated_dk, repeated_dv)
         dk.index_add_(2, self._kv_index, repeated_dk)
         dv.index_add_(2, self._kv_index, repeated_dv)

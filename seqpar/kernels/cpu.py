@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..schedule import KeyIntervals
-from .base import Carry, Score, empty_carry, finish, merge_
+from .base import Carry, OutputGrad, Score, empty_carry, finish, merge_
 from .tiles import Kind, Tile, tiles
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -66,20 +66,17 @@ class CpuBackend:
 
     def backward(
         self,
-        dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        output: OutputGrad,
         intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        # delta is not passed on: the kernel computes its own from dout and out.
+        dout, out, lse, _ = output  # the kernel computes delta itself, from dout and out
         dout_heads, q_heads, k_heads, v_heads, out_heads = (_heads_first(x) for x in (dout, q, k, v, out))
         dq_heads, dk_heads, dv_heads = (rearrange(x, "b s h d -> b h s d") for x in (dq, dk, dv))  # views, added to
         for batch, tile in _tiles(intervals, q.shape[0]):

@@ -15,7 +15,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ..schedule import KeyIntervals
-from .base import Carry, Score, accumulator, empty_carry, finish, merge_
+from .base import Carry, OutputGrad, Score, accumulator, empty_carry, finish, merge_
 from .dropout import keep_mask
 
 # A block of float32 scores takes 1 MiB a head.
@@ -53,19 +53,17 @@ class ReferenceBackend:
 
     def backward(
         self,
-        dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        output: OutputGrad,
         intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
     ) -> None:
+        dout, _, lse, delta = output
         intervals = intervals.to(q.device)
         dtype = accumulator(q.dtype)
         for queries, keys in _blocks(intervals):

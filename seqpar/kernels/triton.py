@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..schedule import KeyIntervals
-from .base import Carry, Score
+from .base import Carry, OutputGrad, Score
 from .elementwise import DTYPES, interpreted, unavailable
 
 _MAX_HEAD_DIM = 256
@@ -50,13 +50,10 @@ class TritonBackend:
 
     def backward(
         self,
-        dout: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        output: OutputGrad,
         intervals: KeyIntervals,
         score: Score,
         dq: Tensor,
@@ -65,6 +62,7 @@ class TritonBackend:
     ) -> None:
         from ..triton_kernels import attention_backward
 
+        dout, _, lse, delta = output
         attention_backward(dout, q, k, v, lse, delta, intervals.to(q.device), score, dq, dk, dv)
 
 

@@ -35,7 +35,7 @@ from ..comm.p2p import Pending, exchange, make_ready
 from ..comm.trace import count_step
 from ..heads import Heads
 from ..kernels import select
-from ..kernels.base import Carry, accumulator, empty_carry, finish, row_delta
+from ..kernels.base import Carry, OutputGrad, accumulator, empty_carry, finish, row_delta
 from ..mesh import Ranks
 from ..schedule import Step, on_device
 from .call import AttentionCall
@@ -102,7 +102,7 @@ def ring_backward(
         deterministic=call.deterministic,
         kv_index=heads.kv_index(),
     )
-    delta = row_delta(out, dout, dlse)  # [b, h, q]
+    output = OutputGrad(dout, out, lse, row_delta(out, dout, dlse))
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
     remote = RemoteKV.start(steps[0], k, v, ring)
     returning = ReturnedGrads.none()
@@ -114,14 +114,16 @@ def ring_backward(
         local = step.is_local
         step_dk, step_dv = (dk, dv) if local else (torch.zeros_like(x, dtype=dtype) for x in (step_k, step_v))
         if step.intervals is not None and q.numel():
-            backend.backward(dout, q, step_k, step_v, out, lse, delta, step.intervals, score, dq, step_dk, step_dv)
+            backend.backward(q, step_k, step_v, output, step.intervals, score, dq, step_dk, step_dv)
         returning.accumulate(dk, dv)
         returning = ReturnedGrads.none() if local else ReturnedGrads.start(step, step_dk, step_dv, ring)
     returning.accumulate(dk, dv)
     dsinks = None
     if score.sinks is not None:
         sink_weight = torch.exp(score.sinks.to(dtype)[:, None] - lse)  # [b, h, q], the probability of the sink
-        dsinks = -(sink_weight * delta).sum((0, 2))  # [h]: the sink has no value, so only the denominator depends on it
+        dsinks = -(sink_weight * output.delta).sum(
+            (0, 2)
+        )  # [h]: the sink has no value, so only the denominator depends on it
     return dq, dk, dv, dsinks
 
 
