@@ -150,7 +150,7 @@ ULYSSES = [{"strategy": "ulysses"}, {"strategy": "context_parallel", "comm": "a2
 HYBRID = [{"strategy": "hybrid"}, {"strategy": "context_parallel", "comm": "a2a+p2p"}]
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_full_mask(batch: Batch, world: int) -> None:
     """Ring and all-gather: (P-1)/P x N x 2 d_kv x e forward; in backward k, v again, and dk, dv in float32."""
     heads = ((8, torch.float32), (2, torch.bfloat16), (1, torch.float64))
@@ -200,7 +200,7 @@ def test_ulysses_with_few_kv_heads(batch: Batch, world: int) -> None:
     check(batch, world, [Case({"strategy": "ulysses"}, kv_heads=1, dtype=torch.bfloat16)], verify)
 
 
-@pytest.mark.parametrize(("world", "size"), [(4, 2), (8, 2), (8, 4)])
+@pytest.mark.parametrize(("world", "size"), [(4, 2), pytest.param(8, 2, marks=pytest.mark.slow), (8, 4)])
 def test_hybrid(batch: Batch, world: int, size: int) -> None:
     """The bytes of Ulysses inside the subgroups, and those of a ring across them with 1/size of the heads."""
     heads = ((8, torch.float32), (8, torch.bfloat16), (size, torch.float32))

@@ -87,7 +87,7 @@ def pairs(intervals: KeyIntervals | None) -> int:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
 def test_causal_work_is_balanced(layout: str, ranks: int) -> None:
     shards = SequenceSharding(ranks * 64, layout, ring=ranks)
     work = [
