@@ -31,7 +31,9 @@ if TYPE_CHECKING:
         """The options of all layers."""
 
         overlap: Overlap
+        """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
         context: StrategyName | None
+        """tp_sp: the strategy of attention over the mesh's ring and ulysses dimensions."""
 
 
 # To add a layer, add its class here.

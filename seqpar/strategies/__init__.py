@@ -30,7 +30,9 @@ class StrategyOptions(TypedDict, total=False):
     """The options of all strategies; ``Strategy.options`` names those that one of them takes."""
 
     comm: Comm
+    """context_parallel: how ranks receive the keys they need."""
     ulysses_size: int | None
+    """hybrid and "a2a+p2p" on a plain group: the ranks of each all-to-all, a divisor of the group's size."""
 
 
 @dataclass(frozen=True)
