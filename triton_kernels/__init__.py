@@ -14,7 +14,7 @@ Zigzag and striped packing (``torch.cat`` of the ranges, ``index_select``), thei
 the all-to-all have no kernel here: PyTorch already reads and writes each element once. A kernel could only fuse them
 into their neighbours.
 
-The package imports nothing from the rest of ``seqpar``. Its folder stands at the top level of the repository and is
+The package imports nothing from the rest of ``seqpar``. Its folder is at the top level of the repository and is
 installed as ``seqpar.triton_kernels``.
 """
 

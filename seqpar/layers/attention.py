@@ -167,23 +167,25 @@ class AttentionLayer(nn.Module):
         positions: Tensor | None = None,
         seq_len: int | None = None,
     ) -> Tensor:
-        """Attention over the whole sequence, for this rank's tokens.
+        """Attention over the full sequence, for this rank's tokens.
 
         Args:
             x_local: ``[batch, seq, hidden]``, this rank's tokens in the layer's layout.
             mask: which tokens each token sees, in global positions. The same on every rank.
-            positions: integers ``[seq]`` or ``[batch, seq]``, for the rotary embedding only; by default the tokens'
-                global positions by the layout.
-            seq_len: the whole sequence's length. With it the call saves the control exchange in which ranks learn
-                it and check that their inputs fit together.
+            positions: integers ``[seq]`` or ``[batch, seq]``, for the rotary embedding only; by default the global
+                positions that the layout gives this rank.
+            seq_len: the length of the full sequence. With it there is no handshake (see ``seqpar.attention``), unless
+                the layer needs one for dropout's seed or for "dynamic" rotary positions.
 
         Returns:
             ``y_local [batch, seq, hidden]``, of the same tokens.
 
         Raises:
-            TypeError, ValueError: bad input, before any payload is sent. RuntimeError: another rank's input was bad.
+            TypeError: an argument of the wrong type, before any payload is sent.
+            ValueError: a wrong value, or ranks that disagree, before any payload is sent.
+            RuntimeError: another rank raised an error on its own input.
 
-        Under ``torch.compile`` of what is around it, the layer runs as it is: one graph break.
+        ``torch.compile`` does not trace the layer: it causes one graph break in the code around it.
         """
         groups = self._groups()
         sequence = self._sequence_group(groups)
