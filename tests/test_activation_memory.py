@@ -52,7 +52,7 @@ def layers_save_a_shard(group: ProcessGroup) -> None:
     assert saved_bytes(mlp, x) == unit + 4 * 3 * unit
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_saved_activations_are_divided_by_the_ranks(pool: Pool, world: int) -> None:
     pool.run(world, layers_save_a_shard)
 
@@ -86,6 +86,6 @@ def paper_layer_saves_what_the_paper_says(group: ProcessGroup) -> None:
     assert saved_bytes(layer, x, recompute=True) == 2 * sbh // tp  # the layer's input
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_saved_activations_meet_the_formula_of_sequence_parallelism(pool: Pool, world: int) -> None:
     pool.run(world, paper_layer_saves_what_the_paper_says)

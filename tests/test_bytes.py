@@ -200,7 +200,9 @@ def test_ulysses_with_few_kv_heads(batch: Batch, world: int) -> None:
     check(batch, world, [Case({"strategy": "ulysses"}, kv_heads=1, dtype=torch.bfloat16)], verify)
 
 
-@pytest.mark.parametrize(("world", "size"), [(4, 2), pytest.param(8, 2, marks=pytest.mark.slow), (8, 4)])
+@pytest.mark.parametrize(
+    ("world", "size"), [(4, 2), *(pytest.param(8, size, marks=pytest.mark.slow) for size in (2, 4))]
+)
 def test_hybrid(batch: Batch, world: int, size: int) -> None:
     """The bytes of Ulysses inside the subgroups, and those of a ring across them with 1/size of the heads."""
     heads = ((8, torch.float32), (8, torch.bfloat16), (size, torch.float32))
