@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 import seqpar
 import seqpar.hf
 from seqpar.layout import Layout
-from seqpar.strategies import StrategyName
 
 from .pool import on_ranks
+from .strategies import STRATEGIES
 
 VOCAB = 62
 _SMALL: dict[str, Any] = {
@@ -86,11 +86,12 @@ def _config(kind: str) -> Any:
 MODELS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert")
 IN_PLACE = ("modernbert", "bert", "bert_tokens")  # their labels are not shifted
 # By name: strategy, layout, options.
-STRATEGIES: dict[str, tuple[StrategyName, Layout, Any]] = {
-    "ring-zigzag": ("ring", "zigzag", {}),
-    "ulysses": ("ulysses", "contiguous", {}),
-    "hybrid": ("hybrid", "zigzag", {"ulysses_size": 2}),
-    "context_parallel-striped": ("context_parallel", "striped", {}),
+# Arguments of ``parallelize``: strategies of the table that differ in what they send, and every layout.
+PARALLELIZE: dict[str, dict[str, Any]] = {
+    "ring-zigzag": {**STRATEGIES["ring"], "layout": "zigzag"},
+    "ulysses-contiguous": {**STRATEGIES["ulysses"], "layout": "contiguous"},
+    "hybrid-zigzag": {**STRATEGIES["hybrid"], "ulysses_size": 2, "layout": "zigzag"},
+    "all_gather-striped": {**STRATEGIES["all_gather"], "layout": "striped"},
 }
 
 
@@ -179,9 +180,9 @@ def compare(group: ProcessGroup, kind: str, strategy: str, how: str, **options: 
     """Errors of loss and gradients against one device."""
     batch = make_batch(how)
     expected, grads = one_device(kind, batch)
-    name, layout, more = STRATEGIES[strategy]
-    model = seqpar.hf.parallelize(tiny(kind), group=group, strategy=name, layout=layout, **more, **options)
-    local = seqpar.hf.shard_batch(batch, group=group, layout=layout)
+    arguments = PARALLELIZE[strategy]
+    model = seqpar.hf.parallelize(tiny(kind), group=group, **arguments, **options)
+    local = seqpar.hf.shard_batch(batch, group=group, layout=arguments["layout"])
     loss = model(**local).loss
     loss.backward()
     seqpar.sync_gradients(model, group=group)

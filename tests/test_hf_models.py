@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import seqpar
 import seqpar.hf
 from seqpar.hf.patch import NAME
 
-from .hf_workers import MODELS, STRATEGIES, VOCAB, gradients, make_batch, one_device, table, tiny, worst
+from .hf_workers import MODELS, PARALLELIZE, VOCAB, gradients, make_batch, one_device, table, tiny, worst
 from .pool import Pool, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -29,20 +30,11 @@ LOSS, GRADIENT = 2e-5, 1e-3
 BATCHES = ("plain", "packed", "left", "right")
 
 
-def cases(world: int, kind: str) -> list[tuple[str, str, str]]:
-    """Every strategy with every kind of batch on 4 ranks; on 2, each strategy with one of them."""
-    if world == 4:
-        return [(kind, strategy, how) for strategy in STRATEGIES for how in ("plain", "packed")] + [
-            (kind, strategy, ("left", "right")[i % 2]) for i, strategy in enumerate(STRATEGIES)
-        ]
-    start = MODELS.index(kind)
-    return [(kind, strategy, BATCHES[(start + i) % 4]) for i, strategy in enumerate(STRATEGIES)]
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", MODELS)
 def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
-    chosen = cases(world, kind)
+    """Every strategy with every kind of batch."""
+    chosen = [(kind, strategy, how) for strategy, how in product(PARALLELIZE, BATCHES)]
     for errors in pool.run(world, table, chosen):
         for case, (loss, gradient) in zip(chosen, errors, strict=True):
             assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
@@ -51,7 +43,7 @@ def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "bert_tokens", "llama4"])
 def test_heads_and_chunks(pool: Pool, kind: str) -> None:
     """A language model without a loss type; heads with a loss of their own; chunks that start at the first token."""
-    chosen = [(kind, "ring-zigzag", how) for how in ("left", "packed")] + [(kind, "ulysses", "plain")]
+    chosen = [(kind, "ring-zigzag", how) for how in ("left", "packed")] + [(kind, "ulysses-contiguous", "plain")]
     for errors in pool.run(2, table, chosen):
         for case, (loss, gradient) in zip(chosen, errors, strict=True):
             assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
