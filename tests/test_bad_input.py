@@ -145,15 +145,15 @@ BAD: dict[str, Bad] = {
     "a string": (lambda: Mask.documents("0 5"), TypeError, ["cu_seqlens", "int", "str"]),
     "left window": (lambda: Mask.sliding_window(-2), ValueError, ["left=-2", "-1 for unlimited"]),
     "right window": (lambda: Mask.sliding_window(3, -5), ValueError, ["right=-5", "-1 for unlimited"]),
-    "window's type": (lambda: Mask.sliding_window(3.0), TypeError, ["left=3.0", "int"]),  # type: ignore[arg-type]
+    "window's type": (lambda: Mask.sliding_window(3.0), TypeError, ["left=3.0", "int"]),
     "prefix": (lambda: Mask.prefix_lm(-1), ValueError, ["prefix_len=[-1]", ">= 0"]),
     "chunk": (lambda: Mask.chunked(0), ValueError, ["size=0", "at least 1"]),
     "and": (lambda: Mask.causal() & 3, TypeError, ["unsupported operand"]),  # type: ignore[operator]
     # Sharding.
     "dim": (lambda: seqpar.shard(tensor(), dim=4), ValueError, ["dim=4", "(2, 8, 4, 16)"]),
-    "dim's type": (lambda: seqpar.shard(tensor(), dim="seq"), TypeError, ["dim='seq'", "int"]),  # type: ignore[arg-type]
+    "dim's type": (lambda: seqpar.shard(tensor(), dim="seq"), TypeError, ["dim='seq'", "int"]),
     "shard's layout": (
-        lambda: seqpar.shard(tensor(), layout="stripes"),  # type: ignore[arg-type]
+        lambda: seqpar.shard(tensor(), layout="stripes"),
         ValueError,
         ["layout", "did you mean 'striped'"],
     ),
@@ -162,13 +162,13 @@ BAD: dict[str, Bad] = {
         ValueError,
         ["strategy='tp-sp'", "did you mean 'tp_sp'"],
     ),
-    "shard's tensor": (lambda: seqpar.shard([1, 2]), TypeError, ["x", "list"]),  # type: ignore[arg-type]
+    "shard's tensor": (lambda: seqpar.shard([1, 2]), TypeError, ["x", "list"]),
     "positions": (lambda: seqpar.positions(-1), ValueError, ["seq_len=-1"]),
     # Meshes, in this process alone.
     "mesh size": (lambda: seqpar.init_mesh(ring=0), ValueError, ["ring=0", "at least 1"]),
     "mesh product": (lambda: seqpar.init_mesh(ring=3, ulysses=2), ValueError, ["ring=3", "ulysses=2", "1"]),
     "two open sizes": (lambda: seqpar.init_mesh(ring=-1, dp=-1), ValueError, ["dp", "ring", "-1", "one"]),
-    "mesh size's type": (lambda: seqpar.init_mesh(ring="2"), TypeError, ["ring='2'", "int"]),  # type: ignore[arg-type]
+    "mesh size's type": (lambda: seqpar.init_mesh(ring="2"), TypeError, ["ring='2'", "int"]),
 }
 
 

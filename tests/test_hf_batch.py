@@ -158,7 +158,7 @@ def loaded(group: ProcessGroup, kind: str) -> list[int]:
     elif kind == "iterable":
         loader = DataLoader(data, batch_size=1)
     elif kind == "whole batches":
-        loader = DataLoader([{name: x[None] for name, x in one.items()} for one in data], batch_size=None)  # type: ignore[arg-type]
+        loader = DataLoader([{name: x[None] for name, x in one.items()} for one in data], batch_size=None)
     else:
         loader = DataLoader(data, batch_size=1, shuffle=True, generator=generator)
     sharded = seqpar.hf.ShardedLoader(loader, mesh=mesh, scatter=kind == "scatter")
@@ -261,8 +261,8 @@ def test_refused_batches(batch: dict[str, Any], words: str) -> None:
 
 def test_refused_arguments() -> None:
     with pytest.raises(TypeError, match="batch=Tensor: expected a dict"):
-        seqpar.hf.shard_batch(ONES)  # type: ignore[arg-type]
+        seqpar.hf.shard_batch(ONES)
     with pytest.raises(ValueError, match="layout='zig': did you mean 'zigzag'"):
-        seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig")  # type: ignore[arg-type]
+        seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig")
     with pytest.raises(ValueError, match="rows of 8 tokens cannot be sharded over 9 ranks"):
         shard_for_rank({"input_ids": ONES}, 9, 0, "zigzag")

@@ -415,11 +415,11 @@ def test_seqpar_itself_does_without_transformers() -> None:
 def test_refused_calls() -> None:
     model = tiny("llama")
     with pytest.raises(ValueError, match="strategy='rong': did you mean 'ring'"):
-        seqpar.hf.parallelize(model, strategy="rong")  # type: ignore[arg-type]
+        seqpar.hf.parallelize(model, strategy="rong")
     with pytest.raises(ValueError, match="layout='zigzack'"):
-        seqpar.hf.parallelize(model, layout="zigzack")  # type: ignore[arg-type]
+        seqpar.hf.parallelize(model, layout="zigzack")
     with pytest.raises(ValueError, match="gradients='sum'"):
-        seqpar.hf.parallelize(model, gradients="sum")  # type: ignore[arg-type]
+        seqpar.hf.parallelize(model, gradients="sum")
     with pytest.raises(TypeError, match="Linear: it holds no transformers model"):
         seqpar.hf.parallelize(nn.Linear(2, 2))
     seqpar.hf.parallelize(model, strategy="local")

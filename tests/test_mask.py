@@ -138,7 +138,7 @@ def test_padding_without_an_end() -> None:
         (lambda: Mask.padding([0, 5], [4, 3]), ValueError, "start 5, stop 3"),
         (lambda: Mask.padding([0, 1], [4, 4, 4]), ValueError, "starts for 2 batch rows, stops for 3"),
         (lambda: Mask.padding([]), ValueError, "starts for 0 batch rows"),
-        (lambda: Mask.padding(1.5), TypeError, r"starts=1\.5: expected an int, got float"),  # type: ignore[arg-type]
+        (lambda: Mask.padding(1.5), TypeError, r"starts=1\.5: expected an int, got float"),
         (lambda: Mask.chunked(4, starts=[-2]), ValueError, r"starts=\[-2\]: give positions >= 0"),
         (lambda: Mask.chunked(4, starts=3), TypeError, "starts=3: expected a sequence"),
     ],

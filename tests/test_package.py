@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(command: list[str | Path], **kwargs: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **kwargs)  # type: ignore[call-overload]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **kwargs)
 
 
 @pytest.mark.slow
