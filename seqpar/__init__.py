@@ -15,7 +15,9 @@ from .layers import (
     UlyssesAttention,
     VocabParallelEmbedding,
     VocabParallelHead,
+    clip_grad_norm_,
     sync_gradients,
+    token_loss,
     vocab_parallel_cross_entropy,
 )
 from .layers.factory import ParallelAttention
@@ -52,6 +54,7 @@ __all__ = [
     "VocabParallelHead",
     "attention",
     "backends",
+    "clip_grad_norm_",
     "context_parallel_attention",
     "hybrid_attention",
     "init_mesh",
@@ -60,6 +63,7 @@ __all__ = [
     "ring_attention",
     "shard",
     "sync_gradients",
+    "token_loss",
     "trace",
     "ulysses_attention",
     "unshard",

@@ -51,7 +51,7 @@ def shard(
         TypeError: an argument has another type.
         ValueError: an unknown layout or strategy, a ``dim`` that ``x`` does not have, or a mesh without the dimensions.
     """
-    group = _resolve_group(mesh, group, strategy)
+    group = resolve_sequence_group(mesh, group, strategy)
     dim = _check_arguments("x", x, dim, layout)
     if group is None:
         return x
@@ -89,7 +89,7 @@ def unshard(
         ValueError: the shards do not have the layout's lengths, or differ in another dimension, dtype or layout.
         RuntimeError: another rank raised an error on its own input.
     """
-    group = _resolve_group(mesh, group, strategy)
+    group = resolve_sequence_group(mesh, group, strategy)
     if group is None:
         _check_arguments("x_local", x_local, dim, layout)
         return x_local
@@ -138,7 +138,7 @@ def positions(
     """
     check_int("seq_len", seq_len, 0)
     check_choice("layout", layout, LAYOUTS)
-    group = _resolve_group(mesh, group, strategy)
+    group = resolve_sequence_group(mesh, group, strategy)
     # A copy: the cached tensor must not be written to.
     return shard_positions(seq_len, size_of(group), rank_in(group), layout).clone()
 
@@ -150,7 +150,9 @@ class _ShardHeader(NamedTuple):
     spec: Fingerprint
 
 
-def _resolve_group(mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None) -> ProcessGroup | None:
+def resolve_sequence_group(
+    mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None
+) -> ProcessGroup | None:
     """The ranks the sequence is sharded over, after checking the strategy's name."""
     if strategy is not None:
         check_choice("strategy", strategy, (*STRATEGIES, "tp_sp"))

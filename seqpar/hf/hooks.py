@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .generate import finish_forward, prepare_forward
-from .loss import LazyLogits, TokenLoss, all_reduce_loss
+from .loss import LazyLogits, TokenLoss, reduce_over_ranks
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
 from .support import predicts_in_place, uses_loss_function
 
@@ -195,7 +195,7 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         chosen, tokens = sums[:-1], sums[-1]  # of all ranks
         # The loss is linear in this rank's probabilities, so the local loss has this rank's partial gradient.
         local_loss = (chosen / tokens * (probability / tokens)).sum() * num_experts
-        return all_reduce_loss(local_loss, patch)
+        return reduce_over_ranks(local_loss, patch)
 
     return load_balancing_loss
 

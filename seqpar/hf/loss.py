@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from ..layers.loss import all_reduce_loss
 from .batch import IGNORE_INDEX, BatchShard
 from .state import Gradients, Patch, current_forward
 
@@ -79,31 +80,17 @@ class TokenLoss:
             num_items = num_items.to(total.device)
         elif num_items == 0:
             num_items = total.new_zeros(())  # no label counts: the loss is NaN, as on one device
-        return all_reduce_loss(total / num_items, self.patch)
+        return reduce_over_ranks(total / num_items, self.patch)
 
 
-def all_reduce_loss(local_loss: Tensor, patch: Patch) -> Tensor:
+def reduce_over_ranks(local_loss: Tensor, patch: Patch) -> Tensor:
     """The sum of all ranks' ``local_loss``. Its backward gives this rank's partial gradient only.
 
     Under a wrapper that averages gradients over the ranks of the sequence, the backward multiplies by their number.
     """
     if patch.group is None or patch.ranks == 1:
         return local_loss
-    total: Tensor = _AllReduceLoss.apply(local_loss, patch.group, _gradient_scale(patch, patch.group))
-    return total
-
-
-class _AllReduceLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local_loss: Tensor, group: ProcessGroup, scale: int) -> Tensor:
-        ctx.scale = scale
-        total = local_loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad * ctx.scale, None, None
+    return all_reduce_loss(local_loss, patch.group, _gradient_scale(patch, patch.group))
 
 
 def _gradient_scale(patch: Patch, group: ProcessGroup) -> int:

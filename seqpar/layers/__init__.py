@@ -8,7 +8,8 @@ from .attention import (
     RingAttention,
     UlyssesAttention,
 )
-from .gradients import sync_gradients
+from .gradients import clip_grad_norm_, sync_gradients
+from .loss import token_loss
 from .rotary import RotaryEmbedding
 from .tensor_parallel import MegatronAttention, MegatronMLP
 from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
@@ -25,6 +26,8 @@ __all__ = [
     "UlyssesAttention",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "clip_grad_norm_",
     "sync_gradients",
+    "token_loss",
     "vocab_parallel_cross_entropy",
 ]

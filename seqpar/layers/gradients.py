@@ -1,4 +1,4 @@
-"""Summing the gradients of replicated weights over the ranks that share one sequence."""
+"""The gradients of weights over the ranks that share one sequence: their sum, and clipping by their norm."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ..comm.collectives import all_reduce
-from ..comm.handshake import Fingerprint, all_gather_header, fingerprint
+from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..mesh import context_group, sequence_group, size_of
-from .sharded_weights import weight_shards
+from .sharded_weights import WeightShard, weight_shards
 
 _BUCKET_BYTES = 64 << 20  # of the dtype that is sent
 
@@ -60,6 +60,100 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     sharded_ids = {id(p) for _, p in sharded}
     replicated = [(name, p) for name, p in named if id(p) not in sharded_ids]
     _sync(replicated, sequence_group(mesh, group, "tp_sp"))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, *, mesh: DeviceMesh | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """Scale the gradients so that their norm is at most ``max_norm``; one device's norm under every strategy.
+
+    ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards of the weights of tensor-parallel layers: every rank of tp
+    would get another norm, and the replicated weights would drift apart. Here the squares are summed over the ranks
+    that hold different rows, and rows that several ranks hold are counted once. Call it after ``sync_gradients``.
+    Without tensor-parallel layers or DTensor parameters nothing is sent.
+
+    Args:
+        module: as given to ``sync_gradients``. Parameters without a gradient are left out.
+        max_norm: the largest norm, positive; ``inf`` measures without clipping.
+        mesh: as given to ``sync_gradients``.
+        group: as given to ``sync_gradients``.
+
+    Returns:
+        The norm of all gradients before clipping, a scalar in float32 (float64 for float64), the same on every rank.
+
+    Raises:
+        TypeError: ``max_norm`` is not a number.
+        ValueError: ``max_norm`` is not positive, or the ranks of tp pass different ones.
+        RuntimeError: another rank of tp raised an error on its own input.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    shards = weight_shards(module)
+    tensor_parallel = any(p in shards and size_of(shards[p].group) > 1 for p in parameters)
+
+    def header() -> _ClipHeader:
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
+            raise TypeError(f"max_norm={max_norm!r}: expected a number, got {type(max_norm).__name__}")
+        if not max_norm > 0:
+            raise ValueError(f"max_norm={max_norm}: expected a positive number, or inf to measure only")
+        return _ClipHeader(fingerprint(float(max_norm)))
+
+    check_same(all_gather_header(header, sequence_group(mesh, group, "tp_sp") if tensor_parallel else None), "max_norm")
+    # By the ranks that hold different elements. Every rank makes the same groups, whether or not it has gradients.
+    squares: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+    for p in parameters:
+        groups, own = _distinct_elements(p, shards.get(p))
+        squares.setdefault(groups, []).extend([] if own is None else [own])
+    total: Tensor | None = None
+    for groups, tensors in squares.items():
+        square = _sum_of_squares(tensors, parameters[0])
+        for holders in groups:
+            all_reduce(square, holders)
+        total = square if total is None else total + square
+    norm = torch.zeros(()) if total is None else total.sqrt()
+    gradients: dict[torch.device, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            gradients.setdefault(p.grad.device, []).append(_local_tensor(p.grad))
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils; stays on the device, so that nobody waits
+    for device, tensors in gradients.items():
+        torch._foreach_mul_(tensors, scale.to(device))
+    return norm
+
+
+class _ClipHeader(NamedTuple):
+    """What the ranks of tp must pass alike."""
+
+    max_norm: Fingerprint
+
+
+def _distinct_elements(p: nn.Parameter, shard: WeightShard | None) -> tuple[tuple[ProcessGroup, ...], Tensor | None]:
+    """The groups whose ranks hold different elements of a gradient, and the elements that this rank counts."""
+    grad = p.grad
+    groups: tuple[ProcessGroup, ...] = ()
+    if shard is not None and size_of(shard.group) > 1:
+        assert shard.group is not None
+        groups = (shard.group,)
+        if shard.has_shared_rows:  # a row counts on the first rank that holds it
+            start, stop = shard.span
+            held_before = max((end for _, end in shard.spans[: shard.group.rank()]), default=0)
+            first = min(max(start, held_before), stop) - start
+            if isinstance(grad, DTensor):  # FSDP cut the rows again: all of them are needed
+                grad = grad.full_tensor()
+            return groups, None if grad is None else grad.narrow(shard.dim, first, stop - start - first)
+    if isinstance(p, DTensor):
+        mesh = p.device_mesh
+        groups += tuple(mesh.get_group(i) for i, placement in enumerate(p.placements) if placement.is_shard())
+    return groups, None if grad is None else _local_tensor(grad)
+
+
+def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of the squares of all elements, a scalar on the device of ``like``, in float32 or float64."""
+    total = torch.zeros((), dtype=_sum_dtype(like.dtype), device=like.device)
+    for x in tensors:
+        norm = torch.linalg.vector_norm(x, dtype=_sum_dtype(x.dtype))
+        total = total + norm.to(total.device).square()
+    return total
 
 
 class _GradientHeader(NamedTuple):

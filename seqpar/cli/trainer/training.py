@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ...comm.trace import trace
-from ...layers import sync_gradients
+from ...layers import clip_grad_norm_, sync_gradients
 from ...layers.sharded_weights import weight_shards
 from ...mesh import init_mesh, rank_in, sequence_group, size_of
 from ...sharding import shard
@@ -185,8 +185,7 @@ class Training:
             loss.backward()
         with trace() as gradients:
             sync_gradients(self.model, group=world.group)
-        norm = nn.utils.get_total_norm([self._full(p, p.grad) for p in self.model.parameters() if p.grad is not None])
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), _MAX_NORM, norm)
+        norm = clip_grad_norm_(self.model, _MAX_NORM, group=world.group)
         self.optimizer.step()
         total_loss, attention_bytes, gradient_bytes = world.all_reduce(
             loss.item(), attention.bytes_sent, gradients.bytes_sent

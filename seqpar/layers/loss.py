@@ -1,0 +1,112 @@
+"""The loss over the tokens of all ranks.
+
+Shapes: b batch, s tokens of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ..checks import DTYPES, check_int, no_compile
+from ..comm.handshake import all_gather_header, check_same
+from ..sharding import resolve_sequence_group
+from ..strategies import StrategyName
+
+
+class _LossHeader(NamedTuple):
+    """What the ranks must pass alike."""
+
+    batch: int
+    dtype: torch.dtype
+    ignore_index: int
+
+
+@no_compile
+def token_loss(
+    losses: Tensor,
+    labels: Tensor,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+    strategy: StrategyName | Literal["tp_sp"] | None = None,
+) -> Tensor:
+    """The mean of all ranks' losses per token, over the tokens whose label counts.
+
+    The mean of each rank's own tokens is wrong as soon as ranks have different numbers of labels that count, and its
+    gradient is too large by the number of ranks. This value is one device's, and its backward gives this rank's partial
+    gradient, which ``seqpar.sync_gradients`` sums.
+
+    Args:
+        losses: ``[batch, seq_local]``, the loss of each of this rank's tokens, such as of ``F.cross_entropy`` with
+            ``reduction="none"``.
+        labels: integers ``[batch, seq_local]``, shifted before they were sharded.
+        mesh: the ranks that the sequence is sharded over, as given to the layers.
+        group: the same as a ProcessGroup. With neither, the default group.
+        ignore_index: the label of tokens that do not count.
+        strategy: as given to ``shard``: with "tp_sp", the tokens are sharded over the mesh's tp dimension too. Leave it
+            out for losses of ``vocab_parallel_cross_entropy``, which are of all of tp's tokens, with their labels.
+
+    Returns:
+        A scalar, float32 (float64 for float64), the same on every rank. NaN if no label counts, as on one device.
+
+    Raises:
+        TypeError: ``losses`` is not a floating-point tensor, or ``labels`` not an integer one.
+        ValueError: their shapes differ, or the ranks differ in batch, dtype or ``ignore_index``.
+        RuntimeError: another rank raised an error on its own input.
+    """
+    sequence = resolve_sequence_group(mesh, group, strategy)
+
+    def header() -> _LossHeader:
+        if not isinstance(losses, Tensor) or losses.dtype not in DTYPES:
+            what = f"{losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise TypeError(f"losses: expected a floating-point tensor [batch, seq_local], got {what}")
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+            what = f"{labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
+            raise TypeError(f"labels: expected an integer tensor [batch, seq_local], got {what}")
+        if losses.dim() != 2 or losses.shape != labels.shape:
+            raise ValueError(
+                f"losses: shape {tuple(losses.shape)}, but labels have {tuple(labels.shape)}; expected "
+                "[batch, seq_local] of both: one loss a token (reduction='none')"
+            )
+        check_int("ignore_index", ignore_index)
+        return _LossHeader(losses.shape[0], losses.dtype, ignore_index)
+
+    check_same(all_gather_header(header, sequence), "batch", "dtype", "ignore_index")
+    counts = labels != ignore_index  # [b, s]
+    # A loss that does not count may be NaN or infinite: it is left out, not multiplied by 0.
+    local_sum = losses.masked_fill(~counts, 0.0).to(torch.promote_types(losses.dtype, torch.float32)).sum()
+    count = counts.sum().to(local_sum.dtype)
+    if sequence is not None and sequence.size() > 1:
+        dist.all_reduce(count, group=sequence)
+    return all_reduce_loss(local_sum / count, sequence)
+
+
+def all_reduce_loss(local_loss: Tensor, group: ProcessGroup | None, gradient_scale: int = 1) -> Tensor:
+    """The sum of all ranks' ``local_loss``, a scalar.
+
+    Its backward gives this rank's partial gradient, multiplied by ``gradient_scale``: the number of ranks, if a wrapper
+    averages the gradients over them.
+    """
+    if group is None or group.size() == 1:
+        return local_loss
+    total: Tensor = _AllReduceLoss.apply(local_loss, group, gradient_scale)
+    return total
+
+
+class _AllReduceLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local_loss: Tensor, group: ProcessGroup, gradient_scale: int) -> Tensor:
+        ctx.gradient_scale = gradient_scale
+        total = local_loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad * ctx.gradient_scale, None, None
