@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 
-from .pool import Pool, on_ranks
+from .pool import Pool, mesh_of, on_ranks
 
 
 @on_ranks
@@ -91,6 +93,65 @@ def test_dtensor_parameters(pool: Pool) -> None:
         assert shape == [4, 6] and weight.shape == (2, 6)
         assert (weight == (0 + 1 + 3 if rank < 4 else 4 + 5 + 7)).all()
         assert (bias == 3).all()
+
+
+@on_ranks
+def sync_again(group: ProcessGroup, how: str) -> list[str]:
+    """The error of each call of ``sync_gradients``; "" for none."""
+    mesh = mesh_of(dp=1, ring=2, ulysses=1, tp=1)
+    sequence = mesh["ring"].get_group()
+    module: nn.Module = nn.Linear(4, 4)
+    if how == "ddp":
+        module = DistributedDataParallel(module, process_group=sequence)
+    if how == "fsdp":
+        fully_shard(module, mesh=mesh["ring"])
+
+    def step() -> str:
+        try:
+            seqpar.sync_gradients(module, mesh=mesh)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    module(torch.ones(2, 4)).sum().backward()
+    errors = [step(), step()]
+    module(torch.ones(2, 4)).sum().backward()  # adds to the gradients
+    errors += [step(), step()]
+    module.zero_grad()
+    module(torch.ones(2, 4)).sum().backward()
+    return [*errors, step()]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("plain", ["", "summed this gradient already", "", "summed this gradient already", ""]),
+        ("ddp", ["DistributedDataParallel over the ranks of the sequence"] * 5),
+        ("fsdp", ["weight: a DTensor over ranks that share the sequence"] * 5),
+    ],
+)
+def test_gradients_are_summed_once(how: str, words: list[str]) -> None:
+    two = Pool(2)
+    try:
+        for errors in two.run(2, sync_again, how):
+            assert all(word in error and bool(word) == bool(error) for error, word in zip(errors, words, strict=True))
+    finally:
+        two.close()
+
+
+@on_ranks
+def sync_over_two_groups(group: ProcessGroup) -> Tensor:
+    """One gradient, summed over the sequence and then over dp."""
+    mesh = mesh_of(dp=2, ring=4, ulysses=1, tp=1)
+    module = nn.Linear(2, 2, bias=False)
+    module.weight.grad = torch.ones(2, 2)
+    seqpar.sync_gradients(module, mesh=mesh)
+    seqpar.sync_gradients(module, group=mesh["dp"].get_group())
+    return module.weight.grad
+
+
+def test_other_groups_may_follow(pool: Pool) -> None:
+    assert all(bool((grad == 8).all()) for grad in pool.run(8, sync_over_two_groups))
 
 
 def test_one_process_has_nothing_to_sum() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
@@ -17,6 +19,9 @@ from ..mesh import context_group, sequence_group, size_of
 from .sharded_weights import WeightShard, weight_shards
 
 _BUCKET_BYTES = 64 << 20  # of the dtype that is sent
+
+# By gradient: the groups over which it was summed, and its version then. Writing to a tensor increases its version.
+_summed_over: MutableMapping[Tensor, dict[ProcessGroup, int]] = WeakIdKeyDictionary()
 
 
 def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> None:
@@ -33,8 +38,8 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     it counts as zero on the others, and afterwards every rank has one. A parameter without a gradient on any rank
     keeps none. Of a DTensor parameter, which is sharded over other dimensions of the mesh, the local shards are summed.
 
-    Do not call it under DDP or FSDP over a mesh that includes the sequence's dimensions: they have already reduced the
-    gradients.
+    Under DDP or FSDP over a mesh that includes the sequence's dimensions the gradients are already reduced: such a call
+    raises, and so does a second call for the same gradients. A module inside DDP does not know of it: pass the wrapper.
 
     Args:
         module: built alike on every rank. Frozen parameters are left out.
@@ -43,23 +48,25 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
 
     Raises:
         TypeError: a sparse gradient, or an argument of another type.
-        ValueError: the ranks' parameters differ in number, name, shape or dtype.
+        ValueError: the ranks' parameters differ in number, name, shape or dtype, or the gradients have been summed over
+            these ranks before, by a wrapper or by this function.
         RuntimeError: another rank raised an error on its own gradients.
     """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     shards = weight_shards(module)
     sharded = [(name, p) for name, p in named if p in shards and size_of(shards[p].group) > 1]
+    wrappers = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
     if not sharded:
-        _sync(named, sequence_group(mesh, group))
+        _sync(named, sequence_group(mesh, group), wrappers)
         return
     tensor_groups = {shards[p].group for _, p in sharded}
     context = sequence_group(mesh, group) if mesh is None or mesh.ndim == 1 else context_group(mesh)
     # On a plain group, weights and tokens are sharded over the same ranks: no two ranks hold the same weights.
     if context not in tensor_groups:
-        _sync(sharded, context)
+        _sync(sharded, context, wrappers)
     sharded_ids = {id(p) for _, p in sharded}
     replicated = [(name, p) for name, p in named if id(p) not in sharded_ids]
-    _sync(replicated, sequence_group(mesh, group, "tp_sp"))
+    _sync(replicated, sequence_group(mesh, group, "tp_sp"), wrappers)
 
 
 @torch.no_grad()
@@ -164,7 +171,9 @@ class _GradientHeader(NamedTuple):
     have_gradients: Fingerprint
 
 
-def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None) -> None:
+def _sync(
+    named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, wrappers: Sequence[DistributedDataParallel]
+) -> None:
     """Sum the gradients of these parameters over ``group``."""
     if group is None or group.size() == 1:
         return
@@ -175,6 +184,13 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None) -> 
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
+                )
+            _check_not_reduced(name, p, group)
+        for wrapper in wrappers:
+            if _shares_ranks(wrapper.process_group, group):
+                raise ValueError(
+                    "module: DistributedDataParallel over the ranks of the sequence has reduced the gradients already; "
+                    "leave sync_gradients out, or wrap the module over dp only"
                 )
         described = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
         return _GradientHeader(len(named), fingerprint(described), fingerprint(*_has_gradient(parameters)))
@@ -198,6 +214,31 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None) -> 
         # Every rank has the same list, and makes the same buckets in the same order.
         for bucket in _buckets(gradients):
             _all_reduce_bucket(bucket, group)
+    for g in gradients:
+        _summed_over.setdefault(g, {})[group] = g._version
+
+
+def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup) -> None:
+    """Raise if a gradient has been summed over the ranks of ``group`` already, by FSDP or by ``sync_gradients``."""
+    if isinstance(p, DTensor):
+        for dim in range(p.device_mesh.ndim):
+            if _shares_ranks(p.device_mesh.get_group(dim), group):
+                raise ValueError(
+                    f"{name}: a DTensor over ranks that share the sequence, whose gradient FSDP has reduced already; "
+                    "leave sync_gradients out, or shard the parameters over dp only"
+                )
+    if p.grad is not None:
+        g = _local_tensor(p.grad)
+        if _summed_over.get(g, {}).get(group) == g._version:
+            raise ValueError(
+                f"{name}: sync_gradients has summed this gradient already, and no backward has added to it since; call "
+                "it once a step"
+            )
+
+
+def _shares_ranks(one: ProcessGroup, other: ProcessGroup) -> bool:
+    """Whether two groups have this rank and at least one more in common."""
+    return len({*dist.get_process_group_ranks(one)} & {*dist.get_process_group_ranks(other)}) > 1
 
 
 def _local_tensor(x: Tensor) -> Tensor:
