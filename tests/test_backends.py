@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import seqpar
-from seqpar.kernels import BACKENDS
+from seqpar import Mask
+from seqpar.kernels import BACKENDS, BackendName
 from seqpar.kernels.reference import ReferenceBackend
 
 
@@ -35,6 +37,27 @@ def test_deterministic_leaves_out_other_backends(named: bool) -> None:
         BACKENDS.clear()
         BACKENDS.update(rest)
     assert used == [{"atomic"}, {"cpu"}]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_sink_of_minus_infinity_is_no_sink(backend: BackendName) -> None:
+    """Also for the queries that see no key: 0 and -inf, and no NaN in forward or backward."""
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 2, 8, generator=made).requires_grad_() for _ in range(3))
+    sinks = torch.tensor([-torch.inf, 0.5]).requires_grad_()
+    mask = Mask.padding(8, 30)
+
+    def run(sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        return seqpar.attention(q, k, v, strategy="local", mask=mask, sinks=sinks, backend=backend, return_lse=True)
+
+    out, lse = run(sinks)
+    plain, plain_lse = run(None)
+    torch.testing.assert_close(out[:, :, 0], plain[:, :, 0])
+    torch.testing.assert_close(lse[:, 0], plain_lse[:, 0])
+    assert (out[:, :8] == 0).all() and (lse[:, 0, :8] == -torch.inf).all()
+    gradients = torch.autograd.grad(out.square().sum(), (q, k, v, sinks))
+    assert all(bool(g.isfinite().all()) for g in gradients)
+    assert gradients[-1][0] == 0
 
 
 def test_present_backends_are_deterministic() -> None:

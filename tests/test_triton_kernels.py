@@ -123,6 +123,11 @@ def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, mo
     monkeypatch.setattr(tune, "_best", {})
     assert tune.tuned("forward", q, q, "", pytest.fail, time) == best  # from disk
     assert not tune.wanted(q)
+    # A folder that cannot be made: the result is not kept, and nothing raises.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tune, "_best", {})
+    assert tune.tuned("forward", q, q, "", make, time) == best
 
 
 def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,10 @@ have the same number of bits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -96,9 +98,12 @@ def _load() -> dict[str, Config]:
 
 def _save() -> None:
     path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Other processes tune too: keep their results, and replace the file at once so that none reads half of it.
+    # Other processes tune too, on other hosts with the same home: keep their results, and replace the file at once so
+    # that none reads half of it.
     merged = {**_load(), **_best}
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps({key: asdict(config) for key, config in merged.items()}, indent=1))
-    scratch.replace(path)
+    scratch = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+    # A full or read-only disk must not stop one rank's kernel while the other ranks wait for it.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps({key: asdict(config) for key, config in merged.items()}, indent=1))
+        scratch.replace(path)

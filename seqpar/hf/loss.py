@@ -274,5 +274,6 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        scaled = (None if x is None else x * grad.to(x.dtype) for x in ctx.saved_tensors)
+        # In float32: one over the number of labels, rounded to bfloat16, would be wrong by up to 0.4 %.
+        scaled = (None if x is None else (x.to(grad.dtype) * grad).to(x.dtype) for x in ctx.saved_tensors)
         return (*scaled, None, None, None)

@@ -166,7 +166,8 @@ def finish(carry: Carry, score: Score, dtype: torch.dtype) -> Carry:
     acc, lse = carry
     if score.sinks is not None:
         with_sink = torch.logaddexp(lse, score.sinks.to(lse.dtype)[:, None])
-        acc = acc * torch.exp(lse - with_sink).transpose(1, 2).unsqueeze(-1)
+        weight = torch.exp(lse - with_sink).nan_to_num_(0.0)  # [b, h, q]; nan: no key seen, and a sink of -inf
+        acc = acc * weight.transpose(1, 2).unsqueeze(-1)
         lse = with_sink
     return acc.to(dtype), lse
 

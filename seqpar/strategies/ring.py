@@ -120,7 +120,8 @@ def ring_backward(
     returning.accumulate(dk, dv)
     dsinks = None
     if score.sinks is not None:
-        sink_weight = torch.exp(score.sinks.to(dtype)[:, None] - lse)  # [b, h, q], the probability of the sink
+        # The probability of the sink, [b, h, q]; nan for a sink of -inf where no key is seen.
+        sink_weight = torch.exp(score.sinks.to(dtype)[:, None] - lse).nan_to_num_(0.0)
         dsinks = -(sink_weight * output.delta).sum(
             (0, 2)
         )  # [h]: the sink has no value, so only the denominator depends on it
