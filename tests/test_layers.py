@@ -6,19 +6,20 @@ import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
 from seqpar import Mask
 from seqpar.layout import LAYOUTS
 
-from .pool import Pool, WorkerError, on_ranks
+from .pool import Pool, WorkerError, mesh_of, on_ranks
 from .reference import assert_close, dense_attention, inverse_frequencies, rank_positions
-from .strategies import STRATEGIES, WORLDS
+from .strategies import LAYER_STRATEGIES, STRATEGIES, WORLDS
 
 HIDDEN = 24
 LLAMA3 = {
@@ -356,3 +357,21 @@ def test_on_a_mesh(pool: Pool) -> None:
     for y, gradient in pool.run(8, hybrid_on_mesh):
         assert_close(y, expected["y"], torch.float64)
         assert_close(gradient, expected["k_proj.weight"], torch.float64)
+
+
+@on_ranks
+def count_mesh_slices(group: ProcessGroup, strategy: str) -> int:
+    """How often the second forward of a layer slices its mesh."""
+    mesh = mesh_of(dp=1, ring=2, ulysses=2, tp=2)
+    options = dict(LAYER_STRATEGIES[strategy])
+    layer = seqpar.ParallelAttention(options.pop("strategy"), 32, 4, mesh=mesh, **options)
+    x = seqpar.shard(torch.randn(1, 16, 32), mesh=mesh, strategy=layer.strategy)
+    layer(x)
+    with mock.patch.object(DeviceMesh, "__getitem__", autospec=True, side_effect=DeviceMesh.__getitem__) as sliced:
+        layer(x).sum().backward()
+    return int(sliced.call_count)
+
+
+@pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
+def test_a_mesh_is_sliced_once(pool: Pool, strategy: str) -> None:
+    assert pool.run(8, count_mesh_slices, strategy) == [0] * 8
