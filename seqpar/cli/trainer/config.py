@@ -116,7 +116,8 @@ class TrainConfig:
         return {name: getattr(self, name) for name, (_, option) in self.options().items() if not option.may_change}
 
     def check(self, ranks: int) -> None:
-        """
+        """Check every option, alone and together with the others, for a run on ``ranks`` ranks.
+
         Raises:
             TypeError: an option has the wrong type.
             ValueError: an option has a value that is not allowed, or that does not fit the others.
