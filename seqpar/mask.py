@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -176,13 +176,14 @@ class Mask:
     """
 
     rules: tuple[_Rule, ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Every layer looks the mask up in caches. Hashing thousands of document boundaries each time would be slow.
         object.__setattr__(self, "_hash", hash(self.rules))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined, no-any-return]
+        return self._hash
 
     @staticmethod
     def full() -> Mask:

@@ -12,7 +12,7 @@ head_dim.
 from __future__ import annotations
 
 import zlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> P
             "model: called without 'seqpar', which says how the sequence is sharded; call "
             "model(**seqpar.hf.shard_batch(batch, ...)), or model.generate(...) with the full prompt and its cache"
         )
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    config = cast(Any, model.config).get_text_config()
     if cache is None:
         cache = kwargs["past_key_values"] = DynamicCache(config=config)
     shard_cache(cache, config.num_hidden_layers)

@@ -6,7 +6,7 @@ over processes are divided by the number of processes that share a batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
@@ -93,7 +93,7 @@ class SequenceParallelMixin(_Mixin):
         """The Trainer's sum over processes counts each sequence once for every rank that shares it."""
         items: Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
         if items is not None and self.args.average_tokens_across_devices and self.args.world_size > 1:
-            items = items / self._patch.ranks  # type: ignore[assignment]
+            return cast(Tensor, items / self._patch.ranks)
         return items
 
     def _gather_each_sequence_once(self, x: Any) -> Any:
