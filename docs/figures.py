@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from seqpar import Mask
-from seqpar.layout import shard_positions
+from seqpar.layout import Layout, shard_positions
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -94,12 +94,12 @@ class Drawing:
         path.write_text("\n".join(lines) + "\n")
 
 
-def positions(rank: int, layout: str) -> list[int]:
+def positions(rank: int, layout: Layout) -> list[int]:
     """The tokens that a rank holds."""
     return shard_positions(TOKENS, RANKS, rank, layout).tolist()
 
 
-def owners(layout: str) -> list[int]:
+def owners(layout: Layout) -> list[int]:
     """The rank that holds each token."""
     rank_of = {token: rank for rank in range(RANKS) for token in positions(rank, layout)}
     return [rank_of[token] for token in range(TOKENS)]

@@ -28,7 +28,7 @@ from .kernels.base import Score
 from .layout import LAYOUTS, Layout, check_length, check_lengths
 from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
-from .schedule import SequenceSharding
+from .schedule import SequenceSharding, attention_plan
 from .strategies import Comm, StrategyName, resolve
 from .strategies.autograd import SequenceParallelAttention
 from .strategies.call import AttentionCall
@@ -238,7 +238,7 @@ def attend(
     call = AttentionCall(
         groups=groups,
         sharding=sharding,
-        mask=mask,
+        plan=attention_plan(mask, sharding, groups.ring_rank, groups.gather),
         score=Score(
             softmax_scale=softmax_scale if softmax_scale is not None else q.shape[3] ** -0.5,
             softcap=softcap,

@@ -35,12 +35,17 @@ mask all three are balanced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from .cache import cached_tensors
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -108,16 +113,133 @@ def check_length(length: int, seq_len: int, ranks: int, rank: int, layout: Layou
         )
 
 
-@lru_cache(maxsize=256)
+@dataclass(frozen=True)
+class Stripe:
+    """Blocks of ``block`` consecutive positions, one every ``stride``, from ``start`` on; ``count`` positions in all.
+
+    A range of consecutive positions is one block. The last block may be cut short.
+    """
+
+    start: int
+    count: int
+    block: int
+    stride: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last position."""
+        return self.at(self.count - 1) + 1
+
+    def at(self, index: int) -> int:
+        """The position at ``index``."""
+        return self.start + index // self.block * self.stride + index % self.block
+
+    def count_below(self, position: int) -> int:
+        """How many of the positions lie below ``position``."""
+        blocks, within = divmod(position - self.start, self.stride)
+        return max(0, min(self.count, blocks * self.block + min(within, self.block)))
+
+
+@dataclass(frozen=True)
+class Positions:
+    """An increasing set of global positions, as few stripes, one after another.
+
+    Describes what a rank holds without a number for each token, at any sequence length.
+    """
+
+    stripes: tuple[Stripe, ...]
+
+    def __len__(self) -> int:
+        return sum(stripe.count for stripe in self.stripes)
+
+    @property
+    def is_ranges(self) -> bool:
+        """Whether every stripe is a range of consecutive positions."""
+        return all(stripe.block >= stripe.count for stripe in self.stripes)
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        """The index of each stripe's first position, and the number of positions."""
+        return list(accumulate((stripe.count for stripe in self.stripes), initial=0))
+
+    def with_offsets(self) -> Iterable[tuple[Stripe, int]]:
+        """Each stripe, and the index of its first position."""
+        return zip(self.stripes, self._offsets, strict=False)
+
+    def count_below(self, position: int) -> int:
+        """How many of the positions lie below ``position``: the index of the first one that does not."""
+        return sum(stripe.count_below(position) for stripe in self.stripes)
+
+    def at(self, index: int) -> int:
+        """The position at ``index``."""
+        i = bisect_right(self._offsets, index) - 1
+        return self.stripes[i].at(index - self._offsets[i])
+
+    def counts_below(self, x: Tensor) -> Tensor:
+        """``count_below`` of every element of the integer tensor ``x``, without reading any of them on the host."""
+        total: Tensor | None = None
+        for stripe in self.stripes:
+            if stripe.block >= stripe.count:
+                part = (x - stripe.start).clamp_(0, stripe.count)
+            else:
+                shifted = x - stripe.start
+                blocks = shifted.div(stripe.stride, rounding_mode="floor")
+                within = shifted.sub_(blocks, alpha=stripe.stride).clamp_(max=stripe.block)
+                part = within.add_(blocks, alpha=stripe.block).clamp_(0, stripe.count)
+            total = part if total is None else total.add_(part)
+        return torch.zeros_like(x) if total is None else total
+
+    def tensor(self, device: torch.device, start: int = 0, stop: int | None = None) -> Tensor:
+        """The positions at the indices ``start:stop``, int64, increasing."""
+        stop = len(self) if stop is None else stop
+        parts = []
+        for stripe, offset in zip(self.stripes, self._offsets, strict=False):
+            first, last = max(start - offset, 0), min(stop - offset, stripe.count)
+            if first >= last:
+                continue
+            if stripe.block >= stripe.count:
+                parts.append(torch.arange(stripe.start + first, stripe.start + last, device=device))
+            elif stripe.block == 1:
+                parts.append(torch.arange(stripe.at(first), stripe.at(last - 1) + 1, stripe.stride, device=device))
+            else:
+                index = torch.arange(first, last, device=device)
+                blocks = index.div(stripe.block, rounding_mode="floor")
+                parts.append(index.add_(blocks, alpha=stripe.stride - stripe.block).add_(stripe.start))
+        if not parts:
+            return torch.empty(0, dtype=torch.int64, device=device)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+@lru_cache(maxsize=4096)
+def merged_positions(seq_len: int, ranks: int, first: int, count: int, layout: Layout) -> Positions:
+    """The positions of the tokens of the ranks ``first ... first + count - 1`` of ``ranks`` together."""
+    if layout == "striped":
+        periods, rest = divmod(max(0, seq_len - first), ranks)
+        held = periods * count + min(rest, count)
+        return Positions((Stripe(first, held, count, ranks),) if held else ())
+    by_rank = [shard_ranges(seq_len, ranks, first + i, layout) for i in range(count)]
+    return ranges_to_positions(sorted((r.start, r.stop) for ranges in by_rank for r in ranges))
+
+
+def ranges_to_positions(ranges: Iterable[tuple[int, int]]) -> Positions:
+    """The positions of increasing ``(start, stop)`` ranges. Neighbours are merged."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], stop
+        elif start < stop:
+            merged.append((start, stop))
+    return Positions(tuple(Stripe(a, b - a, b - a, b - a) for a, b in merged))
+
+
 def shard_positions(seq_len: int, ranks: int, rank: int, layout: Layout = "contiguous") -> Tensor:
     """Global positions of the tokens of ``rank``, int64 ``[seq_local]``, increasing. Cached: do not write to it."""
-    ranges = shard_ranges(seq_len, ranks, rank, layout)
-    if not ranges:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    return torch.cat([torch.arange(r.start, r.stop, r.step, device="cpu") for r in ranges])
+    cpu = torch.device("cpu")
+    key = "positions", seq_len, ranks, rank, layout
+    return cached_tensors(key, cpu, lambda: merged_positions(seq_len, ranks, rank, 1, layout).tensor(cpu))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=2)
 def global_order(seq_len: int, ranks: int, layout: Layout = "contiguous") -> Tensor:
     """The index of each global position in the concatenation of all shards, int64 ``[seq_len]``. Cached, read-only.
 

@@ -22,18 +22,133 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from .cache import upload
 from .checks import check_int
 
 # An upper end larger than every position, and far enough from int64's limit that sums with it do not overflow.
 UNBOUNDED = 1 << 62
+_CACHED_LENGTHS = 8
 
 Interval = tuple[Tensor, Tensor]
+Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """A mask of one batch row as runs of positions, along each of which both ends of the interval are straight lines.
+
+    Run ``i`` reaches from ``start[i]`` to the next start. Its query ``x`` sees the keys from
+    ``lo[i] + lo_step[i] * (x - start[i])`` up to ``hi[i] + hi_step[i] * (x - start[i])``, exclusive. There are about as
+    many runs as documents, whatever the number of tokens. Either every query of a run sees some key, or none does.
+
+    Attributes:
+        start, lo, lo_step, hi, hi_step: int64 ``[runs]``; the steps are 0 or 1.
+    """
+
+    start: Array
+    lo: Array
+    lo_step: Array
+    hi: Array
+    hi_step: Array
+
+    @staticmethod
+    def of(start: Any, lo: Any, lo_step: Any, hi: Any, hi_step: Any) -> Runs:
+        """The runs; a number stands for the same number in every run. Runs without positions are left out."""
+        starts = np.asarray(start, dtype=np.int64)
+        columns = [np.broadcast_to(np.asarray(x, dtype=np.int64), starts.shape) for x in (lo, lo_step, hi, hi_step)]
+        kept = np.append(starts[1:] > starts[:-1], True)
+        return Runs(starts[kept], *(column[kept] for column in columns))
+
+    def __and__(self, other: Runs) -> Runs:
+        """The intersection of the intervals."""
+        starts = np.union1d(self.start, other.start)
+        a, b = self._cut_at(starts), other._cut_at(starts)
+        meet = _crossings(starts, *a[:2], *b[:2]), _crossings(starts, *a[2:], *b[2:])
+        starts = np.unique(np.concatenate([starts, *meet]))
+        a, b = self._cut_at(starts), other._cut_at(starts)
+        return Runs(starts, *_upper(*a[:2], *b[:2]), *_lower(*a[2:], *b[2:]))._without_negative()
+
+    def _cut_at(self, starts: Array) -> tuple[Array, Array, Array, Array]:
+        """``lo, lo_step, hi, hi_step`` of the same intervals, cut into runs at ``starts``."""
+        run = np.searchsorted(self.start, starts, side="right") - 1
+        distance = starts - self.start[run]
+        lo_step, hi_step = self.lo_step[run], self.hi_step[run]
+        return self.lo[run] + lo_step * distance, lo_step, self.hi[run] + hi_step * distance, hi_step
+
+    def _without_negative(self) -> Runs:
+        """``hi`` raised to ``lo`` where it lies below: nothing is visible there."""
+        cut = _crossings(self.start, self.lo, self.lo_step, self.hi, self.hi_step)
+        starts = np.unique(np.concatenate([self.start, cut]))
+        lo, lo_step, hi, hi_step = self._cut_at(starts)
+        return Runs(starts, lo, lo_step, *_upper(lo, lo_step, hi, hi_step))
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runs, self._columns  # without the lists below
+
+    @cached_property
+    def rows(self) -> list[tuple[int, int, int, int, int]]:
+        """``(start, lo, lo_step, hi, hi_step)`` of each run, as Python ints: faster to read one by one."""
+        return list(zip(*(x.tolist() for x in self._columns), strict=True))
+
+    @property
+    def _columns(self) -> tuple[Array, Array, Array, Array, Array]:
+        return self.start, self.lo, self.lo_step, self.hi, self.hi_step
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """``start`` as a list, to be searched by ``bisect``."""
+        starts: list[int] = self.start.tolist()
+        return starts
+
+    def at(self, positions: Tensor) -> Interval:
+        """``(lo, hi)`` of the queries at ``positions``, int64 ``[n]``, computed on their device."""
+        start, lo, lo_step, hi, hi_step = self.rows[0]
+        if len(self) == 1:
+            distance = positions - start
+            return distance * lo_step + lo, distance * hi_step + hi
+        # A line through run i is lo[i] - lo_step[i] * start[i] + lo_step[i] * x.
+        table = np.stack([self.start, self.lo - self.lo_step * self.start, self.lo_step,
+                          self.hi - self.hi_step * self.start, self.hi_step])  # fmt: skip
+        starts, *lines = upload(table, positions.device)
+        run = torch.searchsorted(starts, positions, right=True) - 1  # [n]
+        lo_at, lo_slope, hi_at, hi_slope = (line.index_select(0, run) for line in lines)  # [n] each
+        return lo_at.addcmul_(lo_slope, positions), hi_at.addcmul_(hi_slope, positions)
+
+
+def _crossings(starts: Array, a: Array, a_step: Array, b: Array, b_step: Array) -> Array:
+    """The positions inside runs at which the lines ``a`` and ``b`` meet."""
+    length = np.diff(starts, append=UNBOUNDED)
+    distance = (b - a) * (a_step - b_step)  # the slopes differ by 1, if they differ
+    inside = (a_step != b_step) & (distance > 0) & (distance < length)
+    crossings: Array = (starts + distance)[inside]
+    return crossings
+
+
+def _upper(a: Array, a_step: Array, b: Array, b_step: Array) -> tuple[Array, Array]:
+    """The upper one of two lines that do not cross inside a run, and its slope."""
+    first = (a > b) | ((a == b) & (a_step > b_step))
+    return np.where(first, a, b), np.where(first, a_step, b_step)
+
+
+def _lower(a: Array, a_step: Array, b: Array, b_step: Array) -> tuple[Array, Array]:
+    """The lower one of two lines that do not cross inside a run, and its slope."""
+    first = (a < b) | ((a == b) & (a_step < b_step))
+    return np.where(first, a, b), np.where(first, a_step, b_step)
+
+
+_EVERYTHING = Runs.of([0], 0, 0, UNBOUNDED, 0)
 
 
 class _Rule(ABC):
@@ -50,23 +165,8 @@ class _Rule(ABC):
         return ((0,),)
 
     @abstractmethod
-    def intervals(self, positions: Tensor) -> Interval:
-        """``(lo, hi)``, each int64 ``[n]`` or ``[batch, n]``, for the queries at ``positions [n]``."""
-
-
-def _zeros(positions: Tensor) -> Tensor:
-    return torch.zeros_like(positions)
-
-
-def _unbounded(positions: Tensor) -> Tensor:
-    return torch.full_like(positions, UNBOUNDED)
-
-
-def _stack(rows: Sequence[Interval]) -> Interval:
-    """The batch rows' intervals ``[n]`` as one ``[batch, n]``; a single row stays ``[n]``."""
-    if len(rows) == 1:
-        return rows[0]
-    return torch.stack([lo for lo, _ in rows]), torch.stack([hi for _, hi in rows])
+    def runs(self, row: int, seq_len: int) -> Runs:
+        """The intervals of batch row ``row``, for the queries below ``seq_len`` at least."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +174,11 @@ class _SlidingWindow(_Rule):
     left: int
     right: int
 
-    def intervals(self, positions: Tensor) -> Interval:
-        lo = _zeros(positions) if self.left < 0 else (positions - self.left).clamp_min(0)
-        hi = _unbounded(positions) if self.right < 0 else positions + self.right + 1
-        return lo, hi
+    def runs(self, row: int, seq_len: int) -> Runs:
+        hi, hi_step = (UNBOUNDED, 0) if self.right < 0 else (self.right + 1, 1)
+        if self.left < 0:
+            return Runs.of([0], 0, 0, hi, hi_step)
+        return Runs.of([0, self.left], 0, [0, 1], [hi, hi + self.left * hi_step], hi_step)
 
 
 @dataclass(frozen=True)
@@ -93,18 +194,13 @@ class _Documents(_Rule):
     def starts(self) -> tuple[tuple[int, ...], ...]:
         return self.boundaries
 
-    def intervals(self, positions: Tensor) -> Interval:
-        return _stack([self._row(row, positions) for row in self.boundaries])
-
-    def _row(self, boundaries: tuple[int, ...], positions: Tensor) -> Interval:
-        edges = torch.tensor(boundaries, dtype=torch.int64, device=positions.device)  # [docs + 1]
-        # right=True: where empty documents share a boundary, take the last of them.
-        document = torch.searchsorted(edges, positions, right=True) - 1  # [n]
-        lo = edges[document]
-        # Padding comes after the last boundary: there lo == end, so it sees nothing.
-        end = edges[(document + 1).clamp_max(len(boundaries) - 1)]
-        hi = torch.minimum(positions + 1, end) if self.causal else end
-        return lo, torch.maximum(hi, lo)
+    def runs(self, row: int, seq_len: int) -> Runs:
+        start = np.asarray(self.boundaries[row], dtype=np.int64)
+        stop = np.append(start[1:], start[-1])  # the padding after the last boundary sees nothing
+        if not self.causal:
+            return Runs.of(start, start, 0, stop, 0)
+        tokens = stop > start
+        return Runs.of(start, start, 0, start + tokens, tokens)
 
 
 @dataclass(frozen=True)
@@ -115,8 +211,9 @@ class _PrefixLM(_Rule):
     def batch(self) -> int:
         return len(self.prefix_len)
 
-    def intervals(self, positions: Tensor) -> Interval:
-        return _stack([(_zeros(positions), (positions + 1).clamp_min(prefix)) for prefix in self.prefix_len])
+    def runs(self, row: int, seq_len: int) -> Runs:
+        prefix = max(1, self.prefix_len[row])
+        return Runs.of([0, prefix - 1], 0, 0, prefix, [0, 1])
 
 
 @dataclass(frozen=True)
@@ -129,16 +226,15 @@ class _Chunked(_Rule):
     def batch(self) -> int:
         return len(self.origins)
 
-    def intervals(self, positions: Tensor) -> Interval:
-        return _stack([self._row(row, positions) for row in self.origins])
-
-    def _row(self, origins: tuple[int, ...], positions: Tensor) -> Interval:
-        edges = torch.tensor((*origins, UNBOUNDED), dtype=torch.int64, device=positions.device)
-        following = torch.searchsorted(edges, positions, right=True)  # [n], the first origin after each position
-        origin = edges[following - 1]
-        lo = positions - (positions - origin) % self.size
-        hi = positions + 1 if self.causal else torch.minimum(lo + self.size, edges[following])
-        return lo, hi
+    def runs(self, row: int, seq_len: int) -> Runs:
+        origins = [origin for origin in self.origins[row] if origin < seq_len] or [0]
+        following = [*origins[1:], next((o for o in self.origins[row] if o >= seq_len), UNBOUNDED)]
+        chunks = [np.arange(o, max(o + 1, min(f, seq_len)), self.size) for o, f in zip(origins, following, strict=True)]
+        start = np.concatenate(chunks)
+        if self.causal:
+            return Runs.of(start, start, 0, start + 1, 1)
+        end = np.repeat(following, [len(chunk) for chunk in chunks])
+        return Runs.of(start, start, 0, np.minimum(start + self.size, end), 0)
 
 
 @dataclass(frozen=True)
@@ -154,14 +250,10 @@ class _Padding(_Rule):
     def starts(self) -> tuple[tuple[int, ...], ...]:
         return tuple((start,) for start in self.begin)
 
-    def intervals(self, positions: Tensor) -> Interval:
-        return _stack([self._row(start, stop, positions) for start, stop in zip(self.begin, self.end, strict=True)])
-
-    def _row(self, start: int, stop: int, positions: Tensor) -> Interval:
+    def runs(self, row: int, seq_len: int) -> Runs:
+        start, stop = self.begin[row], self.end[row]
         # Before the tokens lo == hi == start, after them lo == hi == stop: empty, and never decreasing.
-        lo = torch.where(positions < stop, start, stop)
-        hi = torch.where(positions < start, start, stop)
-        return lo, hi
+        return Runs.of([0, start, stop], [start, start, stop], 0, [start, stop, stop], 0)
 
 
 @dataclass(frozen=True)
@@ -177,6 +269,9 @@ class Mask:
 
     rules: tuple[_Rule, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
+    _runs: dict[int, tuple[Runs, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    # What follows from the mask and has been computed already: it lives and is pickled with the mask.
+    plans: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         # Every layer looks the mask up in caches. Hashing thousands of document boundaries each time would be slow.
@@ -335,12 +430,25 @@ class Mask:
             ``(lo, hi)``, int64 ``[n]`` (``[batch, n]`` if the batch rows differ): first and one past the last
             visible key. ``hi`` may be larger than the sequence's length. A query that sees nothing has ``lo == hi``.
         """
-        lo, hi = _zeros(positions), _unbounded(positions)
-        for rule in self.rules:
-            rule_lo, rule_hi = rule.intervals(positions)
-            lo, hi = torch.maximum(lo, rule_lo), torch.minimum(hi, rule_hi)
-        lo, hi = torch.broadcast_tensors(lo, hi)
-        return lo.contiguous(), torch.maximum(lo, hi)
+        seq_len = int(positions.max()) + 1 if positions.numel() else 0
+        rows = [runs.at(positions) for runs in self.runs(seq_len)]
+        if len(rows) == 1:
+            return rows[0]
+        return torch.stack([lo for lo, _ in rows]), torch.stack([hi for _, hi in rows])
+
+    def runs(self, seq_len: int) -> tuple[Runs, ...]:
+        """By batch row: the intervals of a sequence of ``seq_len`` tokens. Cached and pickled with the mask."""
+        if seq_len not in self._runs:
+            by_row = []
+            for row in range(self.batch):
+                runs = _EVERYTHING
+                for rule in self.rules:
+                    runs = runs & rule.runs(row % rule.batch, seq_len)
+                by_row.append(runs)
+            if len(self._runs) >= _CACHED_LENGTHS:
+                self._runs.clear()
+            self._runs[seq_len] = tuple(by_row)
+        return self._runs[seq_len]
 
     def dense(self, seq_len: int) -> Tensor:
         """The mask as bool ``[seq_len, seq_len]`` (``[batch, seq_len, seq_len]``), True where visible.

@@ -8,6 +8,9 @@ In a ring of ``n`` ranks, step 0 computes with a rank's own keys. At step ``h``,
 this moves the same bytes; with any other mask, each rank receives only the rows that its queries see, and no step waits
 for a previous forward. An all-gather is the same schedule with all steps after step 0 merged into one.
 
+Planning costs as much as the mask has runs and the group has ranks: nothing here has a number for each token. The
+intervals of each query are computed on the device that the kernels run on, by formulas over the runs.
+
 Eight tokens, four ranks, zigzag, causal mask. The step of each (query rank, key rank) pair, and the global positions of
 the keys that are sent ("-": the queries see none of them, so nothing is sent):
 
@@ -22,15 +25,33 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import shard_positions
-from .mask import Mask
+from .cache import ByteCache, cached_tensors
+from .layout import Layout, Positions, Stripe, merged_positions
+from .mask import Mask, Runs
+
+CPU = torch.device("cpu")
+
+# Under a striped layout a rank's queries see up to one range of keys a document. With more documents times ranks than
+# this, a rank receives everything between the first and the last key that it needs: the list of ranges would cost more
+# time than the rows that it leaves out, at most one a document and pair of ranks if documents are longer than the ring.
+_EXACT_RANGES = 2048
+# A narrow window under a striped layout leaves gaps between the keys of neighbouring queries; likewise.
+_EXACT_QUERIES = 4096
+# More spans than this are selected by one index instead of a slice each.
+_MAX_SLICES = 16
+# Messages of one group of an NCCL communicator: see ``exchange_groups``.
+_MAX_PAIRS = 16
+# If every rank needs this much of the sequence, an all-gather sends all of it in a collective.
+_DENSE = 0.99
 
 
 @dataclass(frozen=True)
@@ -47,7 +68,7 @@ class SequenceSharding:
     """
 
     seq_len: int
-    layout: str = "contiguous"
+    layout: Layout = "contiguous"
     ring: int = 1
     ulysses: int = 1
     tensor: int = 1
@@ -57,45 +78,46 @@ class SequenceSharding:
         """Ranks of attention: a tensor-parallel run counts as one."""
         return self.ring * self.ulysses
 
-    def rank_positions(self, rank: int) -> Tensor:
-        """Global positions of the tokens that ``rank`` attends with, int64 ``[seq_local]``, increasing."""
-        return _merged_positions(self, rank * self.tensor, self.tensor)
-
-    def ring_positions(self, ring_rank: int) -> Tensor:
-        """Global positions of the tokens that all ulysses ranks of ``ring_rank`` hold together, increasing."""
+    def ring_positions(self, ring_rank: int) -> Positions:
+        """Global positions of the tokens that all ulysses ranks of ``ring_rank`` hold together."""
         ranks = self.ulysses * self.tensor
-        return _merged_positions(self, ring_rank * ranks, ranks)
+        return self._positions(ring_rank * ranks, ranks)
 
-    def tensor_rows(self, rank: int) -> tuple[Tensor, ...]:
-        """By tensor rank: the indices of its tokens in ``rank_positions(rank)``, int64 ``[seq_local]``."""
-        return _indices_in_merged(self, rank * self.tensor, self.tensor, 1)
+    def rank_positions(self, rank: int, device: torch.device = CPU) -> Tensor:
+        """Global positions of the tokens that ``rank`` attends with, int64 ``[seq_local]``, increasing.
 
-    def ulysses_rows(self, ring_rank: int) -> tuple[Tensor, ...]:
+        Cached: the same tensor each time. Do not write to it.
+        """
+        held = self._positions(rank * self.tensor, self.tensor)
+        return cached_tensors(("rank_positions", held), device, lambda: held.tensor(device))
+
+    def tensor_rows(self, rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
+        """By tensor rank: the indices of its tokens in ``rank_positions(rank)``, int64 ``[seq_local]``. Cached."""
+        return self._rows(rank * self.tensor, self.tensor, 1, device)
+
+    def ulysses_rows(self, ring_rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
         """By ulysses rank: the indices of its tokens in ``ring_positions(ring_rank)``, int64 ``[seq_local]``."""
         ranks = self.ulysses * self.tensor
-        return _indices_in_merged(self, ring_rank * ranks, ranks, self.tensor)
+        return self._rows(ring_rank * ranks, ranks, self.tensor, device)
 
+    def ulysses_lengths(self, ring_rank: int) -> list[int]:
+        """By ulysses rank: how many tokens it holds."""
+        first = ring_rank * self.ulysses
+        return [len(self._positions((first + i) * self.tensor, self.tensor)) for i in range(self.ulysses)]
 
-@lru_cache(maxsize=1024)
-def on_device(index: Tensor, device: torch.device) -> Tensor:
-    """A copy of a schedule's tensor on ``device``. Cached by the tensor's identity."""
-    return index.to(device)
+    def _positions(self, first: int, count: int) -> Positions:
+        """Positions of the tokens of ranks ``first ... first + count - 1`` together."""
+        return merged_positions(self.seq_len, self.ranks * self.tensor, first, count, self.layout)
 
-
-@lru_cache(maxsize=1024)
-def _merged_positions(sharding: SequenceSharding, first: int, count: int) -> Tensor:
-    """Positions of the tokens of ranks ``first ... first + count - 1`` together, increasing."""
-    ranks = sharding.ranks * sharding.tensor
-    parts = [shard_positions(sharding.seq_len, ranks, first + i, sharding.layout) for i in range(count)]
-    return parts[0] if count == 1 else torch.cat(parts).sort().values
-
-
-@lru_cache(maxsize=256)
-def _indices_in_merged(sharding: SequenceSharding, first: int, count: int, each: int) -> tuple[Tensor, ...]:
-    """For every ``each`` of the ``count`` ranks from ``first``: the indices of their tokens in the merged positions."""
-    merged = _merged_positions(sharding, first, count)
-    parts = (_merged_positions(sharding, first + i, each) for i in range(0, count, each))
-    return tuple(torch.searchsorted(merged, part) for part in parts)
+    def _rows(self, first: int, count: int, each: int, device: torch.device) -> tuple[Tensor, ...]:
+        """For every ``each`` of the ``count`` ranks from ``first``: the indices of their tokens among all of theirs."""
+        merged = self._positions(first, count)
+        parts = [self._positions(first + i, each) for i in range(0, count, each)]
+        return cached_tensors(
+            ("rows", merged, count, each),
+            device,
+            lambda: tuple(merged.counts_below(part.tensor(device)) for part in parts),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,25 +127,31 @@ class KeyIntervals:
     Attributes:
         lo, hi: int32 ``[b, q_len]``, indices of the step's keys, ``0 <= lo <= hi <= k_len``. Neither decreases along
             the queries.
-        q_positions: int32 ``[q_len]``, global positions, increasing. ALiBi and dropout depend on them.
+        q_positions: int32 ``[q_len]``, global positions, increasing. ALiBi and dropout depend on them, nothing else
+            does: without these two any int32 tensor will do.
         k_positions: int32 ``[k_len]``, likewise.
+        tiles: by batch row, what a backend without key intervals has derived from ``lo`` and ``hi``.
     """
 
     lo: Tensor
     hi: Tensor
     q_positions: Tensor
     k_positions: Tensor
-    _copies: dict[torch.device, KeyIntervals] = field(default_factory=dict, repr=False)
+    tiles: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(x.nbytes for x in {self.lo, self.hi, self.q_positions, self.k_positions})
 
     def to(self, device: torch.device) -> KeyIntervals:
-        """A copy on ``device``. Cached."""
+        """A copy on ``device``."""
         if device == self.lo.device:
             return self
-        if device not in self._copies:
-            self._copies[device] = KeyIntervals(
-                self.lo.to(device), self.hi.to(device), self.q_positions.to(device), self.k_positions.to(device)
-            )
-        return self._copies[device]
+        lo, hi, q_positions, k_positions = (
+            x.to(device) for x in (self.lo, self.hi, self.q_positions, self.k_positions)
+        )
+        return KeyIntervals(lo, hi, q_positions, k_positions)
 
 
 @dataclass(frozen=True)
@@ -133,19 +161,55 @@ class Selection:
     spans: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
+        return self._length
+
+    @cached_property
+    def _length(self) -> int:
         return sum(stop - start for start, stop in self.spans)
 
-    def take(self, x: Tensor) -> Tensor:
-        """The selected rows of ``x [batch, rows, ...]``, contiguous."""
-        pieces = [x[:, start:stop] for start, stop in self.spans]
-        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    def index(self, device: torch.device) -> Tensor:
+        """The selected rows, int64 ``[rows]``. Cached."""
+        return cached_tensors(
+            ("selection", self.spans),
+            device,
+            lambda: torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans]),
+        )
 
-    def add_to(self, target: Tensor, values: Tensor) -> None:
-        """Add ``values`` to the selected rows of ``target``."""
+    def copy_to(self, out: Tensor, x: Tensor) -> None:
+        """Copy the selected rows of ``x [..., rows, heads, head_dim]`` into ``out``."""
+        if len(self.spans) > _MAX_SLICES:
+            out.copy_(x.index_select(-3, self.index(x.device)))
+            return
         offset = 0
         for start, stop in self.spans:
-            target[:, start:stop] += values[:, offset : offset + stop - start]
+            out[..., offset : offset + stop - start, :, :] = x[..., start:stop, :, :]
             offset += stop - start
+
+    def add_to(self, target: Tensor, values: Tensor) -> None:
+        """Add ``values`` to the selected rows of ``target [..., rows, heads, head_dim]``."""
+        if len(self.spans) > _MAX_SLICES:
+            # Every row is selected once, so the order of the additions does not matter.
+            target.index_add_(target.dim() - 3, self.index(target.device), values)
+            return
+        offset = 0
+        for start, stop in self.spans:
+            target[..., start:stop, :, :] += values[..., offset : offset + stop - start, :, :]
+            offset += stop - start
+
+    def counts_below(self, x: Tensor) -> Tensor:
+        """How many of the selected rows lie below each element of ``x``, an integer tensor of local indices."""
+        if len(self.spans) <= _MAX_SLICES:
+            return _counts_in_ranges(self.spans, x)
+        return torch.searchsorted(self.index(x.device), x)
+
+
+def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
+    """How many elements of the increasing, disjoint ``ranges`` lie below each element of ``x``."""
+    total: Tensor | None = None
+    for start, stop in ranges:
+        part = (x - start).clamp_(0, stop - start)
+        total = part if total is None else total.add_(part)
+    return torch.zeros_like(x) if total is None else total
 
 
 @dataclass(frozen=True)
@@ -156,6 +220,108 @@ class Transfer:
     rows: Selection
 
 
+@dataclass(frozen=True)
+class ShardKeys:
+    """Keys of one step that come from one rank: some rows of its shard.
+
+    Attributes:
+        held: the positions of the rank's shard.
+        rows: the rows of the shard.
+    """
+
+    held: Positions
+    rows: Selection
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def counts_below(self, x: Tensor) -> Tensor:
+        """How many of the keys have a position below each element of ``x``."""
+        local = self.held.counts_below(x)
+        return local if len(self.rows) == len(self.held) else self.rows.counts_below(local)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Global positions of the keys, int64 ``[k_len]``, increasing."""
+        parts = [self.held.tensor(device, start, stop) for start, stop in self.rows.spans]
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Keys of one step that come from all other ranks, sorted by position.
+
+    Attributes:
+        ranges: ranges of global positions that hold the keys.
+        own: the rows of this rank inside ``ranges``, which are left out: step 0 computes with them.
+        shards: the keys of each other rank that sends any, in the order of the step's ``receives``.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    own: ShardKeys
+    shards: tuple[ShardKeys, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards))
+
+    def counts_below(self, x: Tensor) -> Tensor:
+        """How many of the keys have a position below each element of ``x``."""
+        return _counts_in_ranges(self.ranges, x).sub_(self.own.counts_below(x))
+
+    def rows_of(self, index: int, device: torch.device) -> Tensor:
+        """Where the keys of ``shards[index]`` are among all keys, int64 ``[rows]``. Cached."""
+        shard = self.shards[index]
+        return cached_tensors(
+            ("gathered", self.ranges, self.own.held, shard.held),
+            device,
+            lambda: self.counts_below(shard.positions(device)),
+        )
+
+    def scatter(self, index: int, x: Tensor, out: Tensor) -> None:
+        """Copy the rows ``x [..., rows, heads, head_dim]`` of ``shards[index]`` to their places in ``out``."""
+        if (pieces := self._pieces[index]) is None:
+            out.index_copy_(out.dim() - 3, self.rows_of(index, x.device), x)
+            return
+        for row, start, count in pieces:
+            out[..., start : start + count, :, :] = x[..., row : row + count, :, :]
+
+    def gather(self, index: int, x: Tensor, out: Tensor) -> None:
+        """Copy the rows of ``shards[index]`` from their places in ``x [..., k_len, heads, head_dim]`` to ``out``."""
+        if (pieces := self._pieces[index]) is None:
+            out.copy_(x.index_select(-3, self.rows_of(index, x.device)))
+            return
+        for row, start, count in pieces:
+            out[..., row : row + count, :, :] = x[..., start : start + count, :, :]
+
+    @cached_property
+    def _pieces(self) -> list[list[tuple[int, int, int]] | None]:
+        """By shard: ``(row, start, count)`` of its runs of consecutive positions; None if there are many."""
+        return [self._pieces_of(shard) for shard in self.shards]
+
+    def _pieces_of(self, shard: ShardKeys) -> list[tuple[int, int, int]] | None:
+        if not shard.held.is_ranges or len(shard.rows.spans) > _MAX_SLICES:
+            return None
+        pieces, row = [], 0
+        for start, stop in shard.rows.spans:
+            for stripe, offset in shard.held.with_offsets():
+                first, last = max(start, offset), min(stop, offset + stripe.count)
+                if first < last:
+                    pieces.append((row, self._count_below(shard.held.at(first)), last - first))
+                    row += last - first
+        return pieces
+
+    def _count_below(self, position: int) -> int:
+        inside = sum(max(0, min(position, stop) - start) for start, stop in self.ranges)
+        own = self.own.held.count_below(position)
+        return inside - sum(max(0, min(own, stop) - start) for start, stop in self.own.rows.spans)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Global positions of the keys, int64 ``[k_len]``, increasing."""
+        positions = torch.empty(len(self), dtype=torch.int64, device=device)
+        for i, shard in enumerate(self.shards):
+            positions[self.rows_of(i, device)] = shard.positions(device)
+        return positions
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One step of the ring on one rank.
@@ -163,15 +329,14 @@ class Step:
     Attributes:
         receives: the K/V rows that this rank receives. Empty at step 0, which computes with this rank's own K/V.
         sends: the K/V rows that this rank sends to others in the same step.
-        intervals: which of the received keys each local query sees; None if no query sees any of them.
-        order: int64 ``[k_len]``, the permutation that sorts the concatenated received rows by position; None if they
-            are sorted already.
+        keys: the keys that this rank computes with; None if its queries see none of the step's keys.
+        groups: the peers, in groups. The messages of one group are sent and received together.
     """
 
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
-    intervals: KeyIntervals | None
-    order: Tensor | None = None
+    keys: ShardKeys | GatheredKeys | None
+    groups: Sequence[Sequence[int]] = ()
 
     @property
     def is_local(self) -> bool:
@@ -179,90 +344,269 @@ class Step:
         return not self.receives and not self.sends
 
 
-@lru_cache(maxsize=1024)
-def visible(mask: Mask, sharding: SequenceSharding, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Which keys of ring rank ``key_rank`` the queries of ``query_rank`` see: ``(lo, hi)`` int64 ``[b, q_len]``.
+class AttentionPlan:
+    """The steps of one ring rank, own keys first, each planned when it is first asked for.
 
-    ``lo`` and ``hi`` are indices into the key rank's shard: because its positions increase, an interval of global
-    positions is an interval of local indices.
+    There are as many steps on every rank, some of them empty. Step ``h`` of one rank sends what step ``h`` of another
+    receives, so any two ranks see the messages between them in the same order.
+
+    A plan holds no tensors, and can be pickled.
+
+    Attributes:
+        sharding: which positions each rank holds.
+        rank: this rank in the ring.
+        gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
     """
-    return _local_intervals(mask, sharding.ring_positions(query_rank), sharding.ring_positions(key_rank))
+
+    def __init__(self, mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False) -> None:
+        self.sharding = sharding
+        self.rank = rank
+        self.gather = gather
+        self._runs = mask.runs(sharding.seq_len)
+        self._steps: dict[int, Step] = {}
+        self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._token = object()  # the plan's key in caches, which must not keep it alive
+
+    def __len__(self) -> int:
+        return min(2, self.sharding.ring) if self.gather else self.sharding.ring
+
+    def __getitem__(self, index: int) -> Step:
+        if index not in self._steps:
+            if not 0 <= index < len(self):
+                raise IndexError(index)  # ends iteration
+            self._steps[index] = self._local_step() if index == 0 else self._remote_step(index)
+        return self._steps[index]
+
+    def __iter__(self) -> Iterator[Step]:
+        return (self[index] for index in range(len(self)))
+
+    def prepare(self) -> AttentionPlan:
+        """Plan all steps now, and return the plan."""
+        for _ in self:
+            pass
+        return self
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest shard."""
+        return max(len(self.sharding.ring_positions(rank)) for rank in range(self.sharding.ring))
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether every rank needs nearly all keys, so that an all-gather had better send all of them.
+
+        The same on every rank.
+        """
+        if not self.gather:
+            return False
+        n = self.sharding.ring
+        enough = _DENSE * self.sharding.seq_len
+        # The first and the last rank are the most likely ones to need less.
+        return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
+
+    def nbytes(self) -> int:
+        """About how much memory the plan takes."""
+        spans = sum(len(t.rows.spans) + 2 for step in self._steps.values() for t in (*step.receives, *step.sends))
+        return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
+
+    def intervals(self, index: int, device: torch.device, positions: bool = False) -> KeyIntervals | None:
+        """Which of the keys of step ``index`` each local query sees, on ``device``; None if the step has no keys.
+
+        Args:
+            index: the step.
+            device: where the kernels run.
+            positions: whether the scores depend on global positions.
+        """
+        keys = self[index].keys
+        if keys is None or not len(self._queries):
+            return None
+
+        def make() -> KeyIntervals:
+            lo, hi = (keys.counts_below(x).int() for x in self._global_intervals(device))  # [b, q_len]
+            if not positions:
+                return KeyIntervals(lo, hi, lo, lo)
+            return KeyIntervals(lo, hi, self._queries.tensor(device).int(), keys.positions(device).int())
+
+        return cached_tensors((self._token, index, positions), device, make)
+
+    def _global_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The first and one past the last visible position of each local query, int64 ``[b, q_len]``. Cached."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            queries = self._queries.tensor(device)
+            rows = [runs.at(queries) for runs in self._runs]
+            return torch.stack([lo for lo, _ in rows]), torch.stack([hi for _, hi in rows])
+
+        return cached_tensors((self._token, "global"), device, make)
+
+    @property
+    def _queries(self) -> Positions:
+        return self.sharding.ring_positions(self.rank)
+
+    def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
+        """``visible_ranges`` of one ring rank's queries."""
+        if query_rank not in self._ranges:
+            exact = max(map(len, self._runs)) * self.sharding.ring <= _EXACT_RANGES
+            queries = self.sharding.ring_positions(query_rank)
+            self._ranges[query_rank] = visible_ranges(self._runs, queries, self.sharding.seq_len, exact)
+        return self._ranges[query_rank]
+
+    def _transfer_rows(self, query_rank: int, key_rank: int) -> Selection:
+        """The rows of ``key_rank``'s shard that are sent to ``query_rank``."""
+        held = self.sharding.ring_positions(key_rank)
+        if self.dense:
+            return Selection(((0, len(held)),) if len(held) else ())
+        return rows_in(self._visible(query_rank), held)
+
+    def _local_step(self) -> Step:
+        rows = rows_in(self._visible(self.rank), self._queries)
+        everything = Selection(((0, len(self._queries)),))
+        return Step((), (), ShardKeys(self._queries, everything) if len(rows) else None)
+
+    def _remote_step(self, index: int) -> Step:
+        n, rank = self.sharding.ring, self.rank
+        if self.gather:
+            groups = exchange_groups(n, rank)
+            sources = targets = [peer for group in groups for peer in group]
+        else:
+            sources, targets = [(rank - index) % n], [(rank + index) % n]
+            groups = [list({*sources, *targets})]
+        receives = [Transfer(peer, rows) for peer in sources if len(rows := self._transfer_rows(rank, peer))]
+        sends = [Transfer(peer, rows) for peer in targets if len(rows := self._transfer_rows(peer, rank))]
+        shards = tuple(ShardKeys(self.sharding.ring_positions(t.peer), t.rows) for t in receives)
+        keys: ShardKeys | GatheredKeys | None = shards[0] if shards else None
+        if self.gather and shards:
+            ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(rank)
+            keys = GatheredKeys(ranges, ShardKeys(self._queries, rows_in(ranges, self._queries)), shards)
+        return Step(tuple(receives), tuple(sends), keys, groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_token": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _token=object())
 
 
-def _local_intervals(mask: Mask, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The intervals of ``queries`` as indices into the increasing positions ``keys``, int64 ``[b, q_len]``."""
-    lo, hi = mask.intervals(queries)
-    return torch.searchsorted(keys, torch.atleast_2d(lo)), torch.searchsorted(keys, torch.atleast_2d(hi))
+# Plans by equal masks: a mask that is made anew for every layer is planned once.
+_plans: ByteCache[AttentionPlan] = ByteCache(32 << 20, AttentionPlan.nbytes)
+_PLANS_OF_A_MASK = 8
 
 
-def needed(lo: Tensor, hi: Tensor, keys: int) -> Tensor:
-    """Which of ``keys`` keys are inside some interval, bool ``[keys]``."""
-    seen = lo < hi
-    edges = torch.zeros(keys + 1, dtype=torch.int64, device="cpu")
-    edges.index_add_(0, lo[seen], torch.ones_like(lo[seen]))
-    edges.index_add_(0, hi[seen], -torch.ones_like(hi[seen]))
-    return edges.cumsum(0)[:keys] > 0
-
-
-def _selection(chosen: Tensor) -> Selection:
-    padded = F.pad(chosen.float(), (1, 1))
-    edges = padded.diff().nonzero().flatten().tolist()
-    return Selection(tuple(zip(edges[::2], edges[1::2], strict=True)))
-
-
-@lru_cache(maxsize=4096)
-def transfer_rows(mask: Mask, sharding: SequenceSharding, query_rank: int, key_rank: int) -> Selection:
-    """The rows of ``key_rank``'s shard that some query of ``query_rank`` sees."""
-    lo, hi = visible(mask, sharding, query_rank, key_rank)
-    return _selection(needed(lo, hi, len(sharding.ring_positions(key_rank))))
-
-
-def _key_intervals(lo: Tensor, hi: Tensor, q_positions: Tensor, k_positions: Tensor) -> KeyIntervals:
-    return KeyIntervals(lo.int(), hi.int(), q_positions.int(), k_positions.int())
-
-
-def _local_step(mask: Mask, sharding: SequenceSharding, rank: int) -> Step:
-    lo, hi = visible(mask, sharding, rank, rank)
-    positions = sharding.ring_positions(rank)
-    return Step((), (), _key_intervals(lo, hi, positions, positions) if bool((lo < hi).any()) else None)
-
-
-def _remote_step(mask: Mask, sharding: SequenceSharding, rank: int, shifts: range) -> Step:
-    """Receive keys from the ranks ``shifts`` before this one, and send keys to the ranks ``shifts`` after it."""
-    n = sharding.ring
-    receives = [Transfer(peer, transfer_rows(mask, sharding, rank, peer)) for peer in ((rank - h) % n for h in shifts)]
-    sends = [Transfer(peer, transfer_rows(mask, sharding, peer, rank)) for peer in ((rank + h) % n for h in shifts)]
-    receives = [t for t in receives if len(t.rows)]
-    sends = [t for t in sends if len(t.rows)]
-    if not receives:
-        return Step((), tuple(sends), None)
-    keys = torch.cat([t.rows.take(sharding.ring_positions(t.peer)[None])[0] for t in receives])
-    sorted_keys, order = keys.sort()
-    queries = sharding.ring_positions(rank)
-    # Every key inside a query's interval was received, so the interval has no gap among the received keys either.
-    lo, hi = _local_intervals(mask, queries, sorted_keys)
-    unsorted = not torch.equal(keys, sorted_keys)
-    return Step(
-        tuple(receives), tuple(sends), _key_intervals(lo, hi, queries, sorted_keys), order if unsorted else None
-    )
-
-
-@lru_cache(maxsize=256)
-def attention_steps(mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False) -> tuple[Step, ...]:
-    """The steps of one ring rank, own keys first.
+def attention_plan(mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False) -> AttentionPlan:
+    """The plan of one ring rank. Kept with the mask, as long as the mask lives.
 
     Args:
         mask: which keys each query sees.
         sharding: which positions each rank holds.
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
-
-    Returns:
-        As many steps on every rank, some of them empty. Step ``h`` of one rank sends what step ``h`` of another
-        receives, so any two ranks see the messages between them in the same order.
     """
-    if gather:
-        shifts = [range(1, sharding.ring)] if sharding.ring > 1 else []
-    else:
-        shifts = [range(h, h + 1) for h in range(1, sharding.ring)]
-    return (_local_step(mask, sharding, rank), *(_remote_step(mask, sharding, rank, s) for s in shifts))
+    key: Hashable = sharding, rank, gather
+    plan: AttentionPlan | None = mask.plans.get(key)
+    if plan is None:
+        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather))
+        while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length
+            mask.plans.pop(next(iter(mask.plans)), None)
+        mask.plans[key] = plan
+    return plan
+
+
+def visible_ranges(
+    rows: Sequence[Runs], queries: Positions, seq_len: int, exact: bool = True
+) -> tuple[tuple[int, int], ...]:
+    """Ranges of global positions that hold every key that some of ``queries`` sees, disjoint and increasing.
+
+    Args:
+        rows: by batch row, the mask's runs.
+        queries: the positions of the queries.
+        seq_len: tokens of the full sequence.
+        exact: whether the ranges may hold no other keys. Queries that do not follow one another, as in a striped
+            layout, have up to one range a run then; otherwise all keys from the first visible one to the last.
+    """
+    found: list[tuple[int, int]] = []
+    for runs in rows:
+        for stripe in queries.stripes:
+            found += _seen_by_stripe(runs, stripe, exact)
+    found.sort()
+    merged: list[tuple[int, int]] = []
+    for start, stop in found:
+        stop = min(stop, seq_len)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        elif start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[int, int]]:
+    """Ranges of positions that queries at ``stripe`` see. They may overlap."""
+    first, last = bisect_right(runs.starts, stripe.start) - 1, bisect_left(runs.starts, stripe.stop)
+    consecutive = stripe.block >= stripe.count
+    if not consecutive and not exact:
+        # Intervals never fall along the queries, so the first and the last query bound them all.
+        start, lo, lo_step, _, _ = runs.rows[first]
+        end, _, _, hi, hi_step = runs.rows[last - 1]
+        yield lo + lo_step * (stripe.start - start), hi + hi_step * (stripe.stop - 1 - end)
+        return
+    ends = [*runs.starts[first + 1 : last], stripe.stop]
+    for (start, lo, lo_step, hi, hi_step), end in zip(runs.rows[first:last], ends, strict=True):
+        if consecutive:
+            x0, x1 = max(start, stripe.start), end - 1
+        else:
+            begin, stop = stripe.count_below(start), stripe.count_below(end)
+            if begin == stop:
+                continue
+            x0, x1 = stripe.at(begin), stripe.at(stop - 1)
+        lo_at, hi_at = lo + lo_step * (x0 - start), hi + hi_step * (x0 - start)
+        if lo_at >= hi_at:
+            continue  # no query of this run sees a key
+        gap = 1 if consecutive else stripe.stride - stripe.block + 1  # between neighbouring queries
+        if lo_step == 0 or hi_step == 0 or hi_at - lo_at >= gap or stop - begin > _EXACT_QUERIES:
+            yield lo_at, hi + hi_step * (x1 - start)
+        else:  # a window that is narrower than the gap
+            for index in range(begin, stop):
+                shift = stripe.at(index) - x0
+                yield lo_at + shift, hi_at + shift
+
+
+def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
+    """The rows of a shard that holds the positions ``held`` whose positions lie in one of ``ranges``."""
+    spans: list[tuple[int, int]] = []
+    for stripe, offset in held.with_offsets():
+        # Only the ranges that reach into the stripe.
+        first = bisect_right(ranges, stripe.start, key=_stop)
+        for start, stop in ranges[first:]:
+            if start >= stripe.stop:
+                break
+            begin, end = stripe.count_below(start) + offset, stripe.count_below(stop) + offset
+            if spans and spans[-1][1] == begin:
+                spans[-1] = spans[-1][0], end
+            elif begin < end:
+                spans.append((begin, end))
+    return Selection(tuple(spans))
+
+
+def _stop(range_: tuple[int, int]) -> int:
+    return range_[1]
+
+
+def exchange_groups(ranks: int, rank: int) -> list[list[int]]:
+    """The peers of ``rank`` in an exchange between all pairs of ranks, in groups of at most 16.
+
+    In each round of a round-robin tournament (the circle method) every rank has one peer, and is its peer's peer. A
+    group is some rounds, the same ones on every rank: so whatever a rank sends or receives in its ``i``-th group, its
+    peers receive or send in their ``i``-th group. NCCL cuts a group with more operations than it can launch at once
+    into parts, in each rank's own order, and ranks that wait for each other's later parts would wait for ever. Groups
+    of 16 peers have at most 32 operations, far fewer than that.
+    """
+    players = ranks + ranks % 2  # with an odd number of ranks, one of them pauses in each round
+    peers = []
+    for turn in range(players - 1):
+        if rank == players - 1:
+            peer = turn * (players // 2) % (players - 1)  # 2 * peer = turn, modulo players - 1
+        else:
+            peer = (turn - rank) % (players - 1)
+            peer = players - 1 if peer == rank else peer
+        peers.append(peer)
+    groups = [peers[i : i + _MAX_PAIRS] for i in range(0, len(peers), _MAX_PAIRS)]
+    return [[peer for peer in group if peer < ranks] for group in groups]

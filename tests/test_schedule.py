@@ -14,7 +14,7 @@ from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
 from seqpar.layout import LAYOUTS
-from seqpar.schedule import KeyIntervals, SequenceSharding, attention_steps, needed, visible
+from seqpar.schedule import CPU, AttentionPlan, KeyIntervals, SequenceSharding, exchange_groups
 from seqpar.strategies.ulysses import HeadExchange
 
 from .generators import masks
@@ -38,10 +38,11 @@ def test_each_visible_pair_is_computed_exactly_once(problem: Scheduled) -> None:
     mask, shards, gather = problem
     computed = torch.zeros(shards.seq_len, shards.seq_len, dtype=torch.int64)
     for rank in range(shards.ring):
-        for step in attention_steps(mask, shards, rank, gather):
-            if step.intervals is None:
+        plan = AttentionPlan(mask, shards, rank, gather)
+        for step in range(len(plan)):
+            rows = plan.intervals(step, CPU, positions=True)
+            if rows is None:
                 continue
-            rows = step.intervals
             keys = torch.arange(rows.k_positions.shape[0])
             seen = (keys >= rows.lo[0, :, None]) & (keys < rows.hi[0, :, None])
             computed[rows.q_positions.long()[:, None], rows.k_positions.long()[None]] += seen
@@ -53,8 +54,8 @@ def test_each_visible_pair_is_computed_exactly_once(problem: Scheduled) -> None:
 @given(scheduled())
 def test_every_send_has_its_receive(problem: Scheduled) -> None:
     mask, shards, gather = problem
-    schedules = [attention_steps(mask, shards, rank, gather) for rank in range(shards.ring)]
-    assert len({len(s) for s in schedules}) == 1
+    schedules = [AttentionPlan(mask, shards, rank, gather) for rank in range(shards.ring)]
+    assert len({len(s) for s in schedules}) == 1 == len({s.dense for s in schedules})
     for index in range(len(schedules[0])):
         sent = {(r, t.peer): t.rows for r, s in enumerate(schedules) for t in s[index].sends}
         received = {(t.peer, r): t.rows for r, s in enumerate(schedules) for t in s[index].receives}
@@ -67,8 +68,8 @@ def test_only_visible_rows_are_fetched(problem: Scheduled) -> None:
     mask, shards, gather = problem
     dense = mask.dense(shards.seq_len)
     for rank in range(shards.ring):
-        fetched = sum(len(t.rows) for step in attention_steps(mask, shards, rank, gather) for t in step.receives)
-        mine = shards.ring_positions(rank)
+        fetched = sum(len(t.rows) for step in AttentionPlan(mask, shards, rank, gather) for t in step.receives)
+        mine = shards.ring_positions(rank).tensor(CPU)
         seen = dense[mine].any(0)
         seen[mine] = False
         assert fetched == int(seen.sum())
@@ -76,7 +77,7 @@ def test_only_visible_rows_are_fetched(problem: Scheduled) -> None:
 
 def test_a_window_fetches_from_its_neighbour_only() -> None:
     shards = SequenceSharding(64 * 128, "contiguous", ring=64)
-    steps = attention_steps(Mask.sliding_window(100), shards, 20)
+    steps = list(AttentionPlan(Mask.sliding_window(100), shards, 20))
     assert [len(step.receives) for step in steps] == [0, 1] + [0] * 62
     assert steps[1].receives[0].peer == 19 and len(steps[1].receives[0].rows) == 100
 
@@ -91,7 +92,8 @@ def pairs(intervals: KeyIntervals | None) -> int:
 def test_causal_work_is_balanced(layout: str, ranks: int) -> None:
     shards = SequenceSharding(ranks * 64, layout, ring=ranks)
     work = [
-        sum(pairs(step.intervals) for step in attention_steps(Mask.causal(), shards, rank)) for rank in range(ranks)
+        sum(pairs(plan.intervals(step, CPU)) for step in range(ranks))
+        for plan in (AttentionPlan(Mask.causal(), shards, rank) for rank in range(ranks))
     ]
     assert sum(work) == shards.seq_len * (shards.seq_len + 1) // 2
     # Zigzag's ranks have equal work; striped's differ by at most one pair for each query.
@@ -142,11 +144,16 @@ def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> N
     mask, shards, _ = problem
     # Long enough for every kind of tile.
     shards = SequenceSharding(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
-    lo, hi = visible(mask, shards, data.draw(st.integers(0, shards.ring - 1)), 0)
-    keys = len(shards.ring_positions(0))
-    seen = (torch.arange(keys) >= lo[0, :, None]) & (torch.arange(keys) < hi[0, :, None])
+    plan = AttentionPlan(mask, shards, data.draw(st.integers(0, shards.ring - 1)))
+    step = data.draw(st.integers(0, len(plan) - 1))
+    intervals = plan.intervals(step, CPU)
+    if intervals is None:
+        return
+    (lo,), (hi,) = intervals.lo, intervals.hi
+    keys = len(plan[step].keys or ())
+    seen = (torch.arange(keys) >= lo[:, None]) & (torch.arange(keys) < hi[:, None])
     covered = torch.zeros_like(seen, dtype=torch.int64)
-    for tile in decompose(lo[0], hi[0]):
+    for tile in decompose(lo, hi):
         q, k = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         if tile.kind is Kind.FULL:
             covered[q, k] += 1
@@ -157,11 +164,11 @@ def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> N
             assert bool(seen[q, k].any(1).all())  # the kernel cannot compute a row that sees no key
             covered[q, k] += seen[q, k]
     assert torch.equal(covered, seen.long())
-    assert torch.equal(needed(lo, hi, keys), seen.any(0))
 
 
 def test_a_causal_shard_is_one_causal_tile() -> None:
     """The most common case is one kernel call without a mask tensor."""
-    lo, hi = visible(Mask.causal(), SequenceSharding(4096, "zigzag", ring=2), 0, 0)
-    (tile,) = decompose(lo[0], hi[0])
+    intervals = AttentionPlan(Mask.causal(), SequenceSharding(4096, "zigzag", ring=2), 0).intervals(0, CPU)
+    assert intervals is not None
+    (tile,) = decompose(intervals.lo[0], intervals.hi[0])
     assert tile.kind is Kind.CAUSAL and (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 2048, 0, 2048)

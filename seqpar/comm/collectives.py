@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .p2p import Pending
 from .trace import count_sent
 
 # torch 2.13 renamed them; 2.11 has only the old names.
@@ -69,6 +70,28 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
         reduce_scatter_single(total.view(-1), padded.view(-1), group=group)
         count_sent(total.numel() * total.element_size() * (group.size() - 1), group.size() - 1)
     return total[:, : like.shape[1]].contiguous()
+
+
+def start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
+    """Start to all-gather ``x``, contiguous and of the same shape on every rank; returns ``[ranks, *x.shape]``."""
+    gathered = x.new_empty(group.size(), *x.shape)
+    if not x.numel():
+        return gathered, Pending()
+    # As bytes, which every backend takes.
+    sent, received = (y.view(-1).view(torch.uint8) for y in (x, gathered))
+    work = all_gather_single(received, sent, group=group, async_op=True)
+    count_sent(sent.numel() * (group.size() - 1), group.size() - 1)
+    return gathered, Pending([work], [x, gathered])
+
+
+def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
+    """Start to sum ``x [ranks, ...]``, contiguous, over the ranks; returns this rank's ``x[rank]`` of the sum."""
+    total = torch.empty_like(x[0])
+    if not x.numel():
+        return total, Pending()
+    work = reduce_scatter_single(total.view(-1), x.view(-1), group=group, async_op=True)
+    count_sent(total.nbytes * (group.size() - 1), group.size() - 1)
+    return total, Pending([work], [x, total])
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

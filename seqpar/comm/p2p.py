@@ -19,15 +19,21 @@ Message = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent t
 class Pending:
     """Messages that have been started and not waited for. Holds their buffers until then."""
 
-    def __init__(self, works: list[dist.Work], buffers: list[Tensor]) -> None:
+    def __init__(self, works: Sequence[dist.Work | None] = (), buffers: Sequence[Tensor] = ()) -> None:
         self._works = works
         self._buffers = buffers
+
+    @staticmethod
+    def all(parts: Sequence[Pending]) -> Pending:
+        """The messages of all ``parts`` together."""
+        return Pending([work for part in parts for work in part._works], [x for part in parts for x in part._buffers])
 
     def wait(self) -> None:
         """Wait until all messages are sent and received. On CUDA, the current stream waits instead of the host."""
         for work in self._works:
-            work.wait()
-        self._works, self._buffers = [], []
+            if work is not None:
+                work.wait()
+        self._works, self._buffers = (), ()
 
 
 _ready: set[ProcessGroup] = set()
@@ -54,17 +60,20 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
             the same order.
         ranks: the ranks that exchange messages; None if there are none.
 
-    On CUDA the transfers start when the work already queued on the current stream is done, and run on NCCL's stream.
+    The messages form one group of NCCL's, which must be small and complete: at most 32 messages, and the peers' groups
+    hold their other ends (see ``schedule.exchange_groups``). On CUDA the transfers start when the work already queued
+    on the current stream is done, and run on NCCL's stream.
     """
+    sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+    receives = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
     if not sends and not receives:
-        return Pending([], [])
+        return Pending()
     assert ranks is not None
-    ops = [_operation(dist.isend, peer, tensor, ranks) for peer, tensor in sends if tensor.numel()]
-    ops += [_operation(dist.irecv, peer, tensor, ranks) for peer, tensor in receives if tensor.numel()]
+    ops = [_operation(dist.isend, peer, tensor, ranks) for peer, tensor in sends]
+    ops += [_operation(dist.irecv, peer, tensor, ranks) for peer, tensor in receives]
     for _, tensor in sends:
         count_sent(tensor.numel() * tensor.element_size())
-    works = dist.batch_isend_irecv(ops) if ops else []
-    return Pending(works, [tensor for _, tensor in (*sends, *receives)])
+    return Pending(dist.batch_isend_irecv(ops), [tensor for _, tensor in (*sends, *receives)])
 
 
 def _operation(kind: Callable[..., Any], peer: int, tensor: Tensor, ranks: Ranks) -> dist.P2POp:

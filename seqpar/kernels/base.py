@@ -43,6 +43,11 @@ class Score:
     dropout_seed: int = 0
     head_offset: int = 0
 
+    @property
+    def needs_positions(self) -> bool:
+        """Whether the scores depend on global positions."""
+        return self.alibi_slopes is not None or self.dropout_p > 0
+
     def heads(self, start: int, stop: int) -> Score:
         """The score function of the heads ``start:stop``, counted from the first of these heads."""
         slopes, sinks = (None if x is None else x[..., start:stop] for x in (self.alibi_slopes, self.sinks))

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -51,10 +50,12 @@ class Tile:
     kind: Kind
 
 
-@lru_cache(maxsize=512)
 def tiles(intervals: KeyIntervals, row: int) -> tuple[Tile, ...]:
-    """The decomposition of one batch row's intervals. Cached by the identity of ``intervals``."""
-    return tuple(decompose(intervals.lo[row].long(), intervals.hi[row].long()))
+    """The decomposition of one batch row's intervals. Kept with ``intervals``."""
+    if row not in intervals.tiles:
+        intervals.tiles[row] = tuple(decompose(intervals.lo[row], intervals.hi[row]))
+    found: tuple[Tile, ...] = intervals.tiles[row]
+    return found
 
 
 def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:

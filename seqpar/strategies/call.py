@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..heads import Heads
 from ..kernels.base import Score
-from ..mask import Mask
+from ..layout import split_range
 from ..mesh import AttentionGroups
-from ..schedule import SequenceSharding, Step, attention_steps
+from ..schedule import AttentionPlan, KeyIntervals, SequenceSharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,26 +20,39 @@ class AttentionCall:
     Attributes:
         groups: the ranks of the ring and of the all-to-all.
         sharding: which positions each rank holds.
-        mask: which keys each query sees.
+        plan: which K/V rows are sent when, and which keys each query sees.
         score: how scores are computed, for all of ``heads``.
         backend: the name of an attention backend, or "auto".
         deterministic: leave out backends whose gradients may differ from run to run.
         heads: the heads of q, k and v. Under tensor parallelism, some of the model's.
         return_lse: whether the caller gets the log-sum-exp, which is differentiable then.
+        chunks: in how many chunks of heads an all-gather sends K/V.
     """
 
     groups: AttentionGroups
     sharding: SequenceSharding
-    mask: Mask
+    plan: AttentionPlan
     score: Score
     backend: str
     deterministic: bool
     heads: Heads
     return_lse: bool
+    chunks: int = 1
 
-    def steps(self) -> tuple[Step, ...]:
-        """The steps of this rank's ring; one, with the local keys, if there is no ring."""
-        return attention_steps(self.mask, self.sharding, self.groups.ring_rank, self.groups.gather)
+    def parts(self, heads: Heads) -> list[Heads]:
+        """``heads`` in the chunks in which an all-gather sends their K/V. The ring sends all of them at once."""
+        kv = len(heads.kv)
+        if not self.groups.gather or self.chunks == 1 or kv < 2 or heads.kv_index() is not None:
+            return [heads]
+        each, chunks = len(heads.queries) // kv, min(self.chunks, kv)
+        cuts = [split_range(kv, chunks, i) for i in range(chunks)]  # of the KV heads
+        return [heads[range(cut.start * each, cut.stop * each)] for cut in cuts]
+
+    def intervals(self, step: int, q: Tensor) -> KeyIntervals | None:
+        """Which of a step's keys the queries ``q`` see; None if they see none of them, or there are no queries."""
+        if not q.numel():  # a rank beyond the heads of an all-to-all: it sends K/V and computes nothing
+            return None
+        return self.plan.intervals(step, q.device, self.score.needs_positions)
 
     def score_of(self, heads: Heads) -> Score:
         """The score function of some of the heads."""

@@ -4,48 +4,58 @@ Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Contex
 loop. ``seqpar.schedule`` decides which rows are sent at which step: on one rank the loop has one step, and for an
 all-gather it has two. Neither forward nor backward branches on the layout or the mask.
 
-[Note: overlap and buffers] Rank 2 of 4, full mask. While the kernel of one step runs, the K/V of the next step are on
-the way, in receive buffers of their own; at most two such pairs exist at a time. In backward, the gradients of a step's
-remote K/V are sent back to the rank that owns them behind the kernel of the next step.
+[Note: overlap and buffers] Rank 2 of 4, full mask. While the kernel of one step runs, the K/V of the next two steps are
+on the way, in receive buffers of their own, so that a transfer has the time of two kernels. In backward, the gradients
+of a step's remote K/V are sent back to the rank that owns them behind the kernel of the next step.
 
     forward
     compute      | attend own kv    | attend kv of 1   | attend kv of 0   | attend kv of 3   | out, lse
-    receive      | kv of 1 .......  | kv of 0 .......  | kv of 3 .......  |
-    send own kv  | to 3 ..........  | to 0 ..........  | to 1 ..........  |
+    receive      | kv of 1 ......  kv of 0 .........     kv of 3 .........                   |
+    send own kv  | to 3 .........  to 0 ............     to 1 ............                   |
 
     backward
     compute      | grads of own kv  | grads of kv of 1 | grads of kv of 0 | grads of kv of 3 |
-    receive      | kv of 1 .......  | kv of 0 .......  | kv of 3 .......  |
+    receive      | kv of 1 ......  kv of 0 .........     kv of 3 .........                   |
     send dkv     |                  |                  | of 1, to 1 ....  | of 0, to 0 ....  | of 3, to 3 ....
     receive dkv  |                  |                  | own, from 3 ...  | own, from 0 ...  | own, from 1 ...
 
+An all-gather (``comm="all_gather"``) is one remote step. If every rank needs all keys, it is a collective, and the
+gradients return by a reduce-scatter. Otherwise its messages are exchanged between pairs of ranks.
+
 Bytes sent per rank of P, forward, full mask: (P-1)/P * N * 2 d_kv * e. Backward sends K/V again, and dk, dv in float32.
 
-Shapes: b batch, q queries of this rank, k keys of a step, h query heads, n KV heads, d head_dim.
+Shapes: b batch, q queries of this rank, k keys of a step, h query heads, n KV heads, d head_dim. Messages hold k and v,
+or dk and dv, of some rows: ``[2, b, rows, n, d]``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
 from ..comm.trace import count_step
 from ..heads import Heads
 from ..kernels import select
 from ..kernels.base import Carry, OutputGrad, accumulator, empty_carry, finish, row_delta
 from ..mesh import Ranks
-from ..schedule import Step, on_device
+from ..schedule import AttentionPlan, GatheredKeys, Selection, Step
 from .call import AttentionCall
+
+# The K/V of this many remote steps are on the way at a time.
+_AHEAD = 2
 
 
 def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> Carry:
     """Attention of this rank's queries over the keys of all ranks of the ring.
 
     Args:
-        call: the ranks, the mask and the score function.
+        call: the ranks, the plan and the score function.
         heads: the heads of ``q, k, v``, all or some of ``call.heads``.
         q: ``[b, q, h, d]``, contiguous.
         k, v: ``[b, k, n, d]``, contiguous.
@@ -53,20 +63,28 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
     Returns:
         ``out [b, q, h, d]`` in q's dtype and ``lse [b, h, q]`` in float32 (float64 for float64).
     """
-    ring, steps, score = call.groups.ring, call.steps(), call.score_of(heads)
-    make_ready(ring, q.device)
-    backend = select(call.backend, q, k, score, deterministic=call.deterministic, kv_index=heads.kv_index())
-    # Ranks beyond the heads of an all-to-all have no query: they send K/V and compute nothing.
-    last = max((i for i, step in enumerate(steps) if step.intervals is not None and q.numel()), default=-1)
+    make_ready(call.groups.ring, q.device)
+    backend = select(
+        call.backend,
+        q,
+        k,
+        call.score_of(heads),
+        deterministic=call.deterministic,
+        kv_index=heads.kv_index(),
+    )
+    last = max((i for i, step in enumerate(call.plan) if step.keys is not None and q.numel()), default=-1)
+    results: list[Carry] = []
     carry: Carry | None = None
-    remote = RemoteKV.start(steps[0], k, v, ring)
-    for i, step in enumerate(steps):
-        step_k, step_v = remote.wait(k, v)
-        if i + 1 < len(steps):
-            remote = RemoteKV.start(steps[i + 1], k, v, ring)
-        if step.intervals is not None and q.numel():
-            carry = backend.forward(q, step_k, step_v, step.intervals, score, carry, i == last)
-    return carry if carry is not None else finish(empty_carry(q), score, q.dtype)
+    for part, i, step_k, step_v in _kv_by_step(call, heads, k, v):
+        queries, score = _of_heads(q, part.queries_in(heads)), call.score_of(part)
+        if (seen := call.intervals(i, q)) is not None:
+            carry = backend.forward(queries, step_k, step_v, seen, score, carry, i == last)
+        if i == len(call.plan) - 1:
+            results.append(carry if carry is not None else finish(empty_carry(queries), score, q.dtype))
+            carry = None
+    if len(results) == 1:
+        return results[0]
+    return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
 
 def ring_backward(
@@ -91,7 +109,7 @@ def ring_backward(
         ``dq [b, q, h, d]``, ``dk, dv [b, k, n, d]`` and ``dsinks [h]`` (None without sinks), in float32 (float64 for
         float64). ``dsinks`` is this rank's partial gradient.
     """
-    ring, steps, score = call.groups.ring, call.steps(), call.score_of(heads)
+    plan, ring, score = call.plan, call.groups.ring, call.score_of(heads)
     dtype = accumulator(q.dtype)
     backend = select(
         call.backend,
@@ -102,99 +120,205 @@ def ring_backward(
         deterministic=call.deterministic,
         kv_index=heads.kv_index(),
     )
-    output = OutputGrad(dout, out, lse, row_delta(out, dout, dlse))
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-    remote = RemoteKV.start(steps[0], k, v, ring)
-    returning = ReturnedGrads.none()
-    for i, step in enumerate(steps):
-        step_k, step_v = remote.wait(k, v)
-        if i + 1 < len(steps):
-            remote = RemoteKV.start(steps[i + 1], k, v, ring)
+    delta = row_delta(out, dout, dlse)
+    dq = torch.zeros_like(q, dtype=dtype)
+    dkv = k.new_zeros(2, *k.shape, dtype=dtype)  # [2, b, k, n, d]: gradients of this rank's K/V
+    accumulate_returned: Callable[[], None] = _nothing
+    for part, i, step_k, step_v in _kv_by_step(call, heads, k, v):
+        step, own_dkv, at = plan[i], _of_heads(dkv, part.kv_in(heads)), part.queries_in(heads)
         # Gradients of the local K/V accumulate in place; those of remote K/V in buffers that are sent to their owners.
-        local = step.is_local
-        step_dk, step_dv = (dk, dv) if local else (torch.zeros_like(x, dtype=dtype) for x in (step_k, step_v))
-        if step.intervals is not None and q.numel():
-            backend.backward(q, step_k, step_v, output, step.intervals, score, dq, step_dk, step_dv)
-        returning.accumulate(dk, dv)
-        returning = ReturnedGrads.none() if local else ReturnedGrads.start(step, step_dk, step_dv, ring)
-    returning.accumulate(dk, dv)
+        grads = list(own_dkv) if step.is_local else _zero_gradients(step, step_k, dtype)
+        if (seen := call.intervals(i, q)) is not None:
+            part_q, part_dout, part_out, part_dq = (_of_heads(x, at) for x in (q, dout, out, dq))
+            output = OutputGrad(part_dout, part_out, lse[:, at.start : at.stop], delta[:, at.start : at.stop])
+            dk, dv = grads if len(grads) == 2 else grads[0]
+            backend.backward(part_q, step_k, step_v, output, seen, call.score_of(part), part_dq, dk, dv)
+            del dk, dv
+        del step_k, step_v  # what is sent now takes their memory
+        accumulate_returned()
+        accumulate_returned = _nothing if step.is_local else _return_gradients(plan, step, grads, own_dkv, ring)
+    accumulate_returned()
     dsinks = None
     if score.sinks is not None:
         # The probability of the sink, [b, h, q]; nan for a sink of -inf where no key is seen.
         sink_weight = torch.exp(score.sinks.to(dtype)[:, None] - lse).nan_to_num_(0.0)
-        dsinks = -(sink_weight * output.delta).sum(
-            (0, 2)
-        )  # [h]: the sink has no value, so only the denominator depends on it
-    return dq, dk, dv, dsinks
+        dsinks = -(sink_weight * delta).sum((0, 2))  # [h]: the sink has no value, only a weight in the denominator
+    return dq, dkv[0], dkv[1], dsinks
 
 
-@dataclass
-class RemoteKV:
-    """The K/V rows of one step, on their way into receive buffers."""
+def _kv_by_step(call: AttentionCall, heads: Heads, k: Tensor, v: Tensor) -> Iterator[tuple[Heads, int, Tensor, Tensor]]:
+    """Part by part and step by step: the heads, the step's index, and its K/V ``[b, k, n, d]``.
 
-    step: Step
-    pending: Pending
-    buffers: list[Tensor]  # k of the first peer, v of the first peer, k of the second, ...
+    The K/V of the next steps are received meanwhile. Of a step without remote keys, they are this rank's.
+    """
+    parts = [(part, _LocalKV(*(_of_heads(x, part.kv_in(heads)) for x in (k, v)))) for part in call.parts(heads)]
+    tasks = [(part, local, i) for part, local in parts for i in range(len(call.plan))]
+    started: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
+    for current, (part, _, i) in enumerate(tasks):
+        for _, local, ahead in tasks[current + len(started) : current + 1 + _AHEAD]:
+            started.append(_start_step(call.plan, ahead, local, call.groups.ring))
+        yield part, i, *started.popleft()()
 
-    @staticmethod
-    def start(step: Step, k: Tensor, v: Tensor, ring: Ranks | None) -> RemoteKV:
-        """Start the sends of this rank's rows of ``k, v`` and the receives of the step's; return at once."""
-        if step.receives:
-            count_step()
-        buffers = [_recv_buffer(x, len(t.rows)) for t in step.receives for x in (k, v)]  # [b, rows, n, d]
-        receives = list(zip((t.peer for t in step.receives for _ in range(2)), buffers, strict=True))
-        sends = [(t.peer, t.rows.take(x)) for t in step.sends for x in (k, v)]
-        return RemoteKV(step, exchange(sends, receives, ring), buffers)
 
-    def wait(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The step's K/V, sorted by position; this rank's own ``k, v`` if the step receives nothing."""
-        self.pending.wait()
-        if not self.step.receives:
-            return k, v
-        if len(self.step.receives) > 1:
-            k, v = torch.cat(self.buffers[::2], dim=1), torch.cat(self.buffers[1::2], dim=1)
-        else:
-            k, v = self.buffers
-        if self.step.order is not None:
-            order = on_device(self.step.order, k.device)
-            k, v = k.index_select(1, order), v.index_select(1, order)
+class _LocalKV:
+    """This rank's K/V, and the messages that hold rows of them."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.k, self.v = k, v  # [b, k, n, d]
+        self._all_rows: Tensor | None = None
+
+    def message(self, rows: Selection, length: int | None = None) -> Tensor:
+        """``[2, b, rows, n, d]``; ``[2, b, length, n, d]`` with a ``length``, the last rows of which have any value."""
+        full = len(rows) == self.k.shape[1]
+        if full and self._all_rows is not None:
+            return self._all_rows
+        batch, _, heads, dim = self.k.shape
+        message = self.k.new_empty(2, batch, length or len(rows), heads, dim)
+        for i, x in enumerate((self.k, self.v)):
+            rows.copy_to(message[i, :, : len(rows)], x)
+        if full:
+            self._all_rows = message  # every step of the ring sends it again
+        return message
+
+
+def _start_step(
+    plan: AttentionPlan, index: int, local: _LocalKV, ring: Ranks | None
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Start sending and receiving the K/V of a step. The returned function waits for them and returns them."""
+    step = plan[index]
+    if step.receives:
+        count_step()
+    if plan.dense and isinstance(ring, ProcessGroup) and not step.is_local:
+        rows = Selection(((0, local.k.shape[1]),))
+        gathered, pending = start_all_gather(local.message(rows, plan.longest), ring)  # [ranks, 2, b, longest, n, d]
+        received = {t.peer: gathered[t.peer][:, :, : len(t.rows)] for t in step.receives}
+        del gathered
+    else:
+        batch, _, heads, dim = local.k.shape
+        received = {t.peer: local.k.new_empty(2, batch, len(t.rows), heads, dim) for t in step.receives}
+        pending = _exchange(step, {t.peer: local.message(t.rows) for t in step.sends}, received, ring)
+
+    def wait() -> tuple[Tensor, Tensor]:
+        pending.wait()
+        if not received:
+            return local.k, local.v
+        k, v = _sorted_keys(step, received)
         return k, v
 
-
-@dataclass
-class ReturnedGrads:
-    """Gradients of remote K/V on the way to their owners, and gradients of this rank's K/V on the way here."""
-
-    step: Step | None
-    pending: Pending
-    buffers: list[Tensor]  # dk from the first peer, dv from the first peer, dk from the second, ...
-
-    @staticmethod
-    def none() -> ReturnedGrads:
-        return ReturnedGrads(None, Pending([], []), [])
-
-    @staticmethod
-    def start(step: Step, step_dk: Tensor, step_dv: Tensor, ring: Ranks | None) -> ReturnedGrads:
-        """Start the sends of the step's gradients, and the receives of those that its ``sends`` led to."""
-        if step.order is not None:
-            unsort = on_device(step.order, step_dk.device).argsort()
-            step_dk, step_dv = step_dk.index_select(1, unsort), step_dv.index_select(1, unsort)
-        sizes = [len(t.rows) for t in step.receives]
-        by_peer = zip(step.receives, step_dk.split(sizes, 1), step_dv.split(sizes, 1), strict=True) if sizes else ()
-        sends = [(t.peer, x.contiguous()) for t, *grads in by_peer for x in grads]
-        buffers = [_recv_buffer(x, len(t.rows)) for t in step.sends for x in (step_dk, step_dv)]  # [b, rows, n, d]
-        receives = list(zip((t.peer for t in step.sends for _ in range(2)), buffers, strict=True))
-        return ReturnedGrads(step, exchange(sends, receives, ring), buffers)
-
-    def accumulate(self, dk: Tensor, dv: Tensor) -> None:
-        """Wait, and add the received gradients to this rank's."""
-        self.pending.wait()
-        if self.step is None:
-            return
-        for i, transfer in enumerate(self.step.sends):
-            transfer.rows.add_to(dk, self.buffers[2 * i])
-            transfer.rows.add_to(dv, self.buffers[2 * i + 1])
+    return wait
 
 
-def _recv_buffer(like: Tensor, rows: int) -> Tensor:
-    return like.new_empty(like.shape[0], rows, *like.shape[2:])
+def _sorted_keys(step: Step, received: dict[int, Tensor]) -> Tensor:
+    """The received messages ``[2, b, rows, n, d]`` as one, sorted by position. Empties ``received``."""
+    if not isinstance(step.keys, GatheredKeys):
+        return received.pop(step.receives[0].peer)
+    like = next(iter(received.values()))
+    rows = like.new_empty(*like.shape[:2], len(step.keys), *like.shape[3:])  # [2, b, k, n, d]
+    for i, transfer in enumerate(step.receives):
+        step.keys.scatter(i, received.pop(transfer.peer), rows)
+    return rows
+
+
+def _zero_gradients(step: Step, step_k: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Accumulators for the gradients of a step's remote keys: dk and dv in one message, or in a tensor each.
+
+    Those of an all-gather are copied once more before they are sent, so that dk can be freed before dv is copied.
+    """
+    if not step.receives:
+        return []
+    if isinstance(step.keys, GatheredKeys):
+        return [torch.zeros_like(step_k, dtype=dtype) for _ in range(2)]
+    return [step_k.new_zeros(2, *step_k.shape, dtype=dtype)]
+
+
+def _return_gradients(
+    plan: AttentionPlan, step: Step, grads: list[Tensor], own_dkv: Tensor, ring: Ranks | None
+) -> Callable[[], None]:
+    """Start sending a step's gradients to the ranks that own its K/V, and receiving those of this rank's K/V.
+
+    Args:
+        plan, step: the step's.
+        grads: what ``_zero_gradients`` made. Emptied, so that its memory can be freed.
+        own_dkv: ``[2, b, k, n, d]``, the gradients of this rank's K/V.
+        ring: the ranks.
+
+    Returns:
+        A function that waits, and adds the received gradients to ``own_dkv``.
+    """
+    accumulate = []
+    for target in own_dkv if plan.gather else [own_dkv]:
+        grad = grads.pop(0) if grads else None
+        if plan.dense and isinstance(ring, ProcessGroup):
+            accumulate.append(_start_reduce_scatter(plan, step, grad, target, ring))
+        else:
+            accumulate.append(_start_return(step, grad, target, ring))
+        del grad
+
+    def accumulate_all() -> None:
+        while accumulate:
+            accumulate.pop(0)()
+
+    return accumulate_all
+
+
+def _start_return(step: Step, grad: Tensor | None, target: Tensor, ring: Ranks | None) -> Callable[[], None]:
+    """Send each peer the rows of ``grad [..., k, n, d]`` that it owns; receive what is to be added to ``target``."""
+    sends = {}
+    for i, transfer in enumerate(step.receives):
+        assert grad is not None
+        sends[transfer.peer] = message = grad
+        if isinstance(step.keys, GatheredKeys):
+            sends[transfer.peer] = message = _with_rows(grad, len(transfer.rows))
+            step.keys.gather(i, grad, message)
+    # Gradients come from the ranks that K/V were sent to.
+    received = {t.peer: _with_rows(target, len(t.rows)) for t in step.sends}
+    pending = _exchange(step, sends, received, ring)
+
+    def accumulate() -> None:
+        pending.wait()
+        for transfer in step.sends:
+            transfer.rows.add_to(target, received.pop(transfer.peer))
+
+    return accumulate
+
+
+def _start_reduce_scatter(
+    plan: AttentionPlan, step: Step, grad: Tensor | None, target: Tensor, group: ProcessGroup
+) -> Callable[[], None]:
+    """The same as a collective: sum the ranks' gradients ``[..., k, n, d]`` of this rank's K/V."""
+    by_rank = target.new_empty(group.size(), *target.shape[:-3], plan.longest, *target.shape[-2:])
+    by_rank[group.rank()].zero_()  # accumulated in ``target`` already
+    for i, transfer in enumerate(step.receives):
+        assert grad is not None and isinstance(step.keys, GatheredKeys)
+        step.keys.gather(i, grad, by_rank[transfer.peer][..., : len(transfer.rows), :, :])
+    total, pending = start_reduce_scatter(by_rank, group)
+    del by_rank
+
+    def accumulate() -> None:
+        pending.wait()
+        target.add_(total[..., : target.shape[-3], :, :])
+
+    return accumulate
+
+
+def _exchange(step: Step, sends: dict[int, Tensor], received: dict[int, Tensor], ring: Ranks | None) -> Pending:
+    """Exchange messages with the step's peers, in its groups of peers."""
+    groups = [
+        exchange([(p, sends[p]) for p in peers if p in sends], [(p, received[p]) for p in peers if p in received], ring)
+        for peers in step.groups
+    ]
+    return Pending.all(groups)
+
+
+def _with_rows(like: Tensor, rows: int) -> Tensor:
+    """An empty tensor shaped as ``like [..., k, n, d]``, of ``rows`` rows."""
+    return like.new_empty(*like.shape[:-3], rows, *like.shape[-2:])
+
+
+def _of_heads(x: Tensor, heads: range) -> Tensor:
+    """Some of the heads of ``x [..., heads, head_dim]``."""
+    return x if len(heads) == x.shape[-2] else x[..., heads.start : heads.stop, :]
+
+
+def _nothing() -> None:
+    pass

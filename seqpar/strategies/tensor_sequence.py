@@ -44,7 +44,6 @@ from torch.distributed import ProcessGroup
 
 from ..comm.collectives import all_gather, reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
-from ..schedule import on_device
 
 Overlap = Literal["auto", "ring", "symm_mem", "none"]
 OVERLAPS: tuple[str, ...] = get_args(Overlap)
@@ -324,7 +323,7 @@ def select_rows(full: Tensor, rows: Tensor) -> Tensor:
     start = _first_if_consecutive(rows)
     if start is not None:
         return full[:, start : start + len(rows)].contiguous()
-    return full.index_select(1, on_device(rows, full.device))
+    return full.index_select(1, rows.to(full.device))
 
 
 def _write_rows(full: Tensor, rows: Tensor, x: Tensor) -> None:
@@ -333,7 +332,7 @@ def _write_rows(full: Tensor, rows: Tensor, x: Tensor) -> None:
     if start is not None:
         full[:, start : start + len(rows)] = x
     else:
-        full.index_copy_(1, on_device(rows, full.device), x)
+        full.index_copy_(1, rows.to(full.device), x)
 
 
 def _first_if_consecutive(rows: Tensor) -> int | None:

@@ -46,7 +46,7 @@ from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import split_range
 from ..mesh import Ranks, parent_group, rank_in_parent
-from ..schedule import SequenceSharding, on_device
+from ..schedule import SequenceSharding
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
 MAX_CHUNKS = 4
@@ -264,7 +264,7 @@ class HeadExchange:
     @property
     def tokens(self) -> int:
         """Tokens of this rank's sequence shard."""
-        return len(self.sharding.ulysses_rows(self.ring_rank)[self.rank])
+        return self.sharding.ulysses_lengths(self.ring_rank)[self.rank]
 
     @property
     def shares_kv(self) -> bool:
@@ -368,9 +368,9 @@ class HeadExchange:
 
         return Incoming(work, buffers, unpack)
 
-    def _token_rows(self, device: torch.device) -> list[Tensor]:
+    def _token_rows(self, device: torch.device) -> tuple[Tensor, ...]:
         """By rank: the indices of its tokens in a head shard, int64 ``[s]``."""
-        return [on_device(rows, device) for rows in self.sharding.ulysses_rows(self.ring_rank)]
+        return self.sharding.ulysses_rows(self.ring_rank, device)
 
 
 @dataclass(frozen=True)
