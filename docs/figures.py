@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from seqpar import Mask
-from seqpar.layout import Layout, shard_positions
+from seqpar.layout import LAYOUTS, Layout, shard_positions
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -105,7 +105,7 @@ def owners(layout: Layout) -> list[int]:
     return [rank_of[token] for token in range(TOKENS)]
 
 
-def sent(visible: Tensor, layout: str, owner: int, receiver: int) -> list[int]:
+def sent(visible: Tensor, layout: Layout, owner: int, receiver: int) -> list[int]:
     """The tokens of ``owner`` whose keys and values ``receiver`` needs: those that one of its queries sees."""
     needed = visible[positions(receiver, layout)].any(0)
     return [token for token in positions(owner, layout) if needed[token]]
@@ -126,7 +126,7 @@ def rank_names(d: Drawing, x: float, y: float, step: float) -> None:
         d.text(x, y + rank * step, f"rank {rank}", 11, COLOURS[rank], "end", bold=True)
 
 
-def layout_panel(layout: str) -> Callable[[Drawing], None]:
+def layout_panel(layout: Layout) -> Callable[[Drawing], None]:
     """The tokens of one layout, the causal mask coloured by the rank that computes each row, and the work per rank."""
 
     def draw(d: Drawing) -> None:
@@ -157,7 +157,7 @@ def layout_panel(layout: str) -> Callable[[Drawing], None]:
 LAYOUT_WIDTH, LAYOUT_HEIGHT = 272.0, 345.0
 
 
-def ring_panel(layout: str) -> Callable[[Drawing], None]:
+def ring_panel(layout: Layout) -> Callable[[Drawing], None]:
     """Which keys and values each rank computes with at each step, and who sends them."""
 
     def draw(d: Drawing) -> None:
@@ -278,14 +278,14 @@ def main(folder: Path = ASSETS) -> None:
     folder.mkdir(exist_ok=True)
 
     layouts = Drawing()
-    for i, layout in enumerate(("contiguous", "zigzag", "striped")):
+    for i, layout in enumerate(LAYOUTS):
         layouts.at(20 + i * (LAYOUT_WIDTH + 18), 14, layout_panel(layout))
     layouts.save(
         folder / "layouts.svg", 890, LAYOUT_HEIGHT + 22, "16 tokens on 4 ranks in three layouts, with the work per rank"
     )
 
     overview = Drawing()
-    for i, layout in enumerate(("contiguous", "zigzag", "striped")):
+    for i, layout in enumerate(LAYOUTS):
         overview.at(20 + i * (LAYOUT_WIDTH + 18), 14, layout_panel(layout))
     overview.at(24, LAYOUT_HEIGHT + 44, ring_panel("zigzag"))
     overview.at(536, LAYOUT_HEIGHT + 44, ulysses_panel)
@@ -297,7 +297,7 @@ def main(folder: Path = ASSETS) -> None:
     )
 
     ring = Drawing()
-    for i, layout in enumerate(("contiguous", "zigzag")):
+    for i, layout in enumerate(LAYOUTS[:2]):
         ring.at(24, 14 + i * (RING_HEIGHT + 26), ring_panel(layout))
     ring.save(
         folder / "ring.svg",

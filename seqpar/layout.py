@@ -176,11 +176,14 @@ class Positions:
         return self.stripes[i].at(index - self._offsets[i])
 
     def counts_below(self, x: Tensor) -> Tensor:
-        """``count_below`` of every element of the integer tensor ``x``, without reading any of them on the host."""
+        """``count_below`` of every element of ``x``, integers from 0 on, without reading any of them on the host."""
         total: Tensor | None = None
         for stripe in self.stripes:
             if stripe.block >= stripe.count:
                 part = (x - stripe.start).clamp_(0, stripe.count)
+            elif stripe.block == 1 and stripe.start < stripe.stride:
+                shifted = x + (stripe.stride - 1 - stripe.start)
+                part = shifted.div_(stripe.stride, rounding_mode="trunc").clamp_(max=stripe.count)
             else:
                 shifted = x - stripe.start
                 blocks = shifted.div(stripe.stride, rounding_mode="floor")

@@ -20,10 +20,12 @@ Shapes: n queries, batch the batch rows that a mask tells apart (1 if all rows s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,12 @@ class Runs:
         """``start`` as a list, to be searched by ``bisect``."""
         starts: list[int] = self.start.tolist()
         return starts
+
+    def bounds(self, first: int, last: int) -> tuple[int, int]:
+        """The first and one past the last key that queries from ``first`` to ``last`` may see."""
+        start, lo, lo_step, _, _ = self.rows[bisect_right(self.starts, first) - 1]
+        end, _, _, hi, hi_step = self.rows[bisect_right(self.starts, last) - 1]
+        return lo + lo_step * (first - start), hi + hi_step * (last - end)
 
     def at(self, positions: Tensor) -> Interval:
         """``(lo, hi)`` of the queries at ``positions``, int64 ``[n]``, computed on their device."""
@@ -441,10 +449,8 @@ class Mask:
         if seq_len not in self._runs:
             by_row = []
             for row in range(self.batch):
-                runs = _EVERYTHING
-                for rule in self.rules:
-                    runs = runs & rule.runs(row % rule.batch, seq_len)
-                by_row.append(runs)
+                by_rule = [rule.runs(row % rule.batch, seq_len) for rule in self.rules] or [_EVERYTHING]
+                by_row.append(reduce(and_, by_rule))
             if len(self._runs) >= _CACHED_LENGTHS:
                 self._runs.clear()
             self._runs[seq_len] = tuple(by_row)

@@ -52,6 +52,8 @@ _MAX_SLICES = 16
 _MAX_PAIRS = 16
 # If every rank needs this much of the sequence, an all-gather sends all of it in a collective.
 _DENSE = 0.99
+# Positions below this, and sums of one and a number of ranks, fit into 32 bits.
+_INT32 = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class SequenceSharding:
         merged = self._positions(first, count)
         parts = [self._positions(first + i, each) for i in range(0, count, each)]
         return cached_tensors(
-            ("rows", merged, count, each),
+            ("rows", self, first, count, each),
             device,
             lambda: tuple(merged.counts_below(part.tensor(device)) for part in parts),
         )
@@ -201,6 +203,9 @@ class Selection:
         if len(self.spans) <= _MAX_SLICES:
             return _counts_in_ranges(self.spans, x)
         return torch.searchsorted(self.index(x.device), x)
+
+
+NO_ROWS = Selection(())
 
 
 def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
@@ -340,8 +345,11 @@ class Step:
 
     @property
     def is_local(self) -> bool:
-        """Whether the step computes with this rank's own K/V, so that nothing is sent or received."""
+        """Whether nothing is sent or received: step 0, which computes with this rank's own K/V, and empty steps."""
         return not self.receives and not self.sends
+
+
+_EMPTY_STEP = Step((), (), None)
 
 
 class AttentionPlan:
@@ -430,12 +438,15 @@ class AttentionPlan:
         return cached_tensors((self._token, index, positions), device, make)
 
     def _global_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The first and one past the last visible position of each local query, int64 ``[b, q_len]``. Cached."""
+        """The first and one past the last visible position of each local query, ``[b, q_len]``. Cached."""
 
         def make() -> tuple[Tensor, Tensor]:
             queries = self._queries.tensor(device)
             rows = [runs.at(queries) for runs in self._runs]
-            return torch.stack([lo for lo, _ in rows]), torch.stack([hi for _, hi in rows])
+            seq_len = self.sharding.seq_len
+            dtype = torch.int32 if seq_len < _INT32 else torch.int64
+            lo, hi = (torch.stack(ends).clamp_(max=seq_len).to(dtype) for ends in zip(*rows, strict=True))
+            return lo, hi
 
         return cached_tensors((self._token, "global"), device, make)
 
@@ -455,8 +466,22 @@ class AttentionPlan:
         """The rows of ``key_rank``'s shard that are sent to ``query_rank``."""
         held = self.sharding.ring_positions(key_rank)
         if self.dense:
-            return Selection(((0, len(held)),) if len(held) else ())
+            return Selection(((0, len(held)),)) if len(held) else NO_ROWS
+        if query_rank != self.rank and not self._may_see(query_rank, held):
+            return NO_ROWS
         return rows_in(self._visible(query_rank), held)
+
+    def _may_see(self, query_rank: int, held: Positions) -> bool:
+        """Whether the first and the last visible key of ``query_rank`` leave room for keys at ``held``: a quick test."""
+        if not len(held):
+            return False
+        start, stop = held.stripes[0].start, held.stripes[-1].stop
+        for stripe in self.sharding.ring_positions(query_rank).stripes:
+            for runs in self._runs:
+                lo, hi = runs.bounds(stripe.start, stripe.stop - 1)
+                if lo < stop and hi > start:
+                    return True
+        return False
 
     def _local_step(self) -> Step:
         rows = rows_in(self._visible(self.rank), self._queries)
@@ -473,6 +498,8 @@ class AttentionPlan:
             groups = [list({*sources, *targets})]
         receives = [Transfer(peer, rows) for peer in sources if len(rows := self._transfer_rows(rank, peer))]
         sends = [Transfer(peer, rows) for peer in targets if len(rows := self._transfer_rows(peer, rank))]
+        if not receives and not sends:
+            return _EMPTY_STEP
         shards = tuple(ShardKeys(self.sharding.ring_positions(t.peer), t.rows) for t in receives)
         keys: ShardKeys | GatheredKeys | None = shards[0] if shards else None
         if self.gather and shards:
@@ -544,9 +571,7 @@ def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[i
     consecutive = stripe.block >= stripe.count
     if not consecutive and not exact:
         # Intervals never fall along the queries, so the first and the last query bound them all.
-        start, lo, lo_step, _, _ = runs.rows[first]
-        end, _, _, hi, hi_step = runs.rows[last - 1]
-        yield lo + lo_step * (stripe.start - start), hi + hi_step * (stripe.stop - 1 - end)
+        yield runs.bounds(stripe.start, stripe.stop - 1)
         return
     ends = [*runs.starts[first + 1 : last], stripe.stop]
     for (start, lo, lo_step, hi, hi_step), end in zip(runs.rows[first:last], ends, strict=True):
@@ -583,7 +608,7 @@ def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
                 spans[-1] = spans[-1][0], end
             elif begin < end:
                 spans.append((begin, end))
-    return Selection(tuple(spans))
+    return Selection(tuple(spans)) if spans else NO_ROWS
 
 
 def _stop(range_: tuple[int, int]) -> int:

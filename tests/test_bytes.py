@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
+from seqpar.comm import collectives
 from seqpar.layout import LAYOUTS
 
 from .cases import Batch
@@ -109,6 +110,7 @@ def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
     """Run ``work``; the fields of ``Sent`` in one direction."""
     handed_over = p2p = 0
     send, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
+    all_gather, reduce_scatter = collectives.all_gather_single, collectives.reduce_scatter_single
 
     def watched_send(ops: list[dist.P2POp]) -> Any:
         nonlocal handed_over, p2p
@@ -124,7 +126,19 @@ def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
         handed_over += row_bytes * sum(size for peer, size in enumerate(sizes) if peer != inner.rank())
         return all_to_all(output, input, *args, **kwargs)
 
+    def watched_all_gather(output: Tensor, input: Tensor, **kwargs: Any) -> Any:
+        nonlocal handed_over
+        handed_over += input.nbytes * (kwargs["group"].size() - 1)
+        return all_gather(output, input, **kwargs)
+
+    def watched_reduce_scatter(output: Tensor, input: Tensor, **kwargs: Any) -> Any:
+        nonlocal handed_over
+        handed_over += output.nbytes * (kwargs["group"].size() - 1)
+        return reduce_scatter(output, input, **kwargs)
+
     with (
+        mock.patch.object(collectives, "all_gather_single", watched_all_gather),
+        mock.patch.object(collectives, "reduce_scatter_single", watched_reduce_scatter),
         mock.patch.object(dist, "batch_isend_irecv", watched_send),
         mock.patch.object(dist, "all_to_all_single", watched_all_to_all),
         seqpar.trace() as trace,
