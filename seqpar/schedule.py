@@ -472,7 +472,7 @@ class AttentionPlan:
         return rows_in(self._visible(query_rank), held)
 
     def _may_see(self, query_rank: int, held: Positions) -> bool:
-        """Whether the first and the last visible key of ``query_rank`` leave room for keys at ``held``: a quick test."""
+        """Whether the first and the last visible key of ``query_rank`` leave room for keys at ``held``."""
         if not len(held):
             return False
         start, stop = held.stripes[0].start, held.stripes[-1].stop

@@ -14,7 +14,7 @@ from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
 from seqpar.layout import LAYOUTS
-from seqpar.schedule import CPU, AttentionPlan, KeyIntervals, SequenceSharding, exchange_groups
+from seqpar.schedule import CPU, AttentionPlan, KeyIntervals, SequenceSharding
 from seqpar.strategies.ulysses import HeadExchange
 
 from .generators import masks
