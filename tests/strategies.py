@@ -14,6 +14,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"},
     "ulysses": {"strategy": "ulysses"},
     "all_gather": {"strategy": "context_parallel"},
+    "all_gather in chunks": {"strategy": "context_parallel", "chunks": 2},
     "p2p": {"strategy": "context_parallel", "comm": "p2p"},
     "a2a": {"strategy": "context_parallel", "comm": "a2a"},
     "a2a+p2p": {"strategy": "context_parallel", "comm": "a2a+p2p"},

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import check_choice, check_options
+from ..checks import check_choice, check_int, check_options
 from ..mesh import AttentionGroups, ring_and_ulysses_ranks, sequence_group, size_of
 
 StrategyName = Literal["local", "ring", "ulysses", "context_parallel", "hybrid"]
@@ -33,6 +33,8 @@ class StrategyOptions(TypedDict, total=False):
     """context_parallel: how ranks receive the keys they need."""
     ulysses_size: int | None
     """hybrid and "a2a+p2p" on a plain group: the ranks of each all-to-all, a divisor of the group's size."""
+    chunks: int
+    """context_parallel with "all_gather": receive K/V in this many chunks of heads, to need less memory."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,13 @@ def _context_parallel_groups(
     group: ProcessGroup | None,
     comm: str = "all_gather",
     ulysses_size: int | None = None,
+    chunks: int = 1,
 ) -> AttentionGroups:
     """The groups of the strategy that ``comm`` names. ``ulysses_size`` is an option of "a2a+p2p" only."""
     check_choice("comm", comm, COMMS)
+    check_int("chunks", chunks, 1)
+    if chunks > 1 and comm != "all_gather":
+        raise TypeError(f"chunks={chunks}: an option of comm='all_gather'; leave it out with comm={comm!r}")
     if comm == "a2a+p2p":
         return _hybrid_groups(mesh, group, ulysses_size)
     if ulysses_size is not None:
@@ -105,7 +111,7 @@ def _context_parallel_groups(
         )
     if comm == "a2a":
         return _ulysses_groups(mesh, group)
-    return replace(_ring_groups(mesh, group), gather=comm == "all_gather")
+    return replace(_ring_groups(mesh, group), gather=comm == "all_gather", chunks=chunks)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -125,7 +131,7 @@ STRATEGIES: dict[str, Strategy] = {
         paper="Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (all_gather); "
         "NVIDIA TransformerEngine (the names of comm)",
         bytes_sent="(P-1)/P * N * 2 d_kv * e for all_gather and p2p; a2a as ulysses, a2a+p2p as hybrid",
-        options=("comm", "ulysses_size"),
+        options=("comm", "ulysses_size", "chunks"),
     ),
     "hybrid": Strategy(
         _hybrid_groups,

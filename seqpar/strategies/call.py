@@ -26,7 +26,6 @@ class AttentionCall:
         deterministic: leave out backends whose gradients may differ from run to run.
         heads: the heads of q, k and v. Under tensor parallelism, some of the model's.
         return_lse: whether the caller gets the log-sum-exp, which is differentiable then.
-        chunks: in how many chunks of heads an all-gather sends K/V.
     """
 
     groups: AttentionGroups
@@ -37,14 +36,13 @@ class AttentionCall:
     deterministic: bool
     heads: Heads
     return_lse: bool
-    chunks: int = 1
 
     def parts(self, heads: Heads) -> list[Heads]:
         """``heads`` in the chunks in which an all-gather sends their K/V. The ring sends all of them at once."""
         kv = len(heads.kv)
-        if not self.groups.gather or self.chunks == 1 or kv < 2 or heads.kv_index() is not None:
+        if not self.groups.gather or self.groups.chunks == 1 or kv < 2 or heads.kv_index() is not None:
             return [heads]
-        each, chunks = len(heads.queries) // kv, min(self.chunks, kv)
+        each, chunks = len(heads.queries) // kv, min(self.groups.chunks, kv)
         cuts = [split_range(kv, chunks, i) for i in range(chunks)]  # of the KV heads
         return [heads[range(cut.start * each, cut.stop * each)] for cut in cuts]
 
