@@ -515,7 +515,7 @@ class AttentionPlan:
 
 
 # Plans by equal masks: a mask that is made anew for every layer is planned once.
-_plans: ByteCache[AttentionPlan] = ByteCache(32 << 20, AttentionPlan.nbytes)
+_plans: ByteCache[AttentionPlan] = ByteCache(8 << 20, AttentionPlan.nbytes)
 _PLANS_OF_A_MASK = 8
 
 
