@@ -10,9 +10,8 @@ Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +118,7 @@ class MegatronAttention(AttentionLayer):
     def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
         if self._tp is None or self._tp.size() == 1:
             return None
-        in_order = sharding.layout == "contiguous"
-        return SequenceChunks.resolve(self._tp, sharding.tensor_rows(rank), in_order, self.overlap, device)
+        return SequenceChunks.of_sharding(self._tp, sharding, rank, self.overlap, device)
 
     def _project(self, x: Tensor, chunks: SequenceChunks | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), chunks)
@@ -224,13 +222,7 @@ def tokens_in_rank_order(
     if group is None or group.size() == 1:
         return None
     check_same(headers, "batch", "dtype")
-    rows = rows_in_order([header.length for header in headers])
-    return SequenceChunks.resolve(group, rows, True, overlap, x.device)
-
-
-def rows_in_order(lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """By rank: the indices of its tokens in the sequence of all ranks, one rank after another."""
-    return torch.arange(sum(lengths), device="cpu").tensor_split(list(accumulate(lengths))[:-1])
+    return SequenceChunks.in_rank_order(group, [header.length for header in headers], overlap, x.device)
 
 
 def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:

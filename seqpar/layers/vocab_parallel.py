@@ -24,7 +24,7 @@ from ..layout import split_range
 from ..mesh import ParallelContext, rank_in, size_of, tensor_group
 from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks
 from .sharded_weights import WeightShard, make_spans, register_weight_shards
-from .tensor_parallel import column_linear, rows_in_order, shard_linear, tokens_in_rank_order
+from .tensor_parallel import column_linear, shard_linear, tokens_in_rank_order
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -97,7 +97,7 @@ class VocabParallelEmbedding(nn.Module):
             partial_sum = F.embedding(local_ids.masked_fill(~owned, 0), self.weight) * owned.unsqueeze(-1)  # [b, t, d]
         if tp is None or tp.size() == 1:
             return partial_sum
-        out: Tensor = _ReduceScatter.apply(partial_sum, SequenceChunks(tp, rows_in_order(lengths), True, "none"))
+        out: Tensor = _ReduceScatter.apply(partial_sum, SequenceChunks.in_rank_order(tp, lengths, "none", ids.device))
         return out  # [b, s, d]
 
 
