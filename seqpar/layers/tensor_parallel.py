@@ -198,7 +198,7 @@ class MegatronMLP(nn.Module):
         return row_linear(hidden, self.down_proj, chunks)
 
 
-class _HiddenHeader(NamedTuple):
+class HiddenHeader(NamedTuple):
     """A rank's hidden states."""
 
     length: int
@@ -214,9 +214,9 @@ def tokens_in_rank_order(
     The ranks exchange the lengths of their shards. ``linear`` is the first projection of ``x [b, s, hidden]``.
     """
 
-    def header() -> _HiddenHeader:
+    def header() -> HiddenHeader:
         check_hidden(x, hidden_size, linear)
-        return _HiddenHeader(x.shape[1], x.shape[0], x.dtype)
+        return HiddenHeader(x.shape[1], x.shape[0], x.dtype)
 
     headers = all_gather_header(header, group)
     if group is None or group.size() == 1:

@@ -1,0 +1,37 @@
+"""Counting the memory that a computation holds, on the CPU, where PyTorch counts none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Within the block: the bytes of the tensors that operators return, as long as they are alive.
+
+    Attributes:
+        peak: the most bytes at any time.
+        largest: by operator, the bytes of the largest tensor that it returned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.largest: dict[str, int] = {}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in before:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                name = str(func.overloadpacket)
+                self.largest[name] = max(self.largest.get(name, 0), storage.nbytes())
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
+        return result
