@@ -30,7 +30,7 @@ from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
 from .schedule import SequenceSharding
 from .strategies import Comm, StrategyName, resolve
-from .strategies.autograd import SequenceParallelAttention
+from .strategies.autograd import SequenceParallelAttention, to_autocast_dtype
 from .strategies.call import AttentionCall
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def attention(
     ranks learn the length and check that their inputs fit together. Pass ``seq_len`` in training loops.
 
     Args:
-        q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64.
+        q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64. Under autocast
+            q, k and v are cast as by ``F.scaled_dot_product_attention``: to autocast's dtype, except float64.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
         v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
         strategy: "local", "ring", "ulysses", "context_parallel" or "hybrid".
@@ -145,8 +146,8 @@ def attention(
             hybrid and "a2a+p2p" on a plain group.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]`` in q's dtype; with ``return_lse`` also ``lse [batch, heads, seq]`` in
-        float32 (float64 for float64). A query that sees no key has 0 and -inf.
+        ``out [batch, seq, heads, head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
+        ``lse [batch, heads, seq]`` in float32 (float64 for float64). A query that sees no key has 0 and -inf.
 
     Raises:
         TypeError: an argument of the wrong type, before any payload is sent.
@@ -157,6 +158,8 @@ def attention(
     needs_handshake = draw_seed or not has_length(seq_len)
     single_rank = strategy == "local" and mesh is None and group is None
     sequence = None if single_rank else sequence_group(mesh, group)
+    if all(isinstance(x, Tensor) for x in (q, k, v)):
+        q, k, v = to_autocast_dtype(q, k, v)
     with propagate_errors(sequence if needs_handshake else None):
         groups = _resolve(strategy, mask, mesh, group, layout, backend, strategy_options)
         dropout_p = check_dropout(dropout_p)

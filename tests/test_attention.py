@@ -412,3 +412,25 @@ def test_layers_in_a_row(pool: Pool) -> None:
         mine = rank_positions(40, 4, rank, "zigzag")
         assert_close(last, h.detach()[:, mine], torch.float64)
         assert_close(dx, x.grad[:, mine], torch.float64)
+
+
+@on_ranks
+def under_autocast(group: ProcessGroup, dtype: torch.dtype) -> None:
+    """Attention casts as PyTorch's own attention does, and its gradients have the dtypes of the inputs."""
+    torch.manual_seed(4)
+    for inputs in ([torch.float32] * 3, [torch.float32, torch.float32, dtype], [torch.float64] * 3):
+        full = [torch.randn(2, 24, 4, 8).to(d).requires_grad_() for d in inputs]
+        exact, _ = dense_attention(*(x.detach() for x in full), torch.ones(24, 24, dtype=torch.bool))
+        shards = [seqpar.shard(x.detach(), group=group).requires_grad_() for x in full]
+        with torch.autocast("cpu", dtype):
+            expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in full))
+            out = seqpar.ring_attention(*shards, group=group, mask=seqpar.Mask.full())
+        assert out.dtype == expected.dtype
+        assert_close(out.detach(), seqpar.shard(exact, group=group), out.dtype, f"{inputs}")
+        out.sum().backward()
+        assert [x.grad.dtype for x in shards if x.grad is not None] == inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(pool: Pool, dtype: torch.dtype) -> None:
+    pool.run(2, under_autocast, dtype)

@@ -90,7 +90,7 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
     if not torch.is_autocast_enabled(device_type):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 def _head_exchange(call: AttentionCall) -> HeadExchange | None:
