@@ -19,7 +19,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self.largest: dict[str, int] = {}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}

@@ -420,7 +420,8 @@ def under_autocast(group: ProcessGroup, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     for inputs in ([torch.float32] * 3, [torch.float32, torch.float32, dtype], [torch.float64] * 3):
         full = [torch.randn(2, 24, 4, 8).to(d).requires_grad_() for d in inputs]
-        exact, _ = dense_attention(*(x.detach() for x in full), torch.ones(24, 24, dtype=torch.bool))
+        q, k, v = (x.detach() for x in full)
+        exact, _ = dense_attention(q, k, v, torch.ones(24, 24, dtype=torch.bool))
         shards = [seqpar.shard(x.detach(), group=group).requires_grad_() for x in full]
         with torch.autocast("cpu", dtype):
             expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in full))

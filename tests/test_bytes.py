@@ -366,10 +366,10 @@ def test_one_rank_sends_nothing(batch: Batch) -> None:
 
 
 @on_ranks
-def tensor_parallel_bytes(group: ProcessGroup, overlap: str) -> tuple[int, int]:
+def tensor_parallel_bytes(group: ProcessGroup, overlap: str, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes that a Megatron layer sends in forward and in backward."""
-    layer = seqpar.ParallelAttention("tp_sp", 24, 8, 8, 4, group=group, overlap=overlap)
-    x = torch.randn(BATCH, TOKENS // group.size(), 24, requires_grad=True)
+    layer = seqpar.ParallelAttention("tp_sp", 24, 8, 8, 4, group=group, overlap=overlap, dtype=dtype)
+    x = torch.randn(BATCH, TOKENS // group.size(), 24, dtype=dtype, requires_grad=True)
     with seqpar.trace() as forward:
         y = layer(x, seq_len=TOKENS)
     with seqpar.trace() as backward:
@@ -379,11 +379,12 @@ def tensor_parallel_bytes(group: ProcessGroup, overlap: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("overlap", ["ring", "none"])
-def test_tensor_parallel(pool: Pool, world: int, overlap: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensor_parallel(pool: Pool, world: int, overlap: str, dtype: torch.dtype) -> None:
     """Forward: an all-gather and a reduce-scatter of (P-1)/P x N x hidden x e each. Backward: both, and the all-gather
     of the input once more."""
-    one_way = (world - 1) * BATCH * TOKENS // world * 24 * 4
-    assert pool.run(world, tensor_parallel_bytes, overlap) == [(2 * one_way, 3 * one_way)] * world
+    one_way = (world - 1) * BATCH * TOKENS // world * 24 * dtype.itemsize
+    assert pool.run(world, tensor_parallel_bytes, overlap, dtype) == [(2 * one_way, 3 * one_way)] * world
 
 
 @on_ranks

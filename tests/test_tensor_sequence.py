@@ -46,9 +46,7 @@ def test_half_precision_is_added_in_float32(pool: Pool, overlap: str) -> None:
 class ReadBacks(TorchDispatchMode):
     """Counts the operators that hand a tensor's value to the host."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):

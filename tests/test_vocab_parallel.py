@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 import seqpar
+from seqpar.layers.vocab_parallel import _check_ids
 
 from .live_bytes import LiveBytes
 from .pool import Pool, on_ranks
@@ -123,3 +125,9 @@ def test_loss_of_logits_makes_one_copy_in_float32(pool: Pool, world: int) -> Non
     for forward, backward in pool.run(world, peak_of_the_loss, vocab, length // world, None):
         assert forward < 4.2 * logits  # the logits, their copy in float32, and the softmax that is kept
         assert backward < 1.5 * logits  # the gradient of the logits
+
+
+def test_ids_on_a_gpu_are_checked_there() -> None:
+    """A fake tensor raises where its value is read."""
+    with FakeTensorMode():
+        _check_ids("labels", torch.empty(2, 4, dtype=torch.int64, device="cuda"), 10, ignore_index=-100)

@@ -335,7 +335,9 @@ def _check_ids(name: str, ids: Tensor, num_embeddings: int, ignore_index: int | 
         outside &= ids != ignore_index
         allowed += f", or ignore_index={ignore_index}"
     if ids.is_cuda:
-        torch._assert_async(~outside.any(), f"{name}: a value lies outside the vocabulary; expected {allowed}")
+        torch._assert_async(
+            outside.any().logical_not(), f"{name}: a value lies outside the vocabulary; expected {allowed}"
+        )
     elif bool(outside.any()):
         raise ValueError(f"{name}: {int(ids[outside][0])} lies outside the vocabulary; expected {allowed}")
 
