@@ -26,6 +26,7 @@ from ..heads import Heads
 from ..layout import split_range
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..schedule import SequenceSharding
+from ..sharding import Sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks, all_gather_linear, linear_reduce_scatter
 from .attention import AttentionLayer
@@ -108,7 +109,7 @@ class MegatronAttention(AttentionLayer):
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
 
-    def _groups(self) -> AttentionGroups:
+    def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
         if self.context == "local" or self.mesh is None:
             return AttentionGroups()
         return resolve(self.context, self.mesh, None, self.strategy_options)
