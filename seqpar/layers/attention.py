@@ -196,7 +196,7 @@ class AttentionLayer(nn.Module):
 
         ``torch.compile`` does not trace the layer: it causes one graph break in the code around it.
         """
-        # Of another type, it raises in the check below, on all ranks if there is a handshake.
+        # One of another type raises in the check below, on all ranks if there is a handshake.
         known = sharding if isinstance(sharding, Sharding) else None
         groups = self._groups(known)
         sequence = self._sequence_group(groups)
@@ -210,7 +210,7 @@ class AttentionLayer(nn.Module):
 
         total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
         max_position, seed = total, 0
-        if dynamic or dropout_p or not has_length(total):
+        if dynamic or dropout_p or (sharding is None and not has_length(seq_len)):
 
             def header() -> _LayerHeader:
                 check()
@@ -222,8 +222,8 @@ class AttentionLayer(nn.Module):
             max_position = max(header.max_position for header in headers) if dynamic else total
             seed = headers[0].dropout_seed
         else:
-            assert total is not None
             check()
+            assert total is not None
             check_length(x_local.shape[1], total, size_of(sequence), rank_in(sequence), layout)
         mask.check_length(total)
         sequence_sharding = SequenceSharding(total, layout, groups.ring_size, groups.ulysses_size, self._tensor_size)
