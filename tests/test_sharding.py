@@ -118,7 +118,7 @@ class ShardCase:
 def round_trip(group: ProcessGroup, case: ShardCase) -> None:
     """Everything that a sharding says about this rank, and shard and unshard with their gradients."""
     with counted_handshakes() as handshakes, seqpar.trace() as sent:
-        sharding: Any = Sharding(case.seq_len, case.layout, group=group)  # type: ignore[arg-type]
+        sharding: Any = Sharding(case.seq_len, case.layout, group=group)
         ranks, rank = group.size(), group.rank()
         by_rank = [rank_positions(case.seq_len, ranks, r, case.layout) for r in range(ranks)]
         mine = by_rank[rank]
@@ -172,13 +172,13 @@ def test_errors_of_shard_and_unshard() -> None:
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: sharding.shard(x, 2), "has 3 entries along dim 2, but the sharding is of seq_len=8"),
         (lambda: sharding.shard(x, 3), "dim=3: x has 3 dimensions"),
-        (lambda: sharding.shard([1]), "TypeError: x: expected a tensor"),  # type: ignore[arg-type]
+        (lambda: sharding.shard([1]), "TypeError: x: expected a tensor"),
         (lambda: sharding.unshard(x[:, 1:]), "this rank holds 7 tokens, but layout='zigzag' gives it 8"),
         (lambda: seqpar.shard(x, sharding=sharding, layout="striped"), "layout='striped': the sharding has .*'zigzag'"),
         (lambda: seqpar.unshard(x, sharding=sharding, strategy="tp_sp"), "strategy='tp_sp': .* leave strategy out"),
         (lambda: seqpar.positions(9, sharding=sharding), "seq_len=9: the sharding has seq_len=8; leave seq_len out"),
         (lambda: seqpar.positions(), "TypeError: seq_len=None"),
-        (lambda: seqpar.shard(x, sharding="zigzag"), "TypeError: sharding='zigzag'"),  # type: ignore[arg-type]
+        (lambda: seqpar.shard(x, sharding="zigzag"), "TypeError: sharding='zigzag'"),
     ]
     for call, words in cases:
         with pytest.raises((TypeError, ValueError)) as raised:
@@ -202,7 +202,7 @@ def attend(group: ProcessGroup, layout: str, options: dict[str, Any]) -> tuple[l
     """out, dq, dk, dv over the full sequence, and the number of handshakes, with a sharding alone."""
     tensors = whole_tensors()
     with counted_handshakes() as handshakes:
-        sharding = Sharding(SEQ_LEN, layout, group=group)  # type: ignore[arg-type]
+        sharding = Sharding(SEQ_LEN, layout, group=group)
         q, k, v = leaves = [sharding.shard(x).requires_grad_() for x in tensors[:3]]
         out = seqpar.attention(q, k, v, sharding=sharding, **options)
         out.backward(sharding.shard(tensors[3]))
@@ -233,7 +233,7 @@ def make_layer(strategy: str, **options: Any) -> seqpar.AttentionLayer:
     rope = seqpar.RotaryEmbedding(
         4, scaling={"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
     )
-    return seqpar.ParallelAttention(strategy, HIDDEN, 6, 2, 4, rope=rope, dtype=torch.float64, **options)  # type: ignore[arg-type]
+    return seqpar.ParallelAttention(strategy, HIDDEN, 6, 2, 4, rope=rope, dtype=torch.float64, **options)
 
 
 def layer_input() -> tuple[Tensor, Tensor]:
@@ -257,7 +257,7 @@ def run_layer(layer: seqpar.AttentionLayer, sharding: Sharding) -> tuple[list[Te
 def layer_on_group(group: ProcessGroup, layout: str, options: dict[str, Any]) -> tuple[list[Tensor], int]:
     """A layer that is told neither ranks nor layout, except that tp_sp shards its weights over the group."""
     where = {"group": group} if options["strategy"] == "tp_sp" else {}
-    sharding = Sharding(SEQ_LEN, layout, group=group, strategy=options["strategy"])  # type: ignore[arg-type]
+    sharding = Sharding(SEQ_LEN, layout, group=group, strategy=options["strategy"])
     return run_layer(make_layer(**options, **where), sharding)
 
 
@@ -280,7 +280,7 @@ def test_layers_with_a_sharding(batch: Batch, strategy: str, world: int) -> None
 @on_ranks
 def layer_on_mesh(group: ProcessGroup, layout: str, options: dict[str, Any], own: bool) -> tuple[list[Tensor], int]:
     mesh = mesh_of(1, 2, 2, 2)
-    sharding = Sharding(SEQ_LEN, layout, mesh=mesh, strategy=options["strategy"])  # type: ignore[arg-type]
+    sharding = Sharding(SEQ_LEN, layout, mesh=mesh, strategy=options["strategy"])
     where = {"mesh": mesh} if own or options["strategy"] == "tp_sp" else {}
     return run_layer(make_layer(**options, **where), sharding)
 
@@ -353,7 +353,7 @@ def mismatches(group: ProcessGroup) -> dict[str, str]:
         "attention, seq_len": lambda: seqpar.attention(q, q, q, sharding=zigzag, seq_len=28),
         "attention, group": lambda: seqpar.attention(q, q, q, sharding=zigzag, group=alone),
         "attention, mesh": lambda: seqpar.attention(q, q, q, sharding=zigzag, mesh=mesh),
-        "attention, type": lambda: seqpar.attention(q, q, q, sharding="zigzag"),  # type: ignore[arg-type]
+        "attention, type": lambda: seqpar.attention(q, q, q, sharding="zigzag"),
         "attention, local": lambda: seqpar.attention(q, q, q, sharding=zigzag, strategy="local"),
         "attention, tp_sp": lambda: seqpar.attention(
             q_mesh, q_mesh, q_mesh, sharding=Sharding(SEQ_LEN, mesh=mesh, strategy="tp_sp")
@@ -451,7 +451,7 @@ def loss_with_a_sharding(group: ProcessGroup, layout: str) -> tuple[Tensor, Tens
     logits = torch.randn(2, SEQ_LEN, 7, generator=made, dtype=torch.float64)
     labels = torch.randint(7, (2, SEQ_LEN), generator=made)
     labels[:, :13] = -100
-    sharding = Sharding(SEQ_LEN, layout, group=group)  # type: ignore[arg-type]
+    sharding = Sharding(SEQ_LEN, layout, group=group)
     logits_local, labels_local = sharding.shard(logits).requires_grad_(), sharding.shard(labels)
     losses = F.cross_entropy(logits_local.mT, labels_local, reduction="none")
     with counted_handshakes() as handshakes:
