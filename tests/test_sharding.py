@@ -294,6 +294,34 @@ def test_layers_with_a_sharding_on_a_mesh(batch: Batch, strategy: str, own: bool
 
 
 @on_ranks
+def mlp_on_mesh(group: ProcessGroup, layout: str) -> Tensor:
+    """An MLP whose ranks take their lengths from the sharding; and the errors of shardings that do not fit."""
+    mesh = mesh_of(1, 2, 2, 2)
+    torch.manual_seed(12)
+    mlp = seqpar.MegatronMLP(HIDDEN, 30, mesh=mesh, dtype=torch.float64)
+    sharding = Sharding(SEQ_LEN, layout, mesh=mesh, strategy="tp_sp")
+    x = sharding.shard(layer_input()[0])
+    with counted_handshakes() as handshakes:
+        y = mlp(x, sharding=sharding)
+        y.sum().backward()
+        other = Sharding(SEQ_LEN, layout, group=[dist.new_group([r]) for r in range(8)][group.rank()])
+        with pytest.raises(ValueError, match=r"strategy='tp_sp'"):
+            mlp(other.shard(layer_input()[0]), sharding=other)
+        with pytest.raises(ValueError, match="this rank holds"):
+            mlp(x[:, 1:], sharding=sharding)
+    assert handshakes == [0]
+    return sharding.unshard(y.detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_mlp_with_a_sharding(pool: Pool, layout: str) -> None:
+    torch.manual_seed(12)
+    expected = seqpar.MegatronMLP(HIDDEN, 30, dtype=torch.float64)(layer_input()[0])
+    for y in pool.run(8, mlp_on_mesh, layout):
+        assert_close(y, expected.detach(), torch.float64)
+
+
+@on_ranks
 def handshakes_without_a_sharding(group: ProcessGroup, strategy: str) -> tuple[int, int, int]:
     """Of a layer without a length, of one with dropout, and of a call with dropout and a seed."""
     sharding = Sharding(SEQ_LEN, "zigzag", group=group)
