@@ -406,7 +406,7 @@ class Problem:
     """One attention problem over a whole sequence, with its data: the same on every rank and in every process.
 
     Attributes:
-        rules: the mask, fitted to ``seq_len``.
+        rules: the mask, for some length; ``fitted_rules`` is the one for ``seq_len``.
         alibi: the shape of the ALiBi slopes: "heads" or "batch" (``[batch, heads]``); "" for none.
         lse_gradient: whether the loss depends on ``lse`` as well as on ``out``.
     """
@@ -426,12 +426,13 @@ class Problem:
     lse_gradient: bool = False
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", fitted(self.rules, self.seq_len))
+    @property
+    def fitted_rules(self) -> Rules:
+        return fitted(self.rules, self.seq_len)
 
     def __str__(self) -> str:
         """The mask, then what differs from the defaults: as the id of a test case."""
-        words = [rules_id(self.rules)]
+        words = [rules_id(self.fitted_rules)]
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name != "rules" and value != f.default:
@@ -460,7 +461,7 @@ class Problem:
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of ``seqpar.attention`` that are no tensors and the same for every strategy."""
-        arguments: dict[str, Any] = {"mask": combined_mask(self.rules), "return_lse": True}
+        arguments: dict[str, Any] = {"mask": combined_mask(self.fitted_rules), "return_lse": True}
         if self.softmax_scale is not None:
             arguments["softmax_scale"] = self.softmax_scale
         if self.softcap:
@@ -480,7 +481,7 @@ def solve(problem: Problem) -> dict[str, Tensor]:
         keep = dropout_keep(seed, problem.dropout_p, problem.batch, range(problem.heads), at, at)
     return dense_gradients(
         **problem.tensors(),
-        visible=visible_pairs(problem.rules, problem.seq_len),
+        visible=visible_pairs(problem.fitted_rules, problem.seq_len),
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,
         dropout_p=problem.dropout_p,

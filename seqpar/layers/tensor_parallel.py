@@ -192,8 +192,8 @@ class MegatronMLP(nn.Module):
 
         Args:
             x_local: this rank's tokens.
-            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the
-                ranks exchange their lengths in a handshake.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
+                their lengths in a handshake.
         """
         chunks = tokens_in_rank_order(
             x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj, sharding
