@@ -33,6 +33,7 @@ from .reference import (
     combined_mask,
     dense_attention,
     difference,
+    fitted,
     random_problem,
     rank_positions,
     rows_of,
@@ -244,10 +245,11 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_features(batch: Batch, strategy: str, world: int) -> None:
     """Each feature alone, all features in every dtype and layout, short sequences, and queries that see nothing."""
-    windows = (Rule("documents", ((0, 17, 44), True)), Rule("sliding_window", (6, 0)))  # the last 5 tokens are padding
+    # The last 5 tokens are padding.
+    windows = (Rule("documents", ((0, 17, 44), True, True)), Rule("sliding_window", (6, 0)))
     base = Problem(seq_len=49, heads=6, kv_heads=3, rules=windows)
     full = replace(base, rules=(Rule("full"),))
-    all_padding = replace(base, rules=(Rule("documents", ((0,), True)),), sinks=True)
+    all_padding = replace(base, rules=(Rule("documents", ((0,), True, True)),), sinks=True)
     cases = [Case(replace(base, **feature), strategy, "zigzag") for feature in FEATURES]
     cases += [Case(replace(full, **feature), strategy, "striped") for feature in FEATURES]
     for dtype, layout in product(DTYPES, LAYOUTS):
@@ -381,7 +383,8 @@ def test_lengths_that_the_layout_does_not_give(pool: Pool) -> None:
 
 
 # One mask for each strategy.
-LAYERS = list(zip(STRATEGIES.values(), [rules for rules in RULES if rows_of(rules) == 1], strict=False))
+SHARED_RULES = [fitted(rules, 40) for rules in RULES if rows_of(rules) == 1]
+LAYERS = list(zip(STRATEGIES.values(), SHARED_RULES, strict=False))
 
 
 @on_ranks

@@ -19,7 +19,7 @@ from seqpar.layout import LAYOUTS
 
 from .cases import Batch
 from .pool import Pool, mesh_of, on_ranks
-from .reference import RULES, Rule, Rules, combined_mask, rank_positions, rows_of, rules_id, visible_pairs
+from .reference import RULES, Rule, Rules, combined_mask, fitted, rank_positions, rows_of, rules_id, visible_pairs
 
 TOKENS, BATCH, HEAD_DIM = 48, 2, 4
 FULL, CAUSAL = (Rule("full"),), (Rule("causal"),)
@@ -320,7 +320,7 @@ def visible_rows(rules: Rules, world: int, layout: str) -> list[list[int]]:
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_only_what_the_mask_needs(batch: Batch, world: int) -> None:
     """Ring and all-gather send the keys that some query of the receiver sees, and their gradients back; no more."""
-    shared = [rules for rules in RULES if rows_of(rules) == 1]
+    shared = [fitted(rules, TOKENS) for rules in RULES if rows_of(rules) == 1]
     cases = [
         Case(options, rules, layout, dtype=torch.bfloat16)
         for options, rules, layout in product(RING[:1] + GATHER, shared, LAYOUTS)
