@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 import seqpar
+from seqpar.layers import tensor_parallel
 from seqpar.layers.vocab_parallel import _check_ids
+from seqpar.layout import LAYOUTS, Layout
 
 from .live_bytes import LiveBytes
 from .pool import Pool, on_ranks
@@ -131,3 +135,37 @@ def test_ids_on_a_gpu_are_checked_there() -> None:
     """A fake tensor raises where its value is read."""
     with FakeTensorMode():
         _check_ids("labels", torch.empty(2, 4, dtype=torch.int64, device="cuda"), 10, ignore_index=-100)
+
+
+@on_ranks
+def with_and_without_a_sharding(group: ProcessGroup, layout: Layout) -> int:
+    """Run the layers with a Sharding and without; return the handshakes that the former took."""
+    torch.manual_seed(6)
+    sharding = seqpar.Sharding(29, layout, group=group, strategy="tp_sp")
+    ids, labels = (sharding.shard(x) for x in torch.randint(37, (2, 2, 29)).unbind())
+    embedding = seqpar.VocabParallelEmbedding(37, HIDDEN, group=group)
+    mlp = seqpar.MegatronMLP(HIDDEN, 30, group=group)
+    head = seqpar.VocabParallelHead(HIDDEN, 37, group=group)
+
+    def losses(sharding: seqpar.Sharding | None) -> list[Tensor]:
+        where = {"group": group} if sharding is None else {}
+        x = mlp(embedding(ids, sharding), sharding)
+        of_logits = seqpar.vocab_parallel_cross_entropy(head(x, None, sharding), labels, 37, sharding=sharding, **where)
+        of_chunks = head(x, labels, sharding, chunk_tokens=4)
+        (of_logits + of_chunks).sum().backward()
+        return [of_logits, of_chunks]
+
+    expected = losses(None)
+    spy = mock.Mock(wraps=tensor_parallel.all_gather_header)
+    with mock.patch.object(tensor_parallel, "all_gather_header", spy):
+        for found, want in zip(losses(sharding), expected, strict=True):
+            torch.testing.assert_close(found, want)
+    with pytest.raises(ValueError, match="length"):
+        embedding(ids[:, 1:], sharding)
+    return int(spy.call_count)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sharding_takes_no_handshake(pool: Pool, world: int, layout: str) -> None:
+    assert pool.run(world, with_and_without_a_sharding, layout) == [0] * world

@@ -22,10 +22,10 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import DTYPES, check_choice, check_hidden, check_int, no_compile
 from ..comm.collectives import all_gather, all_reduce
-from ..comm.handshake import all_gather_header, check_same, propagate_errors
 from ..comm.p2p import make_ready
 from ..layout import split_range
 from ..mesh import ParallelContext, rank_in, size_of, tensor_group
+from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype
 from ..strategies.tensor_sequence import (
     OVERLAPS,
@@ -38,7 +38,7 @@ from ..strategies.tensor_sequence import (
     sum_dtype,
 )
 from .sharded_weights import WeightShard, make_spans, register_weight_shards
-from .tensor_parallel import HiddenHeader, column_linear, shard_linear, tokens_in_rank_order
+from .tensor_parallel import HiddenHeader, agreed_lengths, column_linear, shard_linear, tokens_in_rank_order
 
 _CHUNK_BYTES = 128 << 20  # of the float32 logits that exist at a time, by default
 
@@ -86,11 +86,13 @@ class VocabParallelEmbedding(nn.Module):
         register_weight_shards(self, {"weight": shard})
 
     @no_compile
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, sharding: Sharding | None = None) -> Tensor:
         """Embed this rank's tokens.
 
         Args:
             ids: int64 ``[batch, seq]``.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
+                their lengths in a handshake.
 
         Returns:
             ``[batch, seq, hidden]`` in the dtype of the weight.
@@ -106,9 +108,7 @@ class VocabParallelEmbedding(nn.Module):
             _check_ids("ids", ids, self.num_embeddings)
             return _IdsHeader(ids.shape[1], ids.shape[0])
 
-        headers = all_gather_header(header, tp)
-        check_same(headers, "batch")
-        lengths = [header.length for header in headers]
+        lengths = agreed_lengths(header, tp, sharding, "batch")
         all_ids = all_gather(ids, lengths, 1, tp)  # [b, t]
         local_ids = all_ids - self._start
         owned = (local_ids >= 0) & (local_ids < self._stop - self._start)
@@ -173,6 +173,7 @@ class VocabParallelHead(nn.Linear):
         self,
         x_local: Tensor,
         labels: Tensor | None = None,
+        sharding: Sharding | None = None,
         *,
         ignore_index: int = -100,
         chunk_tokens: int | None = None,
@@ -185,6 +186,8 @@ class VocabParallelHead(nn.Linear):
         Args:
             x_local: ``[batch, seq, hidden]``, of this rank's tokens.
             labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
+                their lengths in a handshake.
             ignore_index: the label of tokens without loss.
             chunk_tokens: with labels, how many tokens at a time; by default as many as have 128 MiB of float32 logits.
 
@@ -199,7 +202,7 @@ class VocabParallelHead(nn.Linear):
         """
         tp = self._parallel_context.tensor
         if labels is None:
-            chunks = tokens_in_rank_order(x_local, tp, self.overlap, self.in_features, self)
+            chunks = tokens_in_rank_order(x_local, tp, self.overlap, self.in_features, self, sharding)
             (logits,) = column_linear(x_local, (self,), chunks)
             return logits
 
@@ -215,9 +218,7 @@ class VocabParallelHead(nn.Linear):
                 check_int("chunk_tokens", chunk_tokens, 1)
             return HiddenHeader(x_local.shape[1], x_local.shape[0], x_local.dtype)
 
-        headers = all_gather_header(header, tp)
-        check_same(headers, "batch", "dtype")
-        lengths = [header.length for header in headers]
+        lengths = agreed_lengths(header, tp, sharding, "batch", "dtype")
         chunks = SequenceChunks.in_rank_order(tp, lengths, "ring", x_local.device)
         x, weight = to_autocast_dtype(x_local, self.weight)
         loss: Tensor = _ChunkedCrossEntropy.apply(
@@ -240,6 +241,7 @@ def vocab_parallel_cross_entropy(
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
+    sharding: Sharding | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
     """Cross-entropy of logits that are sharded over the vocabulary.
@@ -253,6 +255,8 @@ def vocab_parallel_cross_entropy(
         num_embeddings: the size of the full vocabulary.
         mesh: as given to ``VocabParallelHead``.
         group: as given to ``VocabParallelHead``.
+        sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it,
+            the ranks exchange their lengths in a handshake.
         ignore_index: the label of tokens without loss.
 
     Returns:
@@ -265,9 +269,14 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes that do not fit together, or a label outside the vocabulary.
         RuntimeError: another rank raised an error on its own input.
     """
+    if sharding is not None:
+        check_sharding(sharding)
+        sharding.check_arguments(mesh=mesh, group=group)
+        mesh, group = sharding.mesh, sharding.group
     tp = tensor_group(mesh, group)
     vocab_range = split_range(num_embeddings, size_of(tp), rank_in(tp))
-    with propagate_errors(tp):
+
+    def header() -> _LogitsHeader:
         if not isinstance(logits, Tensor) or logits.dtype not in DTYPES:
             got = f"dtype {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(f"logits: expected a floating-point tensor [batch, tokens, {len(vocab_range)}], got {got}")
@@ -276,8 +285,6 @@ def vocab_parallel_cross_entropy(
                 f"logits: shape {tuple(logits.shape)}; expected [batch, tokens, {len(vocab_range)}], this rank's part "
                 f"of num_embeddings={num_embeddings}; pass the logits that VocabParallelHead returns"
             )
-
-    def header() -> _LogitsHeader:
         _check_ids("labels", labels, num_embeddings, ignore_index)
         if logits.shape[0] != labels.shape[0]:
             raise ValueError(
@@ -285,12 +292,10 @@ def vocab_parallel_cross_entropy(
             )
         return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
 
-    headers = all_gather_header(header, tp)
-    check_same(headers, "batch", "dtype_of_logits")
-    lengths, tokens = [header.length for header in headers], [header.tokens for header in headers]
-    if any(n != sum(lengths) for n in tokens):
+    lengths = agreed_lengths(header, tp, sharding, "tokens_of_logits", "batch", "dtype_of_logits")
+    if logits.shape[1] != sum(lengths):
         raise ValueError(
-            f"logits: of {tokens} tokens, by rank, but the ranks' labels are {lengths}, {sum(lengths)} together; "
+            f"logits: {logits.shape[1]} tokens, but the ranks' labels are {list(lengths)}, {sum(lengths)} together; "
             "pass VocabParallelHead's logits and this rank's labels"
         )
     all_labels = all_gather(labels, lengths, 1, tp)  # [b, t]
@@ -316,7 +321,7 @@ class _LogitsHeader(NamedTuple):
     """A rank's labels ``[batch, length]`` and logits ``[batch, tokens, v]``."""
 
     length: int
-    tokens: int
+    tokens_of_logits: int
     batch: int
     dtype_of_logits: torch.dtype
 
