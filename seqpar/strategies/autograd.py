@@ -87,7 +87,7 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
     To be called before a custom autograd.Function, in which autocast does nothing.
     """
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
