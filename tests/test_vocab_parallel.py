@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 import seqpar
+from seqpar.comm.handshake import all_gather_header
 from seqpar.layers import tensor_parallel
 from seqpar.layers.vocab_parallel import _check_ids
 from seqpar.layout import LAYOUTS, Layout
@@ -156,7 +157,7 @@ def with_and_without_a_sharding(group: ProcessGroup, layout: Layout) -> int:
         return [of_logits, of_chunks]
 
     expected = losses(None)
-    spy = mock.Mock(wraps=tensor_parallel.all_gather_header)
+    spy = mock.Mock(wraps=all_gather_header)
     with mock.patch.object(tensor_parallel, "all_gather_header", spy):
         for found, want in zip(losses(sharding), expected, strict=True):
             torch.testing.assert_close(found, want)
