@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.layers import rotary as rotary_module
 
+from .pool import Pool, on_ranks
 from .reference import inverse_frequencies
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
@@ -191,6 +194,33 @@ def test_layers_share_one_table(made: list[Any], given: bool) -> None:
     assert saved_storages(run, (2 if given else 1, 10, 1, 4)) == 2  # cos and sin
     run().sum().backward()
     assert len(made) == 1
+
+
+@on_ranks
+def tensor_parallel_layers(group: ProcessGroup, given: bool) -> list[int]:
+    """The tables that were made after each of three calls; the positions change before the third."""
+    layers = [
+        seqpar.ParallelAttention("tp_sp", 32, 4, group=group, layout="zigzag", rope=seqpar.RotaryEmbedding(8))
+        for _ in range(3)
+    ]
+    positions = seqpar.positions(16, group=group, layout="zigzag") + 5
+    x = torch.randn(1, len(positions), 32)
+    rotary_module._tables.clear()
+    tables = mock.Mock(wraps=rotary_module._make_table)
+    counts = []
+    with mock.patch.object(rotary_module, "_make_table", tables):
+        for call in range(3):
+            if call == 2:
+                positions += 1
+            for layer in layers:
+                x = layer(x, positions=positions if given else None)
+            counts.append(tables.call_count)
+    return counts
+
+
+@pytest.mark.parametrize(("given", "counts"), [(True, [1, 1, 2]), (False, [1, 1, 1])])
+def test_tensor_parallel_layers_share_one_table(pool: Pool, given: bool, counts: list[int]) -> None:
+    assert pool.run(2, tensor_parallel_layers, given) == [counts] * 2
 
 
 def test_a_table_is_made_again_for_other_values(made: list[Any]) -> None:

@@ -238,7 +238,7 @@ class AttentionLayer(nn.Module):
             if positions is None:
                 positions = sequence_sharding.rank_positions(rank)
             elif chunks is not None:
-                positions = chunks.all_gather(torch.atleast_2d(positions))
+                positions = chunks.all_gather_positions(positions)
             q, k = self.rope(q, k, positions, max_position)
         out, _ = attend(
             q,

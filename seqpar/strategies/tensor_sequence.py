@@ -33,7 +33,7 @@ Shapes: b batch, s tokens of this rank, t tokens of all ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, repeat
@@ -44,6 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.collectives import all_gather, reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
@@ -154,6 +155,11 @@ def _chunk_rows(by_rank: Sequence[Tensor], device: torch.device) -> ChunkRows:
     )
 
 
+# By positions of this rank: their version and all ranks' positions, by the ranks and the rows of the full sequence.
+_gathered: MutableMapping[Tensor, dict[tuple[ProcessGroup | None, ChunkRows], tuple[int, Tensor]]]
+_gathered = WeakIdKeyDictionary()
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceChunks:
     """A sequence ``[b, t, ...]`` of which each rank of ``group`` holds one chunk of tokens.
@@ -211,6 +217,20 @@ class SequenceChunks:
         if self.rows.order is None:
             return full
         return torch.empty_like(full).index_copy_(1, self.rows.order, full)
+
+    def all_gather_positions(self, positions: Tensor) -> Tensor:
+        """The positions ``[1 or b, t]`` of the full sequence, from every rank's ``[s]`` or ``[b, s]``.
+
+        Layers that are given the same tensor get the same tensor, which is gathered once.
+        """
+        if positions.is_inference():  # PyTorch does not count the writes to it
+            return self.all_gather(torch.atleast_2d(positions))
+        gathered = _gathered.setdefault(positions, {})
+        version, full = gathered.get((self.group, self.rows), (None, None))
+        if full is None or version != positions._version:
+            full = self.all_gather(torch.atleast_2d(positions))
+            gathered[self.group, self.rows] = positions._version, full
+        return full
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Sum ``full [b, t, ...]`` over the ranks and keep this rank's tokens ``[b, s, ...]``, in one collective.
