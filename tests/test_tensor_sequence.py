@@ -59,9 +59,9 @@ def call_twice(group: ProcessGroup, layout: Layout, overlap: str) -> tuple[list[
     """How often the rows were cut after each of two calls, and the read-backs of the second."""
     tensor_sequence._rows_of_sharding.cache_clear()
     sharding = SequenceSharding(50, layout, 1, 1, group.size())
-    cut = mock.Mock(wraps=tensor_sequence._chunk_rows)
+    cut = mock.Mock(wraps=tensor_sequence._cut)
     calls, read_backs = [], 0
-    with mock.patch.object(tensor_sequence, "_chunk_rows", cut):
+    with mock.patch.object(tensor_sequence, "_cut", cut):
         for _ in range(2):
             with ReadBacks() as counted:
                 chunks = SequenceChunks.of_sharding(group, sharding, 0, overlap, CPU)

@@ -49,6 +49,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm.collectives import all_gather, reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
 from ..comm.trace import count_sent
+from ..layout import split_range
 from ..mesh import rank_in, size_of
 from ..schedule import SequenceSharding
 from .autograd import to_autocast_dtype
@@ -118,41 +119,42 @@ class ChunkRows:
 @lru_cache(maxsize=8)
 def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.device) -> ChunkRows:
     """The rows of the tensor-parallel ranks that together are ``rank`` of attention."""
-    return _chunk_rows(sharding.tensor_rows(rank), device)
-
-
-@lru_cache(maxsize=8)
-def _rows_in_rank_order(lengths: tuple[int, ...], device: torch.device) -> ChunkRows:
-    """The rows of ranks that hold ``lengths`` tokens, one rank after another."""
-    rows = torch.arange(sum(lengths), device="cpu").tensor_split(list(accumulate(lengths))[:-1])
-    return _chunk_rows(rows, device)
-
-
-def _chunk_rows(by_rank: Sequence[Tensor], device: torch.device) -> ChunkRows:
-    joined = torch.cat(tuple(by_rank))
+    by_rank = sharding.tensor_rows(rank)
+    joined = torch.cat(by_rank)
     in_order = torch.equal(joined, torch.arange(len(joined), device="cpu"))
     # One copy for all ranks. It blocks, once: on every later call it is there, whichever stream the call is on.
     order = None if in_order else joined.to(device)
-    offsets = [0, *accumulate(len(rows) for rows in by_rank)]
-    pieces = max(1, _PIECES // len(by_rank))
 
-    def rows_at(rows: Tensor, offset: int) -> Rows:
-        if not len(rows):
+    def rows_at(span: range) -> Rows:
+        if not len(span):
             return Rows(0, 0)
-        start, consecutive = int(rows[0]), int(rows[-1]) - int(rows[0]) + 1 == len(rows)
-        assert consecutive or order is not None
-        return Rows(start, len(rows), None if consecutive or order is None else order.narrow(0, offset, len(rows)))
+        first, last = int(joined[span.start]), int(joined[span.stop - 1])
+        if last - first + 1 == len(span):
+            return Rows(first, len(span))
+        assert order is not None
+        return Rows(first, len(span), order.narrow(0, span.start, len(span)))
 
-    def split(rows: Tensor, offset: int) -> tuple[Rows, ...]:
-        parts = rows.tensor_split(pieces)
-        starts = accumulate((len(part) for part in parts[:-1]), initial=offset)
-        return tuple(rows_at(part, start) for part, start in zip(parts, starts, strict=True))
+    return _cut([len(rows) for rows in by_rank], rows_at, order)
 
-    return ChunkRows(
-        tuple(rows_at(rows, offset) for rows, offset in zip(by_rank, offsets, strict=False)),
-        tuple(split(rows, offset) for rows, offset in zip(by_rank, offsets, strict=False)),
-        order,
-    )
+
+@lru_cache(maxsize=8)
+def _rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
+    """The rows of ranks that hold ``lengths`` tokens, one rank after another."""
+    return _cut(lengths, lambda span: Rows(span.start, len(span)), None)
+
+
+def _cut(lengths: Sequence[int], rows_at: Callable[[range], Rows], order: Tensor | None) -> ChunkRows:
+    """The rows of every chunk and piece. ``rows_at`` is given indices in the sequence of all ranks, one after another.
+
+    ``lengths`` are the ranks' tokens.
+    """
+    chunks, pieces = [], []
+    parts = max(1, _PIECES // len(lengths))
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        spans = (split_range(length, parts, part) for part in range(parts))
+        chunks.append(rows_at(range(start, start + length)))
+        pieces.append(tuple(rows_at(range(start + span.start, start + span.stop)) for span in spans))
+    return ChunkRows(tuple(chunks), tuple(pieces), order)
 
 
 # By positions of this rank: their version and all ranks' positions, by the ranks and the rows of the full sequence.
@@ -195,7 +197,7 @@ class SequenceChunks:
         Raises:
             ValueError: ``overlap="symm_mem"`` cannot run here.
         """
-        rows = _rows_in_rank_order(tuple(lengths), device)
+        rows = _rows_in_rank_order(tuple(lengths))
         return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
 
     @property
