@@ -23,7 +23,7 @@ from .layers import (
 from .layers.factory import ParallelAttention
 from .mask import Mask
 from .mesh import init_mesh
-from .sharding import positions, shard, unshard
+from .sharding import Sharding, positions, shard, unshard
 from .strategies.checkpointing import keep_attention
 
 __version__ = "0.1.0"
@@ -48,6 +48,7 @@ __all__ = [
     "ParallelAttention",
     "RingAttention",
     "RotaryEmbedding",
+    "Sharding",
     "Trace",
     "UlyssesAttention",
     "VocabParallelEmbedding",

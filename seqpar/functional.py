@@ -29,8 +29,9 @@ from .layout import LAYOUTS, Layout, check_length, check_lengths
 from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
 from .schedule import SequenceSharding, attention_plan
+from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from .strategies import Comm, StrategyName, resolve
-from .strategies.autograd import SequenceParallelAttention
+from .strategies.autograd import SequenceParallelAttention, to_autocast_dtype
 from .strategies.call import AttentionCall
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
         mask: Mask
         mesh: DeviceMesh | None
         group: ProcessGroup | None
-        layout: Layout
+        layout: Layout | None
+        sharding: Sharding | None
         softmax_scale: float | None
         softcap: float
         sinks: Tensor | None
@@ -96,7 +98,8 @@ def attention(
     mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: Layout = "contiguous",
+    layout: Layout | None = None,
+    sharding: Sharding | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -114,19 +117,22 @@ def attention(
     The result on each rank is what one device would compute for this rank's tokens, up to rounding, for every
     strategy, layout and mask; so are the gradients of ``q, k, v``. Differentiable once.
 
-    Without ``seq_len`` each call starts with a handshake, one all-gather of 128 bytes between the hosts, in which the
-    ranks learn the length and check that their inputs fit together. Pass ``seq_len`` in training loops.
+    Without ``sharding`` (or ``seq_len``) each call starts with a handshake, one all-gather of 128 bytes between the
+    hosts, in which the ranks learn the length and check that their inputs fit together. With it no rank waits for
+    another before the payload, and the ranks must pass equal arguments by themselves.
 
     Args:
-        q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64.
+        q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64. Under autocast
+            q, k and v are cast as by ``F.scaled_dot_product_attention``: to autocast's dtype, except float64.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
         v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
         strategy: "local", "ring", "ulysses", "context_parallel" or "hybrid".
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
-        layout: how the tokens are sharded, as given to ``shard``: "contiguous", "zigzag" or "striped". A causal mask
-            gives all ranks the same work under "zigzag" and "striped" only.
+        layout: how the tokens are sharded, as given to ``shard``: "contiguous" (the default), "zigzag" or "striped". A
+            causal mask gives all ranks the same work under "zigzag" and "striped" only.
+        sharding: the ``Sharding`` that the tokens were sharded with, instead of mesh, group, layout and ``seq_len``.
         softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
         sinks: ``[heads]``, one more logit a head in the denominator of the softmax (gpt-oss). Its gradient is this
@@ -139,14 +145,15 @@ def attention(
         backend: "auto" or one of ``seqpar.backends()``. If the named backend lacks a requested feature, the call falls
             back to the next one that has it (see ``seqpar.trace``).
         return_lse: also return the log-sum-exp of the scores, sinks included.
-        seq_len: the length of the full sequence. With it there is no handshake, and the ranks must agree by themselves.
-        dropout_seed: the same on all ranks; by default rank 0 draws one from torch's CPU generator.
+        seq_len: the length of the full sequence. With it there is no handshake either.
+        dropout_seed: the same on all ranks. By default rank 0 draws one from torch's CPU generator and sends it in a
+            handshake: pass a seed if no rank is to wait for another.
         strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel; ``ulysses_size`` for
             hybrid and "a2a+p2p" on a plain group.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]`` in q's dtype; with ``return_lse`` also ``lse [batch, heads, seq]`` in
-        float32 (float64 for float64). A query that sees no key has 0 and -inf.
+        ``out [batch, seq, heads, head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
+        ``lse [batch, heads, seq]`` in float32 (float64 for float64). A query that sees no key has 0 and -inf.
 
     Raises:
         TypeError: an argument of the wrong type, before any payload is sent.
@@ -154,11 +161,23 @@ def attention(
         RuntimeError: another rank raised an error on its own input.
     """
     draw_seed = bool(dropout_p) and dropout_seed is None
-    needs_handshake = draw_seed or not has_length(seq_len)
+    needs_handshake = draw_seed or (sharding is None and not has_length(seq_len))
     single_rank = strategy == "local" and mesh is None and group is None
-    sequence = None if single_rank else sequence_group(mesh, group)
+    if isinstance(sharding, Sharding):
+        sequence = sharding.sequence_group
+    else:
+        sequence = None if single_rank else sequence_group(mesh, group)
+    if all(isinstance(x, Tensor) for x in (q, k, v)):
+        q, k, v = to_autocast_dtype(q, k, v)
     with propagate_errors(sequence if needs_handshake else None):
+        if sharding is not None:
+            check_sharding(sharding)
+            sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len)
+            mesh, group, layout, seq_len = sharding.mesh, sharding.group, sharding.layout, sharding.seq_len
+        layout = DEFAULT_LAYOUT if layout is None else layout
         groups = _resolve(strategy, mask, mesh, group, layout, backend, strategy_options)
+        if sharding is not None:
+            sharding.check_ranks(groups.sequence)
         dropout_p = check_dropout(dropout_p)
         softcap = check_number("softcap", softcap)
         if softcap < 0:
@@ -176,11 +195,11 @@ def attention(
         check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-        degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, layout)
-        mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse)
     seed = int(torch.randint(2**62, (), device="cpu").item()) if draw_seed else dropout_seed or 0
     batch, length, num_heads, head_dim = q.shape
     if needs_handshake:
+        degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, layout)
+        mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse)
         header = _AttentionHeader(length, batch, num_heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed)
         headers = all_gather_header(lambda: header, sequence)
         check_same(headers, "batch", "heads", "kv_heads", "head_dim", "dtype", "mask_or_options")
@@ -191,6 +210,7 @@ def attention(
     else:
         assert seq_len is not None
         check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout)
+    mask.check_length(seq_len)
     out, lse = attend(
         q,
         k,

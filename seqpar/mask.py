@@ -172,6 +172,9 @@ class _Rule(ABC):
         """By batch row: the positions where the rule makes a sequence begin (see ``Mask.starts``)."""
         return ((0,),)
 
+    def check_length(self, seq_len: int) -> None:  # noqa: B027 (most rules fit every length)
+        """Raise a ValueError if the rule does not fit a sequence of ``seq_len`` tokens."""
+
     @abstractmethod
     def runs(self, row: int, seq_len: int) -> Runs:
         """The intervals of batch row ``row``, for the queries below ``seq_len`` at least."""
@@ -193,10 +196,23 @@ class _SlidingWindow(_Rule):
 class _Documents(_Rule):
     boundaries: tuple[tuple[int, ...], ...]  # by batch row
     causal: bool
+    padding: bool  # whether tokens may follow the last boundary
 
     @property
     def batch(self) -> int:
         return len(self.boundaries)
+
+    def check_length(self, seq_len: int) -> None:
+        for row, boundaries in enumerate(self.boundaries):
+            last = boundaries[-1]
+            if last == seq_len or (last < seq_len and self.padding):
+                continue
+            where = f" of batch row {row}" if self.batch > 1 else ""
+            fix = ", or padding=True if the tokens after it are padding" if last < seq_len else ""
+            raise ValueError(
+                f"cu_seqlens: the last boundary{where} is {last}, but the sequence has {seq_len} tokens; pass the "
+                f"boundaries of the whole sequence, in global positions{fix}"
+            )
 
     @property
     def starts(self) -> tuple[tuple[int, ...], ...]:
@@ -317,21 +333,22 @@ class Mask:
         return Mask((_SlidingWindow(left, right),)) if (left, right) != (-1, -1) else Mask()
 
     @staticmethod
-    def documents(cu_seqlens: Any, causal: bool = True) -> Mask:
+    def documents(cu_seqlens: Any, causal: bool = True, padding: bool = False) -> Mask:
         """Packed documents: a query sees only keys of its own document.
 
         Args:
-            cu_seqlens: int ``[docs + 1]``, the documents' boundaries in global positions: 0 first, never decreasing.
-                A tensor or a sequence of ints, or a list of those, one for each batch row. Tokens after the last
-                boundary are padding: they see nothing and no query sees them. A CUDA tensor is copied to the host
-                once, here.
+            cu_seqlens: int ``[docs + 1]``, the documents' boundaries in global positions of the whole sequence, not of
+                a shard: 0 first, never decreasing, the sequence's length last. A tensor or a sequence of ints, or a
+                list of those, one for each batch row. A CUDA tensor is copied to the host once, here.
             causal: inside a document, a query sees only the keys up to itself.
+            padding: the last boundary may stop short of the sequence's length. Tokens after it are padding: they see
+                nothing and no query sees them. Without it, attention raises an error for such boundaries.
 
         Raises:
             TypeError: the boundaries are not integers.
             ValueError: the boundaries decrease or do not start at 0.
         """
-        return Mask((_Documents(document_boundaries(cu_seqlens), bool(causal)),))
+        return Mask((_Documents(document_boundaries(cu_seqlens), bool(causal), bool(padding)),))
 
     @staticmethod
     def prefix_lm(prefix_len: int | Sequence[int] | Tensor) -> Mask:
@@ -427,6 +444,16 @@ class Mask:
                 row.update(rule.starts[i % len(rule.starts)])
         rows = tuple(tuple(sorted(row)) for row in merged)
         return rows[:1] if len(set(rows)) == 1 else rows
+
+    def check_length(self, seq_len: int) -> None:
+        """Check that the mask fits a sequence of ``seq_len`` tokens. Attention calls it.
+
+        Raises:
+            ValueError: the last boundary of ``documents`` lies beyond the sequence's end, or before it without
+                ``padding``.
+        """
+        for rule in self.rules:
+            rule.check_length(seq_len)
 
     def intervals(self, positions: Tensor) -> Interval:
         """The visible keys of the queries at ``positions``.

@@ -5,18 +5,249 @@ Shapes: a tensor has ``seq`` entries along ``dim``, and its shard ``seq_local``;
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .checks import check_choice, check_int, no_compile
 from .comm.collectives import all_gather
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint
-from .layout import LAYOUTS, Layout, check_lengths, global_order, shard_length, shard_positions, shard_ranges
-from .mesh import rank_in, sequence_group, size_of
+from .layout import LAYOUTS, Layout, check_length, check_lengths, shard_length, shard_positions, shard_ranges
+from .mesh import check_mesh_and_group, rank_in, sequence_group, size_of
 from .strategies import STRATEGIES, StrategyName
+
+DEFAULT_LAYOUT: Layout = "contiguous"  # of functions and layers that are given neither a layout nor a Sharding
+
+
+class Sharding:
+    """How one sequence is divided over ranks: its length, its layout, and the ranks.
+
+    Make one for each length, and pass it wherever ``mesh``, ``group``, ``layout`` and ``seq_len`` are taken. The layout
+    is then written once, and no rank has to ask the others for their lengths. Making one communicates nothing, except
+    that the first use of a mesh that ``init_mesh`` did not make creates the process group of its sequence.
+
+    Shardings are values: immutable, hashable, and equal if they are made with equal arguments.
+
+    Args:
+        seq_len: tokens of the full sequence. It need not divide by anything.
+        layout: which tokens each rank holds: "contiguous", "zigzag" or "striped" (see ``seqpar.layout``).
+        mesh: the sequence is sharded over its ring and ulysses dimensions.
+        group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
+        strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
+            difference.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: a negative ``seq_len``, an unknown layout or strategy, a mesh without the dimensions, or both a mesh
+            and a group.
+
+    Examples:
+        >>> sharding = Sharding(8, "zigzag")  # in one process
+        >>> sharding.lengths, sharding.positions().tolist()
+        ((8,), [0, 1, 2, 3, 4, 5, 6, 7])
+    """
+
+    def __init__(
+        self,
+        seq_len: int,
+        layout: Layout = "zigzag",
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        strategy: StrategyName | Literal["tp_sp"] | None = None,
+    ) -> None:
+        check_int("seq_len", seq_len, 0)
+        check_choice("layout", layout, LAYOUTS)
+        if strategy is not None:
+            check_choice("strategy", strategy, (*STRATEGIES, "tp_sp"))
+        self._seq_len, self._layout, self._mesh, self._group, self._strategy = seq_len, layout, mesh, group, strategy
+        self._sequence_group = sequence_group(mesh, group, strategy)
+        # Without a mesh the resolved group counts: the default group may be another one later.
+        self._key = seq_len, layout, strategy == "tp_sp", self._sequence_group if mesh is None else mesh
+        self._hash = hash(self._key)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the full sequence."""
+        return self._seq_len
+
+    @property
+    def layout(self) -> Layout:
+        """Which tokens each rank holds."""
+        return self._layout
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh it was made with."""
+        return self._mesh
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The group it was made with."""
+        return self._group
+
+    @property
+    def strategy(self) -> StrategyName | Literal["tp_sp"] | None:
+        """The strategy it was made with."""
+        return self._strategy
+
+    @property
+    def sequence_group(self) -> ProcessGroup | None:
+        """The ranks the sequence is sharded over; None in a process without torch.distributed."""
+        return self._sequence_group
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each rank, by rank."""
+        ranks = size_of(self._sequence_group)
+        return tuple(shard_length(self._seq_len, ranks, rank, self._layout) for rank in range(ranks))
+
+    @property
+    def seq_local(self) -> int:
+        """The number of tokens of this rank."""
+        return self.lengths[rank_in(self._sequence_group)]
+
+    @no_compile
+    def positions(self) -> Tensor:
+        """Global positions of this rank's tokens: int64 ``[seq_local]`` on the CPU, increasing."""
+        group = self._sequence_group
+        # A copy: the cached tensor must not be written to.
+        return shard_positions(self._seq_len, size_of(group), rank_in(group), self._layout).clone()
+
+    @no_compile
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's shard of ``x``, which every rank holds in full. Nothing is sent.
+
+        Differentiable: ``x`` is replicated, so every rank receives its full gradient, all-gathered from the gradients
+        of the shards, as in Megatron-LM. All ranks of the group must run the backward.
+
+        Args:
+            x: tensor of any dtype and shape, with ``seq_len`` entries along ``dim``.
+            dim: the dimension of the sequence.
+
+        Returns:
+            ``x`` with ``seq_local`` entries along ``dim``, contiguous.
+
+        Raises:
+            TypeError: an argument has another type.
+            ValueError: ``x`` does not have the dimension, or not ``seq_len`` entries along it.
+        """
+        dim = _check_dim("x", x, dim)
+        if x.shape[dim] != self._seq_len:
+            raise ValueError(
+                f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
+                f"seq_len={self._seq_len}; make a Sharding of that length, or name the dimension of the sequence"
+            )
+        if self._sequence_group is None:
+            return x
+        out: Tensor = _Shard.apply(x, dim, self)
+        return out
+
+    @no_compile
+    def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
+        """The full tensor on every rank, all-gathered from the shards.
+
+        Differentiable: the result is replicated and so is its gradient, of which each rank keeps its shard. The ranks
+        do not compare their shards beforehand.
+
+        Args:
+            x_local: this rank's shard, with ``seq_local`` entries along ``dim``.
+            dim: the dimension of the sequence.
+
+        Returns:
+            ``x_local`` with ``seq_len`` entries along ``dim``, in the order of the sequence.
+
+        Raises:
+            TypeError: an argument has another type.
+            ValueError: ``x_local`` does not have the dimension, or not ``seq_local`` entries along it.
+        """
+        dim = _check_dim("x_local", x_local, dim)
+        self.check_local(x_local.shape[dim])
+        if self._sequence_group is None:
+            return x_local
+        out: Tensor = _Unshard.apply(x_local, dim, self)
+        return out
+
+    def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:
+        """The number of tokens of each rank of ``group``, whose ranks all share the sequence, by rank in ``group``.
+
+        Raises:
+            ValueError: a rank of ``group`` does not share the sequence.
+        """
+        ranks, members = _global_ranks(self._sequence_group), _global_ranks(group)
+        if not {*members} <= {*ranks}:
+            raise ValueError(
+                f"sharding: the sequence is sharded over the ranks {_short(ranks)}, but the layer's are "
+                f"{_short(members)}; make both with the same mesh or group, and the Sharding with strategy='tp_sp'"
+            )
+        return tuple(self.lengths[ranks.index(rank)] for rank in members)
+
+    def check_local(self, length: int) -> None:
+        """Raise a ValueError if this rank does not hold ``length`` tokens."""
+        group = self._sequence_group
+        check_length(length, self._seq_len, size_of(group), rank_in(group), self._layout)
+
+    def check_ranks(self, group: ProcessGroup | None) -> None:
+        """Raise a ValueError if the ranks of ``group`` are not those that the sequence is sharded over."""
+        if group is self._sequence_group:
+            return
+        ranks, others = _global_ranks(self._sequence_group), _global_ranks(group)
+        if ranks != others:
+            raise ValueError(
+                f"sharding: the sequence is sharded over the ranks {_short(ranks)}, but this call is for the ranks "
+                f"{_short(others)}; make both with the same mesh or group (and the Sharding with strategy='tp_sp' for "
+                "tp_sp, for nothing else)"
+            )
+
+    def check_arguments(
+        self,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        layout: str | None = None,
+        seq_len: int | None = None,
+        strategy: str | None = None,
+    ) -> None:
+        """Raise if an argument that is given beside the sharding differs from it."""
+        check_mesh_and_group(mesh, group)
+        own: object
+        for name, value, own in (("layout", layout, self._layout), ("seq_len", seq_len, self._seq_len)):
+            if value is not None and value != own:
+                raise ValueError(f"{name}={value!r}: the sharding has {name}={own!r}; leave {name} out")
+        if strategy is not None and (strategy == "tp_sp") != (self._strategy == "tp_sp"):
+            raise ValueError(f"strategy={strategy!r}: the sharding has strategy={self._strategy!r}; leave strategy out")
+        if mesh is not None and mesh != self._mesh:
+            raise ValueError(f"mesh={mesh}: the sharding was made with mesh={self._mesh}; leave mesh out")
+        if group is not None:
+            given, ranks = _global_ranks(group), _global_ranks(self._sequence_group)
+            if given != ranks:
+                raise ValueError(
+                    f"group: its ranks are {_short(given)}, but the sharding's are {_short(ranks)}; leave group out"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, Sharding) else NotImplemented
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        return self  # process groups cannot be copied, and nothing changes a sharding
+
+    def __repr__(self) -> str:
+        lengths = _short(self.lengths)
+        strategy = f", strategy={self._strategy!r}" if self._strategy is not None else ""
+        return f"Sharding({self._seq_len}, {self._layout!r}{strategy}, lengths={lengths})"
+
+
+def check_sharding(sharding: object) -> None:
+    """Raise a TypeError unless ``sharding`` is a Sharding or None."""
+    if sharding is not None and not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding={sharding!r}: expected a seqpar.Sharding, as Sharding(seq_len) makes one")
 
 
 @no_compile
@@ -26,20 +257,19 @@ def shard(
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: Layout = "contiguous",
+    layout: Layout | None = None,
+    sharding: Sharding | None = None,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
 ) -> Tensor:
-    """This rank's shard of ``x``, which every rank holds in full. Nothing is sent.
-
-    Differentiable: ``x`` is replicated, so every rank receives its full gradient, all-gathered from the gradients of
-    the shards, as in Megatron-LM. All ranks of the group must run the backward.
+    """``Sharding(x.shape[dim], layout, ...).shard(x, dim)``: this rank's shard of ``x``. Nothing is sent.
 
     Args:
-        x: tensor of any dtype and shape. It may have fewer tokens than there are ranks.
+        x: tensor of any dtype and shape, the same on every rank. It may have fewer tokens than there are ranks.
         dim: the dimension of the sequence.
         mesh: the sequence is sharded over its ring and ulysses dimensions.
         group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
-        layout: which tokens each rank holds: "contiguous", "zigzag" or "striped" (see ``seqpar.layout``).
+        layout: which tokens each rank holds: "contiguous" (the default), "zigzag" or "striped".
+        sharding: instead of the other arguments; the call is then ``sharding.shard(x, dim)``.
         strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
             difference.
 
@@ -49,14 +279,17 @@ def shard(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: an unknown layout or strategy, a ``dim`` that ``x`` does not have, or a mesh without the dimensions.
+        ValueError: an unknown layout or strategy, a ``dim`` that ``x`` does not have, a mesh without the dimensions, or
+            an argument that differs from the sharding.
     """
-    group = resolve_sequence_group(mesh, group, strategy)
-    dim = _check_arguments("x", x, dim, layout)
-    if group is None:
-        return x
-    out: Tensor = _Shard.apply(x, dim, group, layout)
-    return out
+    if sharding is None:
+        axis = _check_dim("x", x, dim)
+        layout = DEFAULT_LAYOUT if layout is None else layout
+        sharding = Sharding(x.shape[axis], layout, mesh=mesh, group=group, strategy=strategy)
+    else:
+        check_sharding(sharding)
+        sharding.check_arguments(mesh=mesh, group=group, layout=layout, strategy=strategy)
+    return sharding.shard(x, dim)
 
 
 @no_compile
@@ -66,12 +299,14 @@ def unshard(
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: Layout = "contiguous",
+    layout: Layout | None = None,
+    sharding: Sharding | None = None,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
 ) -> Tensor:
     """The full tensor on every rank, all-gathered from the shards that ``shard`` returned.
 
-    Differentiable: the result is replicated and so is its gradient, of which each rank keeps its shard.
+    Without ``sharding`` a handshake comes first, in which the ranks learn the length of the sequence and compare their
+    shards. See ``Sharding.unshard``.
 
     Args:
         x_local: this rank's shard, with ``seq_local`` entries along ``dim``.
@@ -79,6 +314,7 @@ def unshard(
         mesh: as given to ``shard``.
         group: as given to ``shard``.
         layout: as given to ``shard``.
+        sharding: instead of the other arguments; the call is then ``sharding.unshard(x_local, dim)``.
         strategy: as given to ``shard``.
 
     Returns:
@@ -86,47 +322,50 @@ def unshard(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: the shards do not have the layout's lengths, or differ in another dimension, dtype or layout.
+        ValueError: the shards do not have the layout's lengths, or differ in another dimension, dtype or layout; or an
+            argument differs from the sharding.
         RuntimeError: another rank raised an error on its own input.
     """
-    group = resolve_sequence_group(mesh, group, strategy)
-    if group is None:
-        _check_arguments("x_local", x_local, dim, layout)
-        return x_local
+    if sharding is not None:
+        check_sharding(sharding)
+        sharding.check_arguments(mesh=mesh, group=group, layout=layout, strategy=strategy)
+        return sharding.unshard(x_local, dim)
+    layout = DEFAULT_LAYOUT if layout is None else layout
 
     def header() -> _ShardHeader:
-        axis = _check_arguments("x_local", x_local, dim, layout)  # if it raises, all ranks raise
+        axis = _check_dim("x_local", x_local, dim)  # if it raises, all ranks raise
+        check_choice("layout", layout, LAYOUTS)
         other_dims = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
         return _ShardHeader(x_local.shape[axis], fingerprint(axis, layout, x_local.dtype, other_dims))
 
-    headers = all_gather_header(header, group)
+    headers = all_gather_header(header, resolve_sequence_group(mesh, group, strategy))
     if len({header.spec for header in headers}) > 1:
         raise ValueError(
             f"x_local: the ranks of the group differ in dim, layout, dtype or a dimension other than {dim} "
             f"(here {x_local.dtype} {tuple(x_local.shape)}, layout={layout!r}); pass the same on every rank"
         )
-    lengths = tuple(header.length for header in headers)
-    check_lengths(lengths, layout)
-    out: Tensor = _Unshard.apply(x_local, dim % x_local.dim(), group, layout, lengths)
-    return out
+    seq_len = check_lengths([header.length for header in headers], layout)
+    return Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy).unshard(x_local, dim)
 
 
 @no_compile
 def positions(
-    seq_len: int,
+    seq_len: int | None = None,
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: Layout = "contiguous",
+    layout: Layout | None = None,
+    sharding: Sharding | None = None,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
 ) -> Tensor:
-    """Global positions of this rank's tokens. Nothing is sent.
+    """``Sharding(seq_len, layout, ...).positions()``: global positions of this rank's tokens. Nothing is sent.
 
     Args:
-        seq_len: the global length of the sequence, in tokens.
+        seq_len: the length of the full sequence, in tokens.
         mesh: as given to ``shard``.
         group: as given to ``shard``.
         layout: as given to ``shard``.
+        sharding: instead of the other arguments; the call is then ``sharding.positions()``.
         strategy: as given to ``shard``.
 
     Returns:
@@ -134,13 +373,18 @@ def positions(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: a negative ``seq_len``, or an unknown layout or strategy.
+        ValueError: a negative ``seq_len``, an unknown layout or strategy, or an argument that differs from the
+            sharding.
     """
-    check_int("seq_len", seq_len, 0)
-    check_choice("layout", layout, LAYOUTS)
-    group = resolve_sequence_group(mesh, group, strategy)
-    # A copy: the cached tensor must not be written to.
-    return shard_positions(seq_len, size_of(group), rank_in(group), layout).clone()
+    if sharding is None:
+        if seq_len is None:
+            raise TypeError("seq_len=None: expected the length of the full sequence, or a sharding")
+        layout = DEFAULT_LAYOUT if layout is None else layout
+        sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
+    else:
+        check_sharding(sharding)
+        sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len, strategy=strategy)
+    return sharding.positions()
 
 
 class _ShardHeader(NamedTuple):
@@ -159,64 +403,78 @@ def resolve_sequence_group(
     return sequence_group(mesh, group, strategy)
 
 
-def _check_arguments(name: str, x: Tensor, dim: int, layout: Layout) -> int:
+def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
+    """The global ranks of ``group``; None is this process alone."""
+    if group is None:
+        return (dist.get_rank() if dist.is_initialized() else 0,)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    shown = [str(rank) for rank in ranks[:8]] + (["..."] if len(ranks) > 8 else [])
+    return f"[{', '.join(shown)}]"
+
+
+def _check_dim(name: str, x: Tensor, dim: int) -> int:
     """``dim`` counted from the front, after checking the arguments."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    check_choice("layout", layout, LAYOUTS)
     check_int("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: {name} has {x.dim()} dimensions, {tuple(x.shape)}; choose one of them")
     return dim % x.dim()
 
 
-def _local_shard(x: Tensor, dim: int, group: ProcessGroup, layout: Layout) -> Tensor:
+def _along(dim: int, positions: range) -> tuple[slice, ...]:
+    """The index of ``positions`` along ``dim``."""
+    return (*[slice(None)] * dim, slice(positions.start, positions.stop, positions.step))
+
+
+def _local_shard(x: Tensor, dim: int, sharding: Sharding) -> Tensor:
     """This rank's shard of ``x``, as a contiguous copy."""
-    ranges = shard_ranges(x.shape[dim], group.size(), group.rank(), layout)
-    index: list[slice] = [slice(None)] * x.dim()
-    parts = []
-    for r in ranges or (range(0),):  # a rank without tokens returns an empty tensor
-        index[dim] = slice(r.start, r.stop, r.step)
-        parts.append(x[tuple(index)])
+    group = sharding.sequence_group
+    ranges = shard_ranges(sharding.seq_len, size_of(group), rank_in(group), sharding.layout)
+    parts = [x[_along(dim, r)] for r in ranges or (range(0),)]  # a rank without tokens returns an empty tensor
     # Zigzag has two ranges. One range may be a view of x, so it is copied.
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous().clone()
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 
-def _all_gather_shards(
-    x_local: Tensor, dim: int, group: ProcessGroup, layout: Layout, lengths: tuple[int, ...]
-) -> Tensor:
-    """The full tensor from every rank's shard; rank ``r`` holds ``lengths[r]`` tokens."""
-    full = all_gather(x_local, lengths, dim, group)  # in the order of the ranks
-    if layout == "contiguous":  # already in the order of the sequence
-        return full.contiguous()
-    return full.index_select(dim, global_order(sum(lengths), group.size(), layout).to(full.device))
+def _all_gather_shards(x_local: Tensor, dim: int, sharding: Sharding) -> Tensor:
+    """The full tensor from every rank's shard."""
+    by_rank = all_gather(x_local, sharding.lengths, dim, sharding.sequence_group)  # in the order of the ranks
+    if sharding.layout == "contiguous":  # already in the order of the sequence
+        return by_rank.contiguous()
+    full = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
+    # Slices, not one index of all tokens: to copy an index to the GPU, the host would wait for the GPU.
+    start, ranks = 0, len(sharding.lengths)
+    for rank in range(ranks):
+        for r in shard_ranges(sharding.seq_len, ranks, rank, sharding.layout):
+            full[_along(dim, r)] = by_rank.narrow(dim, start, len(r))
+            start += len(r)
+    return full
 
 
 class _Shard(torch.autograd.Function):
     """Forward selects this rank's shard, backward all-gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup, layout: Layout) -> Tensor:
-        ctx.spec = dim, group, layout
-        ctx.lengths = tuple(shard_length(x.shape[dim], group.size(), rank, layout) for rank in range(group.size()))
-        return _local_shard(x, dim, group, layout)
+    def forward(ctx: Any, x: Tensor, dim: int, sharding: Sharding) -> Tensor:
+        ctx.spec = dim, sharding
+        return _local_shard(x, dim, sharding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dim, group, layout = ctx.spec
-        return _all_gather_shards(grad, dim, group, layout, ctx.lengths), None, None, None
+        return _all_gather_shards(grad, *ctx.spec), None, None
 
 
 class _Unshard(torch.autograd.Function):
     """Forward all-gathers, backward selects this rank's shard."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_local: Tensor, dim: int, group: ProcessGroup, layout: Layout, lengths: tuple[int, ...]
-    ) -> Tensor:
-        ctx.spec = dim, group, layout
-        return _all_gather_shards(x_local, dim, group, layout, lengths)
+    def forward(ctx: Any, x_local: Tensor, dim: int, sharding: Sharding) -> Tensor:
+        ctx.spec = dim, sharding
+        return _all_gather_shards(x_local, dim, sharding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _local_shard(grad, *ctx.spec), None, None, None, None
+        return _local_shard(grad, *ctx.spec), None, None

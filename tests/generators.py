@@ -10,9 +10,10 @@ from .reference import Rule, Rules, combined_mask
 
 
 @st.composite
-def boundaries(draw: st.DrawFn, seq_len: int) -> tuple[int, ...]:
-    """Document boundaries: documents may be empty, the last tokens may be padding, documents may end past the end."""
-    return (0, *sorted(draw(st.lists(st.integers(0, seq_len + 5), max_size=6))))
+def boundaries(draw: st.DrawFn, seq_len: int, padding: bool) -> tuple[int, ...]:
+    """Document boundaries: documents may be empty, and with ``padding`` the last tokens may belong to none."""
+    inner = sorted(draw(st.lists(st.integers(0, seq_len), max_size=6)))
+    return (0, *inner) if padding else (0, *inner, seq_len)
 
 
 @st.composite
@@ -26,7 +27,8 @@ def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
     if name == "sliding_window":
         return Rule(name, (draw(st.integers(-1, seq_len)), draw(st.integers(-1, seq_len))))
     if name == "documents":
-        return Rule(name, (draw(per_row(boundaries(seq_len))), draw(st.booleans())))
+        padding = draw(st.booleans())
+        return Rule(name, (draw(per_row(boundaries(seq_len, padding))), draw(st.booleans()), padding))
     if name == "prefix_lm":
         return Rule(name, (draw(per_row(st.integers(0, seq_len + 3))),))
     if name == "chunked":

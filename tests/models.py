@@ -12,8 +12,8 @@ import seqpar
 from seqpar import Mask
 
 HIDDEN, HEAD_DIM, INTERMEDIATE, VOCAB = 24, 4, 30, 37
-# Documents, a window, and queries beyond the last document that see nothing. For up to 67 tokens.
-MASK = Mask.documents([0, 5, 31, 60]) & Mask.sliding_window(20)
+# Documents and a window, for every length up to 95 tokens; queries from 60 on are padding and see nothing.
+MASK = Mask.chunked(64, starts=[5, 31]) & Mask.padding(0, 60) & Mask.sliding_window(20)
 
 
 def attention_layer(heads: tuple[int, int], strategy: str = "local", **options: Any) -> seqpar.AttentionLayer:

@@ -106,7 +106,7 @@ class Rule:
             left, right = self.args
             return (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
         if self.name == "documents":
-            boundaries, causal = self.args
+            boundaries, causal, *_ = self.args
             if isinstance(boundaries[0], tuple):
                 boundaries = boundaries[row]
             together = any(a <= i < b and a <= j < b for a, b in pairwise(boundaries))
@@ -123,6 +123,21 @@ class Rule:
         origins = {0, *(rows[row] if rows and isinstance(rows[0], tuple) else rows)}
         chunk = [(start := max(o for o in origins if o <= position), (position - start) // size) for position in (i, j)]
         return chunk[0] == chunk[1] and (j <= i or not causal)
+
+    def fitted(self, seq_len: int) -> Rule:
+        """The rule for a sequence of ``seq_len`` tokens: documents end there, or before it if padding may follow."""
+        if self.name != "documents":
+            return self
+        boundaries, causal, *padding = self.args
+        padded = padding == [True]
+
+        def fit(row: tuple[int, ...]) -> tuple[int, ...]:
+            if padded:
+                return tuple(min(boundary, seq_len) for boundary in row)
+            return (*(boundary for boundary in row[:-1] if boundary < seq_len), seq_len) if seq_len else (0,)
+
+        rows = tuple(map(fit, boundaries)) if isinstance(boundaries[0], tuple) else fit(boundaries)
+        return replace(self, args=(rows, causal, *padding))
 
     @property
     def rows(self) -> int:
@@ -144,6 +159,11 @@ def rules_id(rules: Rules) -> str:
 def rows_of(rules: Rules) -> int:
     """The batch size that the rules need."""
     return max((rule.rows for rule in rules), default=1)
+
+
+def fitted(rules: Rules, seq_len: int) -> Rules:
+    """The rules for a sequence of ``seq_len`` tokens."""
+    return tuple(rule.fitted(seq_len) for rule in rules)
 
 
 def combined_mask(rules: Rules) -> Mask:
@@ -386,6 +406,7 @@ class Problem:
     """One attention problem over a whole sequence, with its data: the same on every rank and in every process.
 
     Attributes:
+        rules: the mask, for some length; ``fitted_rules`` is the one for ``seq_len``.
         alibi: the shape of the ALiBi slopes: "heads" or "batch" (``[batch, heads]``); "" for none.
         lse_gradient: whether the loss depends on ``lse`` as well as on ``out``.
     """
@@ -405,9 +426,13 @@ class Problem:
     lse_gradient: bool = False
     seed: int = 0
 
+    @property
+    def fitted_rules(self) -> Rules:
+        return fitted(self.rules, self.seq_len)
+
     def __str__(self) -> str:
         """The mask, then what differs from the defaults: as the id of a test case."""
-        words = [rules_id(self.rules)]
+        words = [rules_id(self.fitted_rules)]
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name != "rules" and value != f.default:
@@ -436,7 +461,7 @@ class Problem:
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of ``seqpar.attention`` that are no tensors and the same for every strategy."""
-        arguments: dict[str, Any] = {"mask": combined_mask(self.rules), "return_lse": True}
+        arguments: dict[str, Any] = {"mask": combined_mask(self.fitted_rules), "return_lse": True}
         if self.softmax_scale is not None:
             arguments["softmax_scale"] = self.softmax_scale
         if self.softcap:
@@ -456,7 +481,7 @@ def solve(problem: Problem) -> dict[str, Tensor]:
         keep = dropout_keep(seed, problem.dropout_p, problem.batch, range(problem.heads), at, at)
     return dense_gradients(
         **problem.tensors(),
-        visible=visible_pairs(problem.rules, problem.seq_len),
+        visible=visible_pairs(problem.fitted_rules, problem.seq_len),
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,
         dropout_p=problem.dropout_p,
@@ -464,21 +489,22 @@ def solve(problem: Problem) -> dict[str, Tensor]:
     )
 
 
-# Every kind of mask, and combinations. Sequences have about 50 tokens; some boundaries lie beyond their end.
+# Every kind of mask, and combinations, for about 50 tokens. ``Rule.fitted`` makes the documents end at another length.
 RULES: tuple[Rules, ...] = (
     (Rule("causal"),),
     (Rule("full"),),
     (Rule("sliding_window", (7, 0)),),
     (Rule("sliding_window", (5, 9)),),
     (Rule("sliding_window", (-1, 3)),),
-    (Rule("documents", ((0, 9, 9, 30, 41), True)),),  # an empty document, and padding at the end
+    (Rule("documents", ((0, 9, 9, 30, 41), True, True)),),  # an empty document, and padding at the end
     (Rule("documents", ((0, 20, 50), False)),),
-    (Rule("documents", (((0, 4, 50), (0, 31)), True)),),  # two batch rows
+    (Rule("documents", (((0, 4, 50), (0, 12, 31, 50)), True)),),  # two batch rows
+    (Rule("documents", (((0, 4, 50), (0, 31)), True, True)),),  # two batch rows, padding at the end of one
     (Rule("prefix_lm", (13,)),),
     (Rule("prefix_lm", ((3, 22),)),),  # two batch rows
     (Rule("chunked", (16, True)),),
     (Rule("chunked", (11, False)),),
-    (Rule("documents", ((0, 17, 44), True)), Rule("sliding_window", (6, 0))),
+    (Rule("documents", ((0, 17, 44), True, True)), Rule("sliding_window", (6, 0))),
     (Rule("causal"), Rule("chunked", (20, False)), Rule("prefix_lm", (8,))),
 )
 

@@ -33,6 +33,7 @@ from .reference import (
     combined_mask,
     dense_attention,
     difference,
+    fitted,
     random_problem,
     rank_positions,
     rows_of,
@@ -244,10 +245,11 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_features(batch: Batch, strategy: str, world: int) -> None:
     """Each feature alone, all features in every dtype and layout, short sequences, and queries that see nothing."""
-    windows = (Rule("documents", ((0, 17, 44), True)), Rule("sliding_window", (6, 0)))  # the last 5 tokens are padding
+    # The last 5 tokens are padding.
+    windows = (Rule("documents", ((0, 17, 44), True, True)), Rule("sliding_window", (6, 0)))
     base = Problem(seq_len=49, heads=6, kv_heads=3, rules=windows)
     full = replace(base, rules=(Rule("full"),))
-    all_padding = replace(base, rules=(Rule("documents", ((0,), True)),), sinks=True)
+    all_padding = replace(base, rules=(Rule("documents", ((0,), True, True)),), sinks=True)
     cases = [Case(replace(base, **feature), strategy, "zigzag") for feature in FEATURES]
     cases += [Case(replace(full, **feature), strategy, "striped") for feature in FEATURES]
     for dtype, layout in product(DTYPES, LAYOUTS):
@@ -381,7 +383,8 @@ def test_lengths_that_the_layout_does_not_give(pool: Pool) -> None:
 
 
 # One mask for each strategy.
-LAYERS = list(zip(STRATEGIES.values(), [rules for rules in RULES if rows_of(rules) == 1], strict=False))
+SHARED_RULES = [fitted(rules, 40) for rules in RULES if rows_of(rules) == 1]
+LAYERS = list(zip(STRATEGIES.values(), SHARED_RULES, strict=False))
 
 
 @on_ranks
@@ -412,3 +415,26 @@ def test_layers_in_a_row(pool: Pool) -> None:
         mine = rank_positions(40, 4, rank, "zigzag")
         assert_close(last, h.detach()[:, mine], torch.float64)
         assert_close(dx, x.grad[:, mine], torch.float64)
+
+
+@on_ranks
+def under_autocast(group: ProcessGroup, dtype: torch.dtype) -> None:
+    """Attention casts as PyTorch's own attention does, and its gradients have the dtypes of the inputs."""
+    torch.manual_seed(4)
+    for inputs in ([torch.float32] * 3, [torch.float32, torch.float32, dtype], [torch.float64] * 3):
+        full = [torch.randn(2, 24, 4, 8).to(d).requires_grad_() for d in inputs]
+        q, k, v = (x.detach() for x in full)
+        exact, _ = dense_attention(q, k, v, torch.ones(24, 24, dtype=torch.bool))
+        shards = [seqpar.shard(x.detach(), group=group).requires_grad_() for x in full]
+        with torch.autocast("cpu", dtype):
+            expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in full))
+            out = seqpar.ring_attention(*shards, group=group, mask=seqpar.Mask.full())
+        assert out.dtype == expected.dtype
+        assert_close(out.detach(), seqpar.shard(exact, group=group), out.dtype, f"{inputs}")
+        out.sum().backward()
+        assert [x.grad.dtype for x in shards if x.grad is not None] == inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(pool: Pool, dtype: torch.dtype) -> None:
+    pool.run(2, under_autocast, dtype)

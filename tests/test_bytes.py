@@ -20,7 +20,7 @@ from seqpar.layout import LAYOUTS
 
 from .cases import Batch
 from .pool import Pool, mesh_of, on_ranks
-from .reference import RULES, Rule, Rules, combined_mask, rank_positions, rows_of, rules_id, visible_pairs
+from .reference import RULES, Rule, Rules, combined_mask, fitted, rank_positions, rows_of, rules_id, visible_pairs
 
 TOKENS, BATCH, HEAD_DIM = 48, 2, 4
 FULL, CAUSAL = (Rule("full"),), (Rule("causal"),)
@@ -334,7 +334,7 @@ def visible_rows(rules: Rules, world: int, layout: str) -> list[list[int]]:
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_only_what_the_mask_needs(batch: Batch, world: int) -> None:
     """Ring and all-gather send the keys that some query of the receiver sees, and their gradients back; no more."""
-    shared = [rules for rules in RULES if rows_of(rules) == 1]
+    shared = [fitted(rules, TOKENS) for rules in RULES if rows_of(rules) == 1]
     cases = [
         Case(options, rules, layout, dtype=torch.bfloat16)
         for options, rules, layout in product(RING[:1] + GATHER, shared, LAYOUTS)
@@ -380,10 +380,10 @@ def test_one_rank_sends_nothing(batch: Batch) -> None:
 
 
 @on_ranks
-def tensor_parallel_bytes(group: ProcessGroup, overlap: str) -> tuple[int, int]:
+def tensor_parallel_bytes(group: ProcessGroup, overlap: str, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes that a Megatron layer sends in forward and in backward."""
-    layer = seqpar.ParallelAttention("tp_sp", 24, 8, 8, 4, group=group, overlap=overlap)
-    x = torch.randn(BATCH, TOKENS // group.size(), 24, requires_grad=True)
+    layer = seqpar.ParallelAttention("tp_sp", 24, 8, 8, 4, group=group, overlap=overlap, dtype=dtype)
+    x = torch.randn(BATCH, TOKENS // group.size(), 24, dtype=dtype, requires_grad=True)
     with seqpar.trace() as forward:
         y = layer(x, seq_len=TOKENS)
     with seqpar.trace() as backward:
@@ -393,11 +393,12 @@ def tensor_parallel_bytes(group: ProcessGroup, overlap: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("overlap", ["ring", "none"])
-def test_tensor_parallel(pool: Pool, world: int, overlap: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensor_parallel(pool: Pool, world: int, overlap: str, dtype: torch.dtype) -> None:
     """Forward: an all-gather and a reduce-scatter of (P-1)/P x N x hidden x e each. Backward: both, and the all-gather
     of the input once more."""
-    one_way = (world - 1) * BATCH * TOKENS // world * 24 * 4
-    assert pool.run(world, tensor_parallel_bytes, overlap) == [(2 * one_way, 3 * one_way)] * world
+    one_way = (world - 1) * BATCH * TOKENS // world * 24 * dtype.itemsize
+    assert pool.run(world, tensor_parallel_bytes, overlap, dtype) == [(2 * one_way, 3 * one_way)] * world
 
 
 @on_ranks

@@ -63,10 +63,11 @@ def compare_checkpointing(group: ProcessGroup, strategy: str) -> None:
         for expected, actual in zip(plain, gradients, strict=True):
             assert expected is not None and actual is not None and torch.equal(expected, actual), name
         assert forward == sent_forward, name
-        if name in ("keep_attention", "offloaded") and strategy != "tp_sp":
-            assert backward == sent_backward, name
-        elif name in ("full", "reentrant"):
-            assert backward == sent_backward + sent_forward, name
+        repeated = {"reentrant": sent_forward, "full": sent_forward, "keep_attention": 0, "offloaded": 0}[name]
+        if strategy == "tp_sp" and name in ("full", "keep_attention"):
+            # The all-gather. PyTorch stops where all is saved that backward needs: before the reduce-scatter.
+            repeated = sent_forward // 2
+        assert backward == sent_backward + repeated, name
 
 
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)

@@ -70,6 +70,8 @@ def test_documents_from_positions_and_boundaries() -> None:
     open_end = shard_for_rank({"input_ids": batch["input_ids"], "cu_seqlens": [0, 11, 31]}, 1, 0, "zigzag")
     lo, hi = open_end["seqpar"].mask.intervals(torch.arange(40))
     assert torch.equal(hi[31:], lo[31:])  # past the last boundary there is padding
+    for shard in (from_positions, from_boundaries, open_end):
+        shard["seqpar"].mask.check_length(40)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -211,6 +213,32 @@ def test_collator_in_a_worker_process() -> None:
     collator = seqpar.hf.ShardCollator()
     loader = DataLoader(examples(4), batch_size=2, collate_fn=collator, num_workers=1, multiprocessing_context="fork")
     assert [batch["seqpar"].num_items for batch in loader] == [14, 14]
+
+
+@on_ranks
+def shard_with_a_sharding(group: ProcessGroup) -> str:
+    """The part that mesh, group and layout give; and the error of a sharding of another length."""
+    batch = make_batch("packed", 33)
+    sharding = seqpar.Sharding(33, "striped", group=group)
+    got = seqpar.hf.shard_batch(batch, sharding=sharding)
+    expected = seqpar.hf.shard_batch(batch, group=group, layout="striped")
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in got if name != "seqpar")
+    assert got["seqpar"].layout == "striped" and got["seqpar"].seq_len == 33
+    with pytest.raises(ValueError, match="layout='zigzag': the sharding has layout='striped'"):
+        seqpar.hf.shard_batch(batch, sharding=sharding, layout="zigzag")
+    other = make_batch("packed", 34) if group.rank() == 1 else batch
+    try:
+        seqpar.hf.shard_batch(other, sharding=sharding)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_shard_batch_with_a_sharding(pool: Pool) -> None:
+    messages = pool.run(3, shard_with_a_sharding)
+    assert messages[1].startswith("ValueError: batch: its rows have 34 tokens, but the sharding is of seq_len=33")
+    assert all(messages[rank].startswith("RuntimeError: rank(s) [1]") for rank in (0, 2))
 
 
 @on_ranks

@@ -86,9 +86,15 @@ CASES = {
     "grouped": Case({"num_heads": 6, "num_kv_heads": 2, "bias": True, "out_bias": False, "qk_norm": True}, rotary=True),
     "sinks": Case({"num_heads": 8, "num_kv_heads": 1, "sinks": True, "softcap": 2.0, "out_bias": True}, batch=1),
     "head_dim": Case({"num_heads": 3, "head_dim": 10}, rotary=True, rope=YARN, mask=Mask.sliding_window(5)),
-    "llama3": Case({"num_kv_heads": 2}, rotary=True, rope=LLAMA3, mask=Mask.documents([0, 9, 30]), seq_len_given=True),
+    "llama3": Case(
+        {"num_kv_heads": 2}, rotary=True, rope=LLAMA3, mask=Mask.documents([0, 9, 30, 37]), seq_len_given=True
+    ),
     "positions": Case(
-        rotary=True, rope=DYNAMIC, positions=True, mask=Mask.documents([[0, 13, 37], [0, 14, 35]]), seq_len_given=True
+        rotary=True,
+        rope=DYNAMIC,
+        positions=True,
+        mask=Mask.documents([[0, 13, 37], [0, 14, 35]], padding=True),
+        seq_len_given=True,
     ),
     "dynamic": Case(rotary=True, rope=DYNAMIC),
     "dropout": Case({"dropout_p": 0.3, "num_kv_heads": 2}),

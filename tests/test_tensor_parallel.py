@@ -80,7 +80,7 @@ def compare_with_local(case: Case, seq_len: int, **where: Any) -> None:
     parallel = attention_layer(case.heads, "tp_sp", layout=case.layout, overlap=case.overlap, **where)
     parallel.load_state_dict(local.state_dict())
     x, dy = torch.randn(2, 2, seq_len, HIDDEN, dtype=torch.float64).unbind()  # [b, s, hidden]
-    mask = MASK & Mask.documents([0, seq_len // 3, seq_len - 1])
+    mask = MASK & Mask.documents([0, seq_len // 3, seq_len - 1], padding=True)
     x.requires_grad_()
     y = local(x, mask=mask)
     y.backward(dy)

@@ -404,6 +404,18 @@ def test_elementwise_work_is_the_same_with_kernels(monkeypatch: pytest.MonkeyPat
     assert len(used) == 4
 
 
+def test_rotary_at_long_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer's rotation through the kernel, where float32 angles are off by half a radian."""
+    monkeypatch.setattr(rotary_module, "elementwise_kernels", lambda x: seqpar.triton_kernels)
+    positions = torch.arange(2**24 - 2, 2**24 + 5)
+    q, k = torch.randn(1, 7, 2, 64), torch.randn(1, 7, 1, 64)
+    angles = positions.double()[:, None, None] * 5e5 ** (-torch.arange(0, 64, 2).double() / 64)  # [s, 1, d / 2]
+    for x, found in zip((q, k), seqpar.RotaryEmbedding(64, 5e5)(q, k, positions), strict=True):
+        first, second = x.double().chunk(2, -1)
+        expected = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
+        torch.testing.assert_close(found.double(), torch.cat(expected, -1), atol=2e-6, rtol=0)
+
+
 def test_rotary_says_what_does_not_fit() -> None:
     x, table = torch.zeros(2, 5, 1, 8), torch.zeros(1, 5, 1, 4)
     with pytest.raises(ValueError, match=r"cos=\(1, 5, 1, 3\): expected \[1 or 2, 5, 1, 4\]"):

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 MASKS = {
     "causal": Mask.causal(),
-    "documents": Mask.documents([[0, 9, 40, 61], [0, 33, 50]]) & Mask.sliding_window(20),
+    "documents": Mask.documents([[0, 9, 40, 61], [0, 33, 50]], padding=True) & Mask.sliding_window(20),
     "full": Mask.full(),
 }
 

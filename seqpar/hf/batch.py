@@ -23,6 +23,7 @@ from ..comm.p2p import exchange
 from ..layout import LAYOUTS, Layout, shard_positions
 from ..mask import Mask, document_boundaries
 from ..mesh import rank_in, sequence_group, size_of
+from ..sharding import Sharding, check_sharding
 
 IGNORE_INDEX = -100
 # The names under which collators give document boundaries, and the names of what comes with them and is not used here.
@@ -78,7 +79,8 @@ def shard_batch(
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: Layout = "zigzag",
+    layout: Layout | None = None,
+    sharding: Sharding | None = None,
     shift_labels: bool | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
@@ -94,7 +96,8 @@ def shard_batch(
             returned unchanged.
         mesh: the mesh that was given to ``parallelize``.
         group: the process group that was given to ``parallelize``.
-        layout: the layout that was given to ``parallelize``.
+        layout: the layout that was given to ``parallelize``; "zigzag" by default.
+        sharding: a ``Sharding`` of the batch's length, instead of mesh, group and layout.
         shift_labels: True: replace each token's label by the next token's. False: leave the labels as they are.
             None: shift them, and keep the unshifted labels in ``seqpar``, where a masked language model finds them.
         check: compare the ranks' batches, by an exchange of a few integers. With False nothing is communicated, and
@@ -109,17 +112,32 @@ def shard_batch(
         ValueError: the batch cannot be sharded, or the ranks bring different batches.
         RuntimeError: another rank raised on its batch.
     """
-    group = sequence_group(mesh, group)
+    if sharding is not None:
+        check_sharding(sharding)
+        sharding.check_arguments(mesh=mesh, group=group, layout=layout)
+        group, layout = sharding.sequence_group, sharding.layout
+    else:
+        group, layout = sequence_group(mesh, group), "zigzag" if layout is None else layout
     check_choice("layout", layout, LAYOUTS)
     ranks = size_of(group)
+
+    def parse() -> _BatchSpec:
+        spec = _BatchSpec(batch, ranks, layout, shift_labels)
+        if sharding is not None and spec.seq_len != sharding.seq_len:
+            raise ValueError(
+                f"batch: its rows have {spec.seq_len} tokens, but the sharding is of seq_len={sharding.seq_len}; make "
+                "a Sharding of the batch's length, or give mesh and layout"
+            )
+        return spec
+
     if not check or group is None or ranks == 1:
-        return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank_in(group))
+        return parse().shard(rank_in(group))
     specs: list[_BatchSpec] = []
 
     def header() -> _BatchHeader:
         if batch is None:
             return _BatchHeader(False, Fingerprint(0), 0)
-        specs.append(_BatchSpec(batch, ranks, layout, shift_labels))
+        specs.append(parse())
         return _BatchHeader(True, Fingerprint(specs[0].checksum), int(torch.randint(2**62, ()).item()))
 
     headers = all_gather_header(header, group)
@@ -180,7 +198,7 @@ class _BatchSpec:
         if attention_mask is not None and tuple(attention_mask.shape) != (self.rows, self.seq_len):
             raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {self.rows, self.seq_len}")
         documents = self._parse_positions(rest, tokens.device, ranges)
-        self.mask = batch_mask(documents, ranges)
+        self.mask = batch_mask(documents, ranges, self.seq_len)
         self.valid = None if ranges is None else attention_mask != 0  # [batch, seq]
         self._parse_labels(rest, shift_labels)
         self.tensors = {name: x for name, x in rest.items() if self._has_sequence(x)}
@@ -391,11 +409,13 @@ def restarting_positions(documents: Documents, length: int) -> Tensor:
     return ids
 
 
-def batch_mask(documents: Documents | None, ranges: TokenRanges | None) -> Mask:
-    """Documents and padding as one mask; for one batch row if all rows are alike."""
+def batch_mask(documents: Documents | None, ranges: TokenRanges | None, length: int) -> Mask:
+    """Documents and padding of rows of ``length`` tokens as one mask; for one batch row if all rows are alike."""
     mask = Mask.full()
     if documents is not None:
-        mask = mask & Mask.documents(documents[:1] if len(set(documents)) == 1 else documents, causal=False)
+        rows = documents[:1] if len(set(documents)) == 1 else documents
+        padding = any(boundaries[-1] < length for boundaries in rows)
+        mask = mask & Mask.documents(rows, causal=False, padding=padding)
     if ranges is not None:
         starts, stops = zip(*(ranges[:1] if len(set(ranges)) == 1 else ranges), strict=True)
         mask = mask & Mask.padding(starts, stops)

@@ -108,7 +108,7 @@ def _prepare_prefill(
             kwargs[name] = kwargs[name].index_select(1, mine.to(kwargs[name].device))
     kwargs["position_ids"] = position_ids.index_select(-1, mine.to(position_ids.device))
     ranges = None if attention_mask is None else token_ranges(attention_mask)
-    mask = batch_mask(None, ranges)
+    mask = batch_mask(None, ranges, total)
     kwargs["seqpar"] = BatchShard(total, int(position_ids.max()), patch.ranks, patch.layout, mask)
     for layer in cache.layers:
         layer.expect(mine, None, total)

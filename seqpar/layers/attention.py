@@ -29,6 +29,7 @@ from ..layout import LAYOUTS, Layout, check_length, check_lengths
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, size_of
 from ..schedule import SequenceSharding
+from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.tensor_sequence import SequenceChunks
 from .rotary import RotaryEmbedding
@@ -69,8 +70,10 @@ class AttentionLayer(nn.Module):
         num_kv_heads: key/value heads, a divisor of ``num_heads``; by default as many (multi-head attention).
         head_dim: by default ``hidden_size // num_heads``.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
-        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
-        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped".
+        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
+            that ``forward`` is given, or the default group.
+        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default that of the ``sharding``
+            that ``forward`` is given, or "contiguous".
         bias: whether the q, k and v projections have biases (Qwen 2).
         out_bias: whether ``o_proj`` has a bias; the same as ``bias`` by default.
         qk_norm: RMS-normalise each head of q and k before the rotation (Qwen 3, Gemma 3).
@@ -97,7 +100,7 @@ class AttentionLayer(nn.Module):
         *,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
-        layout: Layout = "contiguous",
+        layout: Layout | None = None,
         bias: bool = False,
         out_bias: bool | None = None,
         qk_norm: bool = False,
@@ -112,7 +115,8 @@ class AttentionLayer(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads, head_dim = _check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
-        check_choice("layout", layout, LAYOUTS)
+        if layout is not None:
+            check_choice("layout", layout, LAYOUTS)
         check_choice("backend", backend, ("auto", *BACKENDS))
         if check_number("softcap", softcap) < 0:
             raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
@@ -122,7 +126,7 @@ class AttentionLayer(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = kv_heads
         self.head_dim = head_dim
-        self.layout: Layout = layout
+        self.layout: Layout | None = layout
         self.softcap = float(softcap)
         self.dropout_p = check_dropout(dropout_p)
         self.backend: BackendName = backend
@@ -164,18 +168,23 @@ class AttentionLayer(nn.Module):
         self,
         x_local: Tensor,
         mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
+        sharding: Sharding | None = None,
         positions: Tensor | None = None,
         seq_len: int | None = None,
     ) -> Tensor:
         """Attention over the full sequence, for this rank's tokens.
 
         Args:
-            x_local: ``[batch, seq, hidden]``, this rank's tokens in the layer's layout.
+            x_local: ``[batch, seq, hidden]``, this rank's tokens.
             mask: which tokens each token sees, in global positions. The same on every rank.
+            sharding: the ``Sharding`` that the tokens were sharded with. Ranks and layout need not be given to the
+                layer then, and must not differ where they are. There is no handshake (see ``seqpar.attention``), unless
+                the layer needs one: in training mode for the seed of dropout, which rank 0 draws, and with
+                ``positions`` for "dynamic" rotary embeddings.
             positions: integers ``[seq]`` or ``[batch, seq]``, for the rotary embedding only; by default the global
                 positions that the layout gives this rank.
-            seq_len: the length of the full sequence. With it there is no handshake (see ``seqpar.attention``), unless
-                the layer needs one for dropout's seed or for "dynamic" rotary positions.
+            seq_len: the length of the full sequence, if no ``sharding`` is given. With it there is no handshake
+                either.
 
         Returns:
             ``y_local [batch, seq, hidden]``, of the same tokens.
@@ -187,24 +196,39 @@ class AttentionLayer(nn.Module):
 
         ``torch.compile`` does not trace the layer: it causes one graph break in the code around it.
         """
-        groups = self._groups()
+        # One of another type raises in the check below, on all ranks if there is a handshake.
+        known = sharding if isinstance(sharding, Sharding) else None
+        groups = self._groups(known)
         sequence = self._sequence_group(groups)
         dropout_p = self.dropout_p if self.training else 0.0
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
-        max_position, seed = seq_len, 0
-        if dynamic or dropout_p or not has_length(seq_len):
-            headers = all_gather_header(lambda: self._header(x_local, mask, positions, seq_len), sequence)
+        layout = known.layout if known is not None else self.layout or DEFAULT_LAYOUT
+
+        def check() -> None:
+            self._check_sharding(sharding, sequence, seq_len)
+            self._check_input(x_local, mask, positions, seq_len)
+
+        total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
+        max_position, seed = total, 0
+        if dynamic or dropout_p or (sharding is None and not has_length(seq_len)):
+
+            def header() -> _LayerHeader:
+                check()
+                return self._header(x_local, mask, positions)
+
+            headers = all_gather_header(header, sequence)
             check_same(headers, "batch", "dtype", "mask")
-            seq_len = check_lengths([header.length for header in headers], self.layout, seq_len)
-            max_position = max(header.max_position for header in headers) if dynamic else seq_len
+            total = check_lengths([header.length for header in headers], layout, total)
+            max_position = max(header.max_position for header in headers) if dynamic else total
             seed = headers[0].dropout_seed
         else:
-            assert seq_len is not None
-            self._header(x_local, mask, positions, seq_len)
-            check_length(x_local.shape[1], seq_len, size_of(sequence), rank_in(sequence), self.layout)
-        sharding = SequenceSharding(seq_len, self.layout, groups.ring_size, groups.ulysses_size, self._tensor_size)
+            check()
+            assert total is not None
+            check_length(x_local.shape[1], total, size_of(sequence), rank_in(sequence), layout)
+        mask.check_length(total)
+        sequence_sharding = SequenceSharding(total, layout, groups.ring_size, groups.ulysses_size, self._tensor_size)
         rank = rank_in(groups.sequence)
-        chunks = self._chunks(sharding, rank, x_local.device)
+        chunks = self._chunks(sequence_sharding, rank, x_local.device)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, chunks))  # [b, s, h or n, d]
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the weights are float32, and so is the norm.
@@ -212,16 +236,16 @@ class AttentionLayer(nn.Module):
             q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
         if self.rope is not None:
             if positions is None:
-                positions = sharding.rank_positions(rank)
+                positions = sequence_sharding.rank_positions(rank)
             elif chunks is not None:
-                positions = chunks.all_gather(torch.atleast_2d(positions))
+                positions = chunks.all_gather_positions(positions)
             q, k = self.rope(q, k, positions, max_position)
         out, _ = attend(
             q,
             k,
             v,
             groups=groups,
-            sharding=sharding,
+            sharding=sequence_sharding,
             mask=mask,
             heads=self._heads,
             softcap=self.softcap,
@@ -244,9 +268,11 @@ class AttentionLayer(nn.Module):
         """Ranks that all-gather their tokens before attention."""
         return 1
 
-    def _groups(self) -> AttentionGroups:
-        """The ranks that take part in attention, between the projections."""
-        return resolve(self.strategy, self.mesh, self.group, self.strategy_options)
+    def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
+        """The ranks that take part in attention, between the projections: the layer's own, or the sharding's."""
+        own = self.mesh is not None or self.group is not None
+        ranks = self if own or sharding is None else sharding
+        return resolve(self.strategy, ranks.mesh, ranks.group, self.strategy_options)
 
     def _sequence_group(self, groups: AttentionGroups) -> ProcessGroup | None:
         """The ranks that the sequence is sharded over outside the layer."""
@@ -265,8 +291,21 @@ class AttentionLayer(nn.Module):
         y: Tensor = self.o_proj(out)
         return y
 
-    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None) -> _LayerHeader:
-        """Check this rank's input, and describe it to the other ranks."""
+    def _check_sharding(self, sharding: Sharding | None, sequence: ProcessGroup | None, seq_len: int | None) -> None:
+        """Raise if the sharding does not fit the layer or ``seq_len``."""
+        check_sharding(sharding)
+        if sharding is None:
+            return
+        if self.layout not in (None, sharding.layout):
+            raise ValueError(
+                f"sharding: its layout is {sharding.layout!r}, but the layer was made with layout={self.layout!r}; "
+                "leave the layer's layout out, or make both alike"
+            )
+        sharding.check_arguments(seq_len=seq_len)
+        sharding.check_ranks(sequence)
+
+    def _check_input(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None) -> None:
+        """Check this rank's input."""
         if seq_len is not None:
             check_int("seq_len", seq_len, 0)
         check_backend(self.backend)
@@ -275,11 +314,14 @@ class AttentionLayer(nn.Module):
             raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
         if mask.batch not in (1, x.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but x_local has {x.shape[0]}")
-        max_position = 0
         if positions is not None:
             _check_positions(positions, x)
-            if self.rope is not None and self.rope.needs_length and positions.numel():
-                max_position = int(positions.max().item()) + 1
+
+    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None) -> _LayerHeader:
+        """Describe this rank's input, which has been checked, to the other ranks."""
+        max_position = 0
+        if positions is not None and self.rope is not None and self.rope.needs_length and positions.numel():
+            max_position = int(positions.max().item()) + 1
         seed = int(torch.randint(2**62, (), device="cpu").item()) if self.dropout_p and self.training else 0
         return _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask), max_position, seed)
 
@@ -294,7 +336,8 @@ class AttentionLayer(nn.Module):
     def extra_repr(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.strategy_options.items())
         heads = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}"
-        return f"strategy={self.strategy!r}, {heads}, layout={self.layout!r}{options}"
+        layout = "" if self.layout is None else f", layout={self.layout!r}"
+        return f"strategy={self.strategy!r}, {heads}{layout}{options}"
 
 
 class LocalAttention(AttentionLayer):

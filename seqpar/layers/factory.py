@@ -59,7 +59,7 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: Layout = "contiguous",
+    layout: Layout | None = None,
     bias: bool = False,
     out_bias: bool | None = None,
     qk_norm: bool = False,
@@ -74,7 +74,8 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
 ) -> AttentionLayer:
     """An attention layer whose sequence is sharded by ``strategy``.
 
-    ``layer(x_local, mask=seqpar.Mask.causal())`` maps ``x_local [batch, seq, hidden]`` to the same shape.
+    ``layer(x_local, mask=seqpar.Mask.causal(), sharding=sharding)`` maps ``x_local [batch, seq, hidden]`` to the same
+    shape.
 
     Args:
         strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "tp_sp".
@@ -83,8 +84,10 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         num_kv_heads: KV heads, a divisor of ``num_heads``; by default as many (multi-head attention).
         head_dim: by default ``hidden_size // num_heads``.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
-        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
-        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped".
+        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
+            that the layer is called with, or the default group. "tp_sp" needs them here, for its weights.
+        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default that of the ``sharding``
+            that the layer is called with, or "contiguous".
         bias: whether the q, k and v projections have biases.
         out_bias: whether the output projection has a bias; the same as ``bias`` by default.
         qk_norm: RMS-normalise each head of q and k before the rotary embedding.

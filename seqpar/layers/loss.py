@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import DTYPES, check_int, no_compile
 from ..comm.handshake import all_gather_header, check_same
-from ..sharding import resolve_sequence_group
+from ..sharding import Sharding, check_sharding, resolve_sequence_group
 from ..strategies import StrategyName
 
 
@@ -33,6 +33,7 @@ def token_loss(
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
+    sharding: Sharding | None = None,
     ignore_index: int = -100,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
 ) -> Tensor:
@@ -48,6 +49,8 @@ def token_loss(
         labels: integers ``[batch, seq_local]``, shifted before they were sharded.
         mesh: the ranks that the sequence is sharded over, as given to the layers.
         group: the same as a ProcessGroup. With neither, the default group.
+        sharding: the ``Sharding`` of the tokens, instead of mesh, group and strategy. The ranks do not compare their
+            input then.
         ignore_index: the label of tokens that do not count.
         strategy: as given to ``shard``: with "tp_sp", the tokens are sharded over the mesh's tp dimension too. Leave it
             out for losses of ``vocab_parallel_cross_entropy``, which are of all of tp's tokens, with their labels.
@@ -57,10 +60,16 @@ def token_loss(
 
     Raises:
         TypeError: ``losses`` is not a floating-point tensor, or ``labels`` not an integer one.
-        ValueError: their shapes differ, or the ranks differ in batch, dtype or ``ignore_index``.
+        ValueError: their shapes differ, or the ranks differ in batch, dtype or ``ignore_index``; or the sharding gives
+            this rank another number of tokens.
         RuntimeError: another rank raised an error on its own input.
     """
-    sequence = resolve_sequence_group(mesh, group, strategy)
+    if sharding is None:
+        sequence = resolve_sequence_group(mesh, group, strategy)
+    else:
+        check_sharding(sharding)
+        sharding.check_arguments(mesh=mesh, group=group, strategy=strategy)
+        sequence = sharding.sequence_group
 
     def header() -> _LossHeader:
         if not isinstance(losses, Tensor) or losses.dtype not in DTYPES:
@@ -77,7 +86,11 @@ def token_loss(
         check_int("ignore_index", ignore_index)
         return _LossHeader(losses.shape[0], losses.dtype, ignore_index)
 
-    check_same(all_gather_header(header, sequence), "batch", "dtype", "ignore_index")
+    if sharding is None:
+        check_same(all_gather_header(header, sequence), "batch", "dtype", "ignore_index")
+    else:
+        header()
+        sharding.check_local(losses.shape[1])
     counts = labels != ignore_index  # [b, s]
     # A loss that does not count may be NaN or infinite: it is left out, not multiplied by 0.
     local_sum = losses.masked_fill(~counts, 0.0).to(torch.promote_types(losses.dtype, torch.float32)).sum()

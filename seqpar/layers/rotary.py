@@ -5,30 +5,48 @@ half (``rotate_half``), as in Hugging Face's Llama, whose weights this fits.
 
 Shapes: b batch, s local sequence, h heads, d head_dim. A head has d / 2 pairs, each with its own inverse frequency
 ``inv_freq``; at position ``p`` a pair is rotated by the angle ``p * inv_freq``.
+
+[Note: precision] Frequencies and angles are float64: a float32 angle at position 2 ** 24 is wrong by up to half a
+radian, and float32 does not tell that position from the next. Only the cosine and the sine are rounded to float32.
+
+[Note: one table] All layers of a model rotate by the same angles. The table of cosines and sines is therefore made once
+for a tensor of positions and a device, and shared by the layers, forward and backward. The tensor of positions is
+recognised by its identity and by PyTorch's count of the writes to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from math import ceil, floor, log, pi
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checks import check_choice, check_int, check_number
 from ..kernels.elementwise import elementwise_kernels
 
-# inv_freq, float32 [d / 2], and attention_scaling, a factor on cos and sin.
+# inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
 Frequencies = tuple[Tensor, float]
+
+_TABLE_BYTES = 512 << 20  # of all tables together; the newest one is kept whatever its size
+_FLOAT64_ELEMENTS = 1 << 22  # of the angles that exist in float64 at a time
 
 
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their tokens' positions.
 
-    Angles, cosines and sines are float32 (float64 for float64 inputs) whatever the dtype of the module, and the
-    result is rounded once. The module has neither parameters nor buffers, so one module can serve all layers.
+    Frequencies and angles are float64, cosines and sines float32 (float64 for float64 inputs), whatever the dtype of
+    the module, and the result is rounded once. Angles are right to 1e-6 radians at any position below 2 ** 30.
+
+    The table of cosines and sines is made once for a tensor of positions and shared by all layers that are given this
+    tensor. Give all layers of a model the same tensor, or none: layers make the default positions once.
+
+    The module has neither parameters nor buffers, so one module can serve all layers.
 
     Args:
         head_dim: the size of a head, even.
@@ -67,9 +85,8 @@ class RotaryEmbedding(nn.Module):
         if self.base <= 0:
             raise ValueError(f"base={base}: expected a positive number; 10000.0 is usual")
         self.scaling = parameters
-        self._cache: dict[torch.device, Frequencies] = {}
         if not self.needs_length:
-            self._frequencies(None, torch.device("cpu"))  # raises here, not at the first forward
+            self._frequencies(None)  # raises here, not at the first forward
 
     @property
     def needs_length(self) -> bool:
@@ -95,24 +112,31 @@ class RotaryEmbedding(nn.Module):
     def cos_sin(
         self, positions: Tensor, dtype: torch.dtype, device: torch.device, length: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles, ``[1 or batch, seq, 1, head_dim / 2]``."""
+        """Cosine and sine of the angles, ``[1 or batch, seq, 1, head_dim / 2]``. Shared: do not write to them.
+
+        Args:
+            positions: as for ``forward``, on any device.
+            dtype: of the result, float32 or float64.
+            device: of the result.
+            length: as for ``forward``.
+        """
         if self.needs_length and length is None:
             length = int(positions.max().item()) + 1 if positions.numel() else 1
-        inv_freq, attention_scaling = self._frequencies(length, device)
-        batched = (positions if positions.dim() == 2 else positions[None]).to(device, dtype)  # [1 or b, s]
-        angles = batched[:, :, None, None] * inv_freq.to(dtype)  # [1 or b, s, 1, d / 2]
-        return angles.cos() * attention_scaling, angles.sin() * attention_scaling
+        length = length if self.needs_length else None
+        make = partial(_make_table, positions, partial(self._frequencies, length), dtype, device)
+        if torch.compiler.is_compiling():
+            return make()
+        key = (self.rope_type, self.head_dim, self.base, *sorted(self.scaling.items()), length, dtype, device)
+        if device.type == "cuda":  # another stream might read a table before it is written
+            key += (torch.cuda.current_stream(device).cuda_stream,)
+        return _tables.get(positions, key, make)
 
-    def _frequencies(self, length: int | None, device: torch.device) -> Frequencies:
-        """``inv_freq`` on ``device`` and ``attention_scaling``, cached unless they depend on the length."""
-        compute = partial(_ROPE_INIT_FUNCTIONS[self.rope_type], self.head_dim, self.base, **self.scaling)
+    def _frequencies(self, length: int | None) -> Frequencies:
+        """``inv_freq`` and ``attention_scaling``. Only "dynamic" depends on the length."""
+        compute = _ROPE_INIT_FUNCTIONS[self.rope_type]
         if self.needs_length:
-            inv_freq, attention_scaling = compute(length=length)
-            return inv_freq.to(device), attention_scaling
-        if device not in self._cache:
-            inv_freq, attention_scaling = compute()
-            self._cache[device] = inv_freq.to(device), attention_scaling
-        return self._cache[device]
+            compute = partial(compute, length=length)
+        return compute(self.head_dim, self.base, **self.scaling)
 
     def extra_repr(self) -> str:
         scaling = f", {self.rope_type}, {self.scaling}" if self.rope_type != "default" else ""
@@ -136,8 +160,95 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+Table = tuple[Tensor, Tensor]  # cos and sin, [1 or b, s, 1, d / 2] each
+
+
+def _make_table(
+    positions: Tensor, frequencies: Callable[[], Frequencies], dtype: torch.dtype, device: torch.device
+) -> Table:
+    """The cosines and sines of the angles at ``positions [s]`` or ``[b, s]``."""
+    compute_on = torch.device("cpu") if device.type == "mps" else device  # which has no float64
+    # A table made in inference mode could not be saved for the backward of a later training step.
+    with torch.inference_mode(False), torch.no_grad():
+        inv_freq, attention_scaling = frequencies()
+        inv_freq = _upload(inv_freq, compute_on)
+        batched = _upload(torch.atleast_2d(positions), compute_on)  # [1 or b, s]
+        cos, sin = (
+            torch.empty(*batched.shape, 1, len(inv_freq), dtype=dtype, device=compute_on) for _ in range(2)
+        )  # [1 or b, s, 1, d / 2]
+        rows = max(1, _FLOAT64_ELEMENTS // max(1, batched.shape[0] * len(inv_freq)))
+        for start in range(0, batched.shape[1], rows):
+            part = slice(start, start + rows)
+            angles = batched[:, part, None, None].double() * inv_freq  # [1 or b, rows, 1, d / 2]
+            cos[:, part] = angles.cos().mul_(attention_scaling)
+            sin[:, part] = angles.sin_().mul_(attention_scaling)
+        return cos.to(device), sin.to(device)
+
+
+def _upload(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` on ``device``. From the host to a GPU through pinned memory, so that the host does not wait."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+@dataclass
+class _Entry:
+    table: Table
+    version: int  # of the positions when the table was made
+    used: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.table)
+
+
+class _TableCache:
+    """Tables by the tensor of positions that they are for; a table goes when its positions do.
+
+    Together they take at most ``limit`` bytes. Beyond that, the least recently used ones go first.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._clock = count()
+        self._by_positions: MutableMapping[Tensor, dict[Hashable, _Entry]] = WeakIdKeyDictionary()
+
+    def get(self, positions: Tensor, key: Hashable, make: Callable[[], Table]) -> Table:
+        """The table of ``positions`` and ``key``, made by ``make()`` if there is none for their present values."""
+        if positions.is_inference():  # PyTorch does not count the writes to it
+            return make()
+        entries = self._by_positions.get(positions, {})
+        entry = entries.get(key)
+        if entry is not None and entry.version == positions._version:
+            entry.used = next(self._clock)
+            return entry.table
+        table = make()
+        if type(table[0]) is Tensor:  # not one of a mode or a transform that ends before the positions do
+            entries[key] = _Entry(table, positions._version, next(self._clock))
+            self._by_positions[positions] = entries
+            self._evict()
+        return table
+
+    def clear(self) -> None:
+        """Forget all tables."""
+        self._by_positions.clear()
+
+    def _evict(self) -> None:
+        held = [(entries, key) for entries in list(self._by_positions.values()) for key in list(entries)]
+        held.sort(key=lambda at: at[0][at[1]].used, reverse=True)
+        total = 0
+        for i, (entries, key) in enumerate(held):
+            total += entries[key].nbytes
+            if i and total > self._limit:
+                del entries[key]
+
+
+_tables = _TableCache(_TABLE_BYTES)
+
+
 def _default(head_dim: int, base: float) -> Frequencies:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim  # [d / 2]
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").double() / head_dim  # [d / 2]
     return 1.0 / base**exponents, 1.0
 
 
@@ -207,7 +318,7 @@ def _yarn(
         high += 0.001  # the ramp below divides by high - low
     inv_freq, _ = _default(head_dim, base)
     # Pairs up to low keep their frequency, pairs from high on are divided by factor, with a linear ramp between.
-    unscaled = 1 - ((torch.arange(head_dim // 2, device="cpu").float() - low) / (high - low)).clamp(0, 1)  # [d / 2]
+    unscaled = 1 - ((torch.arange(head_dim // 2, device="cpu").double() - low) / (high - low)).clamp(0, 1)  # [d / 2]
     if attention_factor is None:
         has_both = mscale and mscale_all_dim
         attention_factor = _yarn_mscale(factor, mscale if has_both else None)

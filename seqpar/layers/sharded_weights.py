@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,10 +59,16 @@ class WeightShard:
         size, remainder = divmod(self.full_size, len(self.spans))
         return remainder == 0 and all(span == (i * size, (i + 1) * size) for i, span in enumerate(self.spans))
 
+    @cached_property
+    def shared_spans(self) -> list[tuple[int, int]]:
+        """The ``(start, stop)`` of rows that several ranks hold. Each lies wholly in a rank's slice or outside it."""
+        edges = sorted({edge for span in self.spans for edge in span})
+        return [(a, b) for a, b in pairwise(edges) if sum(start <= a and b <= stop for start, stop in self.spans) > 1]
+
     @property
     def has_shared_rows(self) -> bool:
         """Whether some rows are held by several ranks."""
-        return sum(stop - start for start, stop in self.spans) > self.full_size
+        return bool(self.shared_spans)
 
     def to_local(self, full: Tensor) -> Tensor:
         """This rank's slice, a view of ``full``."""
@@ -183,12 +190,25 @@ class _AllReduceSharedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         shard: WeightShard = ctx.shard
-        # Which ranks share rows differs from head to head. One all-reduce of the full weight sums the slices of all
+        # Which ranks share rows differs from head to head. One all-reduce of all shared rows sums the slices of all
         # heads, without a process group for each set of ranks.
-        full = grad.new_zeros(shard.full_shape(grad), dtype=torch.promote_types(grad.dtype, torch.float32))
-        shard.to_local(full).copy_(grad)
-        all_reduce(full, shard.group)
-        return shard.to_local(full).to(grad.dtype), None
+        dim, (start, stop) = shard.dim, shard.span
+        sizes = [b - a for a, b in shard.shared_spans]
+        shared = grad.new_zeros(
+            *grad.shape[:dim], sum(sizes), *grad.shape[dim + 1 :], dtype=torch.promote_types(grad.dtype, torch.float32)
+        )
+        total = grad.clone()
+        held = [
+            (total.narrow(dim, a - start, b - a), rows)
+            for (a, b), rows in zip(shard.shared_spans, shared.split(sizes, dim), strict=True)
+            if start <= a and b <= stop
+        ]
+        for own, rows in held:
+            rows.copy_(own)
+        all_reduce(shared, shard.group)
+        for own, rows in held:
+            own.copy_(rows)
+        return total, None
 
 
 def with_reduced_gradient(module: nn.Module, name: str) -> Tensor:

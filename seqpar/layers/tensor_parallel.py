@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from ..heads import Heads
 from ..layout import split_range
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..schedule import SequenceSharding
+from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks, all_gather_linear, linear_reduce_scatter
 from .attention import AttentionLayer
@@ -108,7 +108,7 @@ class MegatronAttention(AttentionLayer):
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
 
-    def _groups(self) -> AttentionGroups:
+    def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
         if self.context == "local" or self.mesh is None:
             return AttentionGroups()
         return resolve(self.context, self.mesh, None, self.strategy_options)
@@ -119,8 +119,7 @@ class MegatronAttention(AttentionLayer):
     def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
         if self._tp is None or self._tp.size() == 1:
             return None
-        in_order = sharding.layout == "contiguous"
-        return SequenceChunks.resolve(self._tp, sharding.tensor_rows(rank), in_order, self.overlap, device)
+        return SequenceChunks.of_sharding(self._tp, sharding, rank, self.overlap, device)
 
     def _project(self, x: Tensor, chunks: SequenceChunks | None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), chunks)
@@ -186,10 +185,16 @@ class MegatronMLP(nn.Module):
         self.down_proj = row_parallel(hidden_size, row, bias, factory_kwargs)
 
     @no_compile
-    def forward(self, x_local: Tensor) -> Tensor:
-        """``x_local [batch, seq, hidden]``, this rank's tokens, to ``y_local`` of the same shape."""
+    def forward(self, x_local: Tensor, sharding: Sharding | None = None) -> Tensor:
+        """``x_local [batch, seq, hidden]``, this rank's tokens, to ``y_local`` of the same shape.
+
+        Args:
+            x_local: this rank's tokens.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
+                their lengths in a handshake.
+        """
         chunks = tokens_in_rank_order(
-            x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj
+            x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj, sharding
         )
         if self.gate_proj is None:
             (up,) = column_linear(x_local, (self.up_proj,), chunks)
@@ -200,7 +205,7 @@ class MegatronMLP(nn.Module):
         return row_linear(hidden, self.down_proj, chunks)
 
 
-class _HiddenHeader(NamedTuple):
+class HiddenHeader(NamedTuple):
     """A rank's hidden states."""
 
     length: int
@@ -209,28 +214,47 @@ class _HiddenHeader(NamedTuple):
 
 
 def tokens_in_rank_order(
-    x: Tensor, group: ProcessGroup | None, overlap: str, hidden_size: int, linear: nn.Linear
+    x: Tensor,
+    group: ProcessGroup | None,
+    overlap: str,
+    hidden_size: int,
+    linear: nn.Linear,
+    sharding: Sharding | None = None,
 ) -> SequenceChunks | None:
     """The tokens of the group, one rank after another, for modules that treat each token alone; None for one rank.
 
-    The ranks exchange the lengths of their shards. ``linear`` is the first projection of ``x [b, s, hidden]``.
+    Without a sharding the ranks exchange the lengths of their shards. ``linear`` is the first projection of
+    ``x [b, s, hidden]``.
     """
 
-    def header() -> _HiddenHeader:
+    def header() -> HiddenHeader:
         check_hidden(x, hidden_size, linear)
-        return _HiddenHeader(x.shape[1], x.shape[0], x.dtype)
+        return HiddenHeader(x.shape[1], x.shape[0], x.dtype)
 
-    headers = all_gather_header(header, group)
+    lengths = agreed_lengths(header, group, sharding, "batch", "dtype")
     if group is None or group.size() == 1:
         return None
-    check_same(headers, "batch", "dtype")
-    rows = rows_in_order([header.length for header in headers])
-    return SequenceChunks.resolve(group, rows, True, overlap, x.device)
+    return SequenceChunks.in_rank_order(group, lengths, overlap, x.device)
 
 
-def rows_in_order(lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    """By rank: the indices of its tokens in the sequence of all ranks, one rank after another."""
-    return torch.arange(sum(lengths), device="cpu").tensor_split(list(accumulate(lengths))[:-1])
+def agreed_lengths(
+    make_header: Callable[[], Any], group: ProcessGroup | None, sharding: Sharding | None, *same: str
+) -> Sequence[int]:
+    """The number of tokens of each rank of ``group``: the sharding's, or learned in a handshake.
+
+    Args:
+        make_header: checks this rank's input; the header's ``length`` is its number of tokens.
+        group: the tensor-parallel ranks.
+        sharding: of the tokens, if known. Nothing is communicated then.
+        same: the fields of the header that must be the same on every rank.
+    """
+    if sharding is None:
+        headers = all_gather_header(make_header, group)
+        check_same(headers, *same)
+        return [header.length for header in headers]
+    check_sharding(sharding)
+    sharding.check_local(make_header().length)
+    return sharding.lengths_in(group)
 
 
 def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:

@@ -81,6 +81,18 @@ class SequenceParallelAttention(torch.autograd.Function):
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks, None
 
 
+def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in autocast's dtype, where autocast is on, as PyTorch's own operators cast them; float64 stays.
+
+    To be called before a custom autograd.Function, in which autocast does nothing.
+    """
+    device_type = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
 def _head_exchange(call: AttentionCall) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it."""
     groups = call.groups

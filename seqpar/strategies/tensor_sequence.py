@@ -9,7 +9,7 @@ a row-parallel layer reduce-scatters them after its GEMM; each is the backward o
   ranks a chunk is sent in several pieces, so that its own GEMMs hide the transfer of its later pieces;
 * "symm_mem": PyTorch's fused symmetric-memory operators, for NVLink;
 * "none": one collective before or after one GEMM;
-* "auto": "symm_mem" where it can run, else "ring".
+* "auto": "ring", until "symm_mem" has been measured.
 
 [Note: overlap] Rank 1 of 4; chunk r holds the tokens of rank r. Partial outputs are sent in the model's dtype, summed
 in float32 by the rank that keeps them, and rounded once.
@@ -32,18 +32,27 @@ Shapes: b batch, s tokens of this rank, t tokens of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from functools import lru_cache
+from itertools import accumulate, chain, repeat
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.collectives import all_gather, reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
+from ..comm.trace import count_sent
+from ..layout import split_range
+from ..mesh import rank_in, size_of
+from ..schedule import SequenceSharding
+from .autograd import to_autocast_dtype
 
 Overlap = Literal["auto", "ring", "symm_mem", "none"]
 OVERLAPS: tuple[str, ...] = get_args(Overlap)
@@ -51,8 +60,106 @@ OVERLAPS: tuple[str, ...] = get_args(Overlap)
 # The full sequence is sent in at least this many pieces: a chunk of P ranks in about _PIECES / P.
 _PIECES = 8
 
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Increasing rows of the full sequence.
+
+    Attributes:
+        start: the first row.
+        length: how many there are.
+        index: the rows, int64 ``[length]``, on the device of the activations; None if they are consecutive.
+    """
+
+    start: int
+    length: int
+    index: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, full: Tensor) -> Tensor:
+        """``full[:, rows]``, a view if the rows are consecutive."""
+        if self.index is None:
+            return full.narrow(1, self.start, self.length)
+        return full.index_select(1, self.index)
+
+    def put(self, full: Tensor, x: Tensor) -> None:
+        """``full[:, rows] = x``."""
+        if self.index is None:
+            full.narrow(1, self.start, self.length).copy_(x)
+        else:
+            full.index_copy_(1, self.index, x)
+
+
 # ``(rows, x)``: some tokens of the full sequence, and where they are in it.
-Piece = tuple[Tensor, Tensor]
+Piece = tuple[Rows, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkRows:
+    """Which rows of the full sequence each rank holds. Made once for a sharding and a device.
+
+    Attributes:
+        chunks: by rank, its rows.
+        pieces: by rank, its rows in the pieces in which its chunk is sent.
+        order: the rows of all ranks, one rank after another, int64 ``[t]``; None if that is the full sequence.
+    """
+
+    chunks: tuple[Rows, ...]
+    pieces: tuple[tuple[Rows, ...], ...]
+    order: Tensor | None
+
+    @property
+    def lengths(self) -> list[int]:
+        """By rank, the number of its tokens."""
+        return [len(rows) for rows in self.chunks]
+
+
+@lru_cache(maxsize=8)
+def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.device) -> ChunkRows:
+    """The rows of the tensor-parallel ranks that together are ``rank`` of attention."""
+    by_rank = sharding.tensor_rows(rank)
+    joined = torch.cat(by_rank)
+    in_order = torch.equal(joined, torch.arange(len(joined), device="cpu"))
+    # One copy for all ranks. It blocks, once: on every later call it is there, whichever stream the call is on.
+    order = None if in_order else joined.to(device)
+
+    def rows_at(span: range) -> Rows:
+        if not len(span):
+            return Rows(0, 0)
+        first, last = int(joined[span.start]), int(joined[span.stop - 1])
+        if last - first + 1 == len(span):
+            return Rows(first, len(span))
+        assert order is not None
+        return Rows(first, len(span), order.narrow(0, span.start, len(span)))
+
+    return _cut([len(rows) for rows in by_rank], rows_at, order)
+
+
+@lru_cache(maxsize=8)
+def _rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
+    """The rows of ranks that hold ``lengths`` tokens, one rank after another."""
+    return _cut(lengths, lambda span: Rows(span.start, len(span)), None)
+
+
+def _cut(lengths: Sequence[int], rows_at: Callable[[range], Rows], order: Tensor | None) -> ChunkRows:
+    """The rows of every chunk and piece. ``rows_at`` is given indices in the sequence of all ranks, one after another.
+
+    ``lengths`` are the ranks' tokens.
+    """
+    chunks, pieces = [], []
+    parts = max(1, _PIECES // len(lengths))
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        spans = (split_range(length, parts, part) for part in range(parts))
+        chunks.append(rows_at(range(start, start + length)))
+        pieces.append(tuple(rows_at(range(start + span.start, start + span.stop)) for span in spans))
+    return ChunkRows(tuple(chunks), tuple(pieces), order)
+
+
+# By positions of this rank: their version and all ranks' positions, by the ranks and the rows of the full sequence.
+_gathered: MutableMapping[Tensor, dict[tuple[ProcessGroup | None, ChunkRows], tuple[int, Tensor]]]
+_gathered = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,88 +167,123 @@ class SequenceChunks:
     """A sequence ``[b, t, ...]`` of which each rank of ``group`` holds one chunk of tokens.
 
     Attributes:
-        group: the tensor-parallel ranks.
-        rows: by rank, int64 ``[s]``, the indices of its tokens in the full sequence, increasing.
-        in_order: whether the chunks, one rank after another, are the full sequence.
+        group: the tensor-parallel ranks; None is a single rank.
+        rows: which rows of the full sequence each rank holds.
         overlap: "ring", "symm_mem" or "none".
     """
 
-    group: ProcessGroup
-    rows: tuple[Tensor, ...]
-    in_order: bool
+    group: ProcessGroup | None
+    rows: ChunkRows
     overlap: str = "ring"
 
     @staticmethod
-    def resolve(
-        group: ProcessGroup, rows: tuple[Tensor, ...], in_order: bool, overlap: str, device: torch.device
+    def of_sharding(
+        group: ProcessGroup, sharding: SequenceSharding, rank: int, overlap: str, device: torch.device
     ) -> SequenceChunks:
-        """The chunks, with "auto" resolved for these ranks.
+        """The chunks of the tensor-parallel ranks that together are ``rank`` of attention.
 
         Raises:
-            ValueError: "symm_mem" is asked for and cannot run here.
+            ValueError: ``overlap="symm_mem"`` cannot run here.
         """
-        if overlap in ("auto", "symm_mem"):
-            even = in_order and len({len(r) for r in rows}) == 1
-            reason = symmetric_memory_reason(group, device, even)
-            if overlap == "symm_mem" and reason is not None:
-                raise ValueError(f"overlap='symm_mem' cannot run here: {reason}; use overlap='auto'")
-            overlap = "symm_mem" if reason is None else "ring"
-        return SequenceChunks(group, rows, in_order, overlap)
+        rows = _rows_of_sharding(sharding, rank, device)
+        return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
+
+    @staticmethod
+    def in_rank_order(
+        group: ProcessGroup | None, lengths: Sequence[int], overlap: str, device: torch.device
+    ) -> SequenceChunks:
+        """Chunks of ``lengths`` tokens, one rank after another.
+
+        Raises:
+            ValueError: ``overlap="symm_mem"`` cannot run here.
+        """
+        rows = _rows_in_rank_order(tuple(lengths))
+        return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
+
+    @property
+    def size(self) -> int:
+        return size_of(self.group)
 
     @property
     def rank(self) -> int:
-        return self.group.rank()
+        return rank_in(self.group)
 
     @property
     def total(self) -> int:
         """Tokens of the full sequence."""
-        return sum(len(r) for r in self.rows)
-
-    def pieces(self, rank: int) -> list[Tensor]:
-        """The rows of ``rank`` in the pieces in which its chunk is sent."""
-        return list(self.rows[rank].tensor_split(max(1, _PIECES // len(self.rows))))
+        return sum(self.rows.lengths)
 
     def all_gather(self, chunk: Tensor) -> Tensor:
         """The full sequence ``[b, t, ...]`` from every rank's ``chunk [b, s, ...]``, in one collective."""
-        full = all_gather(chunk, [len(r) for r in self.rows], 1, self.group)
-        if self.in_order:
+        full = all_gather(chunk, self.rows.lengths, 1, self.group)
+        if self.rows.order is None:
             return full
-        return torch.empty_like(full).index_copy_(1, torch.cat(self.rows).to(full.device), full)
+        return torch.empty_like(full).index_copy_(1, self.rows.order, full)
+
+    def all_gather_positions(self, positions: Tensor) -> Tensor:
+        """The positions ``[1 or b, t]`` of the full sequence, from every rank's ``[s]`` or ``[b, s]``.
+
+        Layers that are given the same tensor get the same tensor, which is gathered once.
+        """
+        if positions.is_inference():  # PyTorch does not count the writes to it
+            return self.all_gather(torch.atleast_2d(positions))
+        gathered = _gathered.setdefault(positions, {})
+        version, full = gathered.get((self.group, self.rows), (None, None))
+        if full is None or version != positions._version:
+            full = self.all_gather(torch.atleast_2d(positions))
+            gathered[self.group, self.rows] = positions._version, full
+        return full
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
-        """Sum ``full [b, t, ...]`` over the ranks and keep this rank's tokens ``[b, s, ...]``, in one collective."""
-        return reduce_scatter([select_rows(full, rows) for rows in self.rows], self.group)
+        """Sum ``full [b, t, ...]`` over the ranks and keep this rank's tokens ``[b, s, ...]``, in one collective.
+
+        Half precision is sent as it is, and added in float32 by the rank that keeps the sum: a reduce-scatter of the
+        backend would round after every addition.
+        """
+        if self.size == 1:
+            return full
+        chunks = [rows.take(full) for rows in self.rows.chunks]
+        if full.dtype == sum_dtype(full):
+            assert self.group is not None
+            return reduce_scatter(chunks, self.group)
+        sends = torch.cat([chunk.reshape(-1) for chunk in chunks])
+        own = chunks[self.rank]
+        received = sends.new_empty(self.size, own.numel())
+        sizes = [chunk.numel() for chunk in chunks]
+        dist.all_to_all_single(received.view(-1), sends, [own.numel()] * self.size, sizes, group=self.group)
+        count_sent((sends.numel() - own.numel()) * sends.element_size(), self.size - 1)
+        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own.shape)
 
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
         """Every rank's chunk, piece by piece, this rank's first. The next chunk is received while one is used."""
-        incoming: Iterator[Piece] = iter([(self.rows[self.rank], chunk)])
-        for step in range(1, self.group.size() + 1):
+        incoming: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
+        for step in range(1, self.size + 1):
             current = incoming
-            if step < self.group.size():
+            if step < self.size:
                 incoming = self._start_step(chunk, step)
             yield current
 
     def _start_step(self, chunk: Tensor, step: int) -> Iterator[Piece]:
         """Start receiving the chunk of the rank ``step`` before this one, and sending ``chunk`` to the rank ``step``
         after it. The iterator waits for one piece at a time."""
-        ranks = self.group.size()
-        source, target = (self.rank - step) % ranks, (self.rank + step) % ranks
-        own_pieces = chunk.tensor_split(len(self.pieces(self.rank)), 1)
-        started: list[tuple[Tensor, Tensor, Pending]] = []
-        for rows, piece in zip(self.pieces(source), own_pieces, strict=True):
+        source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
+        pieces = self.rows.pieces
+        own_pieces = chunk.split([len(rows) for rows in pieces[self.rank]], 1)
+        started: list[tuple[Rows, Tensor, Pending]] = []
+        for rows, piece in zip(pieces[source], own_pieces, strict=True):
             recv_buffer = chunk.new_empty(chunk.shape[0], len(rows), *chunk.shape[2:])
             pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group)
             started.append((rows, recv_buffer, pending))
         return _wait_in_turn(started)
 
 
-def _wait_in_turn(started: list[tuple[Tensor, Tensor, Pending]]) -> Iterator[Piece]:
+def _wait_in_turn(started: list[tuple[Rows, Tensor, Pending]]) -> Iterator[Piece]:
     for rows, recv_buffer, pending in started:
         pending.wait()
         yield rows, recv_buffer
 
 
-class _PartialSums:
+class PartialSums:
     """A reduce-scatter of partial outputs, each of which is sent as soon as it is computed."""
 
     def __init__(self, chunks: SequenceChunks) -> None:
@@ -150,19 +292,19 @@ class _PartialSums:
         self._received: list[list[Tensor]] = []
         self._own: Tensor | None = None
 
-    def add(self, step: int, partial_output: Callable[[Tensor], Tensor]) -> None:
+    def add(self, step: int, partial_output: Callable[[Rows], Tensor]) -> None:
         """Compute ``partial_output(rows)`` for the tokens of the rank ``step`` after this one, and send it there.
 
         Every rank adds the same steps in the same order; step 0 is its own tokens, which are not sent.
         """
-        chunks, ranks = self._chunks, self._chunks.group.size()
-        target, source = (chunks.rank + step) % ranks, (chunks.rank - step) % ranks
+        chunks, rows_of = self._chunks, self._chunks.rows
+        target, source = (chunks.rank + step) % chunks.size, (chunks.rank - step) % chunks.size
         if step == 0:
-            self._own = partial_output(chunks.rows[target])
+            self._own = partial_output(rows_of.chunks[target])
             return
         before, self._sends = self._sends, []
         buffers = []
-        for rows, own_rows in zip(chunks.pieces(target), chunks.pieces(chunks.rank), strict=True):
+        for rows, own_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
             buffers.append(piece.new_empty(piece.shape[0], len(own_rows), *piece.shape[2:]))
             self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group))
@@ -175,9 +317,11 @@ class _PartialSums:
         assert self._own is not None
         for pending in self._sends:
             pending.wait()
-        total = self._own.to(_sum_dtype(self._own))
+        total = self._own.to(sum_dtype(self._own), copy=True)
+        lengths = [len(rows) for rows in self._chunks.rows.pieces[self._chunks.rank]]
         for buffers in self._received:
-            total = total + torch.cat(buffers, 1)
+            for part, buffer in zip(total.split(lengths, 1), buffers, strict=True):
+                part += buffer
         return total.to(self._own.dtype)
 
 
@@ -193,7 +337,7 @@ def all_gather_linear(x: Tensor, weights: Sequence[Tensor], chunks: SequenceChun
         ``[b, t, out_i]`` for each weight. The gathered input is not kept: backward gathers it again, behind the GEMMs
         of the input's gradient.
     """
-    x, *weights = _autocast(x, *weights)
+    x, *weights = to_autocast_dtype(x, *weights)
     return list(_AllGatherLinear.apply(x, chunks, *weights))
 
 
@@ -208,17 +352,9 @@ def linear_reduce_scatter(x: Tensor, weight: Tensor, chunks: SequenceChunks) -> 
     Returns:
         ``[b, s, out]``.
     """
-    x, weight = _autocast(x, weight)
-    y: Tensor = _LinearReduceScatter.apply(x, weight, chunks)
+    x, weight = to_autocast_dtype(x, weight)
+    y: Tensor = _ReduceScatterOutput.apply(_SavedOperands.apply(x, weight, chunks), x.detach(), weight.detach(), chunks)
     return y
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast to autocast's dtype here, because autocast does not apply inside a custom autograd.Function."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
-    return [x.to(torch.get_autocast_dtype(device_type)) for x in tensors]
 
 
 class _AllGatherLinear(torch.autograd.Function):
@@ -236,7 +372,7 @@ class _AllGatherLinear(torch.autograd.Function):
         outs = tuple(x.new_empty(x.shape[0], chunks.total, w.shape[0]) for w in weights)  # [b, t, out_i]
         for rows, piece in chain.from_iterable(chunks.receive_chunks(x)):
             for out, w in zip(outs, weights, strict=True):
-                _write_rows(out, rows, F.linear(piece, w))
+                rows.put(out, F.linear(piece, w))
         return outs
 
     @staticmethod
@@ -244,46 +380,60 @@ class _AllGatherLinear(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         chunks: SequenceChunks = ctx.chunks
-        need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
-        # As one weight, so that the partial gradient of x is rounded once, after the sum over all weights.
-        weight, dout = torch.cat(weights), torch.cat(douts, -1)  # [out, in], [b, t, out]
-        dweight = torch.zeros_like(weight, dtype=_sum_dtype(weight))
+        need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        dweights = [torch.zeros_like(w, dtype=sum_dtype(w)) for w in weights]
+        # As one weight, so that the partial gradient of x is rounded once, after the sum over all weights. The outputs'
+        # gradients, which are larger, are joined for some rows at a time only.
+        weight = (weights[0] if len(weights) == 1 else torch.cat(weights)) if need_x else x.new_empty(0)  # [out, in]
+
+        def input_gradient(rows: Rows) -> Tensor:
+            parts = [rows.take(dout) for dout in douts]
+            return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)) @ weight
+
+        def add_weight_gradients(rows: Rows | None, piece: Tensor) -> None:
+            for dweight, dout, needed in zip(dweights, douts, need_weights, strict=True):
+                if needed:
+                    add_weight_gradient(dweight, dout if rows is None else rows.take(dout), piece)
+
         dx = None
         if chunks.overlap == "ring":
             # Behind the GEMMs of each step, the next chunk of x is received and the last partial dx is sent.
-            partial_dx, ranks = _PartialSums(chunks), chunks.group.size()
-            x_chunks = chunks.receive_chunks(x) if need_w else repeat(iter(()), ranks)
+            partial_dx = PartialSums(chunks)
+            x_chunks = chunks.receive_chunks(x) if any(need_weights) else repeat(iter(()), chunks.size)
             for step, pieces in enumerate(x_chunks, start=1):
                 if need_x:
-                    partial_dx.add(step % ranks, lambda rows: select_rows(dout, rows) @ weight)
+                    partial_dx.add(step % chunks.size, input_gradient)
                 for rows, piece in pieces:
-                    _add_weight_gradient(dweight, select_rows(dout, rows), piece)
+                    add_weight_gradients(rows, piece)
             dx = partial_dx.result() if need_x else None
         else:
             if need_x and chunks.overlap == "symm_mem":
-                dx = matmul_reduce_scatter(dout, weight, chunks.group)
+                dx = matmul_reduce_scatter(torch.cat(douts, -1), weight, chunks.group)
             elif need_x:
-                dx = chunks.reduce_scatter(dout @ weight)
-            if need_w:
-                _add_weight_gradient(dweight, dout, chunks.all_gather(x))
-        dweights = dweight.to(weight.dtype).split([len(w) for w in weights]) if need_w else [None] * len(weights)
-        return dx, None, *dweights
+                full_dx = x.new_empty(x.shape[0], chunks.total, x.shape[2])  # [b, t, in]
+                for rows in chain.from_iterable(chunks.rows.pieces):
+                    rows.put(full_dx, input_gradient(rows))
+                dx = chunks.reduce_scatter(full_dx)
+            if any(need_weights):
+                add_weight_gradients(None, chunks.all_gather(x))
+        grads = (d.to(w.dtype) if need else None for d, w, need in zip(dweights, weights, need_weights, strict=True))
+        return dx, None, *grads
 
 
-class _LinearReduceScatter(torch.autograd.Function):
+class _SavedOperands(torch.autograd.Function):
+    """The graph's node of ``linear_reduce_scatter``: it saves the operands, and its backward is the whole backward.
+
+    The output is computed by ``_ReduceScatterOutput`` afterwards. PyTorch stops the recomputation of a checkpoint as
+    soon as everything is saved that backward needs: before the reduce-scatter, where this layer is the last.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, chunks: SequenceChunks) -> Tensor:
-        make_ready(chunks.group, x.device)
+        """A stand-in for the output, of its shape and dtype, without memory of its own."""
         ctx.save_for_backward(x, weight)
         ctx.chunks = chunks
-        if chunks.overlap == "none":
-            return chunks.reduce_scatter(F.linear(x, weight))
-        if chunks.overlap == "symm_mem":
-            return matmul_reduce_scatter(x, weight.t(), chunks.group)
-        partial_y = _PartialSums(chunks)
-        for step in (*range(1, chunks.group.size()), 0):  # this rank's own tokens last, behind the last transfer
-            partial_y.add(step, lambda rows: F.linear(select_rows(x, rows), weight))
-        return partial_y.result()
+        own = len(chunks.rows.chunks[chunks.rank])
+        return x.new_empty(()).expand(x.shape[0], own, weight.shape[0])  # [b, s, out]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -291,25 +441,43 @@ class _LinearReduceScatter(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         chunks: SequenceChunks = ctx.chunks
         dout = dout.contiguous()
-        dweight = torch.zeros_like(weight, dtype=_sum_dtype(weight))
+        dweight = torch.zeros_like(weight, dtype=sum_dtype(weight))
         if chunks.overlap == "ring":
             dx = torch.empty_like(x)  # [b, t, in_local]
             for rows, piece in chain.from_iterable(chunks.receive_chunks(dout)):
-                _write_rows(dx, rows, piece @ weight)
-                _add_weight_gradient(dweight, piece, select_rows(x, rows))
+                rows.put(dx, piece @ weight)
+                add_weight_gradient(dweight, piece, rows.take(x))
         else:
             full = chunks.all_gather(dout)  # [b, t, out]
             dx = full @ weight
-            _add_weight_gradient(dweight, full, x)
+            add_weight_gradient(dweight, full, x)
         return dx, dweight.to(weight.dtype), None
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
+class _ReduceScatterOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, x: Tensor, weight: Tensor, chunks: SequenceChunks) -> Tensor:
+        make_ready(chunks.group, x.device)
+        if chunks.overlap == "none":
+            return chunks.reduce_scatter(F.linear(x, weight))
+        if chunks.overlap == "symm_mem":
+            return matmul_reduce_scatter(x, weight.t(), chunks.group)
+        partial_y = PartialSums(chunks)
+        for step in (*range(1, chunks.size), 0):  # this rank's own tokens last, behind the last transfer
+            partial_y.add(step, lambda rows: F.linear(rows.take(x), weight))
+        return partial_y.result()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        return dout, None, None, None
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which partial results of ``x``'s dtype are summed, to be rounded once."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _add_weight_gradient(dweight: Tensor, dout: Tensor, x: Tensor) -> None:
+def add_weight_gradient(dweight: Tensor, dout: Tensor, x: Tensor) -> None:
     """Add ``dout^T x`` over all tokens: ``dout [b, t, out]``, ``x [b, t, in]``, ``dweight [out, in]``."""
     dout, x = dout.flatten(0, 1).t(), x.flatten(0, 1)
     if dweight.dtype == x.dtype:
@@ -318,29 +486,13 @@ def _add_weight_gradient(dweight: Tensor, dout: Tensor, x: Tensor) -> None:
         dweight += dout @ x
 
 
-def select_rows(full: Tensor, rows: Tensor) -> Tensor:
-    """``full[:, rows]``, contiguous, for increasing ``rows``."""
-    start = _first_if_consecutive(rows)
-    if start is not None:
-        return full[:, start : start + len(rows)].contiguous()
-    return full.index_select(1, rows.to(full.device))
-
-
-def _write_rows(full: Tensor, rows: Tensor, x: Tensor) -> None:
-    """``full[:, rows] = x``."""
-    start = _first_if_consecutive(rows)
-    if start is not None:
-        full[:, start : start + len(rows)] = x
-    else:
-        full.index_copy_(1, rows.to(full.device), x)
-
-
-def _first_if_consecutive(rows: Tensor) -> int | None:
-    """The first of ``rows``, if they are consecutive."""
-    if not len(rows):
-        return 0
-    first = int(rows[0])
-    return first if int(rows[-1]) - first + 1 == len(rows) else None
+def _resolve_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> str:
+    """ "auto" resolved; raise a ValueError if "symm_mem" cannot run."""
+    if overlap == "symm_mem" and group is not None:
+        even = rows.order is None and len(set(rows.lengths)) == 1
+        if (reason := symmetric_memory_reason(group, device, even)) is not None:
+            raise ValueError(f"overlap='symm_mem' cannot run here: {reason}; use overlap='auto'")
+    return "ring" if overlap == "auto" else overlap
 
 
 _symm_mem_groups: set[str] = set()  # names of the groups for which symmetric memory is enabled
@@ -352,7 +504,9 @@ def symmetric_memory_reason(group: ProcessGroup, device: torch.device, even: boo
         return f"it needs NVIDIA GPUs, and the tensors are on {device.type}"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "it needs NVLink multicast (Hopper or later)"
-    if group.size() > torch.cuda.device_count():
+    # torchrun numbers the ranks host by host, and says how many each host runs.
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    if len({rank // per_host for rank in dist.get_process_group_ranks(group)}) > 1:
         return "the group spans several hosts"
     if not even:
         return "it needs shards of equal length in the contiguous layout"
@@ -367,13 +521,15 @@ def symmetric_memory_reason(group: ProcessGroup, device: torch.device, even: boo
     return None
 
 
-def all_gather_matmul(x: Tensor, weights: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+def all_gather_matmul(x: Tensor, weights: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
     """All-gather ``x [b, s, in]`` along the sequence and multiply it by each ``weight [out, in]``, fused."""
+    assert group is not None
     _, outs = torch.ops.symm_mem.fused_all_gather_matmul(x, [w.t() for w in weights], 1, group.group_name)
     return list(outs)
 
 
-def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
     """``x [b, t, in] @ weight [in, out]``, summed over the ranks and scattered along the sequence, fused."""
+    assert group is not None
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 1, group.group_name)
     return y

@@ -12,7 +12,7 @@ import torch
 from ...checks import check_choice, check_int, check_number
 from ...kernels import BackendName
 from ...layers.factory import LAYERS
-from ...layout import Layout
+from ...layout import LAYOUTS, Layout
 from ...strategies import Comm, StrategyOptions
 from .data import MASKS, MaskChoice
 from .model import ByteLlama, LayerStrategy, ModelShape
@@ -123,6 +123,7 @@ class TrainConfig:
             ValueError: an option has a value that is not allowed, or that does not fit the others.
         """
         check_choice("strategy", self.strategy, LAYERS)
+        check_choice("layout", self.layout, LAYOUTS)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("device", self.device, get_args(DeviceName))
         for name, (_, option) in self.options().items():
@@ -141,9 +142,7 @@ class TrainConfig:
             raise ValueError(f"device='cuda': {torch.cuda.device_count()} here, {ranks} ranks; use --device cpu")
         MaskChoice.parse(self.mask)
         # The model checks what is left: on the meta device it has no weights.
-        ByteLlama(
-            self.shape, self.strategy, layout=self.layout, backend=self.backend, device="meta", **self.strategy_options
-        )
+        ByteLlama(self.shape, self.strategy, backend=self.backend, device="meta", **self.strategy_options)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

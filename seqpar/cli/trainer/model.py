@@ -17,8 +17,8 @@ from ...kernels import BackendName
 from ...layers import MegatronMLP, RotaryEmbedding
 from ...layers.factory import ParallelAttention
 from ...layers.sharded_weights import weight_shards
-from ...layout import Layout
 from ...mask import Mask
+from ...sharding import Sharding
 from ...strategies import StrategyName, StrategyOptions
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ class _Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=1e-5, **factory_kwargs)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, mask: Mask, seq_len: int) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), mask=mask, seq_len=seq_len)
+    def forward(self, x: Tensor, mask: Mask, sharding: Sharding) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), mask=mask, sharding=sharding)
         y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
 
@@ -86,7 +86,6 @@ class ByteLlama(nn.Module):
         shape: sizes.
         strategy: as in ``seqpar.ParallelAttention``, like the arguments that follow.
         group: the ranks that share a sequence; None is this process alone.
-        layout: which tokens each rank holds.
         backend: the attention backend.
         device: of the weights.
         dtype: of the weights.
@@ -99,7 +98,6 @@ class ByteLlama(nn.Module):
         strategy: LayerStrategy,
         *,
         group: ProcessGroup | None = None,
-        layout: Layout = "contiguous",
         backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -115,7 +113,6 @@ class ByteLlama(nn.Module):
                 shape.heads,
                 shape.kv_heads,
                 group=group,
-                layout=layout,
                 rope=rope,
                 dropout_p=shape.dropout,
                 backend=backend,
@@ -153,20 +150,20 @@ class ByteLlama(nn.Module):
             with torch.no_grad():
                 p.copy_(full if shard is None else shard.to_local(full))
 
-    def forward(self, tokens: Tensor, mask: Mask, seq_len: int) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Mask, sharding: Sharding) -> Tensor:
         """Logits of this rank's tokens.
 
         Args:
             tokens: int64 ``[b, s]``.
             mask: of the whole sequence.
-            seq_len: tokens of the whole sequence.
+            sharding: that the tokens were sharded with.
 
         Returns:
             ``[b, s, v]``.
         """
         x = self.embed_tokens(tokens)  # [b, s, h]
         for layer in self.layers:
-            x = layer(x, mask, seq_len)
+            x = layer(x, mask, sharding)
         logits: Tensor = self.lm_head(self.norm(x))  # [b, s, v]
         return logits
 

@@ -23,7 +23,7 @@ from ...comm.trace import trace
 from ...layers import clip_grad_norm_, sync_gradients
 from ...layers.sharded_weights import weight_shards
 from ...mesh import init_mesh, rank_in, sequence_group, size_of
-from ...sharding import shard
+from ...sharding import Sharding
 from ...strategies import STRATEGIES, resolve
 from ..launch import CommandError, under_launcher
 from .checkpoint import check_same_run, save_checkpoint
@@ -122,6 +122,7 @@ class Training:
         self.world = world
         self.losses: list[float] = []
         self.mask = MaskChoice.parse(config.mask)
+        self.sharding = Sharding(config.seq_len, config.layout, group=world.group)
         if config.strategy in STRATEGIES:
             resolve(config.strategy, None, world.group, config.strategy_options)  # raises if a size does not fit
         if config.deterministic:
@@ -134,7 +135,6 @@ class Training:
             config.shape,
             config.strategy,
             group=world.group if world.size > 1 else None,
-            layout=config.layout,
             backend=config.backend,
             dtype=torch.float32 if self.autocast else dtype,
             device=world.device,
@@ -173,14 +173,14 @@ class Training:
         config, world, number = self.config, self.world, len(self.losses)
         start = time.perf_counter()
         batch = make_batch(self.corpus, self.mask, config.batch, config.seq_len, config.seed, number)
-        tokens, labels = (self._shard(x) for x in (batch.tokens, batch.labels))  # [b, s]
+        tokens, labels = (self.sharding.shard(x).to(world.device) for x in (batch.tokens, batch.labels))  # [b, s]
         for parameter_group in self.optimizer.param_groups:
             parameter_group["lr"] = config.lr * min(1.0, (number + 1) / _WARMUP_STEPS)
         self.optimizer.zero_grad()
         autocast = torch.autocast(world.device.type, DTYPES[config.dtype]) if self.autocast else nullcontext()
         with trace() as attention:
             with autocast:
-                logits = self.model(tokens, batch.mask, config.seq_len)  # [b, s, v]
+                logits = self.model(tokens, batch.mask, self.sharding)  # [b, s, v]
             loss = partial_loss(logits, labels, batch.count)
             loss.backward()
         with trace() as gradients:
@@ -192,12 +192,6 @@ class Training:
         )
         seconds = time.perf_counter() - start
         return StepResult(number, total_loss, float(norm), seconds, int(attention_bytes), int(gradient_bytes))
-
-    def _shard(self, x: Tensor) -> Tensor:
-        """This rank's tokens ``[b, s]`` of a batch ``[b, seq_len]``."""
-        if self.world.group is not None:
-            x = shard(x, dim=1, group=self.world.group, layout=self.config.layout)
-        return x.to(self.world.device)
 
     def save(self, path: Path) -> None:
         """Write a checkpoint of the full weights and optimizer state. All ranks call it, and rank 0 writes."""
