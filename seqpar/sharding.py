@@ -62,10 +62,8 @@ class Sharding:
     ) -> None:
         check_int("seq_len", seq_len, 0)
         check_choice("layout", layout, LAYOUTS)
-        if strategy is not None:
-            check_choice("strategy", strategy, (*STRATEGIES, "tp_sp"))
         self._seq_len, self._layout, self._mesh, self._group, self._strategy = seq_len, layout, mesh, group, strategy
-        self._sequence_group = sequence_group(mesh, group, strategy)
+        self._sequence_group = resolve_sequence_group(mesh, group, strategy)
         # Without a mesh the resolved group counts: the default group may be another one later.
         self._key = seq_len, layout, strategy == "tp_sp", self._sequence_group if mesh is None else mesh
         self._hash = hash(self._key)
