@@ -27,7 +27,7 @@ class Operation(NamedTuple):
 Group = Sequence[Operation]
 
 
-class Hang(AssertionError):
+class HangError(AssertionError):
     """No rank can make progress."""
 
 
@@ -38,7 +38,7 @@ def run(programs: Sequence[Sequence[Group]], budget: int = BUDGET) -> int:
         The number of kernels that the ranks started.
 
     Raises:
-        Hang: some kernels wait for each other, or a message has only one end.
+        HangError: some kernels wait for each other, or a message has only one end.
     """
     queues = [deque(kernel for group in program for kernel in _cut(group, budget)) for program in programs]
     # The unmatched operations of the kernel that each rank is running.
@@ -61,7 +61,7 @@ def run(programs: Sequence[Sequence[Group]], budget: int = BUDGET) -> int:
             ready.add(rank)
     waiting = [rank for rank, operations in enumerate(running) if operations or queues[rank]]
     if waiting:
-        raise Hang(f"{len(waiting)} of {len(programs)} ranks wait for ever, among them {waiting[:4]}")
+        raise HangError(f"{len(waiting)} of {len(programs)} ranks wait for ever, among them {waiting[:4]}")
     return started
 
 

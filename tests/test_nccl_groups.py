@@ -20,7 +20,7 @@ from seqpar.schedule import AttentionPlan, SequenceSharding
 from seqpar.strategies import ring
 from seqpar.strategies.call import AttentionCall
 
-from .nccl import Group, Hang, Operation, run
+from .nccl import Group, HangError, Operation, run
 
 
 def messages_of(plan: AttentionPlan) -> list[Group]:
@@ -33,7 +33,7 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
 
     heads, stub = Heads.of_model(1, 1), SimpleNamespace(forward=_no_forward, backward=lambda *args: None)
     call: Any = AttentionCall(
-        groups=SimpleNamespace(ring=object(), ring_rank=plan.rank, gather=plan.gather),  # type: ignore[arg-type]
+        groups=SimpleNamespace(ring=object(), ring_rank=plan.rank, gather=plan.gather),
         sharding=plan.sharding, plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
         return_lse=False,
     )  # fmt: skip
@@ -42,7 +42,7 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     with (
         mock.patch.object(ring, "exchange", record),
         mock.patch.object(ring, "make_ready"),
-        mock.patch.object(ring, "select", lambda *args, **options: stub),
+        mock.patch.object(ring, "select", return_value=stub),
     ):
         ring.ring_forward(call, heads, x, x, x)
         ring.ring_backward(call, heads, x, None, x, x, x, x, lse)
@@ -93,10 +93,10 @@ def test_one_group_for_all_peers_hangs(ranks: int) -> None:
         group = [Operation(True, p) for p in ((rank + d) % ranks for d in distances) if p in sends for _ in "kv"]
         group += [Operation(False, p) for p in ((rank - d) % ranks for d in distances) if p in receives for _ in "kv"]
         programs.append([group])
-    with pytest.raises(Hang):
+    with pytest.raises(HangError):
         run(programs)
 
 
 def test_a_missing_end_hangs() -> None:
-    with pytest.raises(Hang):
+    with pytest.raises(HangError):
         run([[[Operation(True, 1)]], [[]]])
