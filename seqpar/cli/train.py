@@ -34,7 +34,7 @@ def train(
         run_training(config)
     else:
         with bad_options():
-            config.check(ranks)
+            config.check(ranks, ranks)
             read_corpus(config.text)
         launch_training(config, ranks)
     if os.environ.get("RANK", "0") == "0":
