@@ -41,7 +41,8 @@ class ShardedLoader:
         group: as in ``shard_batch``.
         layout: as in ``shard_batch``.
         shift_labels: as in ``shard_batch``.
-        scatter: only the first rank of each sequence group loads batches, and sends the others their parts.
+        scatter: only the first rank of each sequence group loads batches, and sends the others their parts, which they
+            unpickle.
 
     Raises:
         ValueError: the loader's DistributedSampler has another size or rank than dp.
