@@ -26,7 +26,8 @@ def train(
 
     The loss curve is the same for every strategy, layout and number of ranks, up to rounding.
 
-    `--nproc N` starts N ranks on this machine; under torchrun each process is one rank.
+    `--nproc N` starts N ranks on this machine; under torchrun each process is one rank, on any number of machines. Only
+    the machine of rank 0 needs the text and, to resume, the checkpoint.
     """
     config = TrainConfig(**options)
     ranks = _ranks(nproc)
