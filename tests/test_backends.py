@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqpar
 from seqpar import Mask
-from seqpar.kernels import BACKENDS, BackendName
+from seqpar.kernels import BACKENDS, BackendName, _warn_of_reference, select
+from seqpar.kernels.base import Score
+from seqpar.kernels.elementwise import interpreted, targeted
 from seqpar.kernels.reference import ReferenceBackend
+from seqpar.kernels.triton import TritonBackend
 
 
 class NonDeterministic(ReferenceBackend):
@@ -37,6 +47,65 @@ def test_deterministic_leaves_out_other_backends(named: bool) -> None:
         BACKENDS.clear()
         BACKENDS.update(rest)
     assert used == [{"atomic"}, {"cpu"}]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
+    """Fake CUDA tensors; what is cached about devices and warnings is forgotten afterwards."""
+    monkeypatch.setattr("seqpar.kernels.triton.unavailable", lambda: None)
+    for cached in (targeted, _warn_of_reference):
+        cached.cache_clear()
+    with FakeTensorMode() as mode:
+        yield mode
+    for cached in (targeted, _warn_of_reference):
+        cached.cache_clear()
+
+
+@pytest.mark.skipif(interpreted(), reason="the interpreter runs no GPU tensors")
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
+def test_gpus_that_triton_does_not_target(
+    gpu: FakeTensorMode, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        q = torch.empty(1, 8, 2, 64, dtype=dtype, device="cuda")
+        why = TritonBackend().unsupported(q, q, Score(1.0), lse_gradient=False)
+        assert why is None if runs else why is not None and "compute capability is below 8.0" in why
+
+
+@pytest.mark.skipif(interpreted(), reason="the interpreter runs no GPU tensors")
+def test_a_gpu_left_with_the_reference_warns_once(gpu: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def chosen(name: str, dtype: torch.dtype, head_dim: int = 64) -> str:
+        q = torch.empty(1, 8, 2, head_dim, dtype=dtype, device="cuda")
+        return select(name, q, q, Score(1.0)).name
+
+    with pytest.warns(RuntimeWarning, match=r"triton: torch.float64 \(float16, bfloat16 and float32 only\)") as warned:
+        assert [chosen("auto", torch.float64) for _ in range(2)] == ["reference"] * 2
+    assert len(warned) == 1
+    with pytest.warns(RuntimeWarning, match="head_dim=512"):
+        assert chosen("triton", torch.bfloat16, 512) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen("reference", torch.float64, 32) == "reference"  # as asked for
+        assert chosen("auto", torch.bfloat16) == "triton"
+
+
+def test_an_error_of_the_compiler_says_what_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = type("PTXASError", (Exception,), {"__module__": "triton.runtime.errors"})
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error("no such instruction")
+
+    kernels: Any = SimpleNamespace(attention_forward=fail, attention_backward=fail)
+    monkeypatch.setitem(sys.modules, "seqpar.triton_kernels", kernels)
+    monkeypatch.setattr(seqpar, "triton_kernels", kernels, raising=False)
+    q = torch.zeros(1, 4, 1, 16)
+    intervals: Any = SimpleNamespace(to=lambda device: None)
+    with pytest.raises(RuntimeError, match="pass backend='reference'") as raised:
+        TritonBackend().forward(q, q, q, intervals, Score(1.0), None, True)
+    assert isinstance(raised.value.__cause__, error)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -105,6 +105,8 @@ def sync_again(group: ProcessGroup, how: str) -> list[str]:
         module = DistributedDataParallel(module, process_group=sequence)
     if how == "fsdp":
         fully_shard(module, mesh=mesh["ring"])
+    if how == "fsdp1":
+        module = FullyShardedDataParallel(module, process_group=sequence, device_id=torch.device("cpu"))
 
     def step() -> str:
         try:
@@ -127,6 +129,7 @@ def sync_again(group: ProcessGroup, how: str) -> list[str]:
     [
         ("plain", ["", "summed this gradient already", "", "summed this gradient already", ""]),
         ("ddp", ["DistributedDataParallel over the ranks of the sequence"] * 5),
+        ("fsdp1", ["FullyShardedDataParallel over the ranks of the sequence"] * 5),
         ("fsdp", ["weight: a DTensor over ranks that share the sequence"] * 5),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import fully_shard
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +23,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from packaging.version import Version
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import seqpar
 import seqpar.hf
@@ -30,6 +34,21 @@ from .pool import Pool, mesh_of, on_ranks
 
 pytestmark = pytest.mark.slow
 LOSS, GRADIENT = 2e-5, 1e-3
+
+
+@pytest.fixture(scope="module")
+def pool_of_two() -> Iterator[Pool]:
+    """Its world is the sequence, over which wrappers without a group average."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool_of_four() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
 
 
 def reference(kind: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
@@ -98,6 +117,143 @@ def shard_fully(model: Any) -> None:
 def test_wrappers_that_average(pool: Pool, wrapper: str, kind: str, checkpoint: bool | None) -> None:
     for loss, gradient in pool.run(8, wrapped, wrapper, kind, checkpoint):
         assert loss < LOSS and gradient < GRADIENT
+
+
+def fsdp1(model: nn.Module, use_orig_params: bool, *units: type[nn.Module]) -> Any:
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=set(units)) if units else None
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+
+
+def fsdp1_gradients(outer: Any, kind: str) -> dict[str, Tensor]:
+    """From the weights after a step of SGD, because FSDP1 shows gradients in one of its two modes only."""
+    torch.optim.SGD(outer.parameters(), lr=100.0).step()
+    before = dict(tiny(kind).named_parameters())
+    with FullyShardedDataParallel.summon_full_params(outer, writeback=False):
+        after = {n.replace("_fsdp_wrapped_module.", ""): p.detach() for n, p in outer.named_parameters()}
+        return {name: (before[name].detach() - x) / 100.0 for name, x in after.items()}
+
+
+@on_ranks
+def wrapped_in_fsdp1(group: ProcessGroup, use_orig_params: bool, inner: str) -> tuple[float, float]:
+    batch = make_batch("packed")
+    losses, grads = reference("llama", [batch])
+    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    units = {"nothing": (), "layers": (LlamaDecoderLayer,), "layers, head": (LlamaDecoderLayer, nn.Linear)}[inner]
+    outer = fsdp1(model, use_orig_params, *units)
+    loss = outer(**seqpar.hf.shard_batch(batch, group=group)).loss
+    loss.backward()
+    return abs(loss.item() - losses[0]), worst(fsdp1_gradients(outer, "llama"), grads)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("inner", ["nothing", "layers", "layers, head"])
+def test_fsdp1(pool_of_two: Pool, use_orig_params: bool, inner: str) -> None:
+    for loss, gradient in pool_of_two.run(2, wrapped_in_fsdp1, use_orig_params, inner):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+class Around(nn.Module):
+    """Holds a model, and calls it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.module(**kwargs)
+
+
+@on_ranks
+def loss_outside_the_forward(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
+    """The model returns logits, and the caller computes the loss, as a pipeline's last stage does."""
+    batch = make_batch("packed")
+    losses, grads = reference("llama", [batch])
+    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    local = seqpar.hf.shard_batch(batch, group=group)
+    labels = local.pop("labels")
+    outer: Any = model
+    if wrapper in ("ddp", "ddp over dp"):
+        alone = [dist.new_group([rank]) for rank in range(group.size())]
+        outer = DistributedDataParallel(model, process_group=group if wrapper == "ddp" else alone[group.rank()])
+    elif wrapper == "ddp of the layers, ddp of the head":
+        model.model = DistributedDataParallel(model.model)
+        model.lm_head = DistributedDataParallel(model.lm_head)
+    elif wrapper == "replicate":
+        replicate(model)
+    elif wrapper == "fsdp1":
+        outer = fsdp1(model, True)
+    elif wrapper == "fsdp":
+        shard_fully(model)
+    elif wrapper == "fsdp around":
+        outer = Around(model)
+        fully_shard(outer, mesh=all_ranks())
+    elif wrapper == "dropped ddp":
+        DistributedDataParallel(model)
+    logits = outer(**local).logits
+    loss = model.loss_function(logits, labels, seqpar=local["seqpar"])
+    loss.backward()
+    if wrapper in ("none", "dropped ddp", "ddp over dp"):
+        seqpar.sync_gradients(model, group=group)
+    if wrapper == "fsdp1":
+        return abs(loss.item() - losses[0]), worst(fsdp1_gradients(outer, "llama"), grads)
+    ours = {n.replace("module.", ""): g for n, g in full_gradients(outer).items()}
+    return abs(loss.item() - losses[0]), worst(ours, grads)
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        "none", "ddp", "ddp over dp", "ddp of the layers, ddp of the head", "dropped ddp", "replicate",
+        "fsdp1", "fsdp", "fsdp around",
+    ],
+)  # fmt: skip
+def test_a_loss_outside_the_forward(pool_of_two: Pool, wrapper: str) -> None:
+    for loss, gradient in pool_of_two.run(2, loss_outside_the_forward, wrapper):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+# DeepSpeed's engines have these names, by which they are recognized.
+DeepSpeedEngine = type("DeepSpeedEngine", (Around,), {"__module__": "deepspeed.runtime.engine"})
+PipelineEngine = type("PipelineEngine", (DeepSpeedEngine,), {})
+
+
+@on_ranks
+def in_deepspeed(group: ProcessGroup, gradients_are: Gradients) -> str:
+    batch = make_batch("plain")
+    model = seqpar.hf.parallelize(tiny("llama"), group=group, gradients=gradients_are)
+    engine = PipelineEngine(model)
+    local = seqpar.hf.shard_batch(batch, group=group)
+    try:
+        engine(**local).loss.backward()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_deepspeed_is_refused_unless_the_caller_chooses(pool_of_two: Pool) -> None:
+    for said in pool_of_two.run(2, in_deepspeed, "auto"):
+        assert "the model is inside a PipelineEngine" in said and "gradients='mean'" in said
+    assert pool_of_two.run(2, in_deepspeed, "mean") == ["", ""]
+
+
+@on_ranks
+def averaged_over_some(group: ProcessGroup) -> str:
+    """DDP over two of the sequence's four ranks."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    outer = DistributedDataParallel(model, process_group=pairs[group.rank() // 2])
+    try:
+        outer(**seqpar.hf.shard_batch(make_batch("plain"), group=group))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrapper_over_part_of_the_sequence_is_refused(pool_of_four: Pool) -> None:
+    for said in pool_of_four.run(4, averaged_over_some):
+        assert "DistributedDataParallel averages over ranks" in said and "of the sequence's [0, 1, 2, 3]" in said
 
 
 @on_ranks

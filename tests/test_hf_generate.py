@@ -18,6 +18,7 @@ from transformers import DynamicCache, StaticCache
 import seqpar
 import seqpar.hf
 from seqpar.comm.trace import trace
+from seqpar.hf import generate
 from seqpar.kernels import BackendName
 from seqpar.layout import Layout
 
@@ -97,10 +98,11 @@ def test_cache_stays_sharded(pool: Pool, kind: str) -> None:
     assert sum(kernels for *_, kernels in results) >= 2
 
 
-class LargestAllocation(TorchDispatchMode):
-    """Records the bytes of the largest tensor that an operation returns, views of its arguments left out."""
+class Allocations(TorchDispatchMode):
+    """Records the bytes of the tensors that operations return, views of their arguments left out."""
 
-    nbytes = 0
+    largest = 0
+    together = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def tensors(tree: Any) -> list[Tensor]:
@@ -108,8 +110,9 @@ class LargestAllocation(TorchDispatchMode):
 
         given = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
         result = operation(*args, **(kwargs or {}))
-        made = (x.nbytes for x in tensors(result) if x.untyped_storage().data_ptr() not in given)
-        self.nbytes = max(self.nbytes, *made, 0)
+        made = [x.nbytes for x in tensors(result) if x.untyped_storage().data_ptr() not in given]
+        self.largest = max(self.largest, *made, 0)
+        self.together += sum(made)
         return result
 
 
@@ -125,11 +128,57 @@ def test_decoding_makes_no_copy_of_the_cache(dtype: torch.dtype, backend: Backen
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         model(input_ids=ids[:, :1], past_key_values=cache)  # allocates the cache's spare capacity
-        with LargestAllocation() as largest:
+        with Allocations() as made:
             model(input_ids=ids[:, :1], past_key_values=cache)
     keys = cache.layers[0].keys
     assert keys.dtype == dtype and keys.shape[2] == 5002
-    assert 0 < largest.nbytes < keys.nbytes // 2
+    assert 0 < made.largest < keys.nbytes // 2
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_token_allocates_the_same_whatever_is_cached(window: int | None) -> None:
+    """Neither keys nor their positions are copied for each token, which would be quadratic in the number of tokens."""
+    together = []
+    for cached in (1000, 50_000):
+        layer = generate.ShardedCacheLayer(window)
+        for start, stop in ((0, cached), (cached, cached + 1), (cached + 1, cached + 2)):
+            layer.expect(torch.arange(start, stop), None, stop)
+            new = torch.ones(1, 2, stop - start, 8)
+            with Allocations() as made:
+                keys, _ = layer.update(new, new)
+        together.append(made.together)
+        assert layer.positions.tolist() == list(range(0 if window is None else cached + 3 - window, cached + 2))
+        assert keys.shape[2] == len(layer.attended)
+    assert together[0] == together[1]
+
+
+@on_ranks
+def continued(group: ProcessGroup, gathered_bytes: int) -> tuple[float, int, int, int]:
+    """A second turn of 300 tokens: error, the largest tensor it allocates, attention's calls, messages of the ranks."""
+    before, generate._GATHERED_BYTES = generate._GATHERED_BYTES, gathered_bytes
+    reference, model = model_of("llama"), seqpar.hf.parallelize(model_of("llama"), group=group)
+    tokens = torch.randint(3, VOCAB, (1, 1500), generator=torch.Generator().manual_seed(1))
+    cache = DynamicCache(config=model.config)
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens[:, :1200], past_key_values=cache, logits_to_keep=1)
+            with trace() as t, Allocations() as made:
+                logits = model(input_ids=tokens[:, 1200:], past_key_values=cache).logits
+            expected = reference(input_ids=tokens).logits[:, 1200:]
+    finally:
+        generate._GATHERED_BYTES = before
+    return float((logits - expected).abs().max()), made.largest, t.backends["cpu"], t.messages
+
+
+def test_a_second_turn_is_blockwise(pool: Pool) -> None:
+    layers, heads, head_dim, new, ranks = 2, 4, 8, 300, 2
+    gathered = ranks * new * heads * (head_dim + 1) * 4
+    scores = heads * new * (1500 // ranks) * 4  # of one layer on one rank, if they all existed at once
+    for bound, spans in ((1 << 28, 1), (gathered // 3, 3)):
+        for error, largest, calls, messages in pool.run(ranks, continued, bound):
+            assert error < 5e-5
+            assert largest < scores // 4
+            assert calls == layers * spans and messages == layers * spans
 
 
 def test_a_cache_outlives_inference_mode() -> None:

@@ -143,3 +143,19 @@ def test_refused_arguments(tmp_path: Path) -> None:
     model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
     with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
         trainer(model, label_smoothing_factor=0.1)
+
+
+def test_deepspeed_is_refused_unless_the_caller_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = transformers.Trainer.create_accelerator_and_postprocess
+
+    def create_with_deepspeed(trainer: Any) -> None:
+        create(trainer)
+        trainer.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", create_with_deepspeed)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    with pytest.raises(ValueError, match=r"the Trainer uses DeepSpeed.*gradients='mean'"):
+        seqpar.hf.SequenceParallelTrainer(model, arguments, train_dataset=sequences(2))
+    seqpar.hf.parallelize(seqpar.hf.restore(model), strategy="local", gradients="mean")
+    seqpar.hf.SequenceParallelTrainer(model, arguments, train_dataset=sequences(2))

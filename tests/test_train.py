@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,10 +19,11 @@ import pytest
 import torch
 
 from seqpar.cli import main
-from seqpar.cli.launch import CommandError, launch
+from seqpar.cli.launch import CommandError, _local_store, launch
 from seqpar.cli.trainer.checkpoint import load_checkpoint, save_checkpoint
 from seqpar.cli.trainer.config import TrainConfig
 from seqpar.cli.trainer.data import MaskChoice, make_batch, read_corpus
+from seqpar.cli.trainer.memory import least_memory
 from seqpar.cli.trainer.model import IGNORE_INDEX
 from seqpar.cli.trainer.worker import launch_training, run_training
 
@@ -150,6 +152,76 @@ def test_torchrun(tmp_path: Path) -> None:
     assert losses(tmp_path) == pytest.approx(train_here(SMALL, tmp_path, steps=2, text=__file__), rel=1e-5)
 
 
+def train_on_two_hosts(folder: Path, *options: str, only_on_1: tuple[str, ...] = ()) -> list[tuple[int, str]]:
+    """Exit code and stderr of one torchrun on each of two "hosts": one rank each, and a folder of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    hosts: list[subprocess.Popen[str]] = []
+    for host in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}"]
+        command += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "seqpar", "train"]
+        command += ["--seq-len=61", "--batch=2", "--layers=2", "--hidden=32", "--heads=4", "--kv-heads=2", "--no-plot"]
+        command += [*options, *(only_on_1 if host else ())]
+        (folder / str(host)).mkdir(exist_ok=True)
+        where: dict[str, Any] = {"env": environment, "cwd": folder / str(host)}
+        hosts.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **where))
+    try:
+        ended = [host.communicate(timeout=90) for host in hosts]
+    finally:
+        for process in hosts:
+            process.kill()
+    return [(host.returncode, stderr) for host, (_, stderr) in zip(hosts, ended, strict=True)]
+
+
+def test_two_hosts_resume_without_a_shared_disk(tmp_path: Path) -> None:
+    """The second host has neither the checkpoint nor the text."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "text").write_bytes(Path(__file__).read_bytes())
+    expected = train_here(SMALL, tmp_path, text=__file__)
+    train_here(SMALL, tmp_path / "0" / "out", steps=2, text=__file__)
+    ended = train_on_two_hosts(tmp_path, "--steps=4", "--out=out", "--text=text", "--resume")
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert losses(tmp_path / "0" / "out") == pytest.approx(expected, rel=1e-5)
+    assert not (tmp_path / "1" / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "only_on_1", "words"),
+    [
+        (("--resume",), (), "out/checkpoint.pt does not exist"),  # on rank 0, and rank 1 must not wait for it
+        ((), ("--device=cuda",), "device='cuda': 0 GPUs on"),  # on rank 1, and rank 0 must not wait for it
+    ],
+)
+def test_two_hosts_fail_together(tmp_path: Path, options: Any, only_on_1: Any, words: str) -> None:
+    ended = train_on_two_hosts(tmp_path, "--steps=1", "--out=out", *options, only_on_1=only_on_1)
+    for rank, (code, stderr) in enumerate(ended):
+        assert code == 1 and f"error (rank {rank}): " in stderr and words in stderr  # 1: torchrun's own code
+
+
+def test_gpus_are_counted_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    replace(SMALL, device="cuda").check(ranks=16, local_ranks=8)
+    with pytest.raises(ValueError, match=r"device='cuda': 8 GPUs on .* for its 16 ranks"):
+        replace(SMALL, device="cuda").check(ranks=16, local_ranks=16)
+
+
+def test_a_step_needs_at_least_what_is_asked_for(tmp_path: Path) -> None:
+    config = replace(SMALL, seq_len=1024, steps=1, hidden=128)
+    train_on(1, config, tmp_path)  # in a new process, which has no freed memory to use again
+    (peak,) = json.loads((tmp_path / "summary.json").read_text())["peak_memory_per_rank"]
+    assert peak / 4 < sum(least_memory(config, 1)) < peak
+
+
+def test_only_this_machine_reaches_the_store() -> None:
+    store = _local_store()
+    with socket.create_connection(("127.0.0.1", store.port), timeout=5):
+        pass
+    ports = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    ports += [line.split()[1] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    assert {address.split(":")[0] for address in ports if int(address.split(":")[1], 16) == store.port} == {"0100007F"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -171,6 +243,7 @@ def test_torchrun(tmp_path: Path) -> None:
         ("--stepz 3", "No such option"),
         ("--resume --steps 1 --out /nowhere", "/nowhere/checkpoint.pt does not exist"),
         ("--steps 1 --out /proc/nowhere", "--out /proc/nowhere"),
+        ("--seq-len 999999999", "seq_len=999999999, batch=1: on 1 rank(s) a step needs at least"),
     ],
 )
 def test_bad_options(

@@ -79,7 +79,7 @@ def demo(
     folder = Path(out)
     with bad_options():
         for ranks, config in runs.values():
-            config.check(ranks)
+            config.check(ranks, ranks)
         corpus = read_corpus(text)
         make_folder(folder)
     corpus.save(folder / "text.txt")  # all runs read this copy: the file may change meanwhile

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -106,7 +107,7 @@ def launch(
     Raises:
         CommandError: a rank failed (with its exit code and the last lines of its stderr), or the deadline passed.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _local_store()
     ranks: list[subprocess.Popen[bytes]] = []
     with ExitStack() as files:
         errors = [files.enter_context(tempfile.TemporaryFile()) for _ in range(nproc)]
@@ -119,6 +120,14 @@ def launch(
             _wait(ranks, errors, deadline_s)
         finally:
             _end(ranks)
+
+
+def _local_store() -> TCPStore:
+    """A store that only processes of this machine can reach, on a port that the operating system chooses."""
+    # TCPStore itself would listen on all interfaces, and it asks nobody for a password.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def follow_launcher() -> None:

@@ -26,7 +26,8 @@ def train(
 
     The loss curve is the same for every strategy, layout and number of ranks, up to rounding.
 
-    `--nproc N` starts N ranks on this machine; under torchrun each process is one rank.
+    `--nproc N` starts N ranks on this machine; under torchrun each process is one rank, on any number of machines. Only
+    the machine of rank 0 needs the text and, to resume, the checkpoint.
     """
     config = TrainConfig(**options)
     ranks = _ranks(nproc)
@@ -34,7 +35,7 @@ def train(
         run_training(config)
     else:
         with bad_options():
-            config.check(ranks)
+            config.check(ranks, ranks)
             read_corpus(config.text)
         launch_training(config, ranks)
     if os.environ.get("RANK", "0") == "0":

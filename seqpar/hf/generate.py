@@ -32,6 +32,8 @@ from ..sharding import unshard
 from .batch import BatchShard, batch_mask, token_ranges
 from .state import DecodeShard, Patch, Prefill
 
+_GATHERED_BYTES = 256 << 20  # of the partial results that one all-gather collects
+
 
 def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> Prefill:
     """Replace the arguments of a forward on full tokens, the same on every rank, by this rank's, in place.
@@ -152,37 +154,38 @@ def finish_forward(output: Any, prefill: Prefill, patch: Patch) -> Any:
 
 
 class _GrowingBuffer:
-    """Spare capacity behind cached rows ``[b, n, cached, d]``, so that appending a token does not copy all of them."""
+    """Spare capacity behind cached rows, along one dimension, so that appending a token does not copy all of them."""
 
-    def __init__(self) -> None:
-        self.buffer: Tensor | None = None  # [b, n, capacity, d]
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.buffer: Tensor | None = None
 
     @torch.no_grad()
     def append(self, cached: Tensor, new: Tensor) -> Tensor:
-        """``cached`` followed by ``new [b, n, new, d]``, as a view of the buffer."""
-        buffer, start, length = self.buffer, self._start_of(cached), cached.shape[2]
-        if buffer is None or start is None or start + length + new.shape[2] > buffer.shape[2]:
-            capacity = length + new.shape[2] + max(64, length // 8)
-            buffer = self.buffer = cached.new_empty(*cached.shape[:2], capacity, cached.shape[3])
-            buffer[:, :, :length] = cached
+        """``cached`` followed by ``new``, as a view of the buffer."""
+        buffer, start, length, added = self.buffer, self._start_of(cached), cached.shape[self.dim], new.shape[self.dim]
+        if buffer is None or start is None or start + length + added > buffer.shape[self.dim]:
+            shape = list(cached.shape)
+            shape[self.dim] = length + added + max(64, length // 8)
+            buffer = self.buffer = cached.new_empty(shape)
+            buffer.narrow(self.dim, 0, length).copy_(cached)
             start = 0
-        stop = start + length + new.shape[2]
-        buffer[:, :, start + length : stop] = new
-        return buffer[:, :, start:stop]
+        buffer.narrow(self.dim, start + length, added).copy_(new)
+        return buffer.narrow(self.dim, start, length + added)
 
     def _start_of(self, cached: Tensor) -> int | None:
         """The index of the buffer's row that ``cached`` starts at; None if ``cached`` is not a view of the buffer.
 
         It is not after a beam search has reordered it, for example.
         """
-        buffer = self.buffer
-        if buffer is None or cached.shape[:2] != buffer.shape[:2] or cached.stride() != buffer.stride():
+        buffer, dim = self.buffer, self.dim
+        if buffer is None or cached.shape[:dim] != buffer.shape[:dim] or cached.stride() != buffer.stride():
             return None
         if buffer.is_inference() and not torch.is_inference_mode_enabled():  # writing to it would raise
             return None
         if cached.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
             return None
-        return cached.storage_offset() // buffer.stride(2)
+        return cached.storage_offset() // buffer.stride(dim)
 
 
 class ShardedCacheLayer(DynamicLayer):
@@ -209,7 +212,10 @@ class ShardedCacheLayer(DynamicLayer):
         self.total = 0
         self.positions = self.attended = torch.empty(0, dtype=torch.int64)
         self._incoming: tuple[Tensor, Tensor | None, int] | None = None
-        self._key_buffer, self._value_buffer = _GrowingBuffer(), _GrowingBuffer()
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
+        self._key_buffer, self._value_buffer, self._position_buffer = (_GrowingBuffer(dim) for dim in (2, 2, 0))
 
     def expect(self, positions: Tensor, select_new: Tensor | None, total: int) -> None:
         """Say what the next ``update`` brings.
@@ -232,12 +238,12 @@ class ShardedCacheLayer(DynamicLayer):
             key_states, value_states = (x.index_select(2, index) for x in (key_states, value_states))
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values = key_states, value_states
+            self.keys, self.values, self.positions = key_states, value_states, positions
             self.is_initialized = True
         else:
             self.keys = self._key_buffer.append(self.keys, key_states)
             self.values = self._value_buffer.append(self.values, value_states)
-        self.positions = torch.cat([self.positions, positions])
+            self.positions = self._position_buffer.append(self.positions, positions)
         self.total = total
         keys, values, self.attended = self.keys, self.values, self.positions
         if not self.record_past:
@@ -265,7 +271,7 @@ class ShardedCacheLayer(DynamicLayer):
     def reset(self) -> None:
         self.keys, self.values, self.is_initialized = None, None, False
         self.total, self.positions = 0, torch.empty(0, dtype=torch.int64)
-        self._key_buffer, self._value_buffer = _GrowingBuffer(), _GrowingBuffer()
+        self._make_buffers()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens (rejected candidates of assisted generation)."""
@@ -341,26 +347,40 @@ def decode(
     positions = shard.cache.layers[module.layer_idx].attended
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
-    intervals = _key_intervals(mask, shard, positions, q.shape[1], q.shape[2] // k.shape[2])
-    partial = _attend(q, k, v, intervals, score, patch.backend)
-    return finish(_merge_over_ranks(*partial, patch), score, q.dtype)[0]
+    # As many of the new tokens at a time as have _GATHERED_BYTES of partial results on all ranks together.
+    new = q.shape[1]
+    span = max(1, _GATHERED_BYTES // (patch.ranks * q.shape[0] * q.shape[2] * (q.shape[3] + 1) * 4))
+    outs = []
+    for start in range(0, new, span):
+        stop = min(start + span, new)
+        queries = range(shard.start + start, shard.start + stop)
+        intervals = _key_intervals(mask, shard, positions, queries, q.shape[2] // k.shape[2], q.device)
+        part = None if intervals is None else _attend(q[:, start:stop], k, v, intervals, score, patch.backend)
+        merged = _merge_over_ranks(*(part or empty_carry(q[:, start:stop])), patch)
+        outs.append(finish(merged, score, q.dtype)[0])
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
-def _key_intervals(mask: Mask, shard: DecodeShard, positions: Tensor, new: int, q_per_kv: int) -> KeyIntervals:
-    """Which of the keys at ``positions [cached]`` the new queries see, each query ``q_per_kv`` times in a row."""
+def _key_intervals(
+    mask: Mask, shard: DecodeShard, positions: Tensor, queries: range, q_per_kv: int, device: torch.device
+) -> KeyIntervals | None:
+    """Which of the keys at ``positions [cached]`` the new queries see, each query ``q_per_kv`` times in a row.
+
+    None: this rank caches none that a query sees.
+    """
     # Every layer caches a suffix of the same positions, so that their number determines them.
-    key = mask, new * q_per_kv, len(positions)
+    key = mask, queries, q_per_kv, len(positions), device
     if key not in shard.intervals:
-        queries = torch.arange(shard.start, shard.start + new).repeat_interleave(q_per_kv)
-        lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(queries))
-        shard.intervals[key] = KeyIntervals(lo, hi, queries.int(), positions.int())
+        rows = torch.arange(queries.start, queries.stop).repeat_interleave(q_per_kv)
+        lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
+        unused = rows.int()  # positions matter to ALiBi and dropout only
+        seen = bool((lo < hi).any())
+        shard.intervals[key] = KeyIntervals(lo, hi, unused, unused).to(device) if seen else None
     return shard.intervals[key]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str) -> Carry:
     """This rank's partial result: float32 ``acc [b, new, h, d]`` and ``lse [b, h, new]``."""
-    if not bool((intervals.lo < intervals.hi).any()):  # this rank caches none of the visible keys
-        return empty_carry(q)
     # The query heads of a kv head become consecutive queries, so that each key is read once for all of them.
     g = q.shape[2] // k.shape[2]
     q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)

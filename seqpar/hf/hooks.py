@@ -13,13 +13,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from .generate import finish_forward, prepare_forward
 from .loss import LazyLogits, TokenLoss, reduce_over_ranks
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
 from .support import predicts_in_place, uses_loss_function
+from .wrappers import keeps_weight
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _ROUTER_LOSS = "load_balancing_loss_func"
@@ -80,14 +79,15 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
     """``output`` with a loss in front. Its first value is the logits, one prediction a token."""
     logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]
-    loss = TokenLoss(forward.patch)(logits, labels, num_items_in_batch=forward.num_items, seqpar=forward.batch_shard)
+    token_loss = TokenLoss(forward.patch, forward.model)
+    loss = token_loss(logits, labels, num_items_in_batch=forward.num_items, seqpar=forward.batch_shard)
     return (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
 
 
 def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Where a loss follows, give the output embedding no tokens, and keep its input ``[..., seq, hidden]``."""
     forward = current_forward()
-    if forward is None or not forward.wants_loss or not _is_plain_linear(head):
+    if forward is None or not forward.wants_loss or not _is_plain_linear(head, forward.model):
         return None
     forward.hidden = args[0]
     return (args[0][..., :0, :], *args[1:])
@@ -102,15 +102,9 @@ def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLo
     return LazyLogits(cast(nn.Linear, head), hidden)
 
 
-def _is_plain_linear(head: nn.Module) -> bool:
-    """Whether the full weight is there until the model's forward ends, and nothing but it makes the logits."""
-    return (
-        isinstance(head, nn.Linear)
-        and type(head).forward is nn.Linear.forward
-        and not isinstance(head, FSDPModule)
-        and not isinstance(head.weight, DTensor)
-        and tuple(head.weight.shape) == (head.out_features, head.in_features)
-    )
+def _is_plain_linear(head: nn.Module, model: nn.Module) -> bool:
+    """Whether nothing but the head's weight makes the logits, and it is there until the model's forward ends."""
+    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and keeps_weight(head, model)
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -195,7 +189,7 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         chosen, tokens = sums[:-1], sums[-1]  # of all ranks
         # The loss is linear in this rank's probabilities, so the local loss has this rank's partial gradient.
         local_loss = (chosen / tokens * (probability / tokens)).sum() * num_experts
-        return reduce_over_ranks(local_loss, patch)
+        return reduce_over_ranks(local_loss, patch, forward.model)
 
     return load_balancing_loss
 

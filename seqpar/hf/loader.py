@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, default_collate
 
@@ -30,13 +31,18 @@ class ShardedLoader:
     left out, so that all ranks take the same number of steps. A loader with a ``DistributedSampler`` is used as it is;
     the sampler must have dp's size and rank.
 
+    ``state_dict`` and ``load_state_dict`` resume in the middle of an epoch, at the batch after the last one that was
+    yielded. A loader that has them itself (torchdata's ``StatefulDataLoader``) does it; of any other, the batches
+    before are loaded again and skipped, in the order that its generator gave.
+
     Args:
         loader: yields full batches. If it shuffles, it must do so alike on all ranks: give it a seeded generator.
         mesh: as in ``shard_batch``.
         group: as in ``shard_batch``.
         layout: as in ``shard_batch``.
         shift_labels: as in ``shard_batch``.
-        scatter: only the first rank of each sequence group loads batches, and sends the others their parts.
+        scatter: only the first rank of each sequence group loads batches, and sends the others their parts, which they
+            unpickle.
 
     Raises:
         ValueError: the loader's DistributedSampler has another size or rank than dp.
@@ -65,25 +71,79 @@ class ShardedLoader:
                     f"the mesh has dp={size} and this is dp rank {rank}; make it with num_replicas={size}, rank={rank}"
                 )
             size, rank = 1, 0
+        self.size = size
         self.loader = loader if size == 1 else strided_loader(loader, size, rank)
         # An iterable dataset cannot be strided: every rank loads all batches and skips the others'.
         self.stride, self.offset = (size, rank) if isinstance(loader.dataset, IterableDataset) else (1, 0)
+        self._yielded = 0  # batches of the epoch under way
+        self._generator_at_start: Tensor | None = None  # of that epoch
+        self._loaded = False  # whether load_state_dict said where the next iteration starts
 
     def __len__(self) -> int:
         return len(self.loader) // self.stride
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._loaded:
+            self._yielded, self._generator_at_start = 0, self._generator_state()
+        skip, self._loaded = 0 if self._is_stateful else self._yielded, False
         batches = self._batches()
         scatter = self.scatter and size_of(self.group) > 1
+        if self._loads:
+            for _ in islice(batches, skip):
+                pass
         while True:
-            batch = next(batches, None) if not scatter or rank_in(self.group) == 0 else None
+            batch = next(batches, None) if self._loads else None
             if scatter:
                 follows = all_gather_header(partial(_BatchFollows, batch is not None), self.group)[0].follows
             else:
                 follows = batch is not None
             if not follows:
+                self._yielded = 0
                 return
+            self._yielded += 1
             yield shard_batch(batch, group=self.group, layout=self.layout, shift_labels=self.shift_labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands, for ``load_state_dict`` on the same rank. It is small, and can be saved."""
+        generator = self._generator_at_start if self._yielded else self._generator_state()
+        state = {"dp": self.size, "yielded": self._yielded, "generator": generator}
+        if self._is_stateful:
+            state["loader"] = cast(Any, self.loader).state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on from ``state``, which ``state_dict`` returned.
+
+        A sampler with an epoch (``DistributedSampler``) must be set to the epoch of the state first.
+
+        Raises:
+            ValueError: the state was saved with another number of dp ranks, or with another kind of loader.
+        """
+        if state["dp"] != self.size:
+            raise ValueError(
+                f"state: it was saved with dp={state['dp']}, but this loader has dp={self.size}; resume with the same, "
+                "or start the epoch again"
+            )
+        if ("loader" in state) != self._is_stateful:
+            raise ValueError("state: it was saved with another kind of loader; give the same one")
+        if self._is_stateful:
+            cast(Any, self.loader).load_state_dict(state["loader"])
+        elif state["generator"] is not None and self.loader.generator is not None:
+            self.loader.generator.set_state(state["generator"])
+        self._yielded, self._generator_at_start, self._loaded = state["yielded"], state["generator"], True
+
+    @property
+    def _loads(self) -> bool:
+        """Whether this rank loads batches. Otherwise it is sent its parts."""
+        return not self.scatter or rank_in(self.group) == 0
+
+    @property
+    def _is_stateful(self) -> bool:
+        return self._loads and hasattr(self.loader, "state_dict")
+
+    def _generator_state(self) -> Tensor | None:
+        """The state of the loader's generator, which gives the order of an epoch when it starts."""
+        return None if self.loader.generator is None else self.loader.generator.get_state()
 
     def _batches(self) -> Iterator[Any]:
         """The full batches of this rank's dp rank."""
@@ -94,7 +154,8 @@ class ShardCollator:
     """A collate function that shards: for your own DataLoader, in worker processes too. It does not communicate.
 
     Every rank of the sequence must load the same examples in the same order, and nothing checks it: give a
-    ``DistributedSampler`` dp's size and rank, not the world's.
+    ``DistributedSampler`` dp's size and rank, not the world's. It holds no state: torchdata's ``StatefulDataLoader``
+    around it resumes in the middle of an epoch by itself.
 
     Args:
         collate: makes a full batch from a list of examples.
@@ -146,7 +207,7 @@ class StridedSampler(Sampler[Any]):
 def strided_loader(loader: DataLoader[Any], stride: int, offset: int) -> DataLoader[Any]:
     """A loader of every ``stride``-th batch of ``loader``, which loads no other batch.
 
-    A loader of an iterable dataset is returned as it is.
+    A loader of an iterable dataset is returned as it is. One of torchdata's ``StatefulDataLoader`` stays one.
     """
     if isinstance(loader.dataset, IterableDataset):
         return loader
@@ -155,7 +216,10 @@ def strided_loader(loader: DataLoader[Any], stride: int, offset: int) -> DataLoa
         sampling = {"batch_size": None, "sampler": StridedSampler(loader.sampler, stride, offset)}
     else:
         sampling = {"batch_sampler": StridedSampler(loader.batch_sampler, stride, offset)}
-    return DataLoader(
+    stateful = hasattr(loader, "state_dict")
+    if stateful:
+        sampling["snapshot_every_n_steps"] = getattr(loader, "snapshot_every_n_steps", 1)
+    return (type(loader) if stateful else DataLoader)(
         loader.dataset,
         **sampling,
         num_workers=loader.num_workers,

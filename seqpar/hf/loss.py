@@ -16,12 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from ..layers.loss import all_reduce_loss
 from .batch import IGNORE_INDEX, BatchShard
 from .state import Gradients, Patch, current_forward
+from .wrappers import averaging_wrappers
 
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 _CHUNK_BYTES = 128 << 20
@@ -35,8 +34,9 @@ class TokenLoss:
     The model's forward calls it like transformers' own loss functions. ``labels`` are shifted already.
     """
 
-    def __init__(self, patch: Patch) -> None:
+    def __init__(self, patch: Patch, model: nn.Module) -> None:
         self.patch = patch
+        self.model = model
 
     def __call__(
         self,
@@ -58,7 +58,8 @@ class TokenLoss:
             seqpar: the batch's ``BatchShard``, where no forward of the model is under way (in a pipeline).
 
         Raises:
-            ValueError: the labels do not come from ``shard_batch``.
+            ValueError: the labels do not come from ``shard_batch``; or a wrapper around the model reduces gradients in
+                a way for which ``gradients="auto"`` has no factor.
         """
         forward = current_forward()
         shard = seqpar or (forward.batch_shard if forward is not None else None)
@@ -80,52 +81,37 @@ class TokenLoss:
             num_items = num_items.to(total.device)
         elif num_items == 0:
             num_items = total.new_zeros(())  # no label counts: the loss is NaN, as on one device
-        return reduce_over_ranks(total / num_items, self.patch)
+        return reduce_over_ranks(total / num_items, self.patch, self.model)
 
 
-def reduce_over_ranks(local_loss: Tensor, patch: Patch) -> Tensor:
+def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Tensor:
     """The sum of all ranks' ``local_loss``. Its backward gives this rank's partial gradient only.
 
     Under a wrapper that averages gradients over the ranks of the sequence, the backward multiplies by their number.
     """
     if patch.group is None or patch.ranks == 1:
         return local_loss
-    return all_reduce_loss(local_loss, patch.group, _gradient_scale(patch, patch.group))
+    return all_reduce_loss(local_loss, patch.group, _gradient_scale(patch, patch.group, model))
 
 
-def _gradient_scale(patch: Patch, group: ProcessGroup) -> int:
-    """The number by which wrappers around the model will divide the sum of the partial gradients."""
-    if patch.gradients == "partial":
+def _gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
+    """The number by which wrappers around ``model`` will divide the sum of the partial gradients."""
+    if patch.gradients == "partial" or not torch.is_grad_enabled():
         return 1
     if patch.gradients == "mean":
         return patch.ranks
+    sequence = frozenset(dist.get_process_group_ranks(group))
+    scale = 1
     forward = current_forward()
-    averaging = _averaging_ranks(forward.model) if forward is not None else None
-    sequence = set(dist.get_process_group_ranks(group))
-    return patch.ranks if averaging is not None and sequence <= averaging else 1
-
-
-def _averaging_ranks(model: nn.Module) -> set[int] | None:
-    """The ranks over which DDP or ``fully_shard`` will average the gradients of ``model``; None: neither is used."""
-    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is not None and any(m is model for m in ddp.modules()):
-        return set(dist.get_process_group_ranks(ddp.process_group))
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in _fsdp_parameter_groups(module):
-            if group.gradient_divide_factor is not None:  # set by the user, who then chooses the scale
-                return None
-            return set(group.mesh_info.mesh.mesh.flatten().tolist())
-    return None
-
-
-def _fsdp_parameter_groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    # torch 2.13 has several groups a module; earlier versions have one.
-    several = getattr(state, "_fsdp_param_groups", None)
-    single = getattr(state, "_fsdp_param_group", None)
-    return list(several) if several else [single] if single is not None else []
+    for name, ranks in averaging_wrappers(model, forward is not None and forward.model is model):
+        if sequence <= ranks:
+            scale = patch.ranks
+        elif len(sequence & ranks) > 1:
+            raise ValueError(
+                f"gradients='auto': {name} averages over ranks {sorted(ranks)}, which are some but not all of the "
+                f"sequence's {sorted(sequence)}; wrap the model over all of them, or over dp only"
+            )
+    return scale
 
 
 class LazyLogits:

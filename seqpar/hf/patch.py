@@ -62,9 +62,9 @@ def parallelize(
         layout: how the tokens are sharded: "zigzag", "contiguous" or "striped".
         backend: as in ``seqpar.attention``.
         gradients: what backward gives. "partial": this rank's partial gradient. "mean": the partial gradient times the
-            number of sequence ranks, for wrappers that average over them. "auto": "mean" while the model runs inside
-            DistributedDataParallel or ``fully_shard`` over a mesh that includes all ranks of the sequence, otherwise
-            "partial".
+            number of sequence ranks, for wrappers that average over them. "auto": "mean" while the model is inside
+            DistributedDataParallel, FullyShardedDataParallel or ``fully_shard`` over all ranks of the sequence,
+            otherwise "partial". Inside DeepSpeed, and inside a wrapper over some of the ranks, the loss raises.
         loss_chunk: tokens whose logits the loss computes at a time; by default as many as fit in 128 MiB.
         options: the strategy's options, as in ``seqpar.attention``.
 
@@ -186,7 +186,7 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             handles.append(module.register_forward_hook(hooks.after_rope, with_kwargs=True))
         if isinstance(module, PreTrainedModel):
             patch.loss_functions.append((module, vars(module).get("_loss_function")))
-            module.loss_function = TokenLoss(patch)
+            module.loss_function = TokenLoss(patch, root)
             hooks.patch_router_loss(module)
     head = root.get_output_embeddings()
     if isinstance(head, nn.Module):

@@ -6,6 +6,7 @@ module reads.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,14 +82,14 @@ class DecodeShard:
         cache: a transformers Cache whose layers are ``ShardedCacheLayer``.
         start: global position of the first new token.
         mask: the padding at the start of the prompt. Causality and windows belong to the layers.
-        intervals: the key intervals that layers of this forward have computed, by mask and numbers of queries and
-            keys. Layers with the same mask share them.
+        intervals: the key intervals that layers of this forward have computed, by everything they depend on. Layers
+            with the same mask share them.
     """
 
     cache: Any
     start: int
     mask: Mask
-    intervals: dict[tuple[Mask, int, int], KeyIntervals] = field(default_factory=dict, repr=False)
+    intervals: dict[Hashable, KeyIntervals | None] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformers import Trainer
 from .batch import shard_batch
 from .patch import patch_of
 from .state import Patch
+from .wrappers import deepspeed_error
 
 # The mixin's methods call the methods of the Trainer after it, which a type checker does not know.
 _Mixin: Any = object
@@ -26,16 +27,18 @@ class SequenceParallelMixin(_Mixin):
     """Makes any Trainer work with a parallelized model: ``class Mine(SequenceParallelMixin, SFTTrainer)``.
 
     Ranks along dp get different batches, and ``compute_loss`` shards each of them. The wrapper that the Trainer makes
-    (DDP, or FSDP2 over all ranks) averages the gradients, which are the one-device gradients.
+    (DDP or FSDP over all ranks) averages the gradients, which are the one-device gradients.
 
     Raises:
-        ValueError: the model is not parallelized; or the arguments need the logits of the full sequence, or have a
-            world size that the ranks of the sequence do not divide.
+        ValueError: the model is not parallelized; or the arguments need the logits of the full sequence, have a world
+            size that the ranks of the sequence do not divide, or use DeepSpeed with ``gradients="auto"``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         patch = self._patch
+        if self.is_deepspeed_enabled and patch.gradients == "auto":
+            raise deepspeed_error("the Trainer uses DeepSpeed")
         if self.args.label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor={self.args.label_smoothing_factor}: it needs the logits of all tokens; set it "

@@ -2,13 +2,16 @@
 
 ``backend="auto"`` takes the first backend of the list below that can run on this machine and supports the call (dtype,
 device, head_dim, features). If a backend is named but lacks a feature of the call, the call falls back to the next one
-that has it; ``seqpar.trace()`` shows which ran. The list, best first: triton (CUDA, ROCm), cpu, reference. Triton's
-interpreter (``TRITON_INTERPRET=1``) runs the kernels on a CPU, slowly, for tests: "auto" never chooses it.
+that has it; ``seqpar.trace()`` shows which ran. Where a GPU is left with the reference, a RuntimeWarning says why. The
+list, best first: triton (CUDA, ROCm), cpu, reference. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on
+a CPU, slowly, for tests: "auto" never chooses it.
 """
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -86,5 +89,28 @@ def select(
             continue
         if backend.unavailable() is None and backend.unsupported(q, k, score, lse_gradient=lse_gradient) is None:
             count_backend(backend.name)
+            if backend.name == "reference" and name != "reference" and q.is_cuda:
+                _warn_of_reference(_why_not(q, k, score, lse_gradient, deterministic))
             return backend if kv_index is None else RepeatedKV(backend, torch.tensor(kv_index, device=q.device))
     raise RuntimeError("no backend supports this call")  # unreachable: the reference supports every call
+
+
+def _why_not(q: Tensor, k: Tensor, score: Score, lse_gradient: bool, deterministic: bool) -> str:
+    """Why each backend for GPUs cannot run a call."""
+    reasons = {}
+    for name, backend in BACKENDS.items():
+        if name not in ("cpu", "reference"):
+            reasons[name] = backend.unavailable() or backend.unsupported(q, k, score, lse_gradient=lse_gradient)
+            if deterministic and not backend.deterministic:
+                reasons[name] = reasons[name] or "not deterministic"
+    return "; ".join(f"{name}: {why}" for name, why in reasons.items())
+
+
+@lru_cache(maxsize=64)  # once for each reason
+def _warn_of_reference(why: str) -> None:
+    warnings.warn(
+        "seqpar: attention on this GPU runs on backend='reference', plain PyTorch, which is slow and waits for the GPU "
+        f"({why})",
+        RuntimeWarning,
+        stacklevel=3,
+    )

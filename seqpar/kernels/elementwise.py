@@ -36,6 +36,8 @@ def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
     """
     if not x.is_cuda or x.dtype not in DTYPES or unavailable() is not None or torch.compiler.is_compiling():
         return None
+    if not targeted(x.device):
+        return None
     from .. import triton_kernels  # not at the top: it imports Triton, which need not be installed
 
     return triton_kernels
@@ -50,6 +52,12 @@ def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA or ROCm GPU (TRITON_INTERPRET=1, set before the first import, runs the kernels on the CPU)"
     return None
+
+
+@lru_cache(maxsize=16)
+def targeted(device: torch.device) -> bool:
+    """Whether Triton compiles for this GPU: compute capability 8.0 or higher, and every GPU of ROCm."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def interpreted() -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ..schedule import KeyIntervals
 from .base import Carry, OutputGrad, Score
-from .elementwise import DTYPES, interpreted, unavailable
+from .elementwise import DTYPES, interpreted, targeted, unavailable
 
 _MAX_HEAD_DIM = 256
 
@@ -37,8 +38,8 @@ class TritonBackend:
                 return "bfloat16 (Triton's interpreter multiplies it wrongly)"
         elif q.device.type != "cuda":
             return f"the tensors are on {q.device.type}"
-        elif q.dtype == torch.bfloat16 and _capability(q.device) < (8, 0):
-            return "bfloat16 (this GPU has no matrix instructions for it)"
+        elif not targeted(q.device):
+            return "the GPU's compute capability is below 8.0, which Triton does not compile for"
         return None
 
     def forward(
@@ -46,7 +47,8 @@ class TritonBackend:
     ) -> Carry:
         from ..triton_kernels import attention_forward
 
-        return attention_forward(q, k, v, intervals.to(q.device), score, carry=carry, last=last)
+        with _explain_errors():
+            return attention_forward(q, k, v, intervals.to(q.device), score, carry=carry, last=last)
 
     def backward(
         self,
@@ -63,9 +65,19 @@ class TritonBackend:
         from ..triton_kernels import attention_backward
 
         dout, _, lse, delta = output
-        attention_backward(dout, q, k, v, lse, delta, intervals.to(q.device), score, dq, dk, dv)
+        with _explain_errors():
+            attention_backward(dout, q, k, v, lse, delta, intervals.to(q.device), score, dq, dk, dv)
 
 
-@lru_cache(maxsize=16)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+@contextmanager
+def _explain_errors() -> Iterator[None]:
+    """Add to an error of Triton's compiler or launcher what the user can do about it."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("triton.") or "PassManager" in str(error):  # the latter from MLIR's C++
+            raise RuntimeError(
+                "backend='triton': Triton could not compile or launch an attention kernel (its error is above); pass "
+                "backend='reference', which is slower, or install another version of Triton"
+            ) from error
+        raise

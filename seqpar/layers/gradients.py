@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
@@ -39,7 +40,8 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     keeps none. Of a DTensor parameter, which is sharded over other dimensions of the mesh, the local shards are summed.
 
     Under DDP or FSDP over a mesh that includes the sequence's dimensions the gradients are already reduced: such a call
-    raises, and so does a second call for the same gradients. A module inside DDP does not know of it: pass the wrapper.
+    raises, and so does a second call for the same gradients. A module inside DDP or FSDP1 does not know of it: pass the
+    wrapper.
 
     Args:
         module: built alike on every rank. Frozen parameters are left out.
@@ -55,7 +57,7 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     shards = weight_shards(module)
     sharded = [(name, p) for name, p in named if p in shards and size_of(shards[p].group) > 1]
-    wrappers = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    wrappers = [m for m in module.modules() if isinstance(m, DistributedDataParallel | FullyShardedDataParallel)]
     if not sharded:
         _sync(named, sequence_group(mesh, group), wrappers)
         return
@@ -172,7 +174,9 @@ class _GradientHeader(NamedTuple):
 
 
 def _sync(
-    named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, wrappers: Sequence[DistributedDataParallel]
+    named: list[tuple[str, nn.Parameter]],
+    group: ProcessGroup | None,
+    wrappers: Sequence[DistributedDataParallel | FullyShardedDataParallel],
 ) -> None:
     """Sum the gradients of these parameters over ``group``."""
     if group is None or group.size() == 1:
@@ -187,10 +191,10 @@ def _sync(
                 )
             _check_not_reduced(name, p, group)
         for wrapper in wrappers:
-            if _shares_ranks(wrapper.process_group, group):
+            if wrapper.process_group is not None and _shares_ranks(wrapper.process_group, group):
                 raise ValueError(
-                    "module: DistributedDataParallel over the ranks of the sequence has reduced the gradients already; "
-                    "leave sync_gradients out, or wrap the module over dp only"
+                    f"module: {type(wrapper).__name__} over the ranks of the sequence has reduced the gradients "
+                    "already; leave sync_gradients out, or wrap the module over dp only"
                 )
         described = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
         return _GradientHeader(len(named), fingerprint(described), fingerprint(*_has_gradient(parameters)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -115,8 +116,12 @@ class TrainConfig:
         """The options that a resumed run must leave as they were."""
         return {name: getattr(self, name) for name, (_, option) in self.options().items() if not option.may_change}
 
-    def check(self, ranks: int) -> None:
-        """Check every option, alone and together with the others, for a run on ``ranks`` ranks.
+    def check(self, ranks: int, local_ranks: int) -> None:
+        """Check every option, alone and together with the others.
+
+        Args:
+            ranks: of the run.
+            local_ranks: those on this machine.
 
         Raises:
             TypeError: an option has the wrong type.
@@ -138,8 +143,11 @@ class TrainConfig:
             )
         if self.strategy == "local" and ranks > 1:
             raise ValueError(f"strategy='local' with {ranks} ranks: it runs on one; choose another, or --nproc 1")
-        if self.device == "cuda" and torch.cuda.device_count() < ranks:
-            raise ValueError(f"device='cuda': {torch.cuda.device_count()} here, {ranks} ranks; use --device cpu")
+        if self.device == "cuda" and (gpus := torch.cuda.device_count()) < local_ranks:
+            raise ValueError(
+                f"device='cuda': {gpus} GPUs on {socket.gethostname()} for its {local_ranks} ranks; start fewer ranks "
+                "there, or use --device cpu"
+            )
         MaskChoice.parse(self.mask)
         # The model checks what is left: on the meta device it has no weights.
         ByteLlama(self.shape, self.strategy, backend=self.backend, device="meta", **self.strategy_options)

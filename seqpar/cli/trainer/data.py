@@ -17,6 +17,7 @@ from ...mask import Mask
 from .model import IGNORE_INDEX
 
 MASKS = "causal, window:N, chunked:N, documents, documents:N, or several joined by +"
+BATCH_BYTES = 32  # of each token while a batch is made: four int64
 _FORM_FEED = b"\f"
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv"}
 

@@ -1,4 +1,4 @@
-"""Peak memory of this process."""
+"""The memory that a step needs, what is free, and the peak of this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,57 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from .config import DTYPES, TrainConfig
+from .data import BATCH_BYTES
+from .report import human_bytes
+from .world import World
+
+
+def check_memory(config: TrainConfig, world: World) -> None:
+    """
+    Raises:
+        ValueError: a step needs more memory than is free for this rank.
+    """
+    on_host, on_device = least_memory(config, world.size)
+    free_on_host = _free_on_host() // world.local_ranks
+    where = "of this machine's memory"
+    if world.device.type == "cuda":
+        _check_fits(config, world, on_host, free_on_host, where)
+        _check_fits(config, world, on_device, torch.cuda.mem_get_info(world.device)[0], "of its GPU's memory")
+    else:
+        _check_fits(config, world, on_host + on_device, free_on_host, where)
+
+
+def _check_fits(config: TrainConfig, world: World, needed: int, free: int, where: str) -> None:
+    if needed > free:
+        raise ValueError(
+            f"seq_len={config.seq_len}, batch={config.batch}: on {world.size} rank(s) a step needs at least "
+            f"{human_bytes(needed)} {where} a rank, and {human_bytes(free)} are free for it; lower --seq-len, --batch, "
+            "--layers or --hidden, or use more ranks"
+        )
+
+
+def least_memory(config: TrainConfig, ranks: int) -> tuple[int, int]:
+    """Bytes that a step needs at least on each rank: for the batch, on the host, and for what backward needs."""
+    shape = config.shape
+    width = DTYPES[config.dtype].itemsize
+    kv_width = shape.hidden // shape.heads * shape.kv_heads
+    # In each layer: both norms' inputs, in at least float32; the inputs of the matrix products; q, k, v and out.
+    layer = 2 * shape.hidden * max(width, 4) + (4 * shape.hidden + 2 * kv_width + 3 * shape.intermediate) * width
+    tokens = config.batch * (config.seq_len // ranks)
+    return config.batch * config.seq_len * BATCH_BYTES, tokens * shape.layers * layer
+
+
+def _free_on_host() -> int:
+    """Bytes that this machine can give, at most the limit of this process's control group."""
+    free = 1 << 62  # not known
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10  # KiB
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return free
 
 
 class PeakMemory:

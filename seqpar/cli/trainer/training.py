@@ -6,90 +6,32 @@ Shapes: ``b`` batch, ``s`` this rank's tokens, ``v`` vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ...comm.trace import trace
 from ...layers import clip_grad_norm_, sync_gradients
 from ...layers.sharded_weights import weight_shards
-from ...mesh import init_mesh, rank_in, sequence_group, size_of
 from ...sharding import Sharding
 from ...strategies import STRATEGIES, resolve
-from ..launch import CommandError, under_launcher
+from ..launch import CommandError
 from .checkpoint import check_same_run, save_checkpoint
-from .config import DTYPES, DeviceName, TrainConfig
+from .config import DTYPES, TrainConfig
 from .data import Corpus, MaskChoice, make_batch
 from .memory import PeakMemory
 from .model import ByteLlama, partial_loss
+from .world import World
 
 _WARMUP_STEPS = 10
 _MAX_NORM = 1.0
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class World:
-    """The ranks of the run, and this rank's device.
-
-    Attributes:
-        group: the ranks that share each sequence; None is this process alone.
-        device: of this rank's tensors.
-    """
-
-    group: ProcessGroup | None
-    device: torch.device
-
-    @property
-    def rank(self) -> int:
-        return rank_in(self.group)
-
-    @property
-    def size(self) -> int:
-        return size_of(self.group)
-
-    @staticmethod
-    def init(device: DeviceName, local_ranks: int) -> World:
-        """Start the process group if a launcher started this process. ``local_ranks`` share this machine's GPUs."""
-        device_type: str = device
-        if device == "auto":
-            device_type = "cuda" if torch.cuda.device_count() >= local_ranks else "cpu"
-        group = sequence_group(init_mesh(ring=-1, device_type=device_type)) if under_launcher() else None
-        if device_type == "cuda":
-            return World(group, torch.device("cuda", torch.cuda.current_device()))
-        return World(group, torch.device("cpu"))
-
-    def all_reduce(self, *values: float) -> list[float]:
-        """Each value summed over the ranks."""
-        if self.group is None:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, group=self.group)
-        return [float(x) for x in total.tolist()]
-
-    def broadcast(self, make: Callable[[], _T]) -> _T:
-        """What ``make()`` returns on rank 0. Only rank 0 calls it."""
-        if self.group is None:
-            return make()
-        values: list[Any] = [make() if self.rank == 0 else None]
-        dist.broadcast_object_list(values, group=self.group, group_src=0)
-        value: _T = values[0]
-        return value
-
-    def destroy(self) -> None:
-        """End the process group, after all ranks have come here."""
-        if self.group is not None:
-            dist.barrier(self.group)
-            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

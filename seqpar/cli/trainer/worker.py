@@ -18,8 +18,10 @@ from ..launch import INTERRUPTED, CommandError, bad_options, exit_with, follow_l
 from .checkpoint import load_checkpoint
 from .config import TrainConfig
 from .data import Corpus, read_corpus
+from .memory import check_memory
 from .report import human_bytes, human_count, make_folder, plot_loss, write_csv, write_json
-from .training import StepResult, Training, World
+from .training import StepResult, Training
+from .world import World
 
 
 def launch_training(config: TrainConfig, ranks: int) -> None:
@@ -37,20 +39,19 @@ def run_training(config: TrainConfig) -> None:
     Raises:
         CommandError: bad options, or a run that failed.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(threads_per_rank(local_ranks))
+    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
     out = Path(config.out)
     checkpoint = out / "checkpoint.pt"
     with bad_options():
-        config.check(int(os.environ.get("WORLD_SIZE", "1")))
-        world = World.init(config.device, local_ranks)
-        saved = load_checkpoint(checkpoint) if config.resume else None
-        training = Training(config, world.broadcast(lambda: _corpus(config, saved)), world)
-        if saved is not None:
-            training.restore(saved)
-        if world.rank == 0:
-            make_folder(out)
+        world = World.init(config)
+        world.on_all_ranks("memory", lambda: check_memory(config, world))
+        # Only rank 0's machine needs the text and the checkpoint.
+        files = world.from_rank_0("files", lambda: _read(config, checkpoint))
+        training = Training(config, Corpus(**files["corpus"]), world)
+        if files["saved"] is not None:
+            training.restore(files["saved"])
+        world.on_all_ranks("folder", lambda: make_folder(out) if world.rank == 0 else None)
     resumed_at = len(training.losses)
     results: list[StepResult] = []
     with _progress(training) as show:
@@ -67,11 +68,14 @@ def run_training(config: TrainConfig) -> None:
     world.destroy()
 
 
-def _corpus(config: TrainConfig, saved: dict[str, Any] | None) -> Corpus:
-    """The text of the file. Without a file, the checkpoint's text: this package's sources may have changed since."""
-    if config.text is None and saved is not None:
-        return Corpus(**saved["corpus"])
-    return read_corpus(config.text)
+def _read(config: TrainConfig, checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint if the run resumes, and the text.
+
+    Without a file, a resumed run has the checkpoint's text: this package's sources may have changed since.
+    """
+    saved = load_checkpoint(checkpoint) if config.resume else None
+    corpus = saved["corpus"] if saved is not None and config.text is None else vars(read_corpus(config.text))
+    return {"saved": saved, "corpus": corpus}
 
 
 @contextmanager
