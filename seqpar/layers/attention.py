@@ -236,7 +236,7 @@ class AttentionLayer(nn.Module):
             q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
         if self.rope is not None:
             if positions is None:
-                positions = sequence_sharding.rank_positions(rank)
+                positions = sequence_sharding.rank_positions(rank, x_local.device)
             elif chunks is not None:
                 positions = chunks.all_gather_positions(positions)
             q, k = self.rope(q, k, positions, max_position)
