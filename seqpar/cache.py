@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,20 +66,34 @@ _tensors: ByteCache[Any] = ByteCache(64 << 20, tensor_bytes)
 
 def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value]) -> Value:
     """A value made of tensors on ``device``: made by ``make()`` if it is not cached."""
-    value: Value = _tensors.get((key, device, _fake_mode()), make)
+    value: Value = _tensors.get((key, *context_of(device)), make)
     return value
 
 
-def upload(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """A copy of ``array`` on ``device``. From pinned memory, so that the host does not wait for the GPU."""
+def context_of(device: torch.device) -> tuple[Hashable, ...]:
+    """What a cached tensor on ``device`` is valid for, besides its own key.
+
+    On a GPU that is the current stream, because another stream might read the tensor before it is written. Under a
+    FakeTensorMode it is the mode: its tensors must not be mixed with others.
+    """
+    stream = 0
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        stream = torch.cuda.current_stream(device).cuda_stream
+    return device, stream, _fake_mode()
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` on ``device``. From the host to a GPU through pinned memory, so that the host does not wait."""
+    if device.type == x.device.type == "cpu":
+        return x
     if _fake_mode() is not None:  # a fake tensor has no values
-        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
-    host = torch.from_numpy(array)
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+        return torch.empty_like(x, device=device)
+    if device.type == "cuda" and x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
-def _fake_mode() -> object:
-    """The FakeTensorMode in effect: its tensors must not be mixed with others."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+def _fake_mode() -> Hashable:
+    """The FakeTensorMode in effect, or None."""
+    mode: Hashable = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode

@@ -129,7 +129,7 @@ class Runs:
         # A line through run i is lo[i] - lo_step[i] * start[i] + lo_step[i] * x.
         table = np.stack([self.start, self.lo - self.lo_step * self.start, self.lo_step,
                           self.hi - self.hi_step * self.start, self.hi_step])  # fmt: skip
-        starts, *lines = upload(table, positions.device)
+        starts, *lines = upload(torch.from_numpy(table), positions.device)
         run = torch.searchsorted(starts, positions, right=True) - 1  # [n]
         lo_at, lo_slope, hi_at, hi_slope = (line.index_select(0, run) for line in lines)  # [n] each
         return lo_at.addcmul_(lo_slope, positions), hi_at.addcmul_(hi_slope, positions)

@@ -93,6 +93,11 @@ class SequenceSharding:
         held = self._positions(rank * self.tensor, self.tensor)
         return cached_tensors(("rank_positions", held), device, lambda: held.tensor(device))
 
+    def tensor_positions(self, rank: int) -> tuple[Positions, tuple[Positions, ...]]:
+        """What ``rank`` attends with, and by tensor rank what each of its tensor-parallel ranks holds of it."""
+        first = rank * self.tensor
+        return self._positions(first, self.tensor), tuple(self._positions(first + i, 1) for i in range(self.tensor))
+
     def tensor_rows(self, rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
         """By tensor rank: the indices of its tokens in ``rank_positions(rank)``, int64 ``[seq_local]``. Cached."""
         return self._rows(rank * self.tensor, self.tensor, 1, device)

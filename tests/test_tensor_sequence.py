@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
+from seqpar import cache
 from seqpar.layers.sharded_weights import WeightShard, register_weight_shards, with_reduced_gradient
 from seqpar.layout import LAYOUTS, Layout
 from seqpar.schedule import SequenceSharding
@@ -57,7 +58,7 @@ class ReadBacks(TorchDispatchMode):
 @on_ranks
 def call_twice(group: ProcessGroup, layout: Layout, overlap: str) -> tuple[list[int], int]:
     """How often the rows were cut after each of two calls, and the read-backs of the second."""
-    tensor_sequence._rows_of_sharding.cache_clear()
+    cache._tensors.clear()
     sharding = SequenceSharding(50, layout, 1, 1, group.size())
     cut = mock.Mock(wraps=tensor_sequence._cut)
     calls, read_backs = [], 0

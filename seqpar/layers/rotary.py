@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..cache import context_of, upload
 from ..checks import check_choice, check_int, check_number
 from ..kernels.elementwise import elementwise_kernels
 
@@ -126,9 +128,8 @@ class RotaryEmbedding(nn.Module):
         make = partial(_make_table, positions, partial(self._frequencies, length), dtype, device)
         if torch.compiler.is_compiling():
             return make()
-        key = (self.rope_type, self.head_dim, self.base, *sorted(self.scaling.items()), length, dtype, device)
-        if device.type == "cuda":  # another stream might read a table before it is written
-            key += (torch.cuda.current_stream(device).cuda_stream,)
+        parameters = self.rope_type, self.head_dim, self.base, *sorted(self.scaling.items())
+        key = (*parameters, length, dtype, *context_of(device))
         return _tables.get(positions, key, make)
 
     def _frequencies(self, length: int | None) -> Frequencies:
@@ -171,8 +172,8 @@ def _make_table(
     # A table made in inference mode could not be saved for the backward of a later training step.
     with torch.inference_mode(False), torch.no_grad():
         inv_freq, attention_scaling = frequencies()
-        inv_freq = _upload(inv_freq, compute_on)
-        batched = _upload(torch.atleast_2d(positions), compute_on)  # [1 or b, s]
+        inv_freq = upload(inv_freq, compute_on)
+        batched = upload(torch.atleast_2d(positions), compute_on)  # [1 or b, s]
         cos, sin = (
             torch.empty(*batched.shape, 1, len(inv_freq), dtype=dtype, device=compute_on) for _ in range(2)
         )  # [1 or b, s, 1, d / 2]
@@ -183,13 +184,6 @@ def _make_table(
             cos[:, part] = angles.cos().mul_(attention_scaling)
             sin[:, part] = angles.sin_().mul_(attention_scaling)
         return cos.to(device), sin.to(device)
-
-
-def _upload(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on ``device``. From the host to a GPU through pinned memory, so that the host does not wait."""
-    if device.type == "cuda" and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
 
 
 @dataclass
@@ -224,7 +218,7 @@ class _TableCache:
             entry.used = next(self._clock)
             return entry.table
         table = make()
-        if type(table[0]) is Tensor:  # not one of a mode or a transform that ends before the positions do
+        if type(table[0]) in (Tensor, FakeTensor):  # not one of a mode or a transform that ends before the positions do
             entries[key] = _Entry(table, positions._version, next(self._clock))
             self._by_positions[positions] = entries
             self._evict()

@@ -24,6 +24,11 @@ def _checkpointed(tensors: list[Tensor], handle: int) -> list[Tensor]:
     return list(_calls[handle](*tensors))
 
 
+@_checkpointed.register_fake
+def _(tensors: list[Tensor], handle: int) -> list[Tensor]:
+    return list(_calls[handle](*tensors))  # it communicates, but fake tensors carry nothing
+
+
 def checkpointed_op(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return ``function(*tensors)``. A checkpoint with ``keep_attention`` keeps the results, which are new tensors."""
     if _get_current_dispatch_mode() is None:

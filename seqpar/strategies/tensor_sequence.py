@@ -33,8 +33,9 @@ Shapes: b batch, s tokens of this rank, t tokens of all ranks.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, repeat
 from typing import Any, Literal, get_args
@@ -46,6 +47,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..cache import cached_tensors
 from ..comm.collectives import all_gather, reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
 from ..comm.trace import count_sent
@@ -111,30 +113,46 @@ class ChunkRows:
     order: Tensor | None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors. The chunks' and the pieces' are views of ``order``."""
+        return 0 if self.order is None else self.order.nbytes
+
+    @property
     def lengths(self) -> list[int]:
         """By rank, the number of its tokens."""
         return [len(rows) for rows in self.chunks]
 
 
-@lru_cache(maxsize=8)
 def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.device) -> ChunkRows:
-    """The rows of the tensor-parallel ranks that together are ``rank`` of attention."""
-    by_rank = sharding.tensor_rows(rank)
-    joined = torch.cat(by_rank)
-    in_order = torch.equal(joined, torch.arange(len(joined), device="cpu"))
-    # One copy for all ranks. It blocks, once: on every later call it is there, whichever stream the call is on.
-    order = None if in_order else joined.to(device)
+    """The rows of the tensor-parallel ranks that together are ``rank`` of attention. Cached."""
 
-    def rows_at(span: range) -> Rows:
-        if not len(span):
-            return Rows(0, 0)
-        first, last = int(joined[span.start]), int(joined[span.stop - 1])
-        if last - first + 1 == len(span):
-            return Rows(first, len(span))
-        assert order is not None
-        return Rows(first, len(span), order.narrow(0, span.start, len(span)))
+    def make() -> ChunkRows:
+        full, by_rank = sharding.tensor_positions(rank)
+        order = torch.cat(sharding.tensor_rows(rank, device))
 
-    return _cut([len(rows) for rows in by_rank], rows_at, order)
+        def rows_at(span: range) -> Rows:
+            if not len(span):
+                return Rows(0, 0)
+            first, last = (full.count_below(position_at(i)) for i in (span.start, span.stop - 1))
+            if last - first + 1 == len(span):
+                return Rows(first, len(span))
+            return Rows(first, len(span), order.narrow(0, span.start, len(span)))
+
+        def position_at(index: int) -> int:
+            """The position of a token, counted through the ranks' tokens one rank after another."""
+            holder = bisect_right(offsets, index) - 1
+            return by_rank[holder].at(index - offsets[holder])
+
+        lengths = [len(held) for held in by_rank]
+        offsets = list(accumulate(lengths, initial=0))
+        chunks = _cut(lengths, rows_at, order)
+        in_order = all(
+            rows.index is None and (rows.start == offset or not len(rows))
+            for rows, offset in zip(chunks.chunks, offsets, strict=False)
+        )
+        return replace(chunks, order=None) if in_order else chunks
+
+    return cached_tensors(("chunks", sharding, rank), device, make)
 
 
 @lru_cache(maxsize=8)

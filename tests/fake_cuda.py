@@ -1,0 +1,40 @@
+"""Fake CUDA tensors on a machine whose PyTorch has no CUDA.
+
+Under a ``FakeTensorMode`` a tensor on "cuda" has a shape and no values. Most operators work, but indexing asks for the
+device's guard, which a CPU build of PyTorch lacks. The guard of "meta" does nothing, so it serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_CUDA, _META, _DEVICE_TYPES = 1, 14, 20  # c10::DeviceType
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+@contextmanager
+def fake_cuda() -> Iterator[None]:
+    """A FakeTensorMode in which tensors on "cuda" can be used like others, except for autograd's backward."""
+    if torch.cuda.is_available():
+        with FakeTensorMode():
+            yield
+        return
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        guards = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(library, _REGISTRY)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"this build of PyTorch has no table of device guards: {error}")
+    before = guards[_CUDA]
+    guards[_CUDA] = guards[_META]
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        guards[_CUDA] = before
