@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ..mesh import Ranks, parent_group, rank_in_parent
+from ..mesh import Ranks
+from .communicator import communicator
 from .trace import count_sent
 
 Message = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent to it or received from it
@@ -30,19 +30,14 @@ class Pending:
         self._works, self._buffers = [], []
 
 
-_ready: set[ProcessGroup] = set()
-
-
 def make_ready(ranks: Ranks | None, device: torch.device) -> None:
-    """Set up NCCL's communicator for the process group of ``ranks``. All its ranks must call this.
+    """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this.
 
-    Only the first call of a group communicates. NCCL makes a communicator at the first operation of a group, in which
-    every rank must take part. A step of a schedule may leave some ranks out, so it cannot be the first operation.
+    NCCL connects ranks at the first operation of their group, in which every rank must take part. A step of a schedule
+    may leave some ranks out, so it cannot be the first operation.
     """
-    if ranks is None or device.type == "cpu" or (group := parent_group(ranks)) in _ready:
-        return
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _ready.add(group)
+    if ranks is not None and ranks.size() > 1:
+        communicator(ranks, device)
 
 
 def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None) -> Pending:
@@ -68,4 +63,4 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
 
 
 def _operation(kind: Callable[..., Any], peer: int, tensor: Tensor, ranks: Ranks) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, group=parent_group(ranks), group_peer=rank_in_parent(ranks, peer))
+    return dist.P2POp(kind, tensor, group=communicator(ranks, tensor.device), group_peer=peer)
