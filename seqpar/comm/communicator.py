@@ -14,7 +14,7 @@ under a name that its ranks agree on through the store. It is not entered in tor
 that would change the names of the groups that these ranks make later.
 
 There is one communicator for a set of ranks, however many meshes and groups with these ranks are made and destroyed.
-All are shut down when the default group is destroyed, or at exit.
+All are shut down with the default group, or at exit.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def communicator(ranks: Ranks, device: torch.device, purpose: Purpose = "message
     world = dist.group.WORLD
     assert world is not None
     if world not in _made:
+        for ended in list(_made.values()):  # a default group may be held after it was destroyed, by torch's own modules
+            _shut_down(ended)
         made: _Communicators = {}
         _made[world] = made
         weakref.finalize(world, _shut_down, made)
