@@ -30,7 +30,7 @@ from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
 from .schedule import SequenceSharding
 from .strategies import Comm, StrategyName, resolve
-from .strategies.autograd import SequenceParallelAttention
+from .strategies.autograd import SequenceParallelAttention, any_needs_gradient, gradient_state, with_gradient
 from .strategies.call import AttentionCall
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class _AttentionHeader(NamedTuple):
     dtype: torch.dtype
     mask_or_options: Fingerprint
     dropout_seed: int
+    gradient: int
 
 
 @overload
@@ -117,6 +118,9 @@ def attention(
     Without ``seq_len`` each call starts with a handshake, one all-gather of 128 bytes between the hosts, in which the
     ranks learn the length and check that their inputs fit together. Pass ``seq_len`` in training loops.
 
+    If the inputs of any rank require gradients, all ranks take part in the backward. With ``seq_len`` a rank does not
+    know about the others, and takes part unless gradients are off: run frozen layers under ``torch.no_grad()``.
+
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
@@ -156,7 +160,9 @@ def attention(
     draw_seed = bool(dropout_p) and dropout_seed is None
     needs_handshake = draw_seed or not has_length(seq_len)
     single_rank = strategy == "local" and mesh is None and group is None
-    sequence = None if single_rank else sequence_group(mesh, group)
+    # Ranks that give the same group learn of an error in this rank's mesh.
+    with propagate_errors(group if needs_handshake and isinstance(group, ProcessGroup) else None):
+        sequence = None if single_rank else sequence_group(mesh, group)
     with propagate_errors(sequence if needs_handshake else None):
         groups = _resolve(strategy, mask, mesh, group, layout, backend, strategy_options)
         dropout_p = check_dropout(dropout_p)
@@ -180,14 +186,19 @@ def attention(
         mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse)
     seed = int(torch.randint(2**62, (), device="cpu").item()) if draw_seed else dropout_seed or 0
     batch, length, num_heads, head_dim = q.shape
+    joins_backward = True
     if needs_handshake:
-        header = _AttentionHeader(length, batch, num_heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed)
+        gradient = gradient_state(q, k, v, sinks)
+        header = _AttentionHeader(
+            length, batch, num_heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed, gradient
+        )
         headers = all_gather_header(lambda: header, sequence)
         check_same(headers, "batch", "heads", "kv_heads", "head_dim", "dtype", "mask_or_options")
         if not draw_seed:
             check_same(headers, "dropout_seed")
         seq_len = check_lengths([header.length for header in headers], layout, seq_len)
         seed = headers[0].dropout_seed
+        joins_backward = any_needs_gradient([header.gradient for header in headers])
     else:
         assert seq_len is not None
         check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout)
@@ -208,6 +219,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
         return_lse=return_lse,
+        joins_backward=joins_backward,
     )
     return (out, lse) if return_lse else out
 
@@ -230,11 +242,16 @@ def attend(
     deterministic: bool = False,
     backend: str = "auto",
     return_lse: bool = False,
+    joins_backward: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``attention`` with everything checked and resolved: ``(out, lse)`` of the heads ``heads``.
 
-    Every attention call of the package, functions and layers alike, is built here.
+    Every attention call of the package, functions and layers alike, is built here. ``joins_backward`` says whether the
+    inputs of some rank require gradients, or may.
     """
+    several = groups.ring_size * groups.ulysses_size > 1
+    if several and joins_backward and gradient_state(q, k, v, sinks) == 1:
+        q = with_gradient(q)
     call = AttentionCall(
         groups=groups,
         sharding=sharding,

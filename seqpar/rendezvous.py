@@ -20,8 +20,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 # Ranks that fail together report within this time of one another.
 _GRACE_S = 2.0
-_ADVICE = (
-    "look for an earlier error on them (in their input, mask, mesh or group), or for a call that only some ranks make"
+# What the error of a rank that waited in vain says.
+ADVICE = (
+    "look for an earlier error on other ranks (in their input, mask, mesh or group), or for a call that only some "
+    "ranks make"
 )
 
 
@@ -128,7 +130,7 @@ def missing_message(missing: Sequence[int], purpose: str, timeout: timedelta) ->
     """The message of the error on the ranks that waited."""
     return (
         f"{purpose}: rank(s) {list(missing)} of the group did not arrive within {timeout.total_seconds():.0f} s; "
-        f"{_ADVICE}"
+        f"{ADVICE}"
     )
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..mesh import Ranks
+from ..rendezvous import ADVICE
 from .communicator import communicator
 from .trace import count_sent
 
@@ -25,8 +26,11 @@ class Pending:
 
     def wait(self) -> None:
         """Wait until all messages are sent and received. On CUDA, the current stream waits instead of the host."""
-        for work in self._works:
-            work.wait()
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"messages of attention did not arrive; {ADVICE}") from error
         self._works, self._buffers = [], []
 
 

@@ -30,6 +30,7 @@ from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, size_of
 from ..schedule import SequenceSharding
 from ..strategies import COMMS, resolve, strategy_options
+from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.tensor_sequence import SequenceChunks
 from .rotary import RotaryEmbedding
 
@@ -50,6 +51,7 @@ class _LayerHeader(NamedTuple):
     mask: Fingerprint
     max_position: int
     dropout_seed: int
+    gradient: int
 
 
 class AttentionLayer(nn.Module):
@@ -191,13 +193,14 @@ class AttentionLayer(nn.Module):
         sequence = self._sequence_group(groups)
         dropout_p = self.dropout_p if self.training else 0.0
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
-        max_position, seed = seq_len, 0
+        max_position, seed, joins_backward = seq_len, 0, True
         if dynamic or dropout_p or not has_length(seq_len):
             headers = all_gather_header(lambda: self._header(x_local, mask, positions, seq_len), sequence)
             check_same(headers, "batch", "dtype", "mask")
             seq_len = check_lengths([header.length for header in headers], self.layout, seq_len)
             max_position = max(header.max_position for header in headers) if dynamic else seq_len
             seed = headers[0].dropout_seed
+            joins_backward = any_needs_gradient([header.gradient for header in headers])
         else:
             assert seq_len is not None
             self._header(x_local, mask, positions, seq_len)
@@ -205,6 +208,8 @@ class AttentionLayer(nn.Module):
         sharding = SequenceSharding(seq_len, self.layout, groups.ring_size, groups.ulysses_size, self._tensor_size)
         rank = rank_in(groups.sequence)
         chunks = self._chunks(sharding, rank, x_local.device)
+        if joins_backward and chunks is not None:  # the projections communicate
+            x_local = with_gradient(x_local)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, chunks))  # [b, s, h or n, d]
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the weights are float32, and so is the norm.
@@ -229,6 +234,7 @@ class AttentionLayer(nn.Module):
             dropout_p=dropout_p,
             dropout_seed=seed,
             backend=self.backend,
+            joins_backward=joins_backward,
         )
         return self._output(out.flatten(2), chunks)
 
@@ -281,7 +287,8 @@ class AttentionLayer(nn.Module):
             if self.rope is not None and self.rope.needs_length and positions.numel():
                 max_position = int(positions.max().item()) + 1
         seed = int(torch.randint(2**62, (), device="cpu").item()) if self.dropout_p and self.training else 0
-        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask), max_position, seed)
+        gradient = gradient_state(x, *self.parameters())
+        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask), max_position, seed, gradient)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. What depends on the group is checked in ``forward``."""

@@ -206,6 +206,7 @@ class _HiddenHeader(NamedTuple):
     length: int
     batch: int
     dtype: torch.dtype
+    requires_gradient: bool
 
 
 def tokens_in_rank_order(
@@ -218,12 +219,12 @@ def tokens_in_rank_order(
 
     def header() -> _HiddenHeader:
         check_hidden(x, hidden_size, linear)
-        return _HiddenHeader(x.shape[1], x.shape[0], x.dtype)
+        return _HiddenHeader(x.shape[1], x.shape[0], x.dtype, x.requires_grad and torch.is_grad_enabled())
 
     headers = all_gather_header(header, group)
     if group is None or group.size() == 1:
         return None
-    check_same(headers, "batch", "dtype")
+    check_same(headers, "batch", "dtype", "requires_gradient")
     rows = rows_in_order([header.length for header in headers])
     return SequenceChunks.resolve(group, rows, True, overlap, x.device)
 

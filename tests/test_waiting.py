@@ -1,0 +1,207 @@
+"""No rank waits for ever: an error of one rank, or a call that one rank does not make, ends the wait of the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask
+
+from .pool import Pool, on_ranks
+from .strategies import STRATEGIES
+from .test_communicators import processes, start
+
+TIMEOUT_S = 3.0
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """The type and message of what ``call`` raises, and the seconds until then."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", time.monotonic() - began
+
+
+def attend(**arguments: Any) -> None:
+    x = torch.zeros(1, 8, 4, 16)  # [b, s, h, d]
+    seqpar.attention(x, x, x, **arguments)
+
+
+@on_ranks
+def mesh_and_group(group: ProcessGroup, port: int, others_give: str) -> tuple[str, str, float]:
+    """Rank 1 gives both."""
+    world = start(port, "both", group.rank(), group.size(), TIMEOUT_S)
+    mesh = seqpar.init_mesh(ring=-1, device_type="cpu")
+    given: dict[str, Any] = {"mesh": mesh, "group": world}
+    attend(group=world)
+    return error_of(lambda: attend(**(given if world.rank() == 1 else {others_give: given[others_give]})))
+
+
+@pytest.mark.parametrize("others_give", ["mesh", "group"])
+def test_one_rank_gives_mesh_and_group(others_give: str) -> None:
+    with processes(3) as (pool, port):
+        for rank, (kind, message, seconds) in enumerate(pool.run(3, mesh_and_group, port, others_give, deadline_s=20)):
+            assert seconds < TIMEOUT_S
+            if rank == 1:
+                assert kind == "ValueError" and "mesh and group" in message
+            else:
+                assert kind == "RuntimeError" and "[1]" in message, message
+
+
+@on_ranks
+def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: bool) -> tuple[str, str, float]:
+    """Rank 1 raises in its own constructor, and makes none of the calls that the others make."""
+    world = start(port, name, group.rank(), group.size(), TIMEOUT_S)
+    x = torch.zeros(1, 8, 64)  # [b, s, hidden]
+    ring, tp_sp = (seqpar.ParallelAttention(s, 64, 4, group=world) for s in ("ring", "tp_sp"))
+    calls: dict[str, Callable[[], Any]] = {
+        "handshake": lambda: attend(group=world),
+        "ring": lambda: attend(group=world, seq_len=24),
+        "ulysses": lambda: attend(group=world, seq_len=24, strategy="ulysses"),
+        "layer": lambda: ring(x),
+        "layer with a length": lambda: ring(x, seq_len=24),
+        "tp_sp": lambda: tp_sp(x, seq_len=24),
+        "init_mesh": lambda: seqpar.init_mesh(ring=-1, device_type="cpu"),
+    }
+    if ready:  # as in a later step: the communicators exist
+        calls[name]()
+    bad: dict[bool, Callable[[], Any]] = {
+        True: lambda: seqpar.init_mesh(ring=5, device_type="cpu"),
+        False: lambda: Mask.documents([3, 1]),
+    }
+    result = error_of(bad[name == "init_mesh"] if world.rank() == 1 else calls[name])
+    if world.rank() == 1:
+        time.sleep(3 * TIMEOUT_S)  # it is alive, but it does not come
+    return result
+
+
+@pytest.mark.parametrize("ready", [False, True], ids=["first call", "later call"])
+@pytest.mark.parametrize("name", ["handshake", "ring", "ulysses", "layer", "layer with a length", "tp_sp", "init_mesh"])
+def test_one_rank_raises_in_a_constructor(name: str, ready: bool) -> None:
+    with processes(3) as (pool, port):
+        results = pool.run(3, one_rank_raises_before, port, name, ready, deadline_s=30)
+    kind, message, _ = results.pop(1)
+    assert kind == "ValueError", message
+    names_it = not ready or name in ("handshake", "layer", "init_mesh")
+    for kind, message, seconds in results:
+        assert kind == "RuntimeError" and seconds < 4 * TIMEOUT_S, message
+        assert "look for an earlier error" in message, message
+        assert not names_it or "rank(s) [1]" in message, message
+
+
+@on_ranks
+def different_meshes(group: ProcessGroup, port: int) -> list[tuple[str, str, float]]:
+    """Rank 1 asks for another mesh, and then for the same one as the others."""
+    world = start(port, "meshes", group.rank(), group.size(), TIMEOUT_S)
+    wrong = error_of(
+        lambda: seqpar.init_mesh(ring=2, dp=1 if world.rank() == 1 else -1, tp=-1 if world.rank() == 1 else 1)
+    )
+    right = error_of(lambda: seqpar.init_mesh(ring=2, dp=-1, device_type="cpu"))
+    return [wrong, right]
+
+
+def test_ranks_ask_for_different_meshes() -> None:
+    with processes(4) as (pool, port):
+        for wrong, right in pool.run(4, different_meshes, port, deadline_s=20):
+            kind, message, seconds = wrong
+            assert kind == "ValueError" and seconds < TIMEOUT_S
+            assert "rank 0: device_type=cpu, dp=2, ring=2" in message and "rank 1: device_type=cpu, dp=1" in message
+            assert right[0] == "nothing", right
+
+
+def full_and_shards(group: ProcessGroup, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor]]:
+    """q, k, v of the sequence and of this rank, with as many tokens on every rank."""
+    torch.manual_seed(5)
+    full = [torch.randn(2, 4 * group.size(), 4, 8, dtype=dtype) for _ in range(3)]  # [b, s, h, d]
+    return full, [seqpar.shard(x, group=group).clone() for x in full]
+
+
+@on_ranks
+def gradients_of_some(group: ProcessGroup, options: dict[str, Any], known: bool, ranks: list[int]) -> float:
+    """The largest error of the gradients of q, k, v, which only ``ranks`` require."""
+    full, local = full_and_shards(group)
+    for x in full:
+        x.requires_grad_()
+    weights = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (seqpar.attention(*full, strategy="local") * weights).sum().backward()
+    for x in local:
+        x.requires_grad_(group.rank() in ranks)
+    length = full[0].shape[1] if known else None
+    out = seqpar.attention(*local, group=group, seq_len=length, **options)
+    (out * seqpar.shard(weights, group=group)).sum().backward()
+    if group.rank() not in ranks:
+        return float(sum(x.grad is not None for x in local))
+    errors = []
+    for x, whole in zip(local, full, strict=True):
+        assert x.grad is not None and whole.grad is not None
+        errors.append((x.grad - seqpar.shard(whole.grad, group=group)).abs().max().item())
+    return max(errors)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["handshake", "seq_len"])
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_inputs_of_some_ranks_require_gradients(pool: Pool, world: int, name: str, known: bool) -> None:
+    for ranks in ([0], [world - 1]):
+        errors = pool.run(world, gradients_of_some, STRATEGIES[name], known, ranks, deadline_s=20)
+        assert max(errors) < 1e-12
+
+
+@on_ranks
+def layer_gradients_of_some(group: ProcessGroup, strategy: str, frozen: bool, known: bool) -> float:
+    """The error of the gradient of a layer's input, which only rank 0 requires."""
+    torch.manual_seed(2)
+    x = torch.randn(2, 4 * group.size(), 32, dtype=torch.float64, requires_grad=True)  # [b, s, hidden]
+    layers = []
+    for s, g in (("local", None), (strategy, group)):
+        torch.manual_seed(3)
+        layers.append(seqpar.ParallelAttention(s, 32, 4, group=g, dtype=torch.float64).requires_grad_(not frozen))
+    layers[0](x).square().sum().backward()
+    x_local = seqpar.shard(x.detach(), group=group).clone().requires_grad_(group.rank() == 0)
+    layers[1](x_local, seq_len=x.shape[1] if known else None).square().sum().backward()
+    assert x.grad is not None
+    if group.rank() != 0:
+        return float(x_local.grad is not None)
+    assert x_local.grad is not None
+    return (x_local.grad - seqpar.shard(x.grad, group=group)).abs().max().item()
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["handshake", "seq_len"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["weights", "frozen"])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "tp_sp"])
+def test_inputs_of_layers_on_some_ranks_require_gradients(pool: Pool, strategy: str, frozen: bool, known: bool) -> None:
+    assert max(pool.run(2, layer_gradients_of_some, strategy, frozen, known, deadline_s=20)) < 1e-12
+
+
+@on_ranks
+def no_gradients(group: ProcessGroup, known: bool) -> tuple[bool, bool, tuple[str, str, float], tuple[str, str, float]]:
+    """Whether outputs need gradients where no input does, then where gradients are off; errors of ranks that differ."""
+    _, local = full_and_shards(group)
+    length = 4 * group.size() if known else None
+    on = seqpar.attention(*local, group=group, seq_len=length).requires_grad
+    with torch.no_grad():
+        off = seqpar.attention(*local, group=group, seq_len=length).requires_grad
+    mlp = seqpar.MegatronMLP(16, 32, group=group)
+    x = torch.zeros(1, 4, 16, requires_grad=group.rank() == 0)  # [b, s, hidden]
+    for tensor in local:
+        tensor.requires_grad_()
+    with torch.set_grad_enabled(group.rank() == 0):
+        mode = error_of(lambda: seqpar.attention(*local, group=group))
+    return on, off, mode, error_of(lambda: mlp(x))
+
+
+def test_ranks_differ_in_gradients(pool: Pool) -> None:
+    for known in (False, True):
+        for on, off, mode, mlp in pool.run(2, no_gradients, known, deadline_s=20):
+            assert not off and on is known  # without a handshake a rank cannot know that no other rank needs gradients
+            assert mode[0] == "ValueError" and "torch.no_grad()" in mode[1]
+            assert mlp[0] == "ValueError" and "requires_gradient" in mlp[1]
