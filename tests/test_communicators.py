@@ -108,15 +108,20 @@ def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) 
     return dist.group.WORLD
 
 
-@contextmanager
-def processes(world: int) -> Iterator[tuple[Pool, int]]:
-    """A pool of its own, and the port of a store."""
-    pool = Pool(ranks=world)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    try:
-        yield pool, store.port
-    finally:
-        pool.close()
+class OwnPool:
+    """Processes whose default group the tests may destroy, and a store for new ones."""
+
+    def __init__(self, ranks: int) -> None:
+        self.pool = Pool(ranks=ranks)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self.store.port
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[OwnPool]:
+    made = OwnPool(4)
+    yield made
+    made.pool.close()
 
 
 @on_ranks
@@ -132,16 +137,16 @@ def some_ranks_only(group: ProcessGroup, port: int) -> tuple[int, int]:
     return len(dist.distributed_c10d._world.pg_names), len(made())
 
 
-def test_only_the_ranks_of_the_group_take_part() -> None:
-    with processes(4) as (pool, port):
-        results = pool.run(4, some_ranks_only, port)
+def test_only_the_ranks_of_the_group_take_part(own: OwnPool) -> None:
+    results = own.pool.run(4, some_ranks_only, own.port)
     assert {groups for groups, _ in results} == {3}
     assert results[0][1] > results[3][1]  # the first two have made communicators that the others have not
 
 
 @on_ranks
-def meshes_come_and_go(group: ProcessGroup, rounds: int) -> tuple[list[int], int]:
+def meshes_come_and_go(group: ProcessGroup, port: int, rounds: int) -> tuple[list[int], int]:
     """Communicators after each round, and how many of the destroyed groups something still holds."""
+    start(port, "meshes", group.rank(), group.size())
     x = torch.randn(1, 8, 4, 16)  # [b, s, h, d]
     counts, destroyed = [], []
     for _ in range(rounds):
@@ -161,10 +166,9 @@ def meshes_come_and_go(group: ProcessGroup, rounds: int) -> tuple[list[int], int
     return counts, sum(reference() is not None for reference in destroyed)
 
 
-def test_meshes_made_and_destroyed_repeatedly() -> None:
-    with processes(4) as (pool, _):
-        for counts, held in pool.run(4, meshes_come_and_go, 4):
-            assert counts == counts[:1] * 4 and not held
+def test_meshes_made_and_destroyed_repeatedly(own: OwnPool) -> None:
+    for counts, held in own.pool.run(4, meshes_come_and_go, own.port, 4):
+        assert counts == counts[:1] * 4 and not held
 
 
 @on_ranks
@@ -183,10 +187,9 @@ def restart(group: ProcessGroup, port: int) -> list[bool]:
     return ended
 
 
-def test_the_default_group_can_be_started_again() -> None:
-    with processes(4) as (pool, port):
-        for ended in pool.run(4, restart, port):
-            assert ended == [True] * 3
+def test_the_default_group_can_be_started_again(own: OwnPool) -> None:
+    for ended in own.pool.run(4, restart, own.port):
+        assert ended == [True] * 3
 
 
 class Model(nn.Module):
@@ -240,29 +243,26 @@ def test_making_one_is_quick(pool: Pool) -> None:
 
 
 @on_ranks
-def hosts_of(group: ProcessGroup, names: list[str]) -> list[tuple[tuple[int, ...], ...]]:
+def hosts_of(group: ProcessGroup, port: int, names: list[str], init_mesh: bool) -> list[tuple[tuple[int, ...], ...]]:
+    """Which ranks share a host: of all ranks, and of a mesh's dimensions ring and dp."""
+    world = start(port, f"hosts {names} {init_mesh}", group.rank(), group.size())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SEQPAR_HOST", names[group.rank()])
-        mesh = seqpar.init_mesh(dp=2, ring=-1, device_type="cpu")  # every rank learns every rank's host
-        patch.delenv("SEQPAR_HOST")
-        return [ranks_by_host(g) for g in (group, mesh.get_group("ring"), mesh.get_group("dp"))]
+        if names:
+            patch.setenv("SEQPAR_HOST", names[world.rank()])
+        if init_mesh:
+            mesh = seqpar.init_mesh(dp=2, ring=2, device_type="cpu")
+            patch.delenv("SEQPAR_HOST", raising=False)  # every rank has learned every rank's host
+        else:
+            mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
+        return [ranks_by_host(g) for g in (world, mesh.get_group("ring"), mesh.get_group("dp"))]
 
 
-@on_ranks
-def hosts_without_a_mesh(group: ProcessGroup, names: list[str]) -> tuple[tuple[int, ...], ...]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setenv("SEQPAR_HOST", name.format(rank=group.rank()))
-        return ranks_by_host(group)
-
-
-def test_ranks_by_host() -> None:
-    with processes(4) as (pool, _):
-        assert pool.run(2, hosts_without_a_mesh, ["host {rank}"]) == [((0,), (1,))] * 2
-        assert pool.run(3, hosts_without_a_mesh, []) == [((0, 1, 2),)] * 3  # one machine
-        for world, ring, dp in pool.run(4, hosts_of, ["a", "b", "a", "b"]):
-            assert world == ((0, 2), (1, 3))
-            assert ring == ((0,), (1,)) and dp == ((0, 1),)
+@pytest.mark.parametrize("init_mesh", [True, False])
+def test_ranks_by_host(own: OwnPool, init_mesh: bool) -> None:
+    for hosts in own.pool.run(4, hosts_of, own.port, ["a", "b", "a", "b"], init_mesh):
+        assert hosts == [((0, 2), (1, 3)), ((0,), (1,)), ((0, 1),)]
+    for hosts in own.pool.run(4, hosts_of, own.port, [], init_mesh):  # one machine
+        assert hosts == [((0, 1, 2, 3),), ((0, 1),), ((0, 1),)]
 
 
 class FakeNccl:

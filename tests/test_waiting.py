@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
+from seqpar.comm import handshake
+from seqpar.comm.communicator import communicator
 
 from .pool import Pool, on_ranks
 from .strategies import STRATEGIES
-from .test_communicators import processes, start
+from .test_communicators import OwnPool, own, start  # noqa: F401 (a fixture)
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 1.5
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
@@ -39,7 +42,7 @@ def attend(**arguments: Any) -> None:
 @on_ranks
 def mesh_and_group(group: ProcessGroup, port: int, others_give: str) -> tuple[str, str, float]:
     """Rank 1 gives both."""
-    world = start(port, "both", group.rank(), group.size(), TIMEOUT_S)
+    world = start(port, f"both {others_give}", group.rank(), group.size(), TIMEOUT_S)
     mesh = seqpar.init_mesh(ring=-1, device_type="cpu")
     given: dict[str, Any] = {"mesh": mesh, "group": world}
     attend(group=world)
@@ -47,20 +50,19 @@ def mesh_and_group(group: ProcessGroup, port: int, others_give: str) -> tuple[st
 
 
 @pytest.mark.parametrize("others_give", ["mesh", "group"])
-def test_one_rank_gives_mesh_and_group(others_give: str) -> None:
-    with processes(3) as (pool, port):
-        for rank, (kind, message, seconds) in enumerate(pool.run(3, mesh_and_group, port, others_give, deadline_s=20)):
-            assert seconds < TIMEOUT_S
-            if rank == 1:
-                assert kind == "ValueError" and "mesh and group" in message
-            else:
-                assert kind == "RuntimeError" and "[1]" in message, message
+def test_one_rank_gives_mesh_and_group(own: OwnPool, others_give: str) -> None:
+    results = own.pool.run(3, mesh_and_group, own.port, others_give, deadline_s=30)
+    for rank, (kind, message, _) in enumerate(results):
+        if rank == 1:
+            assert kind == "ValueError" and "mesh and group" in message
+        else:
+            assert kind == "RuntimeError" and "rank(s) [1] of the group raised" in message, message
 
 
 @on_ranks
 def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: bool) -> tuple[str, str, float]:
     """Rank 1 raises in its own constructor, and makes none of the calls that the others make."""
-    world = start(port, name, group.rank(), group.size(), TIMEOUT_S)
+    world = start(port, f"{name} {ready}", group.rank(), group.size(), TIMEOUT_S)
     x = torch.zeros(1, 8, 64)  # [b, s, hidden]
     ring, tp_sp = (seqpar.ParallelAttention(s, 64, 4, group=world) for s in ("ring", "tp_sp"))
     calls: dict[str, Callable[[], Any]] = {
@@ -80,42 +82,44 @@ def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: boo
     }
     result = error_of(bad[name == "init_mesh"] if world.rank() == 1 else calls[name])
     if world.rank() == 1:
-        time.sleep(3 * TIMEOUT_S)  # it is alive, but it does not come
+        time.sleep(TIMEOUT_S + 3)  # it is alive, but it does not come
     return result
 
 
-@pytest.mark.parametrize("ready", [False, True], ids=["first call", "later call"])
-@pytest.mark.parametrize("name", ["handshake", "ring", "ulysses", "layer", "layer with a length", "tp_sp", "init_mesh"])
-def test_one_rank_raises_in_a_constructor(name: str, ready: bool) -> None:
-    with processes(3) as (pool, port):
-        results = pool.run(3, one_rank_raises_before, port, name, ready, deadline_s=30)
+# Calls, and whether it is a later one.
+WAITS = [
+    *(("handshake", False), ("ring", False), ("layer", False), ("tp_sp", False), ("init_mesh", False)),
+    *(("handshake", True), ("ring", True), ("ulysses", True), ("layer with a length", True), ("init_mesh", True)),
+]
+
+
+@pytest.mark.parametrize(("name", "ready"), WAITS)
+def test_one_rank_raises_in_a_constructor(own: OwnPool, name: str, ready: bool) -> None:
+    results = own.pool.run(3, one_rank_raises_before, own.port, name, ready, deadline_s=40)
     kind, message, _ = results.pop(1)
     assert kind == "ValueError", message
-    names_it = not ready or name in ("handshake", "layer", "init_mesh")
-    for kind, message, seconds in results:
-        assert kind == "RuntimeError" and seconds < 4 * TIMEOUT_S, message
-        assert "look for an earlier error" in message, message
+    names_it = not ready or name in ("handshake", "init_mesh")
+    for kind, message, _ in results:
+        assert kind == "RuntimeError" and "look for an earlier error" in message, message
         assert not names_it or "rank(s) [1]" in message, message
 
 
 @on_ranks
 def different_meshes(group: ProcessGroup, port: int) -> list[tuple[str, str, float]]:
     """Rank 1 asks for another mesh, and then for the same one as the others."""
-    world = start(port, "meshes", group.rank(), group.size(), TIMEOUT_S)
-    wrong = error_of(
-        lambda: seqpar.init_mesh(ring=2, dp=1 if world.rank() == 1 else -1, tp=-1 if world.rank() == 1 else 1)
-    )
+    world = start(port, "different meshes", group.rank(), group.size())
+    asked = {"dp": 1, "tp": -1} if world.rank() == 1 else {"dp": -1}
+    wrong = error_of(lambda: seqpar.init_mesh(ring=2, device_type="cpu", **asked))
     right = error_of(lambda: seqpar.init_mesh(ring=2, dp=-1, device_type="cpu"))
     return [wrong, right]
 
 
-def test_ranks_ask_for_different_meshes() -> None:
-    with processes(4) as (pool, port):
-        for wrong, right in pool.run(4, different_meshes, port, deadline_s=20):
-            kind, message, seconds = wrong
-            assert kind == "ValueError" and seconds < TIMEOUT_S
-            assert "rank 0: device_type=cpu, dp=2, ring=2" in message and "rank 1: device_type=cpu, dp=1" in message
-            assert right[0] == "nothing", right
+def test_ranks_ask_for_different_meshes(own: OwnPool) -> None:
+    for wrong, right in own.pool.run(4, different_meshes, own.port, deadline_s=30):
+        kind, message, _ = wrong
+        assert kind == "ValueError", message
+        assert "rank 0: device_type=cpu, dp=2, ring=2" in message and "rank 1: device_type=cpu, dp=1" in message
+        assert right[0] == "nothing", right
 
 
 def full_and_shards(group: ProcessGroup, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor]]:
@@ -205,3 +209,105 @@ def test_ranks_differ_in_gradients(pool: Pool) -> None:
             assert not off and on is known  # without a handshake a rank cannot know that no other rank needs gradients
             assert mode[0] == "ValueError" and "torch.no_grad()" in mode[1]
             assert mlp[0] == "ValueError" and "requires_gradient" in mlp[1]
+
+
+@on_ranks
+def state_dict_of_some(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+    """Rank 0 alone saves a layer whose heads do not divide by the ranks."""
+    world = start(port, "state dict", group.rank(), group.size(), TIMEOUT_S)
+    layer = seqpar.ParallelAttention("tp_sp", 32, 4, 2, group=world)
+    if world.rank() == 0:
+        return error_of(layer.state_dict)
+    time.sleep(TIMEOUT_S + 3)
+    return "nothing", "", 0.0
+
+
+def test_one_rank_saves_a_state_dict(own: OwnPool) -> None:
+    kind, message, _ = own.pool.run(3, state_dict_of_some, own.port, deadline_s=30)[0]
+    assert kind == "RuntimeError" and "rank(s) [1, 2]" in message and "a call that only some ranks make" in message
+
+
+class FakeCuda:
+    """CUDA streams, events and pinned memory on a machine without them; the events of ``late`` are never done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, late: bool = False) -> None:
+        self.log: list[str] = []
+        self.current = "compute"
+        cuda = self
+
+        class Stream:
+            def __init__(self, device: torch.device, priority: int) -> None:
+                cuda.log.append(f"new stream of priority {priority}")
+
+        class Event:
+            def record(self) -> None:
+                cuda.log.append(f"record on {cuda.current}")
+
+            def query(self) -> bool:
+                cuda.log.append("query")
+                return not late
+
+        @contextlib.contextmanager
+        def stream(_: Stream) -> Iterator[None]:
+            cuda.current = "side"
+            yield
+            cuda.current = "compute"
+
+        all_gather = handshake.all_gather_single
+
+        def all_gather_single(*args: Any, **kwargs: Any) -> Any:
+            cuda.log.append(f"all-gather on {cuda.current}")
+            return all_gather(*args, **kwargs)
+
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the GPU"))
+        patch.setattr(handshake, "_pinned", lambda *shape: torch.empty(*shape, dtype=torch.int64))
+        patch.setattr(handshake, "all_gather_single", all_gather_single)
+        patch.setattr(
+            handshake, "_start", lambda words, ranks: handshake._DeviceAllGather(pad(words), ranks, torch.device("cpu"))
+        )
+        handshake._side_stream.cache_clear()
+
+
+def pad(words: list[int]) -> Tensor:
+    return torch.tensor([*words, *[0] * (handshake._WIDTH - len(words))])
+
+
+@on_ranks
+def handshake_between_gpus(group: ProcessGroup) -> tuple[list[str], bool, float]:
+    """What the handshake of a group without a CPU backend does, and whether it has a communicator of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = FakeCuda(patch)
+        for _ in range(2):
+            attend(group=group)
+        own_group = communicator(group, torch.device("cpu"), "handshake")
+        handshake._side_stream.cache_clear()
+    return cuda.log, own_group is communicator(group, torch.device("cpu")), 0.0
+
+
+def test_a_handshake_between_gpus_does_not_wait_for_the_computation(pool: Pool) -> None:
+    for log, shared, _ in pool.run(2, handshake_between_gpus):
+        one = ["all-gather on side", "record on side", "query"]
+        assert log == ["new stream of priority -1", *one, *one] and not shared
+
+
+@on_ranks
+def wait_between_gpus(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+    """Rank 1 does not come to the second handshake."""
+    world = start(port, "between GPUs", group.rank(), group.size(), TIMEOUT_S)
+    with pytest.MonkeyPatch.context() as patch:
+        FakeCuda(patch)
+        attend(group=world)
+        if world.rank() == 1:
+            time.sleep(TIMEOUT_S + 3)
+            return "nothing", "", 0.0
+        FakeCuda(patch, late=True)
+        patch.setattr(handshake, "all_gather_single", lambda *_, **__: None)  # NCCL: it returns at once
+        return error_of(lambda: attend(group=world))
+
+
+def test_a_rank_is_missing_in_a_handshake_between_gpus(own: OwnPool) -> None:
+    kind, message, _ = own.pool.run(2, wait_between_gpus, own.port, deadline_s=30)[0]
+    assert kind == "RuntimeError" and "rank(s) [1] of the group did not arrive" in message, message

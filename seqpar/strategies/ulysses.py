@@ -42,6 +42,7 @@ from torch import Tensor
 
 from ..comm.communicator import communicator
 from ..comm.handshake import all_gather_header
+from ..comm.p2p import Pending
 from ..comm.trace import count_sent
 from ..heads import Heads
 from ..kernels.base import accumulator
@@ -232,8 +233,7 @@ class Incoming:
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they have arrived (on CUDA, the current stream waits). Call it once."""
-        if self._work is not None:
-            self._work.wait()
+        Pending([] if self._work is None else [self._work], self._buffers).wait()
         tensors = self._unpack()
         self._buffers = []
         return tensors
