@@ -22,7 +22,7 @@ from seqpar.comm import communicator as communicators
 from seqpar.comm.communicator import communicator
 from seqpar.mesh import Subgroup, global_ranks, ranks_by_host
 
-from .pool import Pool, mesh_of, on_ranks
+from .pool import OwnPool, Pool, mesh_of, on_ranks, start
 from .strategies import STRATEGIES
 
 CPU = torch.device("cpu")
@@ -31,7 +31,15 @@ CPU = torch.device("cpu")
 @contextmanager
 def groups_of_payload(used: list[ProcessGroup]) -> Iterator[None]:
     """Note the group of every message that is not a handshake's header. Meant for backends of the CPU."""
-    methods = ("send", "recv", "alltoall_base", "allreduce", "broadcast", "_allgather_base", "_reduce_scatter_base")
+    methods: tuple[str, ...] = (
+        "send",
+        "recv",
+        "alltoall_base",
+        "allreduce",
+        "broadcast",
+        "_allgather_base",
+        "_reduce_scatter_base",
+    )
     methods += ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
     before = {name: vars(ProcessGroup)[name] for name in methods if name in vars(ProcessGroup)}
 
@@ -96,32 +104,6 @@ def one_for_equal_ranks(group: ProcessGroup) -> bool:
 
 def test_equal_ranks_share_a_communicator(pool: Pool) -> None:
     assert all(pool.run(8, one_for_equal_ranks))
-
-
-def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) -> ProcessGroup:
-    """A default group instead of the present one, with the store at ``port``."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-class OwnPool:
-    """Processes whose default group the tests may destroy, and a store for new ones."""
-
-    def __init__(self, ranks: int) -> None:
-        self.pool = Pool(ranks=ranks)
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.port = self.store.port
-
-
-@pytest.fixture(scope="module")
-def own() -> Iterator[OwnPool]:
-    made = OwnPool(4)
-    yield made
-    made.pool.close()
 
 
 @on_ranks
@@ -280,7 +262,7 @@ def test_nccl_gets_a_high_priority_stream(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(communicators, "global_ranks", lambda ranks: (4, 6))
     monkeypatch.setattr(communicators, "rank_in", lambda ranks: 1)
     monkeypatch.setattr(communicators, "size_of", lambda ranks: 2)
-    backend = communicators._nccl(dist.HashStore(), object(), timedelta(seconds=9))  # type: ignore[arg-type]
+    backend = communicators._nccl(dist.HashStore(), object(), timedelta(seconds=9))
     assert backend.options.is_high_priority_stream and backend.where == (1, 2)
     assert backend.options.global_ranks_in_group == [4, 6] and backend.options._timeout == timedelta(seconds=9)
 

@@ -13,7 +13,7 @@ import seqpar
 from seqpar import mesh as meshes
 
 
-class _Started(Exception):
+class StartedError(Exception):
     """Raised in place of starting a process group."""
 
 
@@ -24,7 +24,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def init_process_group(backend: str, **options: Any) -> None:
         noted.update(options, backend=backend)
-        raise _Started
+        raise StartedError
 
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -43,7 +43,7 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int, local_rank: int 
 
 
 def init(**arguments: Any) -> None:
-    with pytest.raises(_Started):
+    with pytest.raises(StartedError):
         seqpar.init_mesh(ring=-1, **arguments)
 
 

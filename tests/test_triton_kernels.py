@@ -177,7 +177,7 @@ def test_tuning_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr(tune, "_best", {})
     q = torch.empty(1, 64, 2, 64)
-    assert tune.tuned("forward", q, q, "", lambda config: config, lambda config: 1.0)  # type: ignore[arg-type,return-value]
+    assert tune.tuned("forward", q, q, "", lambda config: config, lambda config: 1.0)
 
 
 def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,11 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.comm import handshake
+from seqpar.comm import collectives, handshake
 from seqpar.comm.communicator import communicator
 
-from .pool import Pool, on_ranks
+from .pool import OwnPool, Pool, on_ranks, start
 from .strategies import STRATEGIES
-from .test_communicators import OwnPool, own, start  # noqa: F401 (a fixture)
 
 TIMEOUT_S = 1.5
 
@@ -253,7 +252,7 @@ class FakeCuda:
             yield
             cuda.current = "compute"
 
-        all_gather = handshake.all_gather_single
+        all_gather = collectives.all_gather_single
 
         def all_gather_single(*args: Any, **kwargs: Any) -> Any:
             cuda.log.append(f"all-gather on {cuda.current}")
