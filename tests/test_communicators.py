@@ -216,7 +216,7 @@ def time_of_making(group: ProcessGroup, count: int) -> float:
     """Seconds to make a communicator."""
     start = time.monotonic()
     for i in range(count):
-        communicator(group, CPU, f"test {i}")  # type: ignore[arg-type]
+        communicator(group, CPU, f"test {i}")
     return (time.monotonic() - start) / count
 
 

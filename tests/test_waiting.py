@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import seqpar
 from seqpar import Mask
 from seqpar.comm import collectives, handshake
 from seqpar.comm.communicator import communicator
+from seqpar.mesh import Ranks
 
 from .pool import OwnPool, Pool, on_ranks, start
 from .strategies import STRATEGIES
@@ -264,14 +266,12 @@ class FakeCuda:
         patch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the GPU"))
         patch.setattr(handshake, "_pinned", lambda *shape: torch.empty(*shape, dtype=torch.int64))
         patch.setattr(handshake, "all_gather_single", all_gather_single)
-        patch.setattr(
-            handshake, "_start", lambda words, ranks: handshake._DeviceAllGather(pad(words), ranks, torch.device("cpu"))
-        )
+        patch.setattr(handshake, "_HostAllGather", device_all_gather)
         handshake._side_stream.cache_clear()
 
 
-def pad(words: list[int]) -> Tensor:
-    return torch.tensor([*words, *[0] * (handshake._WIDTH - len(words))])
+def device_all_gather(words: Tensor, ranks: Ranks, patience: timedelta | None) -> handshake._DeviceAllGather:
+    return handshake._DeviceAllGather(words, ranks, torch.device("cpu"), patience)
 
 
 @on_ranks
@@ -310,3 +310,19 @@ def wait_between_gpus(group: ProcessGroup, port: int) -> tuple[str, str, float]:
 def test_a_rank_is_missing_in_a_handshake_between_gpus(own: OwnPool) -> None:
     kind, message, _ = own.pool.run(2, wait_between_gpus, own.port, deadline_s=30)[0]
     assert kind == "RuntimeError" and "rank(s) [1] of the group did not arrive" in message, message
+
+
+@on_ranks
+def error_that_nobody_waits_for(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+    """Rank 1 raises in its first call, and no other rank makes a call."""
+    world = start(port, "alone", group.rank(), group.size())
+    if world.rank() != 1:
+        return "nothing", "", 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "_PATIENCE", timedelta(seconds=0.5))
+        return error_of(lambda: attend(group=world, layout="zig"))
+
+
+def test_an_error_is_shown_soon_though_no_other_rank_comes(own: OwnPool) -> None:
+    kind, message, seconds = own.pool.run(2, error_that_nobody_waits_for, own.port)[1]
+    assert kind == "ValueError" and "layout" in message and seconds < 20

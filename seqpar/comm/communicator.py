@@ -27,7 +27,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
@@ -44,7 +43,9 @@ _Communicators = dict[tuple[Purpose, str, tuple[int, ...]], ProcessGroup]
 _made: MutableMapping[ProcessGroup, _Communicators] = WeakKeyDictionary()
 
 
-def communicator(ranks: Ranks, device: torch.device, purpose: Purpose = "messages") -> ProcessGroup:
+def communicator(
+    ranks: Ranks, device: torch.device, purpose: Purpose = "messages", patience: timedelta | None = None
+) -> ProcessGroup:
     """The process group in which ``ranks`` exchange tensors on ``device``. Its rank ``i`` is rank ``i`` of ``ranks``.
 
     The first call with these ranks is collective: all of them must make it, in the same order among such calls.
@@ -53,9 +54,10 @@ def communicator(ranks: Ranks, device: torch.device, purpose: Purpose = "message
         ranks: the ranks that exchange messages.
         device: where the tensors are.
         purpose: a communicator of its own for each purpose.
+        patience: how long the first call waits for the other ranks; by default the group's timeout.
 
     Raises:
-        RuntimeError: in the first call, some ranks did not arrive within the group's timeout; the message names them.
+        RuntimeError: in the first call, some ranks did not arrive; the message names them.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -67,11 +69,11 @@ def communicator(ranks: Ranks, device: torch.device, purpose: Purpose = "message
         weakref.finalize(world, _shut_down, made)
     key = (purpose, device.type, global_ranks(ranks))
     if key not in _made[world]:
-        _made[world][key] = _make(ranks, device, purpose)
+        _made[world][key] = _make(ranks, device, purpose, patience)
     return _made[world][key]
 
 
-def _make(ranks: Ranks, device: torch.device, purpose: Purpose) -> ProcessGroup:
+def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timedelta | None) -> ProcessGroup:
     parent, rank, size = parent_group(ranks), rank_in(ranks), size_of(ranks)
     name = parent._get_backend(device).name()
     if type(parent) is not ProcessGroup or name not in ("gloo", "nccl", "fake"):
@@ -82,7 +84,7 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose) -> ProcessGroup:
             "seqpar.init_mesh, or use nccl or gloo"
         )
     timeout = group_timeout(parent)
-    meeting = meet(f"the first exchange of {purpose} on {device.type}", global_ranks(ranks), "", timeout)
+    meeting = meet(f"the first exchange of {purpose} on {device.type}", global_ranks(ranks), "", patience or timeout)
     store = PrefixStore(f"{meeting.key}/group/", dist.HashStore() if name == "fake" else c10d._get_default_store())
     made: Any = ProcessGroup(store, rank, size)  # its setup is torch's own and has no types
     if name == "nccl":
@@ -93,7 +95,7 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose) -> ProcessGroup:
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     else:
         kind = ProcessGroup.BackendType.CUSTOM
-        backend = FakeProcessGroup._create_internal(rank, size)
+        backend = _fake(rank, size)
     made._set_default_backend(kind)
     if name != "fake":
         backend._set_sequence_number_for_group()
@@ -116,6 +118,12 @@ def _nccl(store: dist.Store, ranks: Ranks, timeout: timedelta) -> Any:
     options._timeout = timeout
     options.global_ranks_in_group = list(global_ranks(ranks))
     return c10d.ProcessGroupNCCL(store, rank_in(ranks), size_of(ranks), options)
+
+
+def _fake(rank: int, size: int) -> Any:
+    options = c10d._DistributedBackendOptions()
+    options.group_rank, options.group_size = rank, size
+    return c10d.Backend._plugins["FAKE"].creator_fn(options, None)
 
 
 def _shut_down(made: _Communicators) -> None:

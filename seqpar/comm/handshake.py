@@ -48,6 +48,8 @@ _unwaited: deque[object] = deque(maxlen=64)
 _counts: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
 # A rank that has waited this long tells the others that it does.
 _LONG_WAIT = timedelta(seconds=5)
+# A rank that has raised an error waits at most this long for the others, where they have not been connected before.
+_PATIENCE = timedelta(seconds=10)
 # Between two looks at whether the GPU has received the headers.
 _POLL_S = 20e-6
 
@@ -70,7 +72,7 @@ def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
     except Exception:
         if ranks is not None and ranks.size() > 1:
             with contextlib.suppress(RuntimeError):  # this rank's own error is the one to show
-                _unwaited.append(_start([_FAILED], ranks))
+                _unwaited.append(_start([_FAILED], ranks, _PATIENCE))
         raise
 
 
@@ -135,8 +137,8 @@ class _AllGather(Protocol):
 class _HostAllGather:
     """An all-gather between hosts."""
 
-    def __init__(self, words: Tensor, ranks: Ranks) -> None:
-        group = communicator(ranks, words.device)
+    def __init__(self, words: Tensor, ranks: Ranks, patience: timedelta | None) -> None:
+        group = communicator(ranks, words.device, patience=patience)
         self.watch = _watch(group, ranks)
         self._words = words
         self._gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64)  # [ranks, words]
@@ -159,8 +161,8 @@ class _HostAllGather:
 class _DeviceAllGather:
     """An all-gather between GPUs, on a stream that nothing else uses: it does not wait for work queued elsewhere."""
 
-    def __init__(self, words: Tensor, ranks: Ranks, device: torch.device) -> None:
-        group = communicator(ranks, device, "handshake")
+    def __init__(self, words: Tensor, ranks: Ranks, device: torch.device, patience: timedelta | None) -> None:
+        group = communicator(ranks, device, "handshake", patience)
         self.watch = _watch(group, ranks)
         with torch.cuda.stream(_side_stream(device)):
             # Copies from and to pinned memory do not stop the host. The tensors live as long as this object.
@@ -188,11 +190,11 @@ class _DeviceAllGather:
         return received
 
 
-def _start(words: Sequence[int], ranks: Ranks) -> _AllGather:
+def _start(words: Sequence[int], ranks: Ranks, patience: timedelta | None = None) -> _AllGather:
     header = torch.tensor([*words, *[0] * (_WIDTH - len(words))], dtype=torch.int64, device="cpu")
     if (device := _control_device(ranks)).type == "cpu":
-        return _HostAllGather(header, ranks)
-    return _DeviceAllGather(header, ranks, device)
+        return _HostAllGather(header, ranks, patience)
+    return _DeviceAllGather(header, ranks, device, patience)
 
 
 def _wait(pending: _AllGather, ranks: Ranks) -> list[list[int]]:
