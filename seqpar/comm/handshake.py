@@ -141,7 +141,7 @@ class _HostAllGather:
         group = communicator(ranks, words.device, patience=patience)
         self.watch = _watch(group, ranks)
         self._words = words
-        self._gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64)  # [ranks, words]
+        self._gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64, device="cpu")  # [ranks, words]
         self._work = all_gather_single(self._gathered.view(-1), words, group=group, async_op=True)
 
     def wait(self, limit: timedelta) -> bool:
@@ -233,4 +233,4 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _pinned(*shape: int) -> Tensor:
-    return torch.empty(*shape, dtype=torch.int64, pin_memory=True)
+    return torch.empty(*shape, dtype=torch.int64, device="cpu", pin_memory=True)
