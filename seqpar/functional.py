@@ -31,7 +31,13 @@ from .mesh import AttentionGroups, rank_in, sequence_group, size_of
 from .schedule import SequenceSharding, attention_plan
 from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from .strategies import Comm, StrategyName, resolve
-from .strategies.autograd import SequenceParallelAttention, to_autocast_dtype
+from .strategies.autograd import (
+    SequenceParallelAttention,
+    any_needs_gradient,
+    gradient_state,
+    to_autocast_dtype,
+    with_gradient,
+)
 from .strategies.call import AttentionCall
 
 if TYPE_CHECKING:
@@ -74,6 +80,7 @@ class _AttentionHeader(NamedTuple):
     dtype: torch.dtype
     mask_or_options: Fingerprint
     dropout_seed: int
+    gradient: int
 
 
 @overload
@@ -121,6 +128,9 @@ def attention(
     hosts, in which the ranks learn the length and check that their inputs fit together. With it no rank waits for
     another before the payload, and the ranks must pass equal arguments by themselves.
 
+    If the inputs of any rank require gradients, all ranks take part in the backward. With ``seq_len`` a rank does not
+    know about the others, and takes part unless gradients are off: run frozen layers under ``torch.no_grad()``.
+
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64. Under autocast
             q, k and v are cast as by ``F.scaled_dot_product_attention``: to autocast's dtype, except float64.
@@ -166,7 +176,9 @@ def attention(
     if isinstance(sharding, Sharding):
         sequence = sharding.sequence_group
     else:
-        sequence = None if single_rank else sequence_group(mesh, group)
+        # Ranks that give the same group learn of an error in this rank's mesh.
+        with propagate_errors(group if needs_handshake and isinstance(group, ProcessGroup) else None):
+            sequence = None if single_rank else sequence_group(mesh, group)
     if all(isinstance(x, Tensor) for x in (q, k, v)):
         q, k, v = to_autocast_dtype(q, k, v)
     with propagate_errors(sequence if needs_handshake else None):
@@ -197,16 +209,21 @@ def attention(
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     seed = int(torch.randint(2**62, (), device="cpu").item()) if draw_seed else dropout_seed or 0
     batch, length, num_heads, head_dim = q.shape
+    joins_backward = True
     if needs_handshake:
         degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, layout)
         mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse)
-        header = _AttentionHeader(length, batch, num_heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed)
+        gradient = gradient_state(q, k, v, sinks)
+        header = _AttentionHeader(
+            length, batch, num_heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed, gradient
+        )
         headers = all_gather_header(lambda: header, sequence)
         check_same(headers, "batch", "heads", "kv_heads", "head_dim", "dtype", "mask_or_options")
         if not draw_seed:
             check_same(headers, "dropout_seed")
         seq_len = check_lengths([header.length for header in headers], layout, seq_len)
         seed = headers[0].dropout_seed
+        joins_backward = any_needs_gradient([header.gradient for header in headers])
     else:
         assert seq_len is not None
         check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout)
@@ -228,6 +245,7 @@ def attention(
         deterministic=deterministic,
         backend=backend,
         return_lse=return_lse,
+        joins_backward=joins_backward,
     )
     return (out, lse) if return_lse else out
 
@@ -250,11 +268,16 @@ def attend(
     deterministic: bool = False,
     backend: str = "auto",
     return_lse: bool = False,
+    joins_backward: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``attention`` with everything checked and resolved: ``(out, lse)`` of the heads ``heads``.
 
-    Every attention call of the package, functions and layers alike, is built here.
+    Every attention call of the package, functions and layers alike, is built here. ``joins_backward`` says whether the
+    inputs of some rank require gradients, or may.
     """
+    several = groups.ring_size * groups.ulysses_size > 1
+    if several and joins_backward and gradient_state(q, k, v, sinks) == 1:
+        q = with_gradient(q)
     call = AttentionCall(
         groups=groups,
         sharding=sharding,

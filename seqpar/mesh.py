@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import json
+import math
 import os
-from collections.abc import MutableMapping
+import socket
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +21,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_int
+from .rendezvous import group_timeout, is_simulated, meet
 
 DIMENSIONS = ("dp", "ring", "ulysses", "tp")
 # Names under which a mesh keeps its flattened dimensions: ring x ulysses, and ring x ulysses x tp.
@@ -23,15 +30,27 @@ _SEQUENCE, _SEQUENCE_TP = "sequence", "sequence_tp"
 _mesh_groups: MutableMapping[DeviceMesh, dict[tuple[str, ...], ProcessGroup]] = WeakIdKeyDictionary()
 
 
-def init_mesh(dp: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device_type: str | None = None) -> DeviceMesh:
+def init_mesh(
+    dp: int = 1,
+    ring: int = 1,
+    ulysses: int = 1,
+    tp: int = 1,
+    device_type: str | None = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+    device_id: torch.device | int | None = None,
+) -> DeviceMesh:
     """A DeviceMesh with the dimensions ``("dp", "ring", "ulysses", "tp")``.
 
     If no process group is running, this starts one: from torchrun's environment, on any number of hosts, or for this
-    process alone. The backend is gloo for cpu, and nccl for cuda with gloo beside it for tensors on the host.
+    process alone.
 
     Rank order: tp is fastest, then ulysses, ring and dp, so that the ranks that communicate most are closest together.
     The sequence is sharded over ring x ulysses (rank = ring_rank * ulysses_size + ulysses_rank), and for
     ``strategy="tp_sp"`` over tp too.
+
+    The ranks compare their sizes, so that all of them raise if they differ, and learn which of them share a host.
 
     Args:
         dp: number of replicas of the sequence group, which process different data.
@@ -39,15 +58,27 @@ def init_mesh(dp: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device_
         ulysses: number of ranks in each all-to-all.
         tp: number of ranks that the weights of tensor-parallel layers are sharded over.
         device_type: "cuda" or "cpu"; by default cuda if it is available.
+        backend: as in ``torch.distributed.init_process_group``, such as "nccl" or "cpu:gloo,cuda:nccl". The default
+            for cpu is "gloo". The default for cuda is "cpu:gloo,cuda:nccl" for up to 256 ranks and "nccl" for more.
+            With gloo, handshakes (see ``attention``) do not need the GPU. But gloo connects every rank with every
+            other one when it starts, which fails in jobs of hundreds of hosts.
+        timeout: how long an operation may wait for other ranks, in seconds or as a timedelta. Then the ranks that
+            wait raise an error or, in NCCL, end their process. By default torch's: 10 minutes for NCCL, 30 for gloo.
+        device_id: the GPU of this rank, as an index or a torch.device. By default ``LOCAL_RANK``, which torchrun sets,
+            or the only GPU that the process sees. NCCL is bound to it: it connects the ranks at once instead of at
+            their first message, and makes the mesh's groups from that connection.
 
-    One of the sizes may be -1: it becomes the number of ranks divided by the other sizes.
+    One of the sizes may be -1: it becomes the number of ranks divided by the other sizes. ``backend``, ``timeout`` and
+    ``device_id`` have no effect if a process group is already running.
 
     Returns:
         The mesh. All four dimensions are present, also those of size 1.
 
     Raises:
-        TypeError: a size is not an int.
-        ValueError: a size is neither positive nor -1, or the product of the sizes is not the number of ranks.
+        TypeError: an argument has another type.
+        ValueError: a size is neither positive nor -1, the product of the sizes is not the number of ranks, the ranks
+            ask for different meshes, or it is not known which GPU this rank should use.
+        RuntimeError: some ranks did not call this within the timeout; the message names them.
     """
     sizes = {"dp": dp, "ring": ring, "ulysses": ulysses, "tp": tp}  # slowest to fastest: see DIMENSIONS
     for name, size in sizes.items():
@@ -58,8 +89,10 @@ def init_mesh(dp: int = 1, ring: int = 1, ulysses: int = 1, tp: int = 1, device_
     # Sizes are checked before the process group starts, so that a bad size fails without a rendezvous.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     shape = _resolve_sizes(sizes, world)
+    wait = _check_timeout(timeout)
     if not dist.is_initialized():
-        _init_process_group(device_type)
+        _init_process_group(device_type, world, backend, wait, device_id)
+    _agree_on_mesh((device_type, *shape))
     mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
     # Flattening makes process groups, which all ranks must do together: here, not in the first call that needs one.
     mesh["ring", "ulysses"]._flatten(_SEQUENCE)
@@ -86,18 +119,142 @@ def _resolve_sizes(sizes: dict[str, int], world: int) -> tuple[int, ...]:
     return tuple(sizes.values())
 
 
-def _init_process_group(device_type: str) -> None:
+# Up to this many ranks, a process group on GPUs has gloo beside NCCL. gloo connects all pairs of ranks.
+_MOST_GLOO_RANKS = 256
+
+
+def _init_process_group(
+    device_type: str,
+    world: int,
+    backend: str | None,
+    timeout: timedelta | None,
+    device_id: torch.device | int | None,
+) -> None:
     """Start the default process group from torchrun's environment, or for this process alone."""
-    # On cuda, gloo is needed too: handshakes are sent from the host.
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if backend is None:
+        nccl = "cpu:gloo,cuda:nccl" if world <= _MOST_GLOO_RANKS else "nccl"
+        backend = nccl if device_type == "cuda" else "gloo"
+    if not isinstance(backend, str):
+        raise TypeError(f"backend={backend!r}: expected a str, such as 'nccl', 'gloo' or 'cpu:gloo,cuda:nccl'")
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        device = _own_device(device_id)
+        torch.cuda.set_device(device)
+        if "nccl" in backend:
+            options["device_id"] = device
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, **options)
     else:  # not under torchrun: one process, without a port
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
     # gloo's threads must not outlive the interpreter. A group that the caller started is left to the caller.
     atexit.register(_destroy_process_group)
+
+
+def _own_device(device_id: torch.device | int | None) -> torch.device:
+    """The GPU of this rank. Two ranks on one GPU would share its memory, and NCCL refuses them."""
+    count = torch.cuda.device_count()
+    if device_id is None:
+        if count == 1:
+            return torch.device("cuda", 0)  # also where the launcher shows each rank its own GPU only
+        if (local_rank := os.environ.get("LOCAL_RANK")) is not None:
+            device_id = int(local_rank)
+        elif "WORLD_SIZE" not in os.environ:
+            device_id = torch.cuda.current_device()
+        else:
+            raise ValueError(
+                f"device_id: this process sees {count} GPUs and LOCAL_RANK is not set; pass device_id=, the index of "
+                "this rank's GPU, or start the ranks with torchrun"
+            )
+    if isinstance(device_id, str):
+        device_id = torch.device(device_id)
+    if isinstance(device_id, torch.device):
+        if device_id.type != "cuda" or device_id.index is None:
+            raise ValueError(f"device_id={device_id}: expected a CUDA device with an index, such as cuda:0")
+        device_id = device_id.index
+    check_int("device_id", device_id)
+    if not 0 <= device_id < count:
+        raise ValueError(
+            f"device_id={device_id} (by default LOCAL_RANK): this process sees {count} GPUs; start at most one rank "
+            "per GPU"
+        )
+    return torch.device("cuda", device_id)
+
+
+def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
+    """``timeout`` as a timedelta."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, timedelta | int | float):
+        raise TypeError(f"timeout={timeout!r}: expected seconds or a datetime.timedelta")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise ValueError(f"timeout={timeout}: expected a positive number of seconds")
+    return timedelta(seconds=seconds)
+
+
+def _agree_on_mesh(spec: tuple[Any, ...]) -> None:
+    """Raise on every rank if the ranks ask for different meshes. Note the host of each."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = range(world.size())
+    entries = [
+        json.loads(x) for x in meet("init_mesh", ranks, json.dumps([spec, _own_host()]), group_timeout(world)).values
+    ]
+    specs = {tuple(entry[0]): rank for rank, entry in reversed(list(enumerate(entries)))}
+    if len(specs) > 1:
+        names = ("device_type", *DIMENSIONS)
+        shown = "; ".join(
+            f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in zip(names, other, strict=True))
+            for other, rank in sorted(specs.items(), key=lambda item: item[1])
+        )
+        raise ValueError(f"init_mesh: the ranks ask for different meshes ({shown}); pass the same sizes on every rank")
+    _hosts[world] = {tuple(ranks): tuple(entry[1] for entry in entries)}
+
+
+# By default group and global ranks: the host of each rank.
+_hosts: MutableMapping[ProcessGroup, dict[tuple[int, ...], tuple[str, ...]]] = WeakKeyDictionary()
+
+
+def ranks_by_host(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """The ranks of ``group`` that share a host, host by host, in the order of their first ranks.
+
+    The host of a rank is its name and the time it was started, or the value of the environment variable
+    ``SEQPAR_HOST``, with which processes on one machine stand for several hosts. ``init_mesh`` notes the host of every
+    rank. If it has not been called, the first call with these ranks is collective: all of them must make it.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    members = global_ranks(group)
+    if is_simulated():  # one process plays a rank of many: hosts have LOCAL_WORLD_SIZE ranks, as under torchrun
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return _ranks_of_equal([str(rank // per_host) for rank in members])
+    known = _hosts.setdefault(world, {})
+    if members not in known:
+        everyone = known.get(tuple(range(world.size())))
+        known[members] = (
+            tuple(meet("the hosts of a group", members, _own_host(), group_timeout(group)).values)
+            if everyone is None
+            else tuple(everyone[rank] for rank in members)
+        )
+    return _ranks_of_equal(known[members])
+
+
+def _ranks_of_equal(values: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return tuple(map(tuple, ranks.values()))
+
+
+def _own_host() -> str:
+    """A name of this host that no other host has. Containers on different hosts may have equal host names."""
+    if (name := os.environ.get("SEQPAR_HOST")) is not None:
+        return name
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
 
 
 def _destroy_process_group() -> None:
@@ -206,10 +363,7 @@ class ParallelContext:
 
 @dataclass(frozen=True)
 class Subgroup:
-    """A subset of a ProcessGroup's ranks, addressed through the parent group.
-
-    Unlike ``dist.new_group`` it needs no collective call, so a single rank can make it when it needs it. Messages
-    between its ranks are sent in the parent group.
+    """Some of a ProcessGroup's ranks. ``comm.communicator`` makes the process group in which they exchange messages.
 
     Attributes:
         parent: the process group.
@@ -232,13 +386,14 @@ Ranks = ProcessGroup | Subgroup
 
 
 def parent_group(ranks: Ranks) -> ProcessGroup:
-    """The process group in which the messages of ``ranks`` are sent."""
+    """The process group that the caller gave, which has ``ranks`` and perhaps others."""
     return ranks.parent if isinstance(ranks, Subgroup) else ranks
 
 
-def rank_in_parent(ranks: Ranks, rank: int) -> int:
-    """The rank in ``parent_group(ranks)`` of rank ``rank`` of ``ranks``."""
-    return ranks.ranks[rank] if isinstance(ranks, Subgroup) else rank
+def global_ranks(ranks: Ranks) -> tuple[int, ...]:
+    """The ranks in the default group of the ranks 0, 1, ... of ``ranks``."""
+    of_parent = dist.get_process_group_ranks(parent_group(ranks))
+    return tuple(of_parent[rank] for rank in ranks.ranks) if isinstance(ranks, Subgroup) else tuple(of_parent)
 
 
 @dataclass(frozen=True)
@@ -315,7 +470,6 @@ def ring_and_ulysses_ranks(
         return sequence, None
     if ulysses_size == ranks:
         return None, sequence
-    # Subgroups, because new process groups would need a collective call of all ranks.
     rank = rank_in(sequence)
     first = rank // ulysses_size * ulysses_size
     ring_ranks = tuple(range(rank % ulysses_size, ranks, ulysses_size))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 
 from .cases import Batch
-from .pool import Pool
+from .pool import OwnPool, Pool
 
 # Hypothesis draws the same examples in every run, so that a test that fails keeps failing. It has no deadline for an
 # example, because the machine may be busy.
@@ -55,6 +55,14 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[OwnPool]:
+    """Four worker processes, whose default group the tests of the module replace."""
+    made = OwnPool(4)
+    yield made
+    made.pool.close()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
 
@@ -169,6 +169,33 @@ class Pool:
         for rank in silent:
             lines.append(f"rank {rank} of {world}: {why}; its stack:\n{self._stack_files[rank].read()}")
         return "\n".join(lines)
+
+
+class OwnPool:
+    """Processes whose default group a test may replace, and the port of a store for new ones."""
+
+    def __init__(self, ranks: int) -> None:
+        self.pool = Pool(ranks)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.port = self._store.port
+
+
+def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) -> ProcessGroup:
+    """On the ranks: replace the default group by one of ``world`` ranks.
+
+    Args:
+        port: of the store, ``OwnPool.port``.
+        name: no other group of this store has it.
+        rank: of this process.
+        world: number of ranks.
+        timeout_s: seconds that an operation may take.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 @cache

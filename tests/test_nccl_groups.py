@@ -33,7 +33,7 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
 
     heads, stub = Heads.of_model(1, 1), SimpleNamespace(forward=_no_forward, backward=lambda *args: None)
     call: Any = AttentionCall(
-        groups=SimpleNamespace(ring=object(), ring_rank=plan.rank, gather=plan.gather),
+        groups=SimpleNamespace(ring=object(), ring_rank=plan.rank, gather=plan.gather, chunks=1),
         sharding=plan.sharding, plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
         return_lse=False,
     )  # fmt: skip

@@ -130,6 +130,56 @@ def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, mo
     assert tune.tuned("forward", q, q, "", make, time) == best
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"block_m": 4096},
+        {"block_m": "64"},
+        {"block_m": None},
+        {"num_warps": 3},
+        {"tma": [1]},
+        {"block_n": 0},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_tuning_again_where_the_cache_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]
+) -> None:
+    import seqpar.triton_kernels.tune as tune
+
+    monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tune, "_best", {})
+    q = torch.empty(1, 64, 2, 64)
+
+    def make(config: Any) -> Any:
+        return config
+
+    def time(config: Any) -> float:
+        return float(config.block_m + config.block_n)
+
+    best = tune.tuned("forward", q, q, "", make, time)
+    stored = json.loads(tune.cache_file().read_text())
+    tune.cache_file().write_text(json.dumps({key: {**fields, **damage} for key, fields in stored.items()}))
+    monkeypatch.setattr(tune, "_best", {})
+    assert tune.tuned("forward", q, q, "", make, time) == best
+    assert json.loads(tune.cache_file().read_text()) == stored
+    assert [path.name for path in tmp_path.iterdir()] == [tune.cache_file().name]
+
+
+def test_tuning_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    import seqpar.triton_kernels.tune as tune
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SEQPAR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(tune, "_best", {})
+    q = torch.empty(1, 64, 2, 64)
+    assert tune.tuned("forward", q, q, "", lambda config: config, lambda config: 1.0)
+
+
 def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     from seqpar.kernels import elementwise as module
     from seqpar.kernels.triton import TritonBackend

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -61,11 +61,13 @@ def tuned(
         RuntimeError: no candidate runs.
     """
     key = _key(kernel, q, k, flags)
+    allowed = candidates(kernel, q.device, q.shape[-1], q.dtype)
     if not _best:
         _best.update(_load())
-    if key not in _best:
+    # A file may come from another version or be damaged. A tile that is not a candidate can read past its inputs.
+    if _best.get(key) not in allowed:
         times: dict[Config, float] = {}
-        for config in candidates(kernel, q.device, q.shape[-1], q.dtype):
+        for config in allowed:
             try:
                 times[config] = (time or _milliseconds)(make(config))
             except (OutOfResources, CompilationError):
@@ -92,18 +94,21 @@ def _load() -> dict[str, Config]:
     try:
         stored: dict[str, dict[str, Any]] = json.loads(cache_file().read_text())
         return {key: Config(**fields) for key, fields in stored.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError):  # RuntimeError: no home directory
         return {}  # no cache, or one that cannot be read: tune again
 
 
 def _save() -> None:
-    path = cache_file()
     # Other processes tune too, on other hosts with the same home: keep their results, and replace the file at once so
-    # that none reads half of it.
+    # that none reads half of it. Containers on two hosts may share host name and process number.
     merged = {**_load(), **_best}
-    scratch = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
     # A full or read-only disk must not stop one rank's kernel while the other ranks wait for it.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
+        path = cache_file()
+        scratch = path.with_suffix(f".{uuid.uuid4().hex}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps({key: asdict(config) for key, config in merged.items()}, indent=1))
-        scratch.replace(path)
+        try:
+            scratch.write_text(json.dumps({key: asdict(config) for key, config in merged.items()}, indent=1))
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)  # what a full disk left

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..mesh import Ranks
+from .communicator import communicator
 from .p2p import Pending
 from .trace import count_sent
 
@@ -72,25 +74,28 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     return total[:, : like.shape[1]].contiguous()
 
 
-def start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
-    """Start to all-gather ``x``, contiguous and of the same shape on every rank; returns ``[ranks, *x.shape]``."""
-    gathered = x.new_empty(group.size(), *x.shape)
+def start_all_gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
+    """Start to all-gather ``x``, contiguous and of the same shape on every rank; returns ``[ranks, *x.shape]``.
+
+    In attention's communicator, like the messages of ``p2p.exchange``.
+    """
+    gathered = x.new_empty(ranks.size(), *x.shape)
     if not x.numel():
         return gathered, Pending()
     # As bytes, which every backend takes.
     sent, received = (y.view(-1).view(torch.uint8) for y in (x, gathered))
-    work = all_gather_single(received, sent, group=group, async_op=True)
-    count_sent(sent.numel() * (group.size() - 1), group.size() - 1)
+    work = all_gather_single(received, sent, group=communicator(ranks, x.device), async_op=True)
+    count_sent(sent.numel() * (ranks.size() - 1), ranks.size() - 1)
     return gathered, Pending([work], [x, gathered])
 
 
-def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
+def start_reduce_scatter(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     """Start to sum ``x [ranks, ...]``, contiguous, over the ranks; returns this rank's ``x[rank]`` of the sum."""
     total = torch.empty_like(x[0])
     if not x.numel():
         return total, Pending()
-    work = reduce_scatter_single(total.view(-1), x.view(-1), group=group, async_op=True)
-    count_sent(total.nbytes * (group.size() - 1), group.size() - 1)
+    work = reduce_scatter_single(total.view(-1), x.view(-1), group=communicator(ranks, x.device), async_op=True)
+    count_sent(total.nbytes * (ranks.size() - 1), ranks.size() - 1)
     return total, Pending([work], [x, total])
 
 

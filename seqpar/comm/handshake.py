@@ -1,25 +1,42 @@
 """The handshake before a payload is sent: every rank learns what the others bring, so that all raise if they disagree.
 
 Each rank checks its own input and describes it by a header, a NamedTuple of integers, fingerprints and dtypes. One
-all-gather of 128 bytes a rank, on the host where the group can, hands every header to every rank. A rank whose check
-raises sends a header that says so, and does not wait: the others raise too instead of waiting for its payload.
+all-gather of 128 bytes a rank hands every header to every rank. A rank whose check raises sends a header that says so,
+and does not wait: the others raise too instead of waiting for its payload. If a rank never arrives, the others raise
+an error that names it when the group's timeout is over.
+
+Where the group can communicate between hosts (gloo), the GPU takes no part. Where it cannot (NCCL alone), the headers
+travel on a CUDA stream and in a communicator of their own: the host waits for them, and not for the computation and the
+messages that the GPU has queued.
+
+Each call that is not told the length of the sequence has its handshake. A rank cannot leave it out because its own
+header is the same as last time: with shards of unequal length, another rank's may have changed, and that rank would
+wait for the handshake. Only a value that all ranks have beforehand, such as the length of the whole sequence, can
+replace it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..checks import DTYPES, check_alike
+from ..mesh import Ranks, global_ranks, parent_group
+from ..rendezvous import Watch, group_timeout, missing_message
 from .collectives import all_gather_single
+from .communicator import communicator
 
 Header = TypeVar("Header", bound=tuple[Any, ...])  # a NamedTuple of int, bool, Fingerprint and torch.dtype
 
@@ -27,6 +44,14 @@ _WIDTH = 16  # int64 words sent by each rank: a status, the header's type, its f
 _OK, _FAILED = 0, 1
 # All-gathers that a failing rank started and did not wait for; their buffers must outlive the call.
 _unwaited: deque[object] = deque(maxlen=64)
+# By communicator: how many handshakes it has had. The same on all its ranks.
+_counts: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
+# A rank that has waited this long tells the others that it does.
+_LONG_WAIT = timedelta(seconds=5)
+# A rank that has raised an error waits at most this long for the others, where they have not been connected before.
+_PATIENCE = timedelta(seconds=10)
+# Between two looks at whether the GPU has received the headers.
+_POLL_S = 20e-6
 
 
 class Fingerprint(int):
@@ -40,17 +65,18 @@ def fingerprint(*values: Hashable) -> Fingerprint:
 
 
 @contextmanager
-def propagate_errors(group: ProcessGroup | None) -> Iterator[None]:
+def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
     """If the block raises on this rank, the next ``all_gather_header`` of the other ranks raises instead of hanging."""
     try:
         yield
     except Exception:
-        if group is not None and group.size() > 1:
-            _unwaited.append(_start([_FAILED], group, wait=False))
+        if ranks is not None and ranks.size() > 1:
+            with contextlib.suppress(RuntimeError):  # this rank's own error is the one to show
+                _unwaited.append(_start([_FAILED], ranks, _PATIENCE))
         raise
 
 
-def all_gather_header(make_header: Callable[[], Header], group: ProcessGroup | None) -> list[Header]:
+def all_gather_header(make_header: Callable[[], Header], group: Ranks | None) -> list[Header]:
     """All-gather the header that ``make_header`` returns on each rank.
 
     ``make_header`` checks this rank's input and may raise: the other ranks then raise as well.
@@ -59,16 +85,15 @@ def all_gather_header(make_header: Callable[[], Header], group: ProcessGroup | N
         The header of each rank, by rank in ``group``.
 
     Raises:
-        Whatever ``make_header`` raises, on the rank where it does. RuntimeError: another rank's check raised, or
-        another rank is in a different call.
+        Whatever ``make_header`` raises, on the rank where it does. RuntimeError: another rank's check raised, another
+        rank is in a different call, or did not arrive within the group's timeout.
     """
     with propagate_errors(group):
         header = make_header()
     if group is None or group.size() == 1:
         return [header]
     kind = fingerprint(type(header).__qualname__)
-    _, gathered = _start([_OK, kind, *map(_encode, header)], group, wait=True)
-    by_rank = gathered.tolist()
+    by_rank = _wait(_start([_OK, kind, *map(_encode, header)], group), group)
     if failed := [rank for rank, words in enumerate(by_rank) if words[0] == _FAILED]:
         raise RuntimeError(f"rank(s) {failed} of the group raised an error on their own input; see their traceback")
     if other := [rank for rank, words in enumerate(by_rank) if words[1] != kind]:
@@ -97,17 +122,115 @@ def _decode(word: int, like: Any) -> Any:
     return DTYPES[word] if isinstance(like, torch.dtype) else type(like)(word)
 
 
-def _start(words: Sequence[int], group: ProcessGroup, wait: bool) -> tuple[object, Tensor]:
-    device = _control_device(group)
-    header = torch.tensor([*words, *[0] * (_WIDTH - len(words))], dtype=torch.int64, device=device)
-    gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64, device=device)  # [ranks, words]
-    work = all_gather_single(gathered.view(-1), header, group=group, async_op=True)
-    if wait:
-        work.wait()
-    return (work, header), gathered
+class _AllGather(Protocol):
+    """An all-gather of headers on its way."""
+
+    def wait(self, limit: timedelta) -> bool:
+        """Wait until it is done, or for ``limit``. Returns whether it is done. RuntimeError: it failed."""
+
+    def headers(self) -> list[list[int]]:
+        """The words of each rank, after it is done."""
+
+    watch: Watch
 
 
-def _control_device(group: ProcessGroup) -> torch.device:
-    """The host if the group can communicate from there, which needs no synchronisation with the GPU; else the GPU."""
-    types = {device.type for device in group._device_types}
+class _HostAllGather:
+    """An all-gather between hosts."""
+
+    def __init__(self, words: Tensor, ranks: Ranks, patience: timedelta | None) -> None:
+        group = communicator(ranks, words.device, patience=patience)
+        self.watch = _watch(group, ranks)
+        self._words = words
+        self._gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64, device="cpu")  # [ranks, words]
+        self._work = all_gather_single(self._gathered.view(-1), words, group=group, async_op=True)
+
+    def wait(self, limit: timedelta) -> bool:
+        try:
+            self._work.wait(limit)
+        except RuntimeError:
+            if self._work.is_completed():
+                raise
+            return False
+        return True
+
+    def headers(self) -> list[list[int]]:
+        gathered: list[list[int]] = self._gathered.tolist()
+        return gathered
+
+
+class _DeviceAllGather:
+    """An all-gather between GPUs, on a stream that nothing else uses: it does not wait for work queued elsewhere."""
+
+    def __init__(self, words: Tensor, ranks: Ranks, device: torch.device, patience: timedelta | None) -> None:
+        group = communicator(ranks, device, "handshake", patience)
+        self.watch = _watch(group, ranks)
+        with torch.cuda.stream(_side_stream(device)):
+            # Copies from and to pinned memory do not stop the host. The tensors live as long as this object.
+            self._words = _pinned(_WIDTH).copy_(words)
+            self._sent = torch.empty(_WIDTH, dtype=torch.int64, device=device)
+            self._gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64, device=device)  # [ranks, words]
+            self._received = _pinned(group.size(), _WIDTH)
+            self._sent.copy_(self._words, non_blocking=True)
+            all_gather_single(self._gathered.view(-1), self._sent, group=group)  # the side stream waits, not the host
+            self._received.copy_(self._gathered, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self, limit: timedelta) -> bool:
+        # Not event.synchronize(): it would wait for ever for a rank that does not arrive.
+        end = time.monotonic() + limit.total_seconds()
+        while not self._done.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def headers(self) -> list[list[int]]:
+        received: list[list[int]] = self._received.tolist()
+        return received
+
+
+def _start(words: Sequence[int], ranks: Ranks, patience: timedelta | None = None) -> _AllGather:
+    header = torch.tensor([*words, *[0] * (_WIDTH - len(words))], dtype=torch.int64, device="cpu")
+    if (device := _control_device(ranks)).type == "cpu":
+        return _HostAllGather(header, ranks, patience)
+    return _DeviceAllGather(header, ranks, device, patience)
+
+
+def _wait(pending: _AllGather, ranks: Ranks) -> list[list[int]]:
+    """The words of each rank. After the group's timeout, an error that names the ranks that did not arrive."""
+    limit = group_timeout(parent_group(ranks))
+    first = min(_LONG_WAIT, limit / 2)
+    cause: RuntimeError | None = None
+    try:
+        if pending.wait(first):
+            return pending.headers()
+        pending.watch.report()
+        if pending.wait(limit - first):
+            return pending.headers()
+    except RuntimeError as error:
+        cause = error
+    missing = pending.watch.missing()
+    if missing or cause is None:
+        raise RuntimeError(missing_message(missing, "handshake", limit)) from cause
+    raise cause
+
+
+def _watch(group: ProcessGroup, ranks: Ranks) -> Watch:
+    _counts[group] = _counts.get(group, 0) + 1
+    return Watch("handshake", global_ranks(ranks), _counts[group])
+
+
+def _control_device(ranks: Ranks) -> torch.device:
+    """The host if the group can communicate from there; else the GPU."""
+    types = {device.type for device in parent_group(ranks)._device_types}
     return torch.device("cpu") if "cpu" in types else torch.device(next(iter(types)), torch.cuda.current_device())
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _pinned(*shape: int) -> Tensor:
+    return torch.empty(*shape, dtype=torch.int64, device="cpu", pin_memory=True)

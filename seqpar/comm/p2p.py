@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ..mesh import Ranks, parent_group, rank_in_parent
+from ..mesh import Ranks
+from ..rendezvous import ADVICE
+from .communicator import communicator
 from .trace import count_sent
 
 Message = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent to it or received from it
@@ -30,25 +30,23 @@ class Pending:
 
     def wait(self) -> None:
         """Wait until all messages are sent and received. On CUDA, the current stream waits instead of the host."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        try:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"messages of attention did not arrive; {ADVICE}") from error
         self._works, self._buffers = (), ()
 
 
-_ready: set[ProcessGroup] = set()
-
-
 def make_ready(ranks: Ranks | None, device: torch.device) -> None:
-    """Set up NCCL's communicator for the process group of ``ranks``. All its ranks must call this.
+    """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this.
 
-    Only the first call of a group communicates. NCCL makes a communicator at the first operation of a group, in which
-    every rank must take part. A step of a schedule may leave some ranks out, so it cannot be the first operation.
+    NCCL connects ranks at the first operation of their group, in which every rank must take part. A step of a schedule
+    may leave some ranks out, so it cannot be the first operation.
     """
-    if ranks is None or device.type == "cpu" or (group := parent_group(ranks)) in _ready:
-        return
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _ready.add(group)
+    if ranks is not None and ranks.size() > 1:
+        communicator(ranks, device)
 
 
 def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None) -> Pending:
@@ -69,12 +67,9 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
     if not sends and not receives:
         return Pending()
     assert ranks is not None
-    ops = [_operation(dist.isend, peer, tensor, ranks) for peer, tensor in sends]
-    ops += [_operation(dist.irecv, peer, tensor, ranks) for peer, tensor in receives]
+    group = communicator(ranks, (sends or receives)[0][1].device)
+    ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
+    ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
     for _, tensor in sends:
         count_sent(tensor.numel() * tensor.element_size())
     return Pending(dist.batch_isend_irecv(ops), [tensor for _, tensor in (*sends, *receives)])
-
-
-def _operation(kind: Callable[..., Any], peer: int, tensor: Tensor, ranks: Ranks) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, group=parent_group(ranks), group_peer=rank_in_parent(ranks, peer))

@@ -31,6 +31,7 @@ from ..mesh import AttentionGroups, ParallelContext, rank_in, size_of
 from ..schedule import SequenceSharding
 from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from ..strategies import COMMS, resolve, strategy_options
+from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.tensor_sequence import SequenceChunks
 from .rotary import RotaryEmbedding
 
@@ -51,6 +52,7 @@ class _LayerHeader(NamedTuple):
     mask: Fingerprint
     max_position: int
     dropout_seed: int
+    gradient: int
 
 
 class AttentionLayer(nn.Module):
@@ -209,7 +211,7 @@ class AttentionLayer(nn.Module):
             self._check_input(x_local, mask, positions, seq_len)
 
         total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
-        max_position, seed = total, 0
+        max_position, seed, joins_backward = total, 0, True
         if dynamic or dropout_p or (sharding is None and not has_length(seq_len)):
 
             def header() -> _LayerHeader:
@@ -221,6 +223,7 @@ class AttentionLayer(nn.Module):
             total = check_lengths([header.length for header in headers], layout, total)
             max_position = max(header.max_position for header in headers) if dynamic else total
             seed = headers[0].dropout_seed
+            joins_backward = any_needs_gradient([header.gradient for header in headers])
         else:
             check()
             assert total is not None
@@ -229,6 +232,8 @@ class AttentionLayer(nn.Module):
         sequence_sharding = SequenceSharding(total, layout, groups.ring_size, groups.ulysses_size, self._tensor_size)
         rank = rank_in(groups.sequence)
         chunks = self._chunks(sequence_sharding, rank, x_local.device)
+        if joins_backward and chunks is not None:  # the projections communicate
+            x_local = with_gradient(x_local)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, chunks))  # [b, s, h or n, d]
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the weights are float32, and so is the norm.
@@ -253,6 +258,7 @@ class AttentionLayer(nn.Module):
             dropout_p=dropout_p,
             dropout_seed=seed,
             backend=self.backend,
+            joins_backward=joins_backward,
         )
         return self._output(out.flatten(2), chunks)
 
@@ -323,7 +329,8 @@ class AttentionLayer(nn.Module):
         if positions is not None and self.rope is not None and self.rope.needs_length and positions.numel():
             max_position = int(positions.max().item()) + 1
         seed = int(torch.randint(2**62, (), device="cpu").item()) if self.dropout_p and self.training else 0
-        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask), max_position, seed)
+        gradient = gradient_state(x, *self.parameters())
+        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask), max_position, seed, gradient)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. What depends on the group is checked in ``forward``."""

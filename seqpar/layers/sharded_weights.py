@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..comm.collectives import all_gather, all_reduce
+from ..comm.handshake import all_gather_header
 from ..mesh import rank_in, size_of
 
 _SHARDS = "_seqpar_shards"  # the attribute in which a module keeps its WeightShards, by parameter name
@@ -151,7 +152,16 @@ def _to_state_dict(local: Tensor, shard: WeightShard) -> Tensor:
         local = local.full_tensor()
     if shard.is_even and shard.group is not None:
         return DTensor.from_local(local, _mesh_of(shard.group, local.device.type), [Shard(shard.dim)], run_check=False)
+    # If only some ranks make this call, these raise an error that names the others.
+    all_gather_header(lambda: _SavedWeight(shard.full_size, local.dtype), shard.group)
     return shard.all_gather(local)
+
+
+class _SavedWeight(NamedTuple):
+    """A weight that the ranks gather for a state dict."""
+
+    full_size: int
+    dtype: torch.dtype
 
 
 def _from_state_dict(value: Tensor, shard: WeightShard, parameter: Tensor) -> Tensor:

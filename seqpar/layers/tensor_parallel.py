@@ -27,6 +27,7 @@ from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, si
 from ..schedule import SequenceSharding
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
+from ..strategies.autograd import with_gradient
 from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks, all_gather_linear, linear_reduce_scatter
 from .attention import AttentionLayer
 from .sharded_weights import WeightShard, make_spans, register_weight_shards, with_reduced_gradient
@@ -193,6 +194,8 @@ class MegatronMLP(nn.Module):
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake.
         """
+        if sharding is not None:  # the ranks do not tell each other whether they need a gradient
+            x_local = with_gradient(x_local)
         chunks = tokens_in_rank_order(
             x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj, sharding
         )
@@ -211,6 +214,7 @@ class HiddenHeader(NamedTuple):
     length: int
     batch: int
     dtype: torch.dtype
+    requires_gradient: bool
 
 
 def tokens_in_rank_order(
@@ -229,9 +233,9 @@ def tokens_in_rank_order(
 
     def header() -> HiddenHeader:
         check_hidden(x, hidden_size, linear)
-        return HiddenHeader(x.shape[1], x.shape[0], x.dtype)
+        return HiddenHeader(x.shape[1], x.shape[0], x.dtype, x.requires_grad and torch.is_grad_enabled())
 
-    lengths = agreed_lengths(header, group, sharding, "batch", "dtype")
+    lengths = agreed_lengths(header, group, sharding, "batch", "dtype", "requires_gradient")
     if group is None or group.size() == 1:
         return None
     return SequenceChunks.in_rank_order(group, lengths, overlap, x.device)

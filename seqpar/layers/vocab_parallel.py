@@ -26,7 +26,7 @@ from ..comm.p2p import make_ready
 from ..layout import split_range
 from ..mesh import ParallelContext, rank_in, size_of, tensor_group
 from ..sharding import Sharding, check_sharding
-from ..strategies.autograd import to_autocast_dtype
+from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.tensor_sequence import (
     OVERLAPS,
     Overlap,
@@ -201,6 +201,8 @@ class VocabParallelHead(nn.Linear):
             RuntimeError: another rank raised an error on its own input.
         """
         tp = self._parallel_context.tensor
+        if sharding is not None:  # the ranks do not tell each other whether they need a gradient
+            x_local = with_gradient(x_local)
         if labels is None:
             chunks = tokens_in_rank_order(x_local, tp, self.overlap, self.in_features, self, sharding)
             (logits,) = column_linear(x_local, (self,), chunks)
@@ -216,9 +218,10 @@ class VocabParallelHead(nn.Linear):
                 )
             if chunk_tokens is not None:
                 check_int("chunk_tokens", chunk_tokens, 1)
-            return HiddenHeader(x_local.shape[1], x_local.shape[0], x_local.dtype)
+            requires_gradient = x_local.requires_grad and torch.is_grad_enabled()
+            return HiddenHeader(x_local.shape[1], x_local.shape[0], x_local.dtype, requires_gradient)
 
-        lengths = agreed_lengths(header, tp, sharding, "batch", "dtype")
+        lengths = agreed_lengths(header, tp, sharding, "batch", "dtype", "requires_gradient")
         chunks = SequenceChunks.in_rank_order(tp, lengths, "ring", x_local.device)
         x, weight = to_autocast_dtype(x_local, self.weight)
         loss: Tensor = _ChunkedCrossEntropy.apply(

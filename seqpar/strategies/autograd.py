@@ -5,6 +5,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,34 @@ from .ulysses import (
     ulysses_backward,
     ulysses_forward,
 )
+
+
+def gradient_state(*tensors: Tensor | None) -> int:
+    """What a rank tells the others about its backward, as ``any_needs_gradient`` reads it: 0 if gradients are turned
+    off, 2 if one of the tensors requires one, else 1."""
+    if not torch.is_grad_enabled():
+        return 0
+    return 2 if any(x is not None and x.requires_grad for x in tensors) else 1
+
+
+def any_needs_gradient(states: Sequence[int]) -> bool:
+    """Whether a backward will run, from the ``gradient_state`` of each rank: then all ranks must take part in it."""
+    without, needing = ([rank for rank, state in enumerate(states) if state == value] for value in (0, 2))
+    if without and needing:
+        raise ValueError(
+            f"gradients: rank(s) {without} of the group run under torch.no_grad(), but the inputs of rank(s) {needing} "
+            "require gradients; use the same mode on every rank"
+        )
+    return bool(needing)
+
+
+def with_gradient(x: Tensor) -> Tensor:
+    """``x``, or an alias of it that requires a gradient if gradients are on.
+
+    The backward of attention communicates. A rank whose inputs require no gradient would not run it, and the ranks
+    whose inputs do would wait for it. With the alias it takes part.
+    """
+    return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
 
 
 class SequenceParallelAttention(torch.autograd.Function):

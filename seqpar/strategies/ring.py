@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
@@ -188,7 +187,7 @@ def _start_step(
     step = plan[index]
     if step.receives:
         count_step()
-    if plan.dense and isinstance(ring, ProcessGroup) and not step.is_local:
+    if plan.dense and not step.is_local and ring is not None:
         rows = Selection(((0, local.k.shape[1]),))
         gathered, pending = start_all_gather(local.message(rows, plan.longest), ring)  # [ranks, 2, b, longest, n, d]
         received = {t.peer: gathered[t.peer][:, :, : len(t.rows)] for t in step.receives}
@@ -248,7 +247,7 @@ def _return_gradients(
     accumulate = []
     for target in own_dkv if plan.gather else [own_dkv]:
         grad = grads.pop(0) if grads else None
-        if plan.dense and isinstance(ring, ProcessGroup):
+        if plan.dense and ring is not None:
             accumulate.append(_start_reduce_scatter(plan, step, grad, target, ring))
         else:
             accumulate.append(_start_return(step, grad, target, ring))
@@ -283,15 +282,15 @@ def _start_return(step: Step, grad: Tensor | None, target: Tensor, ring: Ranks |
 
 
 def _start_reduce_scatter(
-    plan: AttentionPlan, step: Step, grad: Tensor | None, target: Tensor, group: ProcessGroup
+    plan: AttentionPlan, step: Step, grad: Tensor | None, target: Tensor, ring: Ranks
 ) -> Callable[[], None]:
     """The same as a collective: sum the ranks' gradients ``[..., k, n, d]`` of this rank's K/V."""
-    by_rank = target.new_empty(group.size(), *target.shape[:-3], plan.longest, *target.shape[-2:])
-    by_rank[group.rank()].zero_()  # accumulated in ``target`` already
+    by_rank = target.new_empty(ring.size(), *target.shape[:-3], plan.longest, *target.shape[-2:])
+    by_rank[ring.rank()].zero_()  # accumulated in ``target`` already
     for i, transfer in enumerate(step.receives):
         assert grad is not None and isinstance(step.keys, GatheredKeys)
         step.keys.gather(i, grad, by_rank[transfer.peer][..., : len(transfer.rows), :, :])
-    total, pending = start_reduce_scatter(by_rank, group)
+    total, pending = start_reduce_scatter(by_rank, ring)
     del by_rank
 
     def accumulate() -> None:

@@ -40,12 +40,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.communicator import communicator
 from ..comm.handshake import all_gather_header
+from ..comm.p2p import Pending
 from ..comm.trace import count_sent
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import split_range
-from ..mesh import Ranks, parent_group, rank_in_parent
+from ..mesh import Ranks
 from ..schedule import SequenceSharding
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
@@ -179,7 +181,7 @@ def lse_gradient_to_heads(exchange: HeadExchange, like: Tensor, dlse: Tensor | N
 
     ``like [b, s, h, d]`` gives the shape and dtype on a rank that has none.
     """
-    headers = all_gather_header(lambda: _LseGradient(dlse is not None), parent_group(exchange.group))
+    headers = all_gather_header(lambda: _LseGradient(dlse is not None), exchange.group)
     if not any(header.has_dlse for header in headers):
         return None
     column = like.new_zeros(*like.shape[:3], 1, dtype=accumulator(like.dtype))  # [b, s, h, 1]
@@ -231,8 +233,7 @@ class Incoming:
 
     def wait(self) -> list[Tensor]:
         """The tensors, once they have arrived (on CUDA, the current stream waits). Call it once."""
-        if self._work is not None:
-            self._work.wait()
+        Pending([] if self._work is None else [self._work], self._buffers).wait()
         tensors = self._unpack()
         self._buffers = []
         return tensors
@@ -424,12 +425,8 @@ def _all_to_all(
     counts = [[prod(s) for s in peer_shapes] for peer_shapes in shapes]
     recv_sizes = [sum(c) * like.element_size() for c in counts]
     received = packed.new_empty(sum(recv_sizes))
-    group = parent_group(ranks)
-    recv_splits, send_splits = [0] * group.size(), [0] * group.size()
-    for peer, (recv_size, send_size) in enumerate(zip(recv_sizes, send_sizes, strict=True)):
-        recv_splits[rank_in_parent(ranks, peer)] = recv_size
-        send_splits[rank_in_parent(ranks, peer)] = send_size
-    work = dist.all_to_all_single(received, packed, recv_splits, send_splits, group=group, async_op=True)
+    group = communicator(ranks, packed.device)
+    work = dist.all_to_all_single(received, packed, recv_sizes, send_sizes, group=group, async_op=True)
     to_others = [size for peer, size in enumerate(send_sizes) if peer != ranks.rank() and size]
     count_sent(sum(to_others), len(to_others))
     pieces = iter(received.view(like.dtype).split([c for from_peer in counts for c in from_peer]))

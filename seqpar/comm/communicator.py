@@ -1,0 +1,133 @@
+"""The process groups that attention's own messages are sent in.
+
+A process group runs its operations one after another, on one CUDA stream. If keys and values were sent in the group
+that DDP or FSDP uses, they would wait for gradients and weights that were sent before. So each set of ranks that
+exchanges messages has a communicator of its own, on a stream of high priority. It is not the default group and not the
+group that the caller gave, also where it has the same ranks.
+
+A communicator is made at the first call that needs it, by its own ranks alone: other ranks may be anywhere else. The
+ways of torch.distributed to make a group do not allow this. ``new_group`` is a call of all ranks of the job.
+``new_group(use_local_synchronization=True)`` and ``split_group`` name the group after the number of groups that this
+process has, which may differ from rank to rank, and where the default group is bound to a device, ``new_group`` splits
+the default group's communicator, in which all ranks of the job take part. So the group is made here from its backend,
+under a name that its ranks agree on through the store. It is not entered in torch's table of groups either, because
+that would change the names of the groups that these ranks make later.
+
+There is one communicator for a set of ranks, however many meshes and groups with these ranks are made and destroyed.
+All are shut down with the default group, or at exit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping
+from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
+from ..rendezvous import group_timeout, meet
+
+Purpose = Literal["messages", "handshake"]
+# NCCL ends the process when one of its operations takes longer than the timeout. Handshakes get this much more, so
+# that their own error, which names the ranks that are missing, comes first.
+_HANDSHAKE_MARGIN = timedelta(seconds=60)
+
+_Communicators = dict[tuple[Purpose, str, tuple[int, ...]], ProcessGroup]
+# By default group, so that they end with it.
+_made: MutableMapping[ProcessGroup, _Communicators] = WeakKeyDictionary()
+
+
+def communicator(
+    ranks: Ranks, device: torch.device, purpose: Purpose = "messages", patience: timedelta | None = None
+) -> ProcessGroup:
+    """The process group in which ``ranks`` exchange tensors on ``device``. Its rank ``i`` is rank ``i`` of ``ranks``.
+
+    The first call with these ranks is collective: all of them must make it, in the same order among such calls.
+
+    Args:
+        ranks: the ranks that exchange messages.
+        device: where the tensors are.
+        purpose: a communicator of its own for each purpose.
+        patience: how long the first call waits for the other ranks; by default the group's timeout.
+
+    Raises:
+        RuntimeError: in the first call, some ranks did not arrive; the message names them.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _made:
+        for ended in list(_made.values()):  # a default group may be held after it was destroyed, by torch's own modules
+            _shut_down(ended)
+        made: _Communicators = {}
+        _made[world] = made
+        weakref.finalize(world, _shut_down, made)
+    key = (purpose, device.type, global_ranks(ranks))
+    if key not in _made[world]:
+        _made[world][key] = _make(ranks, device, purpose, patience)
+    return _made[world][key]
+
+
+def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timedelta | None) -> ProcessGroup:
+    parent, rank, size = parent_group(ranks), rank_in(ranks), size_of(ranks)
+    name = parent._get_backend(device).name()
+    if type(parent) is not ProcessGroup or name not in ("gloo", "nccl", "fake"):
+        if parent.size() == size:
+            return parent  # only these backends can be made from their parts
+        raise ValueError(
+            f"group: its backend {name!r} cannot be divided into rings and all-to-alls; pass a mesh made by "
+            "seqpar.init_mesh, or use nccl or gloo"
+        )
+    timeout = group_timeout(parent)
+    meeting = meet(f"the first exchange of {purpose} on {device.type}", global_ranks(ranks), "", patience or timeout)
+    store = PrefixStore(f"{meeting.key}/group/", dist.HashStore() if name == "fake" else c10d._get_default_store())
+    made: Any = ProcessGroup(store, rank, size)  # its setup is torch's own and has no types
+    if name == "nccl":
+        kind = ProcessGroup.BackendType.NCCL
+        backend = _nccl(store, ranks, timeout + _HANDSHAKE_MARGIN if purpose == "handshake" else timeout)
+    elif name == "gloo":
+        kind = ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    else:
+        kind = ProcessGroup.BackendType.CUSTOM
+        backend = _fake(rank, size)
+    made._set_default_backend(kind)
+    if name != "fake":
+        backend._set_sequence_number_for_group()
+    made._register_backend(device, kind, backend)
+    made._set_group_name(meeting.key)
+    made._set_group_desc(f"seqpar_{purpose}")
+    if name == "nccl":
+        # Now, with all ranks present: the first exchange of a schedule may leave some of them out.
+        backend.eager_connect_single_device(torch.device(device.type, torch.cuda.current_device()))
+    # dist.P2POp looks up the ranks of its group here.
+    c10d._world.pg_group_ranks[made] = {global_rank: i for i, global_rank in enumerate(global_ranks(ranks))}
+    group: ProcessGroup = made
+    return group
+
+
+def _nccl(store: dist.Store, ranks: Ranks, timeout: timedelta) -> Any:
+    """An NCCL backend whose kernels start before waiting kernels of other streams."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout
+    options.global_ranks_in_group = list(global_ranks(ranks))
+    return c10d.ProcessGroupNCCL(store, rank_in(ranks), size_of(ranks), options)
+
+
+def _fake(rank: int, size: int) -> Any:
+    options = c10d._DistributedBackendOptions()
+    options.group_rank, options.group_size = rank, size
+    return c10d.Backend._plugins["FAKE"].creator_fn(options, None)
+
+
+def _shut_down(made: _Communicators) -> None:
+    for group in made.values():
+        c10d._world.pg_group_ranks.pop(group, None)
+        group.shutdown()
+    made.clear()

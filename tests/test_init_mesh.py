@@ -1,0 +1,130 @@
+"""How ``init_mesh`` starts the process group: backend, timeout and GPU, seen by torch.distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import seqpar
+from seqpar import mesh as meshes
+
+
+class StartedError(Exception):
+    """Raised in place of starting a process group."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ``init_mesh`` passes to ``init_process_group`` and ``set_device``, on a host of 8 GPUs."""
+    noted: dict[str, Any] = {}
+
+    def init_process_group(backend: str, **options: Any) -> None:
+        noted.update(options, backend=backend)
+        raise StartedError
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted.update(set_device=device))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return noted
+
+
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int, local_rank: int | None = 3) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+
+def init(**arguments: Any) -> None:
+    with pytest.raises(StartedError):
+        seqpar.init_mesh(ring=-1, **arguments)
+
+
+@pytest.mark.parametrize(("world", "backend"), [(8, "cpu:gloo,cuda:nccl"), (256, "cpu:gloo,cuda:nccl"), (257, "nccl")])
+def test_the_default_on_gpus(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, world: int, backend: str
+) -> None:
+    under_torchrun(monkeypatch, world)
+    init(device_type="cuda")
+    device = torch.device("cuda", 3)
+    assert started == {"backend": backend, "device_id": device, "set_device": device}
+
+
+def test_what_the_caller_asks_for(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    under_torchrun(monkeypatch, 8)
+    init(device_type="cuda", backend="nccl", timeout=90, device_id=6)
+    device = torch.device("cuda", 6)
+    assert started == {
+        "backend": "nccl", "timeout": timedelta(seconds=90), "device_id": device, "set_device": device
+    }  # fmt: skip
+    started.clear()
+    init(device_type="cpu", timeout=timedelta(minutes=2))
+    assert started == {"backend": "gloo", "timeout": timedelta(minutes=2)}
+    started.clear()
+    init(device_type="cuda", backend="gloo", device_id="cuda:1")  # NCCL alone is bound to a device
+    assert started == {"backend": "gloo", "set_device": torch.device("cuda", 1)}
+
+
+def test_the_only_gpu_that_a_process_sees(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for local_rank in (None, 3):
+        under_torchrun(monkeypatch, 8, local_rank)
+        init(device_type="cuda")
+        assert started["set_device"] == torch.device("cuda", 0)
+
+
+def test_one_process_keeps_its_gpu(started: dict[str, Any]) -> None:
+    init(device_type="cuda")
+    assert started["set_device"] == torch.device("cuda", 5) and started["world_size"] == 1
+
+
+def test_several_ranks_without_local_rank(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    under_torchrun(monkeypatch, 8, None)
+    with pytest.raises(ValueError, match=r"device_id: this process sees 8 GPUs and LOCAL_RANK is not set; pass"):
+        seqpar.init_mesh(ring=-1, device_type="cuda")
+    under_torchrun(monkeypatch, 16, 8)
+    with pytest.raises(ValueError, match=r"device_id=8 \(by default LOCAL_RANK\): this process sees 8 GPUs"):
+        seqpar.init_mesh(ring=-1, device_type="cuda")
+    assert not started
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"timeout": 0}, ValueError, r"timeout=0: expected a positive"),
+    ({"timeout": float("nan")}, ValueError, r"timeout=nan"),
+    ({"timeout": "90"}, TypeError, r"timeout='90': expected seconds or a datetime.timedelta"),
+    ({"backend": 3}, TypeError, r"backend=3: expected a str"),
+    ({"device_id": True}, TypeError, r"device_id=True: expected an int"),
+    ({"device_id": torch.device("cpu")}, ValueError, r"device_id=cpu: expected a CUDA device"),
+    ({"device_id": torch.device("cuda")}, ValueError, r"device_id=cuda: .*with an index"),
+    ({"device_id": -1}, ValueError, r"device_id=-1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
+def test_bad_arguments(
+    started: dict[str, Any], arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        seqpar.init_mesh(device_type="cuda", **arguments)
+    assert not started
+
+
+def test_hosts_of_a_simulated_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process plays a rank of many: hosts have LOCAL_WORLD_SIZE ranks each."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
+    try:
+        mesh = seqpar.init_mesh(dp=2, ring=-1, device_type="cpu")
+        assert meshes.ranks_by_host(mesh.get_group("ring")) == (tuple(range(8)),)
+        assert meshes.ranks_by_host(mesh.get_group("dp")) == ((0,), (1,))
+    finally:
+        dist.destroy_process_group()
