@@ -50,8 +50,8 @@ _EXACT_QUERIES = 4096
 _MAX_SLICES = 16
 # Messages of one group of an NCCL communicator: see ``exchange_groups``.
 _MAX_PAIRS = 16
-# If every rank needs this much of the sequence, an all-gather sends all of it in a collective.
-_DENSE = 0.99
+# If every rank needs the whole sequence except for this share, an all-gather sends all of it in a collective.
+_DENSE_WITHOUT = 1 / 1024
 # Positions below this, and sums of one and a number of ranks, fit into 32 bits.
 _INT32 = 1 << 30
 
@@ -413,7 +413,7 @@ class AttentionPlan:
         if not self.gather:
             return False
         n = self.sharding.ring
-        enough = _DENSE * self.sharding.seq_len
+        enough = self.sharding.seq_len * (1 - _DENSE_WITHOUT)
         # The first and the last rank are the most likely ones to need less.
         return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
 
