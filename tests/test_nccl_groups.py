@@ -62,7 +62,8 @@ def documents(seq_len: int, length: int) -> Mask:
 def check(mask: Mask, ranks: int, layout: Layout, gather: bool) -> None:
     sharding = SequenceSharding(ranks * 16, layout, ring=ranks)
     plans = [AttentionPlan(mask, sharding, rank, gather) for rank in range(ranks)]
-    assert not any(plan.dense for plan in plans)  # those are collectives, in which all ranks do the same
+    if plans[0].dense:
+        return  # a collective, in which all ranks do the same
     programs = [messages_of(plan) for plan in plans]
     assert max((len(group) for program in programs for group in program), default=0) <= 32
     run(programs)
