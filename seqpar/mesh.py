@@ -405,14 +405,14 @@ class AttentionGroups:
         ring: the ranks that send keys and values to one another.
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
         gather: whether the ring's keys and values are all received in one step.
-        chunks: in how many chunks of heads they are received then.
+        chunks: in how many chunks of heads they are received then; None decides by their size.
     """
 
     sequence: ProcessGroup | None = None
     ring: Ranks | None = None
     ulysses: Ranks | None = None
     gather: bool = False
-    chunks: int = 1
+    chunks: int | None = None
 
     @property
     def ring_size(self) -> int:

@@ -79,6 +79,16 @@ def test_exchanges_end(ranks: int, layout: Layout, gather: bool) -> None:
         check(mask, ranks, layout, gather)
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ranks", [8, 9])
+def test_exchanges_of_random_documents_end(ranks: int, seed: int) -> None:
+    """Documents that span some ranks: each rank has messages in some of the steps only."""
+    tokens = ranks * 16
+    inner = torch.randint(1, tokens, (5,), generator=torch.Generator().manual_seed(seed)).sort().values
+    for layout in LAYOUTS:
+        check(Mask.documents([0, *inner.tolist(), tokens]), ranks, layout, gather=False)
+
+
 @pytest.mark.slow
 def test_exchanges_end_at_1024_ranks() -> None:
     check(Mask.sliding_window(300, 300), 1024, "contiguous", gather=True)

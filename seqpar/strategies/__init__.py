@@ -33,8 +33,9 @@ class StrategyOptions(TypedDict, total=False):
     """context_parallel: how ranks receive the keys they need."""
     ulysses_size: int | None
     """hybrid and "a2a+p2p" on a plain group: the ranks of each all-to-all, a divisor of the group's size."""
-    chunks: int
-    """context_parallel with "all_gather": receive K/V in this many chunks of heads, to need less memory."""
+    chunks: int | None
+    """context_parallel with "all_gather": receive K/V in this many chunks of heads. More need less memory, and hide
+    more of the transfers behind the computation. By default as many as are worth it."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,13 @@ def _context_parallel_groups(
     group: ProcessGroup | None,
     comm: str = "all_gather",
     ulysses_size: int | None = None,
-    chunks: int = 1,
+    chunks: int | None = None,
 ) -> AttentionGroups:
     """The groups of the strategy that ``comm`` names. ``ulysses_size`` is an option of "a2a+p2p" only."""
     check_choice("comm", comm, COMMS)
-    check_int("chunks", chunks, 1)
-    if chunks > 1 and comm != "all_gather":
+    if chunks is not None:
+        check_int("chunks", chunks, 1)
+    if chunks is not None and comm != "all_gather":
         raise TypeError(f"chunks={chunks}: an option of comm='all_gather'; leave it out with comm={comm!r}")
     if comm == "a2a+p2p":
         return _hybrid_groups(mesh, group, ulysses_size)

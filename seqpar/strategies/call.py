@@ -12,6 +12,10 @@ from ..layout import split_range
 from ..mesh import AttentionGroups
 from ..schedule import AttentionPlan, KeyIntervals, SequenceSharding
 
+# An all-gather is cut into chunks of about this many bytes a rank, at most _MAX_CHUNKS of them, unless told otherwise.
+_CHUNK_BYTES = 1 << 20
+_MAX_CHUNKS = 4
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
@@ -37,12 +41,17 @@ class AttentionCall:
     heads: Heads
     return_lse: bool
 
-    def parts(self, heads: Heads) -> list[Heads]:
-        """``heads`` in the chunks in which an all-gather sends their K/V. The ring sends all of them at once."""
+    def parts(self, heads: Heads, k: Tensor) -> list[Heads]:
+        """``heads`` in the chunks in which an all-gather sends their K/V. The ring sends all of them at once.
+
+        While one chunk is computed, the next one is received. By default the messages ``k [b, k, n, d]`` are large
+        enough for that to take longer than starting them.
+        """
         kv = len(heads.kv)
-        if not self.groups.gather or self.groups.chunks == 1 or kv < 2 or heads.kv_index() is not None:
+        if not self.groups.gather or kv < 2 or heads.kv_index() is not None:
             return [heads]
-        each, chunks = len(heads.queries) // kv, min(self.groups.chunks, kv)
+        chunks = self.groups.chunks or max(1, min(_MAX_CHUNKS, 2 * k.nbytes // _CHUNK_BYTES))
+        each, chunks = len(heads.queries) // kv, min(chunks, kv)
         cuts = [split_range(kv, chunks, i) for i in range(chunks)]  # of the KV heads
         return [heads[range(cut.start * each, cut.stop * each)] for cut in cuts]
 

@@ -71,18 +71,22 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
         deterministic=call.deterministic,
         kv_index=heads.kv_index(),
     )
+    remote = _RemoteSteps(call, heads, k, v)
     last = max((i for i, step in enumerate(call.plan) if step.keys is not None and q.numel()), default=-1)
-    results: list[Carry] = []
     carry: Carry | None = None
-    for part, i, step_k, step_v in _kv_by_step(call, heads, k, v):
-        queries, score = _of_heads(q, part.queries_in(heads)), call.score_of(part)
+    if (seen := call.intervals(0, q)) is not None:
+        carry = backend.forward(q, k, v, seen, call.score_of(heads), None, last == 0)
+    parts = remote.parts
+    carries: list[Carry | None] = [carry] if len(parts) == 1 else [_carry_of(carry, x.queries_in(heads)) for x in parts]
+    for number, part, i, step_k, step_v in remote:
         if (seen := call.intervals(i, q)) is not None:
-            carry = backend.forward(queries, step_k, step_v, seen, score, carry, i == last)
-        if i == len(call.plan) - 1:
-            results.append(carry if carry is not None else finish(empty_carry(queries), score, q.dtype))
-            carry = None
-    if len(results) == 1:
-        return results[0]
+            queries, score = _of_heads(q, part.queries_in(heads)), call.score_of(part)
+            carries[number] = backend.forward(queries, step_k, step_v, seen, score, carries[number], i == last)
+    if last == -1:  # no query sees any key
+        return finish(empty_carry(q), call.score_of(heads), q.dtype)
+    results = [carry for carry in carries if carry is not None]
+    if last == 0 or len(results) == 1:
+        return carry if carry is not None and last == 0 else results[0]
     return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
 
@@ -122,20 +126,34 @@ def ring_backward(
     delta = row_delta(out, dout, dlse)
     dq = torch.zeros_like(q, dtype=dtype)
     dkv = k.new_zeros(2, *k.shape, dtype=dtype)  # [2, b, k, n, d]: gradients of this rank's K/V
-    accumulate_returned: Callable[[], None] = _nothing
-    for part, i, step_k, step_v in _kv_by_step(call, heads, k, v):
-        step, own_dkv, at = plan[i], _of_heads(dkv, part.kv_in(heads)), part.queries_in(heads)
-        # Gradients of the local K/V accumulate in place; those of remote K/V in buffers that are sent to their owners.
-        grads = list(own_dkv) if step.is_local else _zero_gradients(step, step_k, dtype)
+
+    def backward(part: Heads, i: int, step_k: Tensor, step_v: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Add the gradients of step ``i`` for some heads."""
         if (seen := call.intervals(i, q)) is not None:
+            at = part.queries_in(heads)
             part_q, part_dout, part_out, part_dq = (_of_heads(x, at) for x in (q, dout, out, dq))
-            output = OutputGrad(part_dout, part_out, lse[:, at.start : at.stop], delta[:, at.start : at.stop])
-            dk, dv = grads if len(grads) == 2 else grads[0]
+            output = OutputGrad(part_dout, part_out, *(x[:, at.start : at.stop] for x in (lse, delta)))
             backend.backward(part_q, step_k, step_v, output, seen, call.score_of(part), part_dq, dk, dv)
-            del dk, dv
+
+    def own_backward(part: Heads) -> None:
+        at = part.kv_in(heads)
+        backward(part, 0, *(_of_heads(x, at) for x in (k, v, *dkv)))
+
+    remote = _RemoteSteps(call, heads, k, v)
+    first, *rest = [heads] if all(step.is_local for step in plan) else _halves(heads)
+    own_backward(first)
+    accumulate_returned: Callable[[], None] = _nothing
+    for _, part, i, step_k, step_v in remote:
+        # Gradients of remote K/V accumulate in buffers that are sent to their owners.
+        grads = _zero_gradients(plan[i], step_k, dtype)
+        if grads:
+            backward(part, i, step_k, step_v, *(grads if len(grads) == 2 else grads[0]))
         del step_k, step_v  # what is sent now takes their memory
         accumulate_returned()
-        accumulate_returned = _nothing if step.is_local else _return_gradients(plan, step, grads, own_dkv, ring)
+        own_dkv = _of_heads(dkv, part.kv_in(heads))
+        accumulate_returned = _return_gradients(plan, plan[i], grads, own_dkv, ring)
+    for part in rest:  # behind the last return
+        own_backward(part)
     accumulate_returned()
     dsinks = None
     if score.sinks is not None:
@@ -145,18 +163,34 @@ def ring_backward(
     return dq, dkv[0], dkv[1], dsinks
 
 
-def _kv_by_step(call: AttentionCall, heads: Heads, k: Tensor, v: Tensor) -> Iterator[tuple[Heads, int, Tensor, Tensor]]:
-    """Part by part and step by step: the heads, the step's index, and its K/V ``[b, k, n, d]``.
+class _RemoteSteps:
+    """The steps with remote keys, part by part: the part's number and heads, the step, and its K/V ``[b, k, n, d]``.
 
-    The K/V of the next steps are received meanwhile. Of a step without remote keys, they are this rank's.
+    The first transfers start when it is made, and those of the next steps whenever a step is asked for. In a step
+    without keys for this rank, K/V are this rank's own.
     """
-    parts = [(part, _LocalKV(*(_of_heads(x, part.kv_in(heads)) for x in (k, v)))) for part in call.parts(heads)]
-    tasks = [(part, local, i) for part, local in parts for i in range(len(call.plan))]
-    started: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
-    for current, (part, _, i) in enumerate(tasks):
-        for _, local, ahead in tasks[current + len(started) : current + 1 + _AHEAD]:
-            started.append(_start_step(call.plan, ahead, local, call.groups.ring))
-        yield part, i, *started.popleft()()
+
+    def __init__(self, call: AttentionCall, heads: Heads, k: Tensor, v: Tensor) -> None:
+        self.parts = call.parts(heads, k)
+        self._plan, self._ring = call.plan, call.groups.ring
+        local = [_LocalKV(*(_of_heads(x, part.kv_in(heads)) for x in (k, v))) for part in self.parts]
+        # Also the steps in which this rank has no messages: all ranks start theirs in the same order, ahead of the same
+        # kernels and returns.
+        self._tasks = [(number, i) for number in range(len(self.parts)) for i in range(1, len(call.plan))]
+        self._to_start = deque((local[number], i) for number, i in self._tasks)
+        self._started: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
+        self._start(_AHEAD)
+
+    def _start(self, ahead: int) -> None:
+        """Start transfers, until ``ahead`` are on the way."""
+        while self._to_start and len(self._started) < ahead:
+            local, i = self._to_start.popleft()
+            self._started.append(_start_step(self._plan, i, local, self._ring))
+
+    def __iter__(self) -> Iterator[tuple[int, Heads, int, Tensor, Tensor]]:
+        for number, i in self._tasks:
+            self._start(_AHEAD + 1)
+            yield number, self.parts[number], i, *self._started.popleft()()
 
 
 class _LocalKV:
@@ -187,7 +221,7 @@ def _start_step(
     step = plan[index]
     if step.receives:
         count_step()
-    if plan.dense and not step.is_local and ring is not None:
+    if plan.dense and ring is not None:
         rows = Selection(((0, local.k.shape[1]),))
         gathered, pending = start_all_gather(local.message(rows, plan.longest), ring)  # [ranks, 2, b, longest, n, d]
         received = {t.peer: gathered[t.peer][:, :, : len(t.rows)] for t in step.receives}
@@ -312,6 +346,24 @@ def _exchange(step: Step, sends: dict[int, Tensor], received: dict[int, Tensor],
 def _with_rows(like: Tensor, rows: int) -> Tensor:
     """An empty tensor shaped as ``like [..., k, n, d]``, of ``rows`` rows."""
     return like.new_empty(*like.shape[:-3], rows, *like.shape[-2:])
+
+
+def _halves(heads: Heads) -> list[Heads]:
+    """The heads in two parts that can be computed one after the other, if possible."""
+    if heads.kv_index() is not None or len(heads.queries) < 2:
+        return [heads]
+    # Whole groups of query heads; or the query heads of a single KV head.
+    groups = len(heads.kv) if len(heads.kv) > 1 else len(heads.queries)
+    cut = (groups + 1) // 2 * (len(heads.queries) // groups)
+    return [heads[range(cut)], heads[range(cut, len(heads.queries))]]
+
+
+def _carry_of(carry: Carry | None, heads: range) -> Carry | None:
+    """The carry of some of the heads."""
+    if carry is None:
+        return None
+    acc, lse = carry
+    return _of_heads(acc, heads), lse[:, heads.start : heads.stop].contiguous()
 
 
 def _of_heads(x: Tensor, heads: range) -> Tensor:
