@@ -48,6 +48,8 @@ from .call import AttentionCall
 
 # The K/V of this many remote steps are on the way at a time.
 _AHEAD = 2
+# The chunks of an all-gather are large, and each has the time of a whole chunk's kernel.
+_AHEAD_OF_GATHER = 1
 
 
 def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> Carry:
@@ -179,7 +181,8 @@ class _RemoteSteps:
         self._tasks = [(number, i) for number in range(len(self.parts)) for i in range(1, len(call.plan))]
         self._to_start = deque((local[number], i) for number, i in self._tasks)
         self._started: deque[Callable[[], tuple[Tensor, Tensor]]] = deque()
-        self._start(_AHEAD)
+        self._ahead = _AHEAD_OF_GATHER if call.plan.gather else _AHEAD
+        self._start(self._ahead)
 
     def _start(self, ahead: int) -> None:
         """Start transfers, until ``ahead`` are on the way."""
@@ -189,7 +192,7 @@ class _RemoteSteps:
 
     def __iter__(self) -> Iterator[tuple[int, Heads, int, Tensor, Tensor]]:
         for number, i in self._tasks:
-            self._start(_AHEAD + 1)
+            self._start(self._ahead + 1)
             yield number, self.parts[number], i, *self._started.popleft()()
 
 
