@@ -1,7 +1,14 @@
 """seqpar: long-context, sequence-parallel attention for PyTorch."""
 
 from .comm.trace import Trace, trace
-from .functional import attention, context_parallel_attention, hybrid_attention, ring_attention, ulysses_attention
+from .functional import (
+    attention,
+    context_parallel_attention,
+    hybrid_attention,
+    mask_planner,
+    ring_attention,
+    ulysses_attention,
+)
 from .kernels import backends
 from .layers import (
     AttentionLayer,
@@ -60,6 +67,7 @@ __all__ = [
     "hybrid_attention",
     "init_mesh",
     "keep_attention",
+    "mask_planner",
     "positions",
     "ring_attention",
     "shard",

@@ -28,7 +28,7 @@ from .kernels.base import Score
 from .layout import LAYOUTS, Layout, check_length, check_lengths
 from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
-from .schedule import SequenceSharding, attention_plan
+from .schedule import MaskPlanner, SequenceSharding, attention_plan
 from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from .strategies import Comm, StrategyName, resolve
 from .strategies.autograd import (
@@ -248,6 +248,33 @@ def attention(
         joins_backward=joins_backward,
     )
     return (out, lse) if return_lse else out
+
+
+def mask_planner(
+    sharding: Sharding, strategy: StrategyName = "ring", **strategy_options: Unpack[StrategyOptions]
+) -> MaskPlanner:
+    """A function that plans attention under a mask ahead of time, such as in the workers of a data loader.
+
+    What a rank sends and receives at which step follows from the mask. With new documents in every step it is computed
+    in the first layer of the step, which takes milliseconds of the host's time. A planner computes it elsewhere, and
+    the plan travels with the mask.
+
+    Args:
+        sharding: the sequence's.
+        strategy: as given to ``attention``. For a layer, use ``layer.mask_planner(sharding)``.
+        strategy_options: as given to ``attention``.
+
+    Returns:
+        ``planner(mask)`` returns the mask. The planner can be pickled; see ``MaskPlanner``.
+
+    Examples:
+        >>> planner = mask_planner(Sharding(1024), "ring")
+        >>> mask = planner(Mask.documents([0, 300, 1024]))
+    """
+    check_sharding(sharding)
+    groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
+    spread = SequenceSharding(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
+    return MaskPlanner(spread, groups.ring_rank, groups.gather)
 
 
 def attend(

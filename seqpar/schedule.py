@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -541,6 +541,34 @@ def attention_plan(mask: Mask, sharding: SequenceSharding, rank: int, gather: bo
             mask.plans.pop(next(iter(mask.plans)), None)
         mask.plans[key] = plan
     return plan
+
+
+@dataclass(frozen=True)
+class MaskPlanner:
+    """Plans attention under a mask ahead of the step that needs it. Made by ``mask_planner``.
+
+    A value that can be pickled and sent to the workers of a data loader, which have no process groups.
+
+    Attributes:
+        sharding: which positions each rank holds.
+        rank: this rank in the ring.
+        gather: whether K/V are received in one step.
+    """
+
+    sharding: SequenceSharding
+    rank: int
+    gather: bool
+
+    def __call__(self, mask: Mask, seq_len: int | None = None) -> Mask:
+        """Plan attention under ``mask``, and return the mask, which holds the plan from now on, also when pickled.
+
+        Args:
+            mask: which keys each query sees.
+            seq_len: tokens of the full sequence; by default those of the planner's sharding.
+        """
+        sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
+        attention_plan(mask, sharding, self.rank, self.gather).prepare()
+        return mask
 
 
 def visible_ranges(

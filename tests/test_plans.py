@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import gc
 import pickle
+import subprocess
+import sys
 import tracemalloc
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
+import seqpar
 from seqpar import Mask, cache
 from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import CPU, AttentionPlan, SequenceSharding, attention_plan
+from seqpar.schedule import CPU, AttentionPlan, MaskPlanner, SequenceSharding, attention_plan
+
+from .pool import Pool, on_ranks
 
 
 def packed(seq_len: int, documents: int, seed: int = 0) -> Mask:
@@ -81,6 +88,43 @@ def test_a_plan_made_ahead_travels_with_the_mask() -> None:
         if ours is not None and theirs is not None:
             assert torch.equal(ours.lo, theirs.lo) and torch.equal(ours.hi, theirs.hi)
         assert plan[step].sends == fresh[step].sends and plan[step].receives == fresh[step].receives
+
+
+WORKER = """
+import pickle, sys
+planner, mask = pickle.load(sys.stdin.buffer)
+sys.stdout.buffer.write(pickle.dumps(planner(mask)))
+"""
+
+
+@on_ranks
+def attend_with_a_planned_mask(group: ProcessGroup, strategy: str) -> bool:
+    """Plan in another process, without process groups; attention then plans nothing."""
+    sharding = seqpar.Sharding(60, "striped", group=group)
+    planner = seqpar.mask_planner(sharding, strategy)
+    worker = [sys.executable, "-c", WORKER]
+    sent = pickle.dumps((planner, packed(60, 4)))
+    mask = pickle.loads(subprocess.run(worker, input=sent, capture_output=True, check=True, timeout=120).stdout)
+    torch.manual_seed(0)
+    q, k, v = (sharding.shard(x).requires_grad_() for x in torch.randn(3, 1, 60, 2, 8))
+    expected = seqpar.attention(q, k, v, strategy=strategy, mask=packed(60, 4), sharding=sharding)
+    with mock.patch.object(AttentionPlan, "__init__", side_effect=AssertionError("planned again")):
+        out = seqpar.attention(q, k, v, strategy=strategy, mask=mask, sharding=sharding)
+        out.sum().backward()
+    return torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "context_parallel"])
+def test_planning_in_a_worker(pool: Pool, strategy: str) -> None:
+    assert pool.run(2, attend_with_a_planned_mask, strategy) == [True] * 2
+
+
+def test_a_layer_plans_for_its_own_ranks() -> None:
+    sharding = seqpar.Sharding(64, "zigzag")
+    layer = seqpar.ParallelAttention("local", 16, 2)
+    mask = layer.mask_planner(sharding)(Mask.causal())
+    with mock.patch.object(AttentionPlan, "__init__", side_effect=AssertionError("planned again")):
+        layer(torch.randn(1, 64, 16), mask=mask, sharding=sharding)
 
 
 def test_a_value_larger_than_the_cache_is_not_kept() -> None:

@@ -28,7 +28,7 @@ from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_length, check_lengths
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, size_of
-from ..schedule import SequenceSharding
+from ..schedule import MaskPlanner, SequenceSharding
 from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
@@ -261,6 +261,15 @@ class AttentionLayer(nn.Module):
             joins_backward=joins_backward,
         )
         return self._output(out.flatten(2), chunks)
+
+    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
+        """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
+        check_sharding(sharding)
+        groups = self._groups(sharding)
+        degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
+        return MaskPlanner(
+            SequenceSharding(sharding.seq_len, sharding.layout, *degrees), groups.ring_rank, groups.gather
+        )
 
     # The methods below are what tensor parallelism does differently.
 
