@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask, cache
 from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import CPU, AttentionPlan, MaskPlanner, SequenceSharding, attention_plan
+from seqpar.schedule import CPU, AttentionPlan, SequenceSharding, attention_plan
 
 from .pool import Pool, on_ranks
 
