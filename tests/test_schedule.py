@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
-from seqpar.layout import LAYOUTS
-from seqpar.schedule import CPU, AttentionPlan, KeyIntervals, SequenceSharding
+from seqpar.layout import LAYOUTS, Layout
+from seqpar.schedule import CPU, AttentionPlan, KeyIntervals, Selection, SequenceSharding
 from seqpar.strategies.ulysses import HeadExchange
 
 from .generators import masks
@@ -80,6 +81,47 @@ def test_a_window_fetches_from_its_neighbour_only() -> None:
     steps = list(AttentionPlan(Mask.sliding_window(100), shards, 20))
     assert [len(step.receives) for step in steps] == [0, 1] + [0] * 62
     assert steps[1].receives[0].peer == 19 and len(steps[1].receives[0].rows) == 100
+
+
+@pytest.mark.parametrize("spans", [1, 16, 17, 40])
+def test_rows_are_selected_by_few_operators(spans: int) -> None:
+    """By slices or by one index, and never by an operator for each of many documents."""
+    selection = Selection(tuple((5 * i + 1, 5 * i + 1 + i % 4 + 1) for i in range(spans)))
+    rows = torch.cat([torch.arange(start, stop) for start, stop in selection.spans])
+    x = torch.randn(2, 3, 5 * spans + 1, 2, 4)
+    values, target = torch.randn(2, 3, len(rows), 2, 4), x.clone()
+    selection.index(CPU)  # cached, as for the next layer
+    with Operators() as taken:
+        selection.copy_to(values, x)
+    with Operators() as added:
+        selection.add_to(target, values)
+    assert torch.equal(values, x[:, :, rows])
+    expected = x.clone()
+    expected[:, :, rows] *= 2
+    torch.testing.assert_close(target, expected)
+    assert torch.equal(
+        selection.counts_below(torch.arange(x.shape[2])), torch.searchsorted(rows, torch.arange(x.shape[2]))
+    )
+    assert taken.count <= 3 * 16 and added.count <= 5 * 16
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_documents_are_few_spans(layout: Layout) -> None:
+    """8,000 documents over a million tokens: what one rank sends another is not a list of documents."""
+    seq_len = 1 << 20
+    mask = Mask.documents([*range(0, seq_len, 131), seq_len])
+    plan = AttentionPlan(mask, SequenceSharding(seq_len, layout, ring=64), 31)
+    assert max(len(t.rows.spans) for step in plan for t in (*step.sends, *step.receives)) <= 2
 
 
 def pairs(intervals: KeyIntervals | None) -> int:
