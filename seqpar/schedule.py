@@ -31,10 +31,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import ByteCache, cached_tensors
+from .cache import ByteCache, cached_tensors, upload
 from .layout import Layout, Positions, Stripe, merged_positions
 from .mask import Mask, Runs
 
@@ -176,11 +177,17 @@ class Selection:
 
     def index(self, device: torch.device) -> Tensor:
         """The selected rows, int64 ``[rows]``. Cached."""
-        return cached_tensors(
-            ("selection", self.spans),
-            device,
-            lambda: torch.cat([torch.arange(start, stop, device=device) for start, stop in self.spans]),
-        )
+
+        def make() -> Tensor:
+            start, stop = np.asarray(self.spans, dtype=np.int64).T
+            length = stop - start
+            # Row ``i`` of the selection is ``i`` plus the rows that are left out before its span.
+            left_out = start - (np.cumsum(length) - length)
+            columns = upload(torch.from_numpy(np.stack([left_out, length])), device)
+            skipped = columns[0].repeat_interleave(columns[1], output_size=len(self))
+            return skipped.add_(torch.arange(len(self), device=device))
+
+        return cached_tensors(("selection", self.spans), device, make)
 
     def copy_to(self, out: Tensor, x: Tensor) -> None:
         """Copy the selected rows of ``x [..., rows, heads, head_dim]`` into ``out``."""
