@@ -1,11 +1,15 @@
-"""What autograd keeps between forward and backward of tensor-parallel layers, against the published formula.
+"""What autograd keeps between forward and backward: of attention, and of tensor-parallel layers.
 
-The formula is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022: with
-sequence parallelism a transformer layer keeps ``sbh/t (34 + 5as/h)`` bytes in half precision (s tokens, b batch, h
-hidden, a heads, t tensor-parallel ranks). Attention here never keeps its matrix, the term ``5as/h``.
+The formula of the latter is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 2022: with sequence parallelism a transformer layer keeps ``sbh/t (34 + 5as/h)`` bytes in half precision (s
+tokens, b batch, h hidden, a heads, t tensor-parallel ranks). Attention here never keeps its matrix, the term ``5as/h``.
 """
 
 from __future__ import annotations
+
+from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
+from seqpar.strategies import ulysses
 
 from .pool import Pool, on_ranks
 
@@ -55,6 +60,42 @@ def layers_save_a_shard(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_saved_activations_are_divided_by_the_ranks(pool: Pool, world: int) -> None:
     pool.run(world, layers_save_a_shard)
+
+
+class Attention(nn.Module):
+    """Attention as a function of q, for any keys."""
+
+    def __init__(self, k: Tensor, v: Tensor, **arguments: Any) -> None:
+        super().__init__()
+        self.k, self.v, self.arguments = k, v, arguments
+
+    def forward(self, q: Tensor) -> Tensor:
+        y: Tensor = seqpar.attention(q, self.k, self.v, **self.arguments)
+        return y
+
+
+@on_ranks
+def attention_saves_a_shard(group: ProcessGroup, options: dict[str, Any], kv_heads: int, chunks: bool) -> None:
+    ranks = group.size()
+    sharding = seqpar.Sharding(TOKENS, group=group)
+    q, k, v = (
+        torch.randn(BATCH, sharding.seq_local, heads, HEAD_DIM, requires_grad=True)
+        for heads in (HEADS, kv_heads, kv_heads)
+    )
+    with mock.patch.dict(ulysses._CHUNK_WORK, cpu=1 if chunks else 1 << 40):
+        saved = saved_bytes(Attention(k, v, sharding=sharding, **options), q)
+    one_head = 4 * BATCH * TOKENS * HEAD_DIM // ranks
+    lse = 4 * BATCH * TOKENS * HEADS // ranks
+    assert saved == (2 * HEADS + 2 * kv_heads) * one_head + lse  # q, out; k, v
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_keys_and_values_are_divided_by_the_ranks(pool: Pool, world: int, kv_heads: int) -> None:
+    """However many ranks read a KV head."""
+    everything: list[dict[str, Any]] = [{"strategy": "ring"}, {"strategy": "ulysses"}, {"strategy": "hybrid"}]
+    for options, chunks in product(everything, (False, True)):
+        pool.run(world, attention_saves_a_shard, options, kv_heads, chunks)
 
 
 class PaperLayer(nn.Module):

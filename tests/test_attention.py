@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.layout import LAYOUTS
+from seqpar.strategies import ulysses
 
 from .cases import Batch
 from .pool import Pool, mesh_of, on_ranks
@@ -111,6 +113,11 @@ def attend(case: Case, positions: Tensor, **where: Any) -> Results:
 @on_ranks
 def attend_on_rank(group: ProcessGroup, case: Case) -> Results:
     """This rank's shard of the results of a case."""
+    with mock.patch.dict(ulysses._CHUNK_WORK, cpu=1):  # in chunks of heads, however short the sequence
+        return attend_in_chunks(group, case)
+
+
+def attend_in_chunks(group: ProcessGroup, case: Case) -> Results:
     seq_len, layout = case.problem.seq_len, case.layout
     if case.mesh is None:
         return attend(case, rank_positions(seq_len, group.size(), group.rank(), layout), group=group)

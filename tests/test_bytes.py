@@ -202,13 +202,13 @@ def test_ulysses(batch: Batch, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ulysses_with_few_kv_heads(batch: Batch, world: int) -> None:
-    """A KV head is sent once to each rank that reads it; its partial gradients are sent back in float32."""
+    """A KV head is sent once to each rank that reads it, forward and backward; its partial gradients in float32."""
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
         tokens = BATCH * TOKENS * (world - 1) // world  # N / P of this rank, to P - 1 ranks
         queries = tokens * case.d * case.e // world
         forward = 2 * queries + tokens * 2 * case.d_kv * case.e
-        backward = 2 * queries + tokens * 2 * case.d_kv * case.e_partial
+        backward = forward + tokens * 2 * case.d_kv * case.e_partial  # k, v again
         assert [sent.traced for sent in by_rank] == [(forward, backward)] * world
 
     check(batch, world, [Case({"strategy": "ulysses"}, kv_heads=1, dtype=torch.bfloat16)], verify)
@@ -279,7 +279,8 @@ def test_hybrid_uneven_heads(batch: Batch, world: int, size: int) -> None:
             to_queries, to_kv = (sum(local.queries for local in to_heads), sum(local.kv for local in to_heads))
             inside_forward = (to_queries + 2 * to_kv + (size - 1) * own.queries) * head * case.e  # q, k, v; out
             dq = (to_queries + (size - 1) * own.queries) * head * case.e  # dout; dq
-            inside_backward = dq + (size - 1) * 2 * own.kv * head * e_kv
+            again = 2 * to_kv * head * case.e if shared else 0  # k, v
+            inside_backward = dq + again + (size - 1) * 2 * own.kv * head * e_kv
             assert sent.traced == (sent.p2p[0] + inside_forward, sent.p2p[1] + inside_backward), f"rank {rank}"
 
     check(batch, world, cases, verify)

@@ -61,13 +61,13 @@ class OutputGrad(NamedTuple):
         dout: ``[b, q, h, d]``, the gradient of the output.
         out: ``[b, q, h, d]``, the final output, over the keys of all steps and with the sinks.
         lse: ``[b, h, q]``, its log-sum-exp.
-        delta: ``[b, h, q]``, ``rowsum(dout * out)`` minus the gradient of ``lse``.
+        delta: ``[b, h, q]``, ``rowsum(dout * out)`` minus the gradient of ``lse``; None if the backend reads none.
     """
 
     dout: Tensor
     out: Tensor
     lse: Tensor
-    delta: Tensor
+    delta: Tensor | None
 
 
 class Backend(Protocol):
@@ -79,6 +79,7 @@ class Backend(Protocol):
 
     name: str
     deterministic: bool  # whether gradients have the same bits in every run
+    reads_delta: bool  # whether its backward reads ``OutputGrad.delta``
 
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine, or None."""
@@ -117,14 +118,19 @@ class Backend(Protocol):
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        *,
+        new_dq: bool = False,
+        new_dkv: bool = False,
     ) -> None:
-        """Add the gradients of one step to ``dq, dk, dv``.
+        """The gradients of one step.
 
         Args:
             q, k, v: the local queries, and the step's keys and values.
             output: the output of the local queries and its gradient.
             intervals, score: as in ``forward``.
-            dq, dk, dv: accumulators.
+            dq, dk, dv: added to; written if they are new.
+            new_dq: whether ``dq`` has no values yet.
+            new_dkv: whether ``dk, dv`` have no values yet.
         """
         ...
 
@@ -186,7 +192,7 @@ class RepeatedKV:
 
     def __init__(self, backend: Backend, kv_index: Tensor) -> None:
         """``kv_index`` int64 ``[h]``: the KV head that each query head reads."""
-        self.name, self.deterministic = backend.name, backend.deterministic
+        self.name, self.deterministic, self.reads_delta = backend.name, backend.deterministic, backend.reads_delta
         self._backend, self._kv_index = backend, kv_index
 
     def unavailable(self) -> str | None:
@@ -212,9 +218,26 @@ class RepeatedKV:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        *,
+        new_dq: bool = False,
+        new_dkv: bool = False,
     ) -> None:
         repeated_k, repeated_v = (x.index_select(2, self._kv_index) for x in (k, v))  # [b, k, h, d]
-        repeated_dk, repeated_dv = (torch.zeros_like(x, dtype=dk.dtype) for x in (repeated_k, repeated_v))
-        self._backend.backward(q, repeated_k, repeated_v, output, intervals, score, dq, repeated_dk, repeated_dv)
-        dk.index_add_(2, self._kv_index, repeated_dk)
-        dv.index_add_(2, self._kv_index, repeated_dv)
+        repeated_dk, repeated_dv = (torch.empty_like(x, dtype=dk.dtype) for x in (repeated_k, repeated_v))
+        self._backend.backward(
+            q,
+            repeated_k,
+            repeated_v,
+            output,
+            intervals,
+            score,
+            dq,
+            repeated_dk,
+            repeated_dv,
+            new_dq=new_dq,
+            new_dkv=True,
+        )
+        for target, repeated in ((dk, repeated_dk), (dv, repeated_dv)):
+            if new_dkv:
+                target.zero_()
+            target.index_add_(2, self._kv_index, repeated)

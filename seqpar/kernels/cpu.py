@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from ..schedule import KeyIntervals
@@ -27,6 +26,7 @@ class CpuBackend:
 
     name = "cpu"
     deterministic = True
+    reads_delta = False  # its kernel computes delta itself, from dout and out
 
     def unavailable(self) -> str | None:
         return None
@@ -48,7 +48,6 @@ class CpuBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        acc, lse = carry or empty_carry(q)  # [b, q, h, d], [b, h, q]
         q_heads, k_heads, v_heads = _heads_first(q), _heads_first(k), _heads_first(v)
         for batch, tile in _tiles(intervals, q.shape[0]):
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
@@ -61,8 +60,13 @@ class CpuBackend:
                 attn_mask=_mask(intervals, batch, tile),
                 scale=score.softmax_scale,
             )  # [b, h, q, d], [b, h, q]
+            if carry is None and out_lse.shape == (q.shape[0], q.shape[2], q.shape[1]):
+                carry = out.transpose(1, 2), out_lse  # the first partial result, of all queries
+                continue
+            acc, lse = carry = carry or empty_carry(q)  # [b, q, h, d], [b, h, q]
             merge_(acc[batch, queries], lse[batch, :, queries], out.transpose(1, 2), out_lse)
-        return finish((acc, lse), score, q.dtype) if last else (acc, lse)
+        carry = carry or empty_carry(q)
+        return finish(carry, score, q.dtype) if last else carry
 
     def backward(
         self,
@@ -75,13 +79,17 @@ class CpuBackend:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        *,
+        new_dq: bool = False,
+        new_dkv: bool = False,
     ) -> None:
-        dout, out, lse, _ = output  # the kernel computes delta itself, from dout and out
+        dout, out, lse, _ = output
         dout_heads, q_heads, k_heads, v_heads, out_heads = (_heads_first(x) for x in (dout, q, k, v, out))
-        dq_heads, dk_heads, dv_heads = (rearrange(x, "b s h d -> b h s d") for x in (dq, dk, dv))  # views, added to
+        targets = [x.transpose(1, 2) for x in (dq, dk, dv)]  # [b, h or n, q or k, d]: views
+        new = [new_dq, new_dkv, new_dkv]
         for batch, tile in _tiles(intervals, q.shape[0]):
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            tile_dq, tile_dk, tile_dv = _backward(
+            grads = _backward(
                 dout_heads[batch, :, queries],
                 q_heads[batch, :, queries],
                 k_heads[batch, :, keys],
@@ -93,14 +101,22 @@ class CpuBackend:
                 attn_mask=_mask(intervals, batch, tile),
                 scale=score.softmax_scale,
             )  # [b, h, q, d], [b, n, k, d], [b, n, k, d]
-            dq_heads[batch, :, queries] += tile_dq
-            dk_heads[batch, :, keys] += tile_dk
-            dv_heads[batch, :, keys] += tile_dv
+            for i, (grad, target, rows) in enumerate(zip(grads, targets, (queries, keys, keys), strict=True)):
+                if new[i] and grad.shape == target.shape:
+                    target.copy_(grad)  # the first gradient, of all rows
+                elif new[i]:
+                    target.zero_()[batch, :, rows] = grad
+                else:
+                    target[batch, :, rows] += grad
+            new = [False, False, False]
+        for target, empty in zip(targets, new, strict=True):
+            if empty:
+                target.zero_()
 
 
 def _heads_first(x: Tensor) -> Tensor:
     """``[b, s, h, d]`` as float32 ``[b, h, s, d]``; a view of a float32 ``x``, because the kernel takes any strides."""
-    return rearrange(x.float(), "b s h d -> b h s d")
+    return x.float().transpose(1, 2)
 
 
 def _tiles(intervals: KeyIntervals, batch: int) -> Iterator[tuple[slice, Tile]]:

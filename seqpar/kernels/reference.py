@@ -27,6 +27,7 @@ class ReferenceBackend:
 
     name = "reference"
     deterministic = True
+    reads_delta = True
 
     def unavailable(self) -> str | None:
         return None
@@ -62,8 +63,15 @@ class ReferenceBackend:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        *,
+        new_dq: bool = False,
+        new_dkv: bool = False,
     ) -> None:
         dout, _, lse, delta = output
+        assert delta is not None
+        for x, new in ((dq, new_dq), (dk, new_dkv), (dv, new_dkv)):
+            if new:
+                x.zero_()
         intervals = intervals.to(q.device)
         dtype = accumulator(q.dtype)
         for queries, keys in _blocks(intervals):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..schedule import KeyIntervals
 
-# A run of fewer queries is cheaper as part of a masked tile than as tiles of its own.
+# A run of fewer queries is cheaper as part of a masked tile than as tiles of its own, unless it is the only one.
 _SHORT_RUN = 64
 _MIN_BLOCK, _MAX_BLOCK = 64, 512  # queries in a masked tile
 
@@ -71,7 +71,8 @@ def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
     pending: int | None = None  # first query of the runs that wait for a masked block
     for start, stop, kind in _runs(lo, hi):
         empty = first_lo[start] == first_hi[start]
-        plain = not empty and stop - start >= _SHORT_RUN and kind in (_STILL, _HI_MOVES)
+        short = stop - start < _SHORT_RUN and stop - start < len(lo)
+        plain = not empty and not short and kind in (_STILL, _HI_MOVES)
         if (plain or empty) and pending is not None:
             yield from _masked(first_lo, first_hi, pending, start)
             pending = None

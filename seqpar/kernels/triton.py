@@ -20,6 +20,7 @@ class TritonBackend:
 
     name = "triton"
     deterministic = True
+    reads_delta = True
 
     def unavailable(self) -> str | None:
         return unavailable()
@@ -61,10 +62,17 @@ class TritonBackend:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        *,
+        new_dq: bool = False,
+        new_dkv: bool = False,
     ) -> None:
         from ..triton_kernels import attention_backward
 
         dout, _, lse, delta = output
+        assert delta is not None
+        for x, new in ((dq, new_dq), (dk, new_dkv), (dv, new_dkv)):
+            if new:  # the kernels add
+                x.zero_()
         with _explain_errors():
             attention_backward(dout, q, k, v, lse, delta, intervals.to(q.device), score, dq, dk, dv)
 

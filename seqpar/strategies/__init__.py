@@ -50,11 +50,14 @@ class Strategy:
             heads times head_dim, d_kv is kv_heads times head_dim, P is the number of ranks and e the bytes of an
             element. Under any other mask the ring and the all-gather send only the rows that the receiver's queries
             see.
+        bytes_sent_backward: the same for the backward pass. 4 is the bytes of float32, in which partial gradients are
+            sent (8 for float64).
     """
 
     groups: Callable[..., AttentionGroups]
     paper: str
     bytes_sent: str
+    bytes_sent_backward: str
     options: tuple[str, ...] = ()
 
 
@@ -117,28 +120,33 @@ def _context_parallel_groups(
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "local": Strategy(_local_groups, paper="one device", bytes_sent="0"),
+    "local": Strategy(_local_groups, paper="one device", bytes_sent="0", bytes_sent_backward="0"),
     "ring": Strategy(
         _ring_groups,
         paper="Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, 2023",
         bytes_sent="(P-1)/P * N * 2 d_kv * e",
+        bytes_sent_backward="(P-1)/P * N * 2 d_kv * (e + 4)",
     ),
     "ulysses": Strategy(
         _ulysses_groups,
         paper="Jacobs et al., DeepSpeed Ulysses, 2023",
-        bytes_sent="(P-1)/P^2 * N * (2 d + 2 d_kv) * e",
+        bytes_sent="(P-1)/P^2 * N * (2 d + 2 r d_kv) * e, each KV head being read by r ranks",
+        bytes_sent_backward="(P-1)/P^2 * N * (2 d + 2 d_kv) * e for r = 1, "
+        "(P-1)/P^2 * N * (2 d * e + 2 r d_kv * (e + 4)) for r > 1",
     ),
     "context_parallel": Strategy(
         _context_parallel_groups,
         paper="Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (all_gather); "
         "NVIDIA TransformerEngine (the names of comm)",
         bytes_sent="(P-1)/P * N * 2 d_kv * e for all_gather and p2p; a2a as ulysses, a2a+p2p as hybrid",
+        bytes_sent_backward="(P-1)/P * N * 2 d_kv * (e + 4) for all_gather and p2p; the others likewise",
         options=("comm", "ulysses_size", "chunks"),
     ),
     "hybrid": Strategy(
         _hybrid_groups,
         paper="Fang and Zhao, USP, 2024; Gu et al., LoongTrain, 2024",
         bytes_sent="(U-1)/(U*P) * N * (2 d + 2 d_kv) * e + (R-1)/P * N * 2 d_kv * e for P = R * U ranks",
+        bytes_sent_backward="(U-1)/(U*P) * N * (2 d + 2 d_kv) * e + (R-1)/P * N * 2 d_kv * (e + 4)",
         options=("ulysses_size",),
     ),
 }

@@ -17,6 +17,7 @@ from .checkpointing import checkpointed_op
 from .ring import ring_backward, ring_forward
 from .ulysses import (
     HeadExchange,
+    chunk_limit,
     lse_gradient_to_heads,
     lse_to_sequence,
     saved_lse,
@@ -66,7 +67,7 @@ class SequenceParallelAttention(torch.autograd.Function):
         """``q [b, s, h, d]``, ``k, v [b, s, n, d]`` to ``out [b, s, h, d]`` and ``lse [b, h, s]``."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.shapes, ctx.device_type = call, (q.shape, k.shape), q.device.type
-        exchange = _head_exchange(call)
+        exchange = _head_exchange(call, q.shape, ctx.device_type)
         with torch.autocast(ctx.device_type, enabled=False):  # float32 statistics stay float32
             if exchange is None:
                 q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -78,6 +79,8 @@ class SequenceParallelAttention(torch.autograd.Function):
                 lse = saved_lse(exchange, saved)  # [b, h, t]: this rank's head shard
                 if call.return_lse:
                     lse = lse_to_sequence(exchange, lse)
+                if exchange.shares_kv:
+                    saved += [k, v]
         ctx.save_for_backward(*saved)
         if not call.return_lse:
             ctx.mark_non_differentiable(lse)
@@ -90,7 +93,7 @@ class SequenceParallelAttention(torch.autograd.Function):
         call: AttentionCall = ctx.call
         saved: tuple[Tensor, ...] = ctx.saved_tensors
         q_shape, k_shape = ctx.shapes
-        exchange = _head_exchange(call)
+        exchange = _head_exchange(call, q_shape, ctx.device_type)
         # Every rank takes part in the communication, whether or not its output has a gradient.
         dout = saved[0].new_zeros(q_shape) if dout is None else dout.contiguous()
         dlse = dlse if call.return_lse else None
@@ -122,9 +125,10 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
-def _head_exchange(call: AttentionCall) -> HeadExchange | None:
-    """The all-to-all around the ring, if more than one rank takes part in it."""
+def _head_exchange(call: AttentionCall, q_shape: torch.Size, device_type: str) -> HeadExchange | None:
+    """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
     groups = call.groups
     if groups.ulysses is None or groups.ulysses_size == 1 or not call.heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks with no heads
-    return HeadExchange(groups.ulysses, call.sharding, groups.ring_rank, call.heads)
+    chunks = chunk_limit(call.sharding, q_shape, device_type)
+    return HeadExchange(groups.ulysses, call.sharding, groups.ring_rank, call.heads, chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -40,6 +40,7 @@ class AttentionCall:
     deterministic: bool
     heads: Heads
     return_lse: bool
+    _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
     def parts(self, heads: Heads, k: Tensor) -> list[Heads]:
         """``heads`` in the chunks in which an all-gather sends their K/V. The ring sends all of them at once.
@@ -63,5 +64,7 @@ class AttentionCall:
 
     def score_of(self, heads: Heads) -> Score:
         """The score function of some of the heads."""
-        at = heads.queries_in(self.heads)
-        return self.score.heads(at.start, at.stop)
+        if heads not in self._scores:
+            at = heads.queries_in(self.heads)
+            self._scores[heads] = self.score.heads(at.start, at.stop)
+        return self._scores[heads]

@@ -125,41 +125,57 @@ def ring_backward(
         deterministic=call.deterministic,
         kv_index=heads.kv_index(),
     )
-    delta = row_delta(out, dout, dlse)
-    dq = torch.zeros_like(q, dtype=dtype)
-    dkv = k.new_zeros(2, *k.shape, dtype=dtype)  # [2, b, k, n, d]: gradients of this rank's K/V
+    needs_delta = backend.reads_delta or score.sinks is not None
+    delta = row_delta(out, dout, dlse) if needs_delta else None
+    dq = torch.empty_like(q, dtype=dtype)
+    dkv = k.new_empty(2, *k.shape, dtype=dtype)  # [2, b, k, n, d]: gradients of this rank's K/V
 
-    def backward(part: Heads, i: int, step_k: Tensor, step_v: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients of step ``i`` for some heads."""
+    def backward(
+        part: Heads, i: int, step_k: Tensor, step_v: Tensor, dk: Tensor, dv: Tensor, *, new_dq: bool, new_dkv: bool
+    ) -> None:
+        """Add the gradients of step ``i`` for some heads, or write them where there are none yet."""
+        at = part.queries_in(heads)
+        part_dq = _of_heads(dq, at)
         if (seen := call.intervals(i, q)) is not None:
-            at = part.queries_in(heads)
-            part_q, part_dout, part_out, part_dq = (_of_heads(x, at) for x in (q, dout, out, dq))
-            output = OutputGrad(part_dout, part_out, *(x[:, at.start : at.stop] for x in (lse, delta)))
-            backend.backward(part_q, step_k, step_v, output, seen, call.score_of(part), part_dq, dk, dv)
+            part_q, part_dout, part_out = (_of_heads(x, at) for x in (q, dout, out))
+            part_delta = None if delta is None else delta[:, at.start : at.stop]
+            output = OutputGrad(part_dout, part_out, lse[:, at.start : at.stop], part_delta)
+            part_score = call.score_of(part)
+            backend.backward(
+                part_q, step_k, step_v, output, seen, part_score, part_dq, dk, dv, new_dq=new_dq, new_dkv=new_dkv
+            )
+            return
+        for x, new in ((part_dq, new_dq), (dk, new_dkv), (dv, new_dkv)):
+            if new:
+                x.zero_()
 
-    def own_backward(part: Heads) -> None:
+    def own_backward(part: Heads, *, new: bool) -> None:
         at = part.kv_in(heads)
-        backward(part, 0, *(_of_heads(x, at) for x in (k, v, *dkv)))
+        backward(part, 0, *(_of_heads(x, at) for x in (k, v, *dkv)), new_dq=new, new_dkv=new)
 
     remote = _RemoteSteps(call, heads, k, v)
     first, *rest = [heads] if all(step.is_local for step in plan) else _halves(heads)
-    own_backward(first)
+    own_backward(first, new=True)
+    for part in rest:  # computed at the end, when these hold the gradients of the remote steps
+        _of_heads(dq, part.queries_in(heads)).zero_()
+        _of_heads(dkv, part.kv_in(heads)).zero_()
     accumulate_returned: Callable[[], None] = _nothing
     for _, part, i, step_k, step_v in remote:
-        # Gradients of remote K/V accumulate in buffers that are sent to their owners.
-        grads = _zero_gradients(plan[i], step_k, dtype)
+        # Gradients of remote K/V are written to buffers that are sent to their owners.
+        grads = _new_gradients(plan[i], step_k, dtype)
         if grads:
-            backward(part, i, step_k, step_v, *(grads if len(grads) == 2 else grads[0]))
+            backward(part, i, step_k, step_v, *(grads if len(grads) == 2 else grads[0]), new_dq=False, new_dkv=True)
         del step_k, step_v  # what is sent now takes their memory
         accumulate_returned()
         own_dkv = _of_heads(dkv, part.kv_in(heads))
         accumulate_returned = _return_gradients(plan, plan[i], grads, own_dkv, ring)
     for part in rest:  # behind the last return
-        own_backward(part)
+        own_backward(part, new=False)
     accumulate_returned()
     dsinks = None
     if score.sinks is not None:
         # The probability of the sink, [b, h, q]; nan for a sink of -inf where no key is seen.
+        assert delta is not None
         sink_weight = torch.exp(score.sinks.to(dtype)[:, None] - lse).nan_to_num_(0.0)
         dsinks = -(sink_weight * delta).sum((0, 2))  # [h]: the sink has no value, only a weight in the denominator
     return dq, dkv[0], dkv[1], dsinks
@@ -246,7 +262,7 @@ def _start_step(
 
 def _sorted_keys(step: Step, received: dict[int, Tensor]) -> Tensor:
     """The received messages ``[2, b, rows, n, d]`` as one, sorted by position. Empties ``received``."""
-    if not isinstance(step.keys, GatheredKeys):
+    if not isinstance(step.keys, GatheredKeys) or len(received) == 1:
         return received.pop(step.receives[0].peer)
     like = next(iter(received.values()))
     rows = like.new_empty(*like.shape[:2], len(step.keys), *like.shape[3:])  # [2, b, k, n, d]
@@ -255,16 +271,16 @@ def _sorted_keys(step: Step, received: dict[int, Tensor]) -> Tensor:
     return rows
 
 
-def _zero_gradients(step: Step, step_k: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Accumulators for the gradients of a step's remote keys: dk and dv in one message, or in a tensor each.
+def _new_gradients(step: Step, step_k: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Empty tensors for the gradients of a step's remote keys: dk and dv in one message, or in a tensor each.
 
     Those of an all-gather are copied once more before they are sent, so that dk can be freed before dv is copied.
     """
     if not step.receives:
         return []
     if isinstance(step.keys, GatheredKeys):
-        return [torch.zeros_like(step_k, dtype=dtype) for _ in range(2)]
-    return [step_k.new_zeros(2, *step_k.shape, dtype=dtype)]
+        return [torch.empty_like(step_k, dtype=dtype) for _ in range(2)]
+    return [step_k.new_empty(2, *step_k.shape, dtype=dtype)]
 
 
 def _return_gradients(
@@ -274,7 +290,7 @@ def _return_gradients(
 
     Args:
         plan, step: the step's.
-        grads: what ``_zero_gradients`` made. Emptied, so that its memory can be freed.
+        grads: what ``_new_gradients`` made. Emptied, so that its memory can be freed.
         own_dkv: ``[2, b, k, n, d]``, the gradients of this rank's K/V.
         ring: the ranks.
 
@@ -303,7 +319,7 @@ def _start_return(step: Step, grad: Tensor | None, target: Tensor, ring: Ranks |
     for i, transfer in enumerate(step.receives):
         assert grad is not None
         sends[transfer.peer] = message = grad
-        if isinstance(step.keys, GatheredKeys):
+        if isinstance(step.keys, GatheredKeys) and len(step.receives) > 1:
             sends[transfer.peer] = message = _with_rows(grad, len(transfer.rows))
             step.keys.gather(i, grad, message)
     # Gradients come from the ranks that K/V were sent to.

@@ -14,32 +14,38 @@ head 1 after it; each cell is the rank that holds that token of that head:
     head 2     0  0  1  1  2  2  3  3   <------->   2  2  2  2  2  2  2  2
     head 3     0  0  1  1  2  2  3  3  to_sequence  3  3  3  3  3  3  3  3
 
-[Note: overlap] The heads of each rank are exchanged in chunks. While one chunk is computed, the next one is on its way
-to this rank, and the output of the previous one is on its way back:
+[Note: overlap] Unless the sequence is short, the heads of each rank are exchanged in chunks. While one chunk is
+computed, the next one is on its way to this rank, and the output of the previous one is on its way back:
 
     to_heads     | q k v of 0 | q k v of 1 | q k v of 2 |
     compute      |            | attend 0   | attend 1   | attend 2   |
     to_sequence  |            |            | out of 0   | out of 1   | out of 2   |
 
-Bytes sent per rank of P, forward: (P-1)/P^2 * N * (2 d + 2 d_kv) * e. More ranks than KV heads send a KV head to each
-rank that reads it; more ranks than query heads leave ranks without work (use ``hybrid``).
+[Note: shared KV heads] With more ranks than KV heads, every rank receives a whole KV head, however many ranks there
+are. So autograd keeps the sequence shards of k and v, which shrink with the ranks, and backward exchanges them again,
+together with dout. If no two ranks read the same KV head, both take the same memory, and the head shards are kept.
 
-Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim.
+Bytes sent per rank of P: (P-1)/P^2 * N * (2 d + 2 d_kv) * e, forward and backward. If every KV head is read by r ranks:
+(P-1)/P^2 * N * (2 d + 2 r d_kv) * e forward, and in backward (P-1)/P^2 * N * 2 r d_kv * 4 more. More ranks than query
+heads leave ranks without work (use ``hybrid``).
+
+Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim, w heads of
+several tensors side by side. Messages are ``[tokens, b, w, d]``: those of all ranks one after another are a head shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
-from math import prod
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cache import cached_tensors
 from ..comm.communicator import communicator
 from ..comm.handshake import all_gather_header
 from ..comm.p2p import Pending
@@ -52,11 +58,27 @@ from ..schedule import SequenceSharding
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
 MAX_CHUNKS = 4
+# A chunk has at least as many products of a query's and a key's elements, counted without a mask, so that its attention
+# takes much longer than to start an all-to-all: about 20 ms on a CPU core, and 0.1 ms on a GPU.
+_CHUNK_WORK = {"cpu": 1 << 29, "cuda": 1 << 34}
 
 # ``(heads, q, k, v) -> (out, lse)``: attention of one chunk's head shards.
 Attend = Callable[[Heads, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # ``(heads, dout, dlse, q, k, v, out, lse) -> (dq, dk, dv, dsinks)``: its backward, not rounded yet.
 AttendBackward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+
+
+def chunk_limit(sharding: SequenceSharding, q_shape: Sequence[int], device_type: str) -> int:
+    """In how many chunks it is worth exchanging the heads of a rank: the same on every rank.
+
+    Args:
+        sharding: which positions each rank holds.
+        q_shape: ``[b, s, h, d]``, the shape of a sequence shard of q.
+        device_type: the type of its device.
+    """
+    batch, _, heads, dim = q_shape
+    work = batch * heads * dim * sharding.seq_len**2 // sharding.ranks
+    return max(1, min(MAX_CHUNKS, work // _CHUNK_WORK.get(device_type, _CHUNK_WORK["cuda"])))
 
 
 def ulysses_forward(exchange: HeadExchange, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -69,23 +91,26 @@ def ulysses_forward(exchange: HeadExchange, attend: Attend, q: Tensor, k: Tensor
         k, v: ``[b, s, n, d]``, likewise.
 
     Returns:
-        ``out [b, s, h, d]``, followed by the tensors that ``ulysses_backward`` needs: for each chunk its head shards
-        ``q``, then ``k`` and ``v`` if the chunk has KV heads of its own, ``out`` and ``lse``.
+        ``out [b, s, h, d]``, followed by the new tensors that ``ulysses_backward`` needs: for each chunk its head shard
+        (see ``HeadExchange.to_heads``), without k and v if these are exchanged again, then ``out`` and ``lse``.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     saved: list[Tensor] = []
     chunks = exchange.chunks
+    chunk_kv: list[Tensor] = []
     outgoing: list[Incoming] = []
     incoming = exchange.to_heads(chunks[0], q, k, v)
     for i, chunk in enumerate(chunks):
-        chunk_q, *chunk_kv = incoming.wait()  # [b, t, h, d], [b, t, n, d]
+        shard = incoming.wait()  # [t, b, w, d]
         if i + 1 < len(chunks):
             incoming = exchange.to_heads(chunks[i + 1], q, k, v)
-        if chunk_kv:
-            chunk_k, chunk_v = chunk_kv
-        chunk_out, chunk_lse = attend(chunk.heads, chunk_q, chunk_k, chunk_v)
-        outgoing.append(exchange.to_sequence((chunk_out, chunk.query_slices, out)))
-        saved += [chunk_q, *chunk_kv, chunk_out, chunk_lse]
+        chunk_q, *new_kv = chunk.split(shard)  # [b, t, h, d], [b, t, n, d]
+        chunk_kv = new_kv or chunk_kv
+        chunk_out, chunk_lse = attend(chunk.heads, chunk_q, *chunk_kv)
+        outgoing.append(exchange.to_sequence(chunk.query_slices, (chunk_out, out)))
+        if new_kv and exchange.shares_kv:
+            shard = shard[:, :, : len(chunk.heads.queries)].contiguous()
+        saved += [shard, chunk_out, chunk_lse]
     for sent in outgoing:
         sent.wait()
     return out, *saved
@@ -104,7 +129,7 @@ def ulysses_backward(
     Args:
         exchange: the all-to-all.
         attend_backward: the backward of ``attend``.
-        saved: what ``ulysses_forward`` returned after ``out``.
+        saved: what ``ulysses_forward`` returned after ``out``; if ``exchange.shares_kv``, followed by k and v.
         dout: ``[b, s, h, d]``, this rank's sequence shard.
         dlse: ``[b, h, t]``, this rank's head shard (see ``lse_gradient_to_heads``), or None.
         k_shape: the shape of ``k`` and ``v``, ``[b, s, n, d]``.
@@ -113,31 +138,40 @@ def ulysses_backward(
         ``dq [b, s, h, d]``, ``dk, dv [b, s, n, d]``, and ``dsinks [h]``, which is 0 for the heads of other ranks; None
         if attention has no sinks.
     """
-    like = saved[0]
+    like, chunks = saved[0], exchange.chunks
     # A finished gradient is sent in the model's dtype. Partial gradients of a KV head are sent in float32, then summed.
     kv_dtype = accumulator(like.dtype) if exchange.shares_kv else like.dtype
     dq = like.new_empty(dout.shape)
     dk, dv = (like.new_empty(k_shape, dtype=kv_dtype) for _ in range(2))
     dsinks: Tensor | None = None
-    chunks = exchange.chunks
+    again = tuple(saved[-2:]) if exchange.shares_kv else ()  # k, v: exchanged again
+
+    def to_heads(chunk: HeadChunk) -> Incoming:
+        return exchange.to_heads(chunk, dout, *again)
+
+    chunk_kv: list[Tensor] = []
     outgoing: list[Incoming] = []
-    incoming = exchange.queries_to_heads(chunks[0], dout)
-    for i, (chunk, (q, k, v, out, lse)) in enumerate(_by_chunk(chunks, saved)):
-        (chunk_dout,) = incoming.wait()  # [b, t, h, d]
+    incoming = to_heads(chunks[0])
+    for i, (chunk, (shard, out, lse)) in enumerate(_by_chunk(chunks, saved)):
+        chunk_dout, *received_kv = chunk.split(incoming.wait())  # [b, t, h, d], [b, t, n, d]
         if i + 1 < len(chunks):
-            incoming = exchange.queries_to_heads(chunks[i + 1], dout)
+            incoming = to_heads(chunks[i + 1])
+        chunk_q, *kept_kv = chunk.split(shard)
+        chunk_kv = received_kv or kept_kv or chunk_kv
         at = chunk.heads.queries_in(exchange.full_chunk.heads)
         chunk_dlse = None if dlse is None else dlse[:, at.start : at.stop]  # [b, h, t]
-        chunk_dq, *chunk_dkv, chunk_dsinks = attend_backward(chunk.heads, chunk_dout, chunk_dlse, q, k, v, out, lse)
-        outgoing.append(exchange.to_sequence((chunk_dq.to(dq.dtype), chunk.query_slices, dq)))
+        chunk_dq, *chunk_dkv, chunk_dsinks = attend_backward(
+            chunk.heads, chunk_dout, chunk_dlse, chunk_q, *chunk_kv, out, lse
+        )
+        outgoing.append(exchange.to_sequence(chunk.query_slices, (chunk_dq.to(dq.dtype), dq)))
         # Chunks that read the same KV heads follow one another: their gradients are sent once, with the last chunk.
         if chunk.has_kv:
             kv_slices, sum_dkv = chunk.kv_slices, chunk_dkv
         else:
             sum_dkv = [x + y for x, y in zip(sum_dkv, chunk_dkv, strict=True)]
         if i + 1 == len(chunks) or chunks[i + 1].has_kv:
-            pairs = zip(sum_dkv, (dk, dv), strict=True)
-            outgoing.append(exchange.to_sequence(*((x.to(kv_dtype), kv_slices, target) for x, target in pairs)))
+            sum_dk, sum_dv = (x.to(kv_dtype) for x in sum_dkv)
+            outgoing.append(exchange.to_sequence(kv_slices, (sum_dk, dk), (sum_dv, dv)))
         if chunk_dsinks is not None:
             dsinks = chunk_dsinks.new_zeros(dout.shape[2]) if dsinks is None else dsinks
             at = chunk.heads.queries_in(exchange.heads)
@@ -147,19 +181,16 @@ def ulysses_backward(
     return dq, dk, dv, dsinks
 
 
-def _by_chunk(chunks: Sequence[HeadChunk], saved: Sequence[Tensor]) -> Iterator[tuple[HeadChunk, list[Tensor]]]:
-    """Each chunk with its q, k, v, out and lse."""
-    tensors = iter(saved)
-    for chunk in chunks:
-        q = next(tensors)
-        if chunk.has_kv:
-            k, v = next(tensors), next(tensors)
-        yield chunk, [q, k, v, next(tensors), next(tensors)]
+def _by_chunk(chunks: Sequence[HeadChunk], saved: Sequence[Tensor]) -> Iterator[tuple[HeadChunk, Sequence[Tensor]]]:
+    """Each chunk with its head shard, out and lse."""
+    for i, chunk in enumerate(chunks):
+        yield chunk, saved[3 * i : 3 * i + 3]
 
 
 def saved_lse(exchange: HeadExchange, saved: Sequence[Tensor]) -> Tensor:
     """The log-sum-exp of all heads of this rank, ``[b, h, t]``, from what ``ulysses_forward`` returned."""
-    return torch.cat([tensors[-1] for _, tensors in _by_chunk(exchange.chunks, saved)], 1)
+    by_chunk = [lse for _, (_, _, lse) in _by_chunk(exchange.chunks, saved)]
+    return by_chunk[0] if len(by_chunk) == 1 else torch.cat(by_chunk, 1)
 
 
 class _LseGradient(NamedTuple):
@@ -172,7 +203,7 @@ def lse_to_sequence(exchange: HeadExchange, lse: Tensor) -> Tensor:
     """The head shard ``lse [b, h, t]`` as a sequence shard ``[b, h, s]``: an all-to-all of heads of width 1."""
     column = lse.transpose(1, 2).unsqueeze(-1)  # [b, t, h, 1]
     target = column.new_empty(lse.shape[0], exchange.tokens, len(exchange.heads.queries), 1)  # [b, s, h, 1]
-    exchange.to_sequence((column, exchange.full_chunk.query_slices, target)).wait()
+    exchange.to_sequence(exchange.full_chunk.query_slices, (column, target)).wait()
     return target.squeeze(-1).transpose(1, 2)
 
 
@@ -187,8 +218,30 @@ def lse_gradient_to_heads(exchange: HeadExchange, like: Tensor, dlse: Tensor | N
     column = like.new_zeros(*like.shape[:3], 1, dtype=accumulator(like.dtype))  # [b, s, h, 1]
     if dlse is not None:
         column = dlse.transpose(1, 2).unsqueeze(-1)
-    (column,) = exchange.queries_to_heads(exchange.full_chunk, column).wait()
-    return column.squeeze(-1).transpose(1, 2)
+    shard = exchange.to_heads(exchange.full_chunk, column).wait()  # [t, b, h, 1]
+    return shard.squeeze(-1).permute(1, 2, 0)
+
+
+class HeadSlices:
+    """By rank: some consecutive heads of a sequence shard."""
+
+    def __init__(self, by_rank: Sequence[range]) -> None:
+        self.by_rank = by_rank
+        self.widths = [len(heads) for heads in by_rank]
+        starts = [heads.start for heads in by_rank]
+        self._first = starts[0]
+        self._step = starts[1] - starts[0] if len(starts) > 1 else 0
+        # Whether all ranks have as many heads, at equal distances: the heads of all ranks are one view then.
+        self.even = len(set(self.widths)) == 1 and starts == [self._first + self._step * i for i in range(len(starts))]
+        # Whether two ranks have the same head.
+        self.overlap = any(a.stop > b.start for a, b in pairwise(by_rank) if a and b)
+
+    def view(self, x: Tensor) -> Tensor:
+        """The heads of all ranks of a sequence shard ``x [b, s, heads, d]``: ``[ranks, s, b, h, d]``."""
+        batch, seq, head, dim = x.stride()
+        size = (len(self.by_rank), x.shape[1], x.shape[0], self.widths[0], x.shape[3])
+        stride = (self._step * head, seq, batch, head, dim)
+        return x.as_strided(size, stride, x.storage_offset() + self._first * head)
 
 
 @dataclass(frozen=True)
@@ -207,36 +260,79 @@ class HeadChunk:
     tensor_heads: Heads
     has_kv: bool = True
 
-    @property
+    @cached_property
     def heads(self) -> Heads:
         """The heads that this rank attends with."""
         return self.by_rank[self.rank]
 
-    @property
-    def query_slices(self) -> list[range]:
+    @cached_property
+    def query_slices(self) -> HeadSlices:
         """By rank: where its query heads are in a sequence shard ``[b, s, h, d]``."""
-        return [heads.queries_in(self.tensor_heads) for heads in self.by_rank]
+        return HeadSlices([heads.queries_in(self.tensor_heads) for heads in self.by_rank])
 
-    @property
-    def kv_slices(self) -> list[range]:
+    @cached_property
+    def kv_slices(self) -> HeadSlices:
         """By rank: where its KV heads are in a sequence shard ``[b, s, n, d]``."""
-        return [heads.kv_in(self.tensor_heads) for heads in self.by_rank]
+        return HeadSlices([heads.kv_in(self.tensor_heads) for heads in self.by_rank])
+
+    def split(self, shard: Tensor) -> list[Tensor]:
+        """A head shard ``[t, b, w, d]`` as ``[b, t, h, d]`` and, if it has them, k and v ``[b, t, n, d]``: views."""
+        queries, kv = len(self.heads.queries), len(self.heads.kv)
+        columns = shard.transpose(0, 1)  # [b, t, w, d]
+        if not queries:
+            return [columns, columns, columns]  # a rank without heads
+        return [columns] if shard.shape[2] == queries else list(columns.split_with_sizes((queries, kv, kv), 2))
 
 
 class Incoming:
     """Tensors that an all-to-all has not delivered yet."""
 
-    def __init__(self, work: dist.Work | None, buffers: list[Tensor], unpack: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, work: dist.Work | None, buffers: list[Tensor], unpack: Callable[[], Tensor]) -> None:
         self._work = work
         self._buffers = buffers  # must live until the all-to-all is done
         self._unpack = unpack
 
-    def wait(self) -> list[Tensor]:
-        """The tensors, once they have arrived (on CUDA, the current stream waits). Call it once."""
+    def wait(self) -> Tensor:
+        """The tensor, once it has arrived (on CUDA, the current stream waits). Call it once."""
         Pending([] if self._work is None else [self._work], self._buffers).wait()
-        tensors = self._unpack()
+        tensor = self._unpack()
         self._buffers = []
-        return tensors
+        return tensor
+
+
+@lru_cache(maxsize=256)
+def _all_heads(heads: Heads, ranks: int, rank: int) -> HeadChunk:
+    """All heads at once."""
+    return HeadChunk(rank, heads.split(ranks), heads)
+
+
+@lru_cache(maxsize=256)
+def _chunks(heads: Heads, ranks: int, rank: int, most: int, in_ring: bool) -> tuple[HeadChunk, ...]:
+    """``HeadExchange.chunks``: at most ``most``."""
+    full = _all_heads(heads, ranks, rank)
+    counts = {(len(part.queries), len(part.kv)) for part in full.by_rank}
+    queries, kv = next(iter(counts))
+    if most == 1 or len(counts) > 1:
+        return (full,)
+
+    def chunk(queries: range, has_kv: bool = True) -> HeadChunk:
+        """The query heads ``queries`` of each rank, counted from its first."""
+        return HeadChunk(rank, tuple(part[queries] for part in full.by_rank), heads, has_kv)
+
+    if kv > 1 and queries == kv * heads.q_per_kv:
+        cuts = [split_range(kv, min(most, kv), i) for i in range(min(most, kv))]  # of the KV heads
+        each = heads.q_per_kv
+        return tuple(chunk(range(cut.start * each, cut.stop * each)) for cut in cuts)
+    if kv == 1 and not in_ring:
+        cuts = [split_range(queries, min(most, queries), i) for i in range(min(most, queries))]
+        return tuple(chunk(cut, has_kv=cut.start == 0) for cut in cuts)
+    return (full,)
+
+
+@lru_cache(maxsize=256)
+def _lengths(sharding: SequenceSharding, ring_rank: int) -> tuple[int, ...]:
+    """By ulysses rank: how many tokens it holds."""
+    return tuple(sharding.ulysses_lengths(ring_rank))
 
 
 @dataclass(frozen=True)
@@ -251,184 +347,153 @@ class HeadExchange:
         sharding: which positions each rank holds.
         ring_rank: this rank in the ring across ulysses groups.
         heads: the heads of a sequence shard.
+        max_chunks: the largest number of chunks (see ``chunk_limit``).
     """
 
     group: Ranks
     sharding: SequenceSharding
     ring_rank: int
     heads: Heads
+    max_chunks: int = MAX_CHUNKS
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self.group.rank()
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each rank's sequence shard."""
+        return _lengths(self.sharding, self.ring_rank)
+
+    @property
     def tokens(self) -> int:
         """Tokens of this rank's sequence shard."""
-        return self.sharding.ulysses_lengths(self.ring_rank)[self.rank]
+        return self.lengths[self.rank]
 
     @property
     def shares_kv(self) -> bool:
-        """Whether the query heads of two ranks read the same KV head."""
-        return sum(len(heads.kv) for heads in self.full_chunk.by_rank) > len(self.heads.kv)
+        """Whether the query heads of two ranks read the same KV head: head shards of k, v are larger than sequence
+        shards then, and their gradients partial."""
+        return self.full_chunk.kv_slices.overlap
 
-    @cached_property
+    @property
     def full_chunk(self) -> HeadChunk:
         """All heads at once."""
-        return HeadChunk(self.rank, self.heads.split(self.group.size()), self.heads)
+        return _all_heads(self.heads, self.group.size(), self.rank)
 
-    @cached_property
-    def chunks(self) -> list[HeadChunk]:
+    @property
+    def chunks(self) -> tuple[HeadChunk, ...]:
         """All heads in chunks, the same on every rank.
 
         Within a chunk every KV head serves the same number of query heads, so that attention kernels need no copies.
         If the ranks' heads do not divide so, there is one chunk. A chunk may carry no KV heads, in which case it reuses
         the previous chunk's; this never happens in a hybrid, whose K/V are still to be sent around the ring.
         """
-        full = self.full_chunk
-        counts = {(len(heads.queries), len(heads.kv)) for heads in full.by_rank}
-        queries, kv = next(iter(counts))
-        if len(counts) > 1:
-            return [full]
-        if kv > 1 and queries == kv * self.heads.q_per_kv:
-            cuts = [split_range(kv, min(MAX_CHUNKS, kv), i) for i in range(min(MAX_CHUNKS, kv))]  # of the KV heads
-            each = self.heads.q_per_kv
-            return [self._chunk(range(cut.start * each, cut.stop * each)) for cut in cuts]
-        if kv == 1 and self.sharding.ring == 1:
-            cuts = [split_range(queries, min(MAX_CHUNKS, queries), i) for i in range(min(MAX_CHUNKS, queries))]
-            return [self._chunk(cut, has_kv=cut.start == 0) for cut in cuts]
-        return [full]
+        return _chunks(self.heads, self.group.size(), self.rank, self.max_chunks, self.sharding.ring > 1)
 
-    def _chunk(self, queries: range, has_kv: bool = True) -> HeadChunk:
-        """The query heads ``queries`` of each rank, counted from its first."""
-        by_rank = tuple(heads[queries] for heads in self.full_chunk.by_rank)
-        return HeadChunk(self.rank, by_rank, self.heads, has_kv)
-
-    def to_heads(self, chunk: HeadChunk, q: Tensor, k: Tensor, v: Tensor) -> Incoming:
-        """Send each rank its heads of ``q``, and of ``k, v`` if the chunk has KV heads, in one all-to-all.
+    def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
+        """Send each rank its query heads of ``x``, and its KV heads of ``kv`` if the chunk has some: one all-to-all.
 
         Args:
-            q: ``[b, s, h, d]``. k, v: ``[b, s, n, d]``, of the same dtype.
+            chunk: the heads.
+            x: ``[b, s, h, d]``, with the query heads.
+            kv: tensors ``[b, s, n, d]`` of the same dtype: k and v, or nothing.
 
         Returns:
-            The head shards of this rank's heads, ``q [b, t, h, d]`` and, if the chunk has KV heads, ``k, v``.
+            This rank's head shard ``[t, b, w, d]``: its query heads, then its KV heads of k, then those of v.
         """
-        kv = [(x, chunk.kv_slices) for x in (k, v)] if chunk.has_kv else []
-        return self._to_heads((q, chunk.query_slices), *kv)
+        slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
+        tensors = (x, *kv)[: len(slices)]
+        batch, tokens, _, dim = x.shape
+        widths = [sum(w) for w in zip(*(s.widths for s in slices), strict=True)]  # by rank
+        buffer = x.new_empty(tokens * batch * sum(widths) * dim)
+        if all(s.even for s in slices):
+            buffers = [buffer.view(len(widths), tokens, batch, widths[0], dim)]
+            views = [[s.view(y) for y, s in zip(tensors, slices, strict=True)]]
+        else:
+            by_peer = buffer.split_with_sizes([tokens * batch * w * dim for w in widths])
+            buffers = [y.view(tokens, batch, w, dim) for y, w in zip(by_peer, widths, strict=True)]
+            views = [
+                [
+                    y[:, :, s.by_rank[i].start : s.by_rank[i].stop].transpose(0, 1)
+                    for y, s in zip(tensors, slices, strict=True)
+                ]
+                for i in range(len(widths))
+            ]
+        for target, parts in zip(buffers, views, strict=True):
+            torch.cat(parts, -2, out=target) if len(parts) > 1 else target.copy_(parts[0])
+        one = batch * dim  # elements of one head of one token
+        sends = [tokens * w * one for w in widths]
+        width = widths[self.rank]
+        work, received = self._all_to_all(buffer, sends, [length * width * one for length in self.lengths])
+        received = received.view(sum(self.lengths), batch, width, dim)
+        return Incoming(work, [buffer], lambda: self._ordered(received, 1))
 
-    def queries_to_heads(self, chunk: HeadChunk, x: Tensor) -> Incoming:
-        """Send each rank its query heads of ``x [b, s, h, d]``; returns ``[b, t, h, d]``."""
-        return self._to_heads((x, chunk.query_slices))
-
-    def _to_heads(self, *tensors: tuple[Tensor, Sequence[range]]) -> Incoming:
-        rows = self._token_rows(tensors[0][0].device)
-        sends = [[_Slice(x, heads=heads[peer]) for x, heads in tensors] for peer in range(self.group.size())]
-        shapes = [
-            [(x.shape[0], len(peer_rows), len(heads[self.rank]), x.shape[3]) for x, heads in tensors]
-            for peer_rows in rows
-        ]
-        work, buffers, received = _all_to_all(sends, shapes, self.group)
-        total = sum(len(r) for r in rows)
-
-        def unpack() -> list[Tensor]:
-            results = []
-            for i, (x, heads) in enumerate(tensors):
-                out = x.new_empty(x.shape[0], total, len(heads[self.rank]), x.shape[3])  # [b, t, h, d]
-                for peer_rows, from_peer in zip(rows, received, strict=True):
-                    out.index_copy_(1, peer_rows, from_peer[i])
-                results.append(out)
-            return results
-
-        return Incoming(work, buffers, unpack)
-
-    def to_sequence(self, *tensors: tuple[Tensor, Sequence[range], Tensor]) -> Incoming:
+    def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
         """Send each rank its tokens of this rank's heads, in one all-to-all.
 
         Args:
-            tensors: triples of a head shard ``[b, t, h, d]``, the slice of each rank's heads in a sequence shard, and
-                the sequence shard ``[b, s, h, d]`` that ``wait`` writes. A KV head that several ranks send is summed.
+            slices: by rank, the place of its heads in a sequence shard. A KV head that several ranks send is summed.
+            tensors: pairs of a head shard ``[b, t, h, d]`` and the sequence shard ``[b, s, h, d]`` to be written.
+
+        Returns:
+            ``wait`` returns the last of the sequence shards, after all of them are written.
         """
-        rows = self._token_rows(tensors[0][0].device)
-        sends = [[_Slice(x, rows=peer_rows) for x, _, _ in tensors] for peer_rows in rows]
-        tokens = len(rows[self.rank])
-        shapes = [
-            [(x.shape[0], tokens, len(heads[peer]), x.shape[3]) for x, heads, _ in tensors]
-            for peer in range(self.group.size())
-        ]
-        work, buffers, received = _all_to_all(sends, shapes, self.group)
+        columns = [x.transpose(0, 1) for x, _ in tensors]  # [t, b, h, d]
+        rows = torch.cat(columns, 2) if len(columns) > 1 else columns[0]
+        rows = self._ordered(rows, 0).contiguous()
+        _, batch, width, dim = rows.shape
+        targets, tokens = [target for _, target in tensors], self.tokens
+        one = batch * dim * len(targets)  # elements of one head of one token
+        receives = [tokens * w * one for w in slices.widths]
+        sends = [length * width * batch * dim for length in self.lengths]
+        work, received = self._all_to_all(rows, sends, receives)
 
-        def unpack() -> list[Tensor]:
-            for i, (_, slices, target) in enumerate(tensors):
-                written = 0
-                for at, from_peer in zip(slices, received, strict=True):
-                    again = max(0, min(written, at.stop) - at.start)  # heads that an earlier rank has sent too
-                    target[:, :, at.start : at.start + again] += from_peer[i][:, :, :again]
-                    target[:, :, at.start + again : at.stop] = from_peer[i][:, :, again:]
-                    written = max(written, at.stop)
-            return [target for _, _, target in tensors]
+        def unpack() -> Tensor:
+            if slices.even and not slices.overlap:
+                size = (len(slices.widths), tokens, batch, len(targets), slices.widths[0], dim)
+                for target, x in zip(targets, received.view(size).unbind(3), strict=True):
+                    slices.view(target).copy_(x)
+                return targets[-1]
+            written = 0
+            for at, from_peer in zip(slices.by_rank, received.split_with_sizes(receives), strict=True):
+                again = max(0, min(written, at.stop) - at.start)  # heads that an earlier rank has sent too
+                parts = from_peer.view(tokens, batch, len(targets), len(at), dim).transpose(0, 1).unbind(2)
+                for target, x in zip(targets, parts, strict=True):
+                    if again:
+                        target[:, :, at.start : at.start + again] += x[:, :, :again]
+                    if again < len(at):
+                        target[:, :, at.start + again : at.stop] = x[:, :, again:]
+                written = max(written, at.stop)
+            return targets[-1]
 
-        return Incoming(work, buffers, unpack)
+        return Incoming(work, [rows, received], unpack)
 
-    def _token_rows(self, device: torch.device) -> tuple[Tensor, ...]:
-        """By rank: the indices of its tokens in a head shard, int64 ``[s]``."""
-        return self.sharding.ulysses_rows(self.ring_rank, device)
+    def _ordered(self, rows: Tensor, direction: int) -> Tensor:
+        """``rows [t, ...]`` in the order of the ranks instead of the positions (0), or the other way around (1)."""
+        if self.sharding.layout == "contiguous":
+            return rows  # they are the same
 
+        def make() -> tuple[Tensor, ...]:
+            by_rank = torch.cat(self.sharding.ulysses_rows(self.ring_rank, rows.device))
+            return by_rank, by_rank.argsort()
 
-@dataclass(frozen=True)
-class _Slice:
-    """Some heads or some rows of ``x [b, s, h, d]``, to be sent."""
+        orders = cached_tensors(("token orders", self.sharding, self.ring_rank), rows.device, make)
+        return rows.index_select(0, orders[direction])
 
-    x: Tensor
-    heads: range | None = None
-    rows: Tensor | None = None
+    def _all_to_all(self, x: Tensor, sends: list[int], receives: list[int]) -> tuple[dist.Work | None, Tensor]:
+        """Start an all-to-all of ``x``, contiguous; ``sends`` and ``receives`` say how many elements, by rank.
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        batch, seq, heads, dim = self.x.shape
-        return (
-            batch,
-            seq if self.rows is None else len(self.rows),
-            heads if self.heads is None else len(self.heads),
-            dim,
-        )
-
-    def write(self, send_buffer: Tensor) -> None:
-        """Copy the slice into ``send_buffer``, in one pass."""
-        send_buffer = send_buffer.view(self.shape)
-        if self.heads is not None:
-            send_buffer.copy_(self.x[:, :, self.heads.start : self.heads.stop])
-        else:
-            assert self.rows is not None
-            torch.index_select(self.x, 1, self.rows, out=send_buffer)
-
-
-def _all_to_all(
-    sends: list[list[_Slice]], shapes: Sequence[Sequence[tuple[int, ...]]], ranks: Ranks
-) -> tuple[dist.Work | None, list[Tensor], list[list[Tensor]]]:
-    """Start one all-to-all with uneven splits.
-
-    Args:
-        sends: by peer, the slices for it, all of one dtype. They are sent as bytes, which every backend takes.
-        shapes: by peer, the shapes of the tensors that it sends.
-
-    Returns:
-        The work, the buffers that must live until it is done, and by peer the received tensors, which are valid then.
-    """
-    like = sends[0][0].x
-    lengths = [[prod(x.shape) for x in to_peer] for to_peer in sends]
-    buffer = like.new_empty(sum(map(sum, lengths)))
-    send_buffers = iter(buffer.split([n for to_peer in lengths for n in to_peer]))
-    for x in chain.from_iterable(sends):
-        x.write(next(send_buffers))
-    packed = buffer.view(torch.uint8)
-    send_sizes = [sum(to_peer) * like.element_size() for to_peer in lengths]
-    counts = [[prod(s) for s in peer_shapes] for peer_shapes in shapes]
-    recv_sizes = [sum(c) * like.element_size() for c in counts]
-    received = packed.new_empty(sum(recv_sizes))
-    group = communicator(ranks, packed.device)
-    work = dist.all_to_all_single(received, packed, recv_sizes, send_sizes, group=group, async_op=True)
-    to_others = [size for peer, size in enumerate(send_sizes) if peer != ranks.rank() and size]
-    count_sent(sum(to_others), len(to_others))
-    pieces = iter(received.view(like.dtype).split([c for from_peer in counts for c in from_peer]))
-    views = [[next(pieces).view(shape) for shape in peer_shapes] for peer_shapes in shapes]
-    return work, [packed, received], views
+        Returns:
+            The work, and the received elements in one dimension, which are valid when it is done.
+        """
+        received = x.new_empty(sum(receives))
+        e = x.element_size()
+        # As bytes, which every backend takes.
+        into, sent = received.view(torch.uint8), x.view(-1).view(torch.uint8)
+        recv_sizes, send_sizes = [n * e for n in receives], [n * e for n in sends]
+        group = communicator(self.group, x.device)
+        work = dist.all_to_all_single(into, sent, recv_sizes, send_sizes, group=group, async_op=True)
+        to_others = [size for peer, size in enumerate(send_sizes) if peer != self.rank and size]
+        count_sent(sum(to_others), len(to_others))
+        return work, received
