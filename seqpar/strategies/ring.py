@@ -149,16 +149,16 @@ def ring_backward(
             if new:
                 x.zero_()
 
-    def own_backward(part: Heads, *, new: bool) -> None:
+    def own_backward(part: Heads, *, new_dq: bool, new_dkv: bool) -> None:
         at = part.kv_in(heads)
-        backward(part, 0, *(_of_heads(x, at) for x in (k, v, *dkv)), new_dq=new, new_dkv=new)
+        backward(part, 0, *(_of_heads(x, at) for x in (k, v, *dkv)), new_dq=new_dq, new_dkv=new_dkv)
 
     remote = _RemoteSteps(call, heads, k, v)
     first, *rest = [heads] if all(step.is_local for step in plan) else _halves(heads)
-    own_backward(first, new=True)
     for part in rest:  # computed at the end, when these hold the gradients of the remote steps
         _of_heads(dq, part.queries_in(heads)).zero_()
         _of_heads(dkv, part.kv_in(heads)).zero_()
+    own_backward(first, new_dq=True, new_dkv=not any(set(part.kv) & set(first.kv) for part in rest))
     accumulate_returned: Callable[[], None] = _nothing
     for _, part, i, step_k, step_v in remote:
         # Gradients of remote K/V are written to buffers that are sent to their owners.
@@ -170,7 +170,7 @@ def ring_backward(
         own_dkv = _of_heads(dkv, part.kv_in(heads))
         accumulate_returned = _return_gradients(plan, plan[i], grads, own_dkv, ring)
     for part in rest:  # behind the last return
-        own_backward(part, new=False)
+        own_backward(part, new_dq=False, new_dkv=False)
     accumulate_returned()
     dsinks = None
     if score.sinks is not None:
