@@ -13,7 +13,7 @@ from ..mesh import AttentionGroups
 from ..schedule import AttentionPlan, KeyIntervals, SequenceSharding
 
 # An all-gather is cut into chunks of about this many bytes a rank, at most _MAX_CHUNKS of them, unless told otherwise.
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 8 << 20
 _MAX_CHUNKS = 4
 
 
