@@ -19,7 +19,7 @@ _MAX_CHUNKS = 4
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Built by ``functional.attend``.
+    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Built by ``operators.make_call``.
 
     Attributes:
         groups: the ranks of the ring and of the all-to-all.
