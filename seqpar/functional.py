@@ -17,6 +17,7 @@ from .checks import (
     check_head_vector,
     check_int,
     check_number,
+    check_options,
     check_qkv,
     has_length,
     no_compile,
@@ -24,21 +25,14 @@ from .checks import (
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .heads import Heads
 from .kernels import BackendName, check_backend
-from .kernels.base import Score
 from .layout import LAYOUTS, Layout, check_length, check_lengths
 from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
-from .schedule import MaskPlanner, SequenceSharding, attention_plan
+from .schedule import MaskPlanner, SequenceSharding
 from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
-from .strategies import Comm, StrategyName, resolve
-from .strategies.autograd import (
-    SequenceParallelAttention,
-    any_needs_gradient,
-    gradient_state,
-    to_autocast_dtype,
-    with_gradient,
-)
-from .strategies.call import AttentionCall
+from .strategies import STRATEGIES, Comm, StrategyName, resolve
+from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
+from .strategies.operators import ANY_RANKS, AttentionOptions, attend, attention_op, constant_float, constants
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -63,7 +57,7 @@ if TYPE_CHECKING:
         seq_len: int | None
         dropout_seed: int | None
 
-    class AttentionOptions(CommonOptions, StrategyOptions, total=False):
+    class AttentionArguments(CommonOptions, StrategyOptions, total=False):
         """The keyword arguments of ``attention`` except ``return_lse``, which decides what it returns."""
 
         strategy: StrategyName
@@ -85,17 +79,16 @@ class _AttentionHeader(NamedTuple):
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionArguments]
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionArguments]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionArguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@no_compile
 def attention(
     q: Tensor,
     k: Tensor,
@@ -170,6 +163,80 @@ def attention(
         ValueError: a wrong value, or ranks that disagree, before any payload is sent.
         RuntimeError: another rank raised an error on its own input.
     """
+    rest = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse, strategy_options
+    if torch.compiler.is_compiling() and isinstance(sharding, Sharding):
+        beside = (mesh, group, layout, seq_len)
+        if all(x is None for x in beside) and (not dropout_p or dropout_seed is not None):
+            return _traced(q, k, v, strategy, mask, sharding, sinks, alibi_slopes, dropout_seed, *rest)
+    return _eager(
+        q, k, v, strategy, mask, mesh, group, layout, sharding, sinks, alibi_slopes, seq_len, dropout_seed, *rest
+    )
+
+
+def _traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    strategy: StrategyName,
+    mask: Mask,
+    sharding: Sharding,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_seed: int | None,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    backend: BackendName,
+    return_lse: bool,
+    strategy_options: StrategyOptions,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` while torch.compile traces it: one operator. What changes from step to step is checked in it."""
+    check_choice("strategy", strategy, STRATEGIES)
+    check_options(strategy, strategy_options, STRATEGIES[strategy].options)
+    q, k, v = to_autocast_dtype(q, k, v)
+    check_qkv(q, k, v)
+    check_head_vector("sinks", sinks, q, batched=False)
+    check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
+    options = AttentionOptions(
+        strategy=strategy,
+        strategy_options=constants(strategy_options),
+        softmax_scale=None if softmax_scale is None else constant_float(softmax_scale),
+        softcap=constant_float(softcap),
+        dropout_p=constant_float(dropout_p),
+        deterministic=deterministic,
+        backend=backend,
+        return_lse=return_lse,
+    )
+    seed = torch.full((), dropout_seed or 0, dtype=torch.int64, device="cpu") if dropout_p else None
+    out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ANY_RANKS, options)
+    return (out, lse) if return_lse else out
+
+
+@no_compile
+def _eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    strategy: StrategyName,
+    mask: Mask,
+    mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
+    layout: Layout | None,
+    sharding: Sharding | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seq_len: int | None,
+    dropout_seed: int | None,
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    backend: BackendName,
+    return_lse: bool,
+    strategy_options: StrategyOptions,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` outside of torch.compile."""
     draw_seed = bool(dropout_p) and dropout_seed is None
     needs_handshake = draw_seed or (sharding is None and not has_length(seq_len))
     single_rank = strategy == "local" and mesh is None and group is None
@@ -232,19 +299,26 @@ def attention(
         q,
         k,
         v,
-        groups=groups,
-        sharding=SequenceSharding(seq_len, layout, groups.ring_size, groups.ulysses_size),
+        sinks,
+        alibi_slopes,
+        seed,
         mask=mask,
+        groups=groups,
+        sequence=SequenceSharding(seq_len, layout, groups.ring_size, groups.ulysses_size),
         heads=Heads.of_model(num_heads, k.shape[2]),
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_seed=seed,
-        deterministic=deterministic,
-        backend=backend,
-        return_lse=return_lse,
+        options=AttentionOptions(
+            strategy=strategy,
+            strategy_options=tuple(strategy_options.items()),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            deterministic=deterministic,
+            backend=backend,
+            return_lse=return_lse,
+        ),
+        sharding=sharding,
+        mesh=mesh,
+        group=group,
         joins_backward=joins_backward,
     )
     return (out, lse) if return_lse else out
@@ -275,56 +349,6 @@ def mask_planner(
     groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
     spread = SequenceSharding(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
     return MaskPlanner(spread, groups.ring_rank, groups.gather)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    groups: AttentionGroups,
-    sharding: SequenceSharding,
-    mask: Mask,
-    heads: Heads,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    deterministic: bool = False,
-    backend: str = "auto",
-    return_lse: bool = False,
-    joins_backward: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """``attention`` with everything checked and resolved: ``(out, lse)`` of the heads ``heads``.
-
-    Every attention call of the package, functions and layers alike, is built here. ``joins_backward`` says whether the
-    inputs of some rank require gradients, or may.
-    """
-    several = groups.ring_size * groups.ulysses_size > 1
-    if several and joins_backward and gradient_state(q, k, v, sinks) == 1:
-        q = with_gradient(q)
-    call = AttentionCall(
-        groups=groups,
-        sharding=sharding,
-        plan=attention_plan(mask, sharding, groups.ring_rank, groups.gather),
-        score=Score(
-            softmax_scale=softmax_scale if softmax_scale is not None else q.shape[3] ** -0.5,
-            softcap=softcap,
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach().float(),
-            sinks=None if sinks is None else sinks.detach(),
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            head_offset=heads.queries.start,
-        ),
-        backend=backend,
-        deterministic=deterministic,
-        heads=heads,
-        return_lse=return_lse,
-    )
-    out, lse = SequenceParallelAttention.apply(q, k, v, sinks, call)
-    return out, lse
 
 
 @overload

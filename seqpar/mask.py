@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
 from operator import and_
 from typing import Any
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from .cache import upload
 from .checks import check_int
+from .opaque import Opaque, passed_as_it_is
 
 # An upper end larger than every position, and far enough from int64's limit that sums with it do not overflow.
 UNBOUNDED = 1 << 62
@@ -280,8 +281,9 @@ class _Padding(_Rule):
         return Runs.of([0, start, stop], [start, start, stop], 0, [start, stop, stop], 0)
 
 
+@passed_as_it_is()
 @dataclass(frozen=True)
-class Mask:
+class Mask(Opaque):
     """Which keys each query sees. Make one with the constructors below and combine them with ``&``.
 
     A mask is a value: hashable, comparable, without tensors, and independent of how the sequence is sharded.
@@ -547,3 +549,14 @@ def _batch_rows(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 def _short(values: Sequence[int]) -> str:
     shown = [str(v) for v in values[:8]] + (["..."] if len(values) > 8 else [])
     return f"[{', '.join(shown)}]"
+
+
+@lru_cache(maxsize=512)
+def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
+    """The mask of a layer that adds causality, a window (``|i - j| < window``) or chunks to that of the batch."""
+    result = mask & Mask.causal() if causal else mask
+    if window is not None:
+        result = result & Mask.sliding_window(window - 1, 0 if causal else window - 1)
+    if chunk:
+        result = result & Mask.chunked(chunk, causal, starts=mask.starts)
+    return result

@@ -21,6 +21,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_int
+from .opaque import Opaque, passed_as_it_is
 from .rendezvous import group_timeout, is_simulated, meet
 
 DIMENSIONS = ("dp", "ring", "ulysses", "tp")
@@ -341,7 +342,9 @@ def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
     return names
 
 
-class ParallelContext:
+# Compiled for one mesh or group; the layers of a model share them.
+@passed_as_it_is(lambda context: [id(context.mesh), id(context.group)])
+class ParallelContext(Opaque):
     """The mesh or the group that a layer was made with.
 
     Process groups cannot be copied, so a deep copy of a layer refers to the same ParallelContext.

@@ -18,12 +18,15 @@ from .comm.collectives import all_gather
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint
 from .layout import LAYOUTS, Layout, check_length, check_lengths, shard_length, shard_positions, shard_ranges
 from .mesh import check_mesh_and_group, rank_in, sequence_group, size_of
+from .opaque import Opaque, passed_as_it_is
 from .strategies import STRATEGIES, StrategyName
 
 DEFAULT_LAYOUT: Layout = "contiguous"  # of functions and layers that are given neither a layout nor a Sharding
 
 
-class Sharding:
+# A compiled function depends on the ranks and the layout, not on the length.
+@passed_as_it_is(lambda sharding: [*sharding.ranks_key, sharding.layout], reads=["layout"])
+class Sharding(Opaque):
     """How one sequence is divided over ranks: its length, its layout, and the ranks.
 
     Make one for each length, and pass it wherever ``mesh``, ``group``, ``layout`` and ``seq_len`` are taken. The layout
@@ -103,6 +106,11 @@ class Sharding:
         """The number of tokens of each rank, by rank."""
         ranks = size_of(self._sequence_group)
         return tuple(shard_length(self._seq_len, ranks, rank, self._layout) for rank in range(ranks))
+
+    @property
+    def ranks_key(self) -> tuple[int, ...]:
+        """What two shardings over the same ranks have in common, whatever their lengths and layouts."""
+        return size_of(self._sequence_group), id(self._key[3])
 
     @property
     def seq_local(self) -> int:

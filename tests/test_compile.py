@@ -1,7 +1,8 @@
-"""torch.compile around layers that communicate: the same numbers, and one graph break for each such layer."""
+"""torch.compile: layers are one graph, and new documents and lengths compile nothing; the checks of the operators."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,44 +11,170 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
+from seqpar import Mask, Sharding
+from seqpar.mesh import ParallelContext
+from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op
+from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
 
-from .models import Transformer, random_tokens, randomize
+from .models import HIDDEN, attention_layer, randomize
 from .pool import Pool, on_ranks
-from .strategies import LAYER_STRATEGIES, ONE_PER_CLASS
+from .strategies import LAYER_STRATEGIES, ONE_PER_CLASS, STRATEGIES
 
-# Breaks: attention; with tp_sp the embedding, attention, the MLP, the head and the loss.
-GRAPHS = {"tp_sp": 4}
-Results = list[Tensor | None]  # the loss and the gradients
+Run = Callable[..., Tensor]
+
+
+class Block(torch.nn.Module):
+    """An attention layer, an MLP (with "tp_sp" tensor-parallel) and the mean over all ranks' tokens."""
+
+    def __init__(self, strategy: str, group: ProcessGroup) -> None:
+        super().__init__()
+        self.mlp: torch.nn.Module | None = None
+        if strategy == "tp_sp":
+            self.mlp = seqpar.MegatronMLP(HIDDEN, 30, bias=True, group=group, dtype=torch.float64)
+        self.norm = torch.nn.RMSNorm(HIDDEN, eps=1e-6, dtype=torch.float64)
+        self.attention = attention_layer((6, 2), group=group, **LAYER_STRATEGIES[strategy])
+        randomize(self)
+
+    def forward(self, x: Tensor, mask: Mask, sharding: Sharding) -> Tensor:
+        y: Tensor = self.attention(self.norm(x), mask=mask, sharding=sharding).sin()
+        if self.mlp is not None:
+            y = y + self.mlp(y, sharding)
+        losses = y.square().sum(2)  # [b, s]
+        return seqpar.token_loss(losses, (losses > 1).long() - 1, sharding=sharding, ignore_index=-1)
+
+
+def documents(seq_len: int, step: int) -> Mask:
+    """Other documents at each step, and another number of them."""
+    starts = sorted({0, *((7 * step + 11 * i) % seq_len for i in range(1 + step % 4))})
+    return Mask.documents([*starts, seq_len])
+
+
+def counting(graphs: list[str], backend: str) -> Callable[..., Any]:
+    """The compiler ``backend``, which adds each graph's code to ``graphs``."""
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph.code)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    return compile_graph
 
 
 @on_ranks
-def plain_and_compiled(group: ProcessGroup, strategy: str) -> tuple[int, Results, Results]:
-    """The number of graphs, and the results without and with compilation."""
-    torch.manual_seed(7)
+def compare_over_steps(group: ProcessGroup, strategy: str, backend: str, steps: int) -> int:
+    """Train a block with and without compilation on new documents of new lengths; returns the number of graphs."""
     torch._dynamo.reset()
-    model = Transformer(**LAYER_STRATEGIES[strategy], options={"layout": "zigzag"}, group=group)
-    randomize(model)
-    ids, labels = (seqpar.shard(x, group=group, layout="zigzag") for x in random_tokens(46))
-    graphs = 0
+    torch.manual_seed(7)
+    block = Block(strategy, group)
+    graphs: list[str] = []
+    compiled = torch.compile(block, backend=counting(graphs, backend), fullgraph=True)
+    tp = "tp_sp" if strategy == "tp_sp" else None
+    for step in range(steps):
+        seq_len = 32 + 3 * step
+        sharding, mask = Sharding(seq_len, "zigzag", group=group, strategy=tp), documents(seq_len, step)
+        torch.manual_seed(step)
+        full = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64)
+        results = []
+        for run in (block, compiled):
+            x = sharding.shard(full).requires_grad_()
+            torch._dynamo.mark_dynamic(x, 1)
+            block.zero_grad()
+            y = run(x, mask, sharding)
+            y.backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in block.parameters())])
+        for expected, actual in zip(*results, strict=True):
+            assert expected is not None and actual is not None
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    return len(graphs)
 
-    def counting_backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    results: list[Results] = []
-    for run in (model, torch.compile(model, backend=counting_backend)):
-        model.zero_grad()
-        loss = run(ids, labels)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    plain, compiled = results
-    return graphs, plain, compiled
-
-
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ONE_PER_CLASS)
-def test_compiled_is_the_same(pool: Pool, strategy: str) -> None:
-    for graphs, plain, compiled in pool.run(2, plain_and_compiled, strategy):
-        assert graphs == GRAPHS.get(strategy, 2)
-        for a, b in zip(plain, compiled, strict=True):
-            assert a is not None and b is not None and torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+def test_a_layer_is_one_graph_over_steps(pool: Pool, strategy: str, ranks: int) -> None:
+    assert pool.run(ranks, compare_over_steps, strategy, "aot_eager", 20, deadline_s=240.0) == [1] * ranks
+
+
+@on_ranks
+def compare_functions(group: ProcessGroup, strategy: str) -> None:
+    """Every argument of the function, under ``dynamic=True``."""
+    torch._dynamo.reset()
+    options = STRATEGIES[strategy]
+    torch.manual_seed(1)
+    sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(2, 6, dtype=torch.float64)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Sharding, seed: int) -> Tensor:
+        out, lse = seqpar.attention(
+            q * 2, k, v, mask=mask, sharding=sharding, sinks=sinks, alibi_slopes=slopes, softcap=3.0,
+            softmax_scale=0.7, return_lse=True, dropout_p=0.25, dropout_seed=seed, **options,
+        )  # fmt: skip
+        plain = seqpar.attention(q, k, v, mask=mask, sharding=sharding, **options)
+        return out.sin().sum() + lse.cos().sum() + plain.square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    for step in range(4):
+        seq_len = 33 + 5 * step
+        sharding, mask = Sharding(seq_len, "striped", group=group), documents(seq_len, step)
+        full = [torch.randn(2, seq_len, heads, 4, dtype=torch.float64) for heads in (6, 2, 2)]
+        results = []
+        for run in (loss, compiled):
+            q, k, v = (sharding.shard(x).requires_grad_() for x in full)
+            sinks.grad = None
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                value = run(q, k, v, mask, sharding, 5 + step)
+            value.backward()
+            results.append([value.detach(), q.grad, k.grad, v.grad, sinks.grad])
+        for expected, actual in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_function_is_one_graph(pool: Pool, strategy: str) -> None:
+    pool.run(4, compare_functions, strategy, deadline_s=240.0)
+
+
+@on_ranks
+def check_operator(group: ProcessGroup, strategy: str) -> None:
+    options = dict(STRATEGIES[strategy])
+    call = AttentionOptions(options.pop("strategy"), tuple(options.items()), return_lse=True)
+    sharding = Sharding(22, "zigzag", group=group)
+    torch.manual_seed(group.rank())
+    q, k, v = (torch.randn(1, sharding.seq_local, heads, 4, requires_grad=True) for heads in (6, 2, 2))
+    sinks = torch.randn(6, requires_grad=True)
+    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, Mask.causal(), sharding, ANY_RANKS, call))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])
+def test_opcheck(pool: Pool, strategy: str) -> None:
+    pool.run(4, check_operator, strategy, deadline_s=240.0)
+
+
+@on_ranks
+def check_tensor_parallel_operators(group: ProcessGroup) -> None:
+    sharding = Sharding(22, "zigzag", group=group, strategy="tp_sp")
+    ranks = ParallelContext(None, group)
+    call = ChunkOptions("ring", AttentionOptions("local", tensor_parallel=True))
+    x = torch.randn(1, sharding.seq_local, 8, requires_grad=True)
+    weights = [torch.randn(n, 8, requires_grad=True) for n in (4, 6)]
+    torch.library.opcheck(all_gather_linear_op, (x, weights, sharding, ranks, call))
+    full, weight = torch.randn(1, 22, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    torch.library.opcheck(linear_reduce_scatter_op, (full, weight, sharding.seq_local, sharding, ranks, call))
+
+
+def test_opcheck_of_tensor_parallel_operators(pool: Pool) -> None:
+    pool.run(2, check_tensor_parallel_operators, deadline_s=240.0)
+
+
+@on_ranks
+def without_sharding(group: ProcessGroup) -> int:
+    """The number of graphs around a layer that needs a handshake."""
+    torch._dynamo.reset()
+    layer = seqpar.ParallelAttention("ring", 16, 2, group=group)
+    graphs: list[str] = []
+    run = torch.compile(lambda x: layer(x * 2) * 2, backend=counting(graphs, "eager"))
+    x = torch.randn(1, 8, 16)
+    torch.testing.assert_close(run(x), layer(x * 2) * 2)
+    return len(graphs)
+
+
+def test_a_handshake_breaks_the_graph(pool: Pool) -> None:
+    assert pool.run(2, without_sharding) == [2, 2]

@@ -6,7 +6,6 @@ value ``[batch, kv_heads, seq, v_head_dim]``; the result is ``[batch, seq, heads
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,10 +15,14 @@ from torch import Tensor, nn
 from ..checks import no_compile
 from ..functional import attention
 from ..kernels.base import Score
-from ..mask import Mask
+from ..mask import Mask, layer_mask
+from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op, constant_float, constants
 from .batch import BatchShard
 from .generate import decode
 from .state import DecodeShard, Patch, current_forward
+
+# Causality, window and chunk of a layer: see ``mask.layer_mask``.
+LayerMask = tuple[bool, int | None, int | None]
 
 
 def no_mask(
@@ -34,7 +37,6 @@ def no_mask(
         raise ValueError("attention_mask: it has padding; pass the batch to seqpar.hf.shard_batch, which keeps it")
 
 
-@no_compile
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -53,8 +55,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: attention of one layer over the sharded sequence.
 
-    ``query``, ``key`` and ``value`` hold this rank's tokens. A compiled layer has one graph break, here. The second
-    result, the attention weights, is always None.
+    ``query``, ``key`` and ``value`` hold this rank's tokens. A compiled layer has one operator here, or one graph break
+    while it generates. The second result, the attention weights, is always None.
 
     Raises:
         ValueError: the layer's model is not parallelized, no shard came with the batch, or the layer asks for
@@ -77,7 +79,7 @@ def attention_forward(
             "whose layers do not pass **kwargs on cannot recompute them (activation checkpointing)"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    mask = _layer_mask(seqpar.mask, causal, *_window_and_chunk(module, sliding_window))
+    in_layer = causal, *_window_and_chunk(module, sliding_window)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
     query, key, value = _same_dtype(query, key, value)
     v_head_dim = value.shape[-1]
@@ -86,12 +88,60 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [batch, seq, heads, head_dim]
     # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
     with torch.autocast(query.device.type, enabled=False):
-        if isinstance(seqpar, DecodeShard):
-            out = decode(module, q, k, v, seqpar, patch, mask, score, name)
+        if torch.compiler.is_compiling() and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
+            out = _traced(module, q, k, v, seqpar, patch, in_layer, score, dropout, name)
         else:
-            _check_shard(module, seqpar, patch, name)
-            out = _sharded_attention(module, q, k, v, seqpar, patch, mask, score, dropout)
+            out = _eager(module, q, k, v, seqpar, patch, in_layer, score, dropout, name)
     return out[..., :v_head_dim], None
+
+
+def _traced(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: BatchShard,
+    patch: Patch,
+    in_layer: LayerMask,
+    score: Score,
+    dropout: float,
+    name: str,
+) -> Tensor:
+    """The attention while torch.compile traces it: one operator."""
+    _check_tuning(module, shard, name)
+    options = AttentionOptions(
+        strategy=patch.strategy,
+        strategy_options=constants(patch.options),
+        softmax_scale=constant_float(score.softmax_scale),
+        softcap=constant_float(score.softcap),
+        dropout_p=constant_float(dropout),
+        backend=patch.backend,
+        layer_mask=in_layer,
+    )
+    assert shard.seed_on_host is not None and shard.sharding is not None
+    seed = (shard.seed_on_host + _layer_seed(module)) % 2**62 if dropout else None
+    out: Tensor = attention_op(q, k, v, score.sinks, None, seed, shard.mask, shard.sharding, ANY_RANKS, options)[0]
+    return out
+
+
+@no_compile
+def _eager(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shard: BatchShard | DecodeShard,
+    patch: Patch,
+    in_layer: LayerMask,
+    score: Score,
+    dropout: float,
+    name: str,
+) -> Tensor:
+    mask = layer_mask(shard.mask, *in_layer)
+    if isinstance(shard, DecodeShard):
+        return decode(module, q, k, v, shard, patch, mask, score, name)
+    _check_shard(module, shard, patch, name)
+    return _sharded_attention(module, q, k, v, shard, patch, mask, score, dropout)
 
 
 def _check_shard(module: nn.Module, shard: BatchShard, patch: Patch, name: str) -> None:
@@ -100,6 +150,10 @@ def _check_shard(module: nn.Module, shard: BatchShard, patch: Patch, name: str) 
             f"the batch was sharded with layout={shard.layout!r} over {shard.ranks} ranks, but the model is "
             f"parallelized with layout={patch.layout!r} over {patch.ranks}; give shard_batch and parallelize the same"
         )
+    _check_tuning(module, shard, name)
+
+
+def _check_tuning(module: nn.Module, shard: BatchShard, name: str) -> None:
     tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False)
     if tuned and shard.seq_len >= (floor_scale := int(getattr(module, "floor_scale", 0))):
         raise ValueError(
@@ -119,7 +173,6 @@ def _sharded_attention(
     score: Score,
     dropout: float,
 ) -> Tensor:
-    layer = getattr(module, "layer_idx", None) or 0
     return attention(
         q,
         k,
@@ -135,10 +188,14 @@ def _sharded_attention(
         dropout_p=dropout,
         backend=patch.backend,
         seq_len=shard.seq_len,
-        # Another seed in each layer: an odd multiplier spreads the layers' indices over 32 bits.
-        dropout_seed=(shard.seed + layer * 0x9E3779B1) % 2**62,
+        dropout_seed=(shard.seed + _layer_seed(module)) % 2**62,
         **patch.options,
     )
+
+
+def _layer_seed(module: nn.Module) -> int:
+    """Another seed in each layer: an odd multiplier spreads the layers' indices over 32 bits."""
+    return (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -162,14 +219,3 @@ def _window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[in
         sliding_window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None) if layer_type == "chunked_attention" else None
     return sliding_window, chunk
-
-
-@lru_cache(maxsize=512)
-def _layer_mask(batch: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
-    """The mask of a layer: the batch's documents and padding, and the layer's causality, window and chunks."""
-    mask = batch & Mask.causal() if causal else batch
-    if window is not None:
-        mask = mask & Mask.sliding_window(window - 1, 0 if causal else window - 1)
-    if chunk:
-        mask = mask & Mask.chunked(chunk, causal, starts=batch.starts)
-    return mask

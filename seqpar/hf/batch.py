@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,8 @@ class BatchShard:
         valid: bool ``[batch, seq_local]``, False for padding; None: there is no padding.
         in_place: this rank's labels without the shift ``[batch, seq_local]``, for models that predict each token
             itself, and ``num_items`` of these. None: there are no labels, or the caller chose ``shift_labels``.
+        sharding: of the sequence, and ``seed_on_host``, the seed as a tensor. Compiled layers need them; the model
+            adds them when its forward starts.
     """
 
     seq_len: int
@@ -59,13 +61,22 @@ class BatchShard:
     seed: int = 0
     valid: Tensor | None = None
     in_place: tuple[Tensor, int] | None = None
+    sharding: Sharding | None = None
+    seed_on_host: Tensor | None = None
+
+    def add_sharding(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
+        """Add what compiled layers need. ``mesh`` and ``group`` are the model's."""
+        if self.sharding is None:
+            self.sharding = Sharding(self.seq_len, self.layout, mesh=mesh, group=group)
+            self.seed_on_host = torch.tensor(self.seed, dtype=torch.int64, device="cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "sharding": None}  # process groups cannot be pickled
 
     def for_in_place_labels(self) -> BatchShard:
         """A copy for a model that predicts each token itself."""
         assert self.in_place is not None
-        shard = copy.copy(self)
-        shard.num_items = self.in_place[1]
-        return shard
+        return replace(self, num_items=self.in_place[1])
 
     def __repr__(self) -> str:  # without the mask, which may hold thousands of boundaries
         return (

@@ -36,6 +36,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
     forward = Forward(model, patch, shard, wants_loss=labels is not None)
     if shard is not None:
+        if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
+            shard.add_sharding(patch.mesh, patch.given_group)
         keep = kwargs.get("logits_to_keep", 0)
         if labels is not None and (isinstance(keep, Tensor) or keep):
             raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")

@@ -22,7 +22,6 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
-from ..functional import attend
 from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_length, check_lengths
@@ -32,6 +31,8 @@ from ..schedule import MaskPlanner, SequenceSharding
 from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
+from ..strategies.operators import AttentionOptions, attend, attention_op, constants, positions_op
+from ..strategies.tensor_operators import TracedChunks, all_gather_positions_op
 from ..strategies.tensor_sequence import SequenceChunks
 from .rotary import RotaryEmbedding
 
@@ -165,7 +166,6 @@ class AttentionLayer(nn.Module):
         """The group it was made with."""
         return self._parallel_context.group
 
-    @no_compile
     def forward(
         self,
         x_local: Tensor,
@@ -196,8 +196,48 @@ class AttentionLayer(nn.Module):
             ValueError: a wrong value, or ranks that disagree, before any payload is sent.
             RuntimeError: another rank raised an error on its own input.
 
-        ``torch.compile`` does not trace the layer: it causes one graph break in the code around it.
+        ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding`` and needs no
+        handshake. Otherwise the layer is one graph break in the code around it.
         """
+        if torch.compiler.is_compiling() and self._is_traceable(sharding, positions, seq_len):
+            return self._traced(x_local, mask, sharding, positions)
+        return self._eager(x_local, mask, sharding, positions, seq_len)
+
+    def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
+        """Whether nothing but operators communicates, and nothing that changes from step to step decides the rest."""
+        dynamic = self.rope is not None and self.rope.needs_length
+        dropout = self.dropout_p and self.training
+        if not isinstance(sharding, Sharding) or seq_len is not None or dynamic or dropout:
+            return False
+        return self.layout in (None, sharding.layout)
+
+    def _traced(self, x: Tensor, mask: Mask, sharding: Any, positions: Tensor | None) -> Tensor:
+        """``forward`` while torch.compile traces it."""
+        check_hidden(x, self.hidden_size, self.q_proj)
+        if positions is not None:
+            _check_positions(positions, x)
+        ranks, options = self._parallel_context, self._options(0.0)
+        chunks = self._traced_chunks(x.shape[1], sharding)
+        if positions is not None and chunks is not None:
+            positions = all_gather_positions_op(positions, sharding, ranks, chunks.options)
+        q, k, v = self._heads_of(self._project(x, chunks))
+        if self.rope is not None:
+            if positions is None:
+                positions = positions_op(q, sharding, ranks, options)
+            q, k = self.rope(q, k, positions)
+        out, *_ = attention_op(q, k, v, self.sinks, None, None, mask, sharding, ranks, options)
+        return self._output(out.flatten(2), chunks)
+
+    @no_compile
+    def _eager(
+        self,
+        x_local: Tensor,
+        mask: Mask,
+        sharding: Sharding | None,
+        positions: Tensor | None,
+        seq_len: int | None,
+    ) -> Tensor:
+        """``forward`` outside of torch.compile."""
         # One of another type raises in the check below, on all ranks if there is a handshake.
         known = sharding if isinstance(sharding, Sharding) else None
         groups = self._groups(known)
@@ -234,11 +274,7 @@ class AttentionLayer(nn.Module):
         chunks = self._chunks(sequence_sharding, rank, x_local.device)
         if joins_backward and chunks is not None:  # the projections communicate
             x_local = with_gradient(x_local)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self._project(x_local, chunks))  # [b, s, h or n, d]
-        if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast the weights are float32, and so is the norm.
-            dtype = self.q_norm.weight.dtype
-            q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
+        q, k, v = self._heads_of(self._project(x_local, chunks))
         if self.rope is not None:
             if positions is None:
                 positions = sequence_sharding.rank_positions(rank, x_local.device)
@@ -249,15 +285,17 @@ class AttentionLayer(nn.Module):
             q,
             k,
             v,
-            groups=groups,
-            sharding=sequence_sharding,
+            self.sinks,
+            None,
+            seed,
             mask=mask,
+            groups=groups,
+            sequence=sequence_sharding,
             heads=self._heads,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            dropout_p=dropout_p,
-            dropout_seed=seed,
-            backend=self.backend,
+            options=self._options(dropout_p),
+            sharding=known,
+            mesh=self.mesh,
+            group=self.group,
             joins_backward=joins_backward,
         )
         return self._output(out.flatten(2), chunks)
@@ -271,12 +309,39 @@ class AttentionLayer(nn.Module):
             SequenceSharding(sharding.seq_len, sharding.layout, *degrees), groups.ring_rank, groups.gather
         )
 
+    def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The projections ``[b, s, h * d]`` by head, ``[b, s, h, d]``, and q and k normalised."""
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Under autocast the weights are float32, and so is the norm.
+            dtype = self.q_norm.weight.dtype
+            q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
+        return q, k, v
+
+    def _options(self, dropout_p: float) -> AttentionOptions:
+        """The constants of its attention."""
+        return AttentionOptions(
+            strategy=self._attention_strategy,
+            strategy_options=constants(self.strategy_options),
+            tensor_parallel=self.strategy == "tp_sp",
+            first_head=self._heads.queries.start,
+            q_per_kv=self._heads.q_per_kv,
+            softcap=self.softcap,
+            dropout_p=dropout_p,
+            backend=self.backend,
+        )
+
     # The methods below are what tensor parallelism does differently.
 
     @property
     def _heads(self) -> Heads:
         """The heads of this rank's projections."""
         return Heads.of_model(self.num_heads, self.num_kv_heads)
+
+    @property
+    def _attention_strategy(self) -> str:
+        """The strategy between the projections."""
+        return self.strategy
 
     @property
     def _tensor_size(self) -> int:
@@ -297,11 +362,15 @@ class AttentionLayer(nn.Module):
         """The tokens of the ranks that all-gather theirs before the projections; None if a rank keeps to its own."""
         return None
 
-    def _project(self, x: Tensor, chunks: SequenceChunks | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _traced_chunks(self, tokens: int, sharding: Any) -> TracedChunks | None:
+        """The same while torch.compile traces."""
+        return None
+
+    def _project(self, x: Tensor, chunks: SequenceChunks | TracedChunks | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of the tokens that this rank attends with, ``[b, s, h * d]`` and twice ``[b, s, n * d]``."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def _output(self, out: Tensor, chunks: SequenceChunks | None) -> Tensor:
+    def _output(self, out: Tensor, chunks: SequenceChunks | TracedChunks | None) -> Tensor:
         """The output projection ``[b, s, h * d]`` to ``[b, s, hidden]``, for this rank's tokens."""
         y: Tensor = self.o_proj(out)
         return y

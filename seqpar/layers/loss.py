@@ -14,6 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import DTYPES, check_int, no_compile
 from ..comm.handshake import all_gather_header, check_same
+from ..mesh import size_of
 from ..sharding import Sharding, check_sharding, resolve_sequence_group
 from ..strategies import StrategyName
 
@@ -26,7 +27,6 @@ class _LossHeader(NamedTuple):
     ignore_index: int
 
 
-@no_compile
 def token_loss(
     losses: Tensor,
     labels: Tensor,
@@ -64,6 +64,24 @@ def token_loss(
             this rank another number of tokens.
         RuntimeError: another rank raised an error on its own input.
     """
+    alone = mesh is None and group is None and strategy is None
+    if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and alone:
+        loss: Tensor = _token_loss(losses, labels, sharding, ignore_index)[0]
+        return loss
+    return _eager(losses, labels, mesh, group, sharding, ignore_index, strategy)
+
+
+@no_compile
+def _eager(
+    losses: Tensor,
+    labels: Tensor,
+    mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
+    sharding: Sharding | None,
+    ignore_index: int,
+    strategy: StrategyName | Literal["tp_sp"] | None,
+) -> Tensor:
+    """``token_loss`` outside of torch.compile."""
     if sharding is None:
         sequence = resolve_sequence_group(mesh, group, strategy)
     else:
@@ -91,13 +109,53 @@ def token_loss(
     else:
         header()
         sharding.check_local(losses.shape[1])
+    local_sum, count = _sum_and_count(losses, labels, sequence, ignore_index)
+    return all_reduce_loss(local_sum / count, sequence)
+
+
+def _sum_and_count(
+    losses: Tensor, labels: Tensor, sequence: ProcessGroup | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """The sum of this rank's losses that count, and how many count on all ranks."""
     counts = labels != ignore_index  # [b, s]
     # A loss that does not count may be NaN or infinite: it is left out, not multiplied by 0.
     local_sum = losses.masked_fill(~counts, 0.0).to(torch.promote_types(losses.dtype, torch.float32)).sum()
     count = counts.sum().to(local_sum.dtype)
     if sequence is not None and sequence.size() > 1:
         dist.all_reduce(count, group=sequence)
-    return all_reduce_loss(local_sum / count, sequence)
+    return local_sum, count
+
+
+@torch.library.custom_op("seqpar::token_loss", mutates_args=())
+def _token_loss(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int) -> list[Tensor]:
+    """``token_loss`` as an operator: the loss, and how many labels count on all ranks."""
+    sharding.check_local(losses.shape[1])
+    local_sum, count = _sum_and_count(losses, labels, sharding.sequence_group, ignore_index)
+    loss = local_sum / count
+    if size_of(sharding.sequence_group) > 1:
+        dist.all_reduce(loss, group=sharding.sequence_group)
+    return [loss, count]
+
+
+@_token_loss.register_fake
+def _(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int) -> list[Tensor]:
+    dtype = torch.promote_types(losses.dtype, torch.float32)
+    return [losses.new_empty((), dtype=dtype) for _ in range(2)]
+
+
+def _save_labels(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    losses, labels, _, ctx.ignore_index = inputs
+    ctx.dtype = losses.dtype
+    ctx.save_for_backward(labels, output[1])
+
+
+def _token_loss_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    labels, count = ctx.saved_tensors
+    share = (grads[0] / count).to(ctx.dtype)
+    return torch.where(labels != ctx.ignore_index, share, torch.zeros_like(share)), None, None, None
+
+
+_token_loss.register_autograd(_token_loss_backward, setup_context=_save_labels)
 
 
 def all_reduce_loss(local_loss: Tensor, group: ProcessGroup | None, gradient_scale: int = 1) -> Tensor:

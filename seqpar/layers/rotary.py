@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..cache import context_of, upload
 from ..checks import check_choice, check_int, check_number
 from ..kernels.elementwise import elementwise_kernels
+from ..opaque import Opaque, passed_as_it_is, real
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
 Frequencies = tuple[Tensor, float]
@@ -81,6 +82,7 @@ class RotaryEmbedding(nn.Module):
                 f"head_dim={head_dim}: expected an even number; rotary embeddings rotate pairs of dimensions"
             )
         self.head_dim = head_dim
+        self._in_operators = _Rotary(self)
         self.rope_type, parameters = _parse_scaling(scaling)
         base = parameters.pop("rope_theta", base)
         self.base = check_number("base", base)
@@ -122,12 +124,13 @@ class RotaryEmbedding(nn.Module):
             device: of the result.
             length: as for ``forward``.
         """
-        if self.needs_length and length is None:
+        if self.needs_length and length is None and not torch.compiler.is_compiling():
             length = int(positions.max().item()) + 1 if positions.numel() else 1
         length = length if self.needs_length else None
-        make = partial(_make_table, positions, partial(self._frequencies, length), dtype, device)
         if torch.compiler.is_compiling():
-            return make()
+            cos, sin = _rotary_table(positions, self._in_operators, dtype, device, length)
+            return cos, sin
+        make = partial(_make_table, positions, partial(self._frequencies, length), dtype, device)
         parameters = self.rope_type, self.head_dim, self.base, *sorted(self.scaling.items())
         key = (*parameters, length, dtype, *context_of(device))
         return _tables.get(positions, key, make)
@@ -142,6 +145,30 @@ class RotaryEmbedding(nn.Module):
     def extra_repr(self) -> str:
         scaling = f", {self.rope_type}, {self.scaling}" if self.rope_type != "default" else ""
         return f"head_dim={self.head_dim}, base={self.base:g}{scaling}"
+
+
+@passed_as_it_is()
+class _Rotary(Opaque):
+    """The rotary embedding that an operator computes the table of."""
+
+    def __init__(self, embedding: RotaryEmbedding) -> None:
+        self.embedding = embedding
+
+
+@torch.library.custom_op("seqpar::rotary_table", mutates_args=())
+def _rotary_table(
+    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: int | None
+) -> list[Tensor]:
+    """``RotaryEmbedding.cos_sin``, which torch.compile does not trace: the table is made once for all layers."""
+    # Copies: the compiler may write to the result of an operator once it needs it no longer.
+    return [x.clone() for x in rotary.embedding.cos_sin(positions, dtype, device, length)]
+
+
+@_rotary_table.register_fake
+def _(positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: int | None) -> list[Tensor]:
+    batch = positions.shape[0] if positions.dim() == 2 else 1
+    shape = batch, positions.shape[-1], 1, real(rotary).embedding.head_dim // 2
+    return [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -28,12 +28,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..comm.collectives import all_gather, all_reduce
 from ..comm.handshake import all_gather_header
 from ..mesh import rank_in, size_of
+from ..opaque import Opaque, passed_as_it_is
 
 _SHARDS = "_seqpar_shards"  # the attribute in which a module keeps its WeightShards, by parameter name
 
 
+@passed_as_it_is(lambda shard: [shard.has_shared_rows], reads=["has_shared_rows"])
 @dataclass(frozen=True)
-class WeightShard:
+class WeightShard(Opaque):
     """The slice of a full weight that each rank holds.
 
     Attributes:
@@ -199,26 +201,36 @@ class _AllReduceSharedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        shard: WeightShard = ctx.shard
-        # Which ranks share rows differs from head to head. One all-reduce of all shared rows sums the slices of all
-        # heads, without a process group for each set of ranks.
-        dim, (start, stop) = shard.dim, shard.span
-        sizes = [b - a for a, b in shard.shared_spans]
-        shared = grad.new_zeros(
-            *grad.shape[:dim], sum(sizes), *grad.shape[dim + 1 :], dtype=torch.promote_types(grad.dtype, torch.float32)
-        )
-        total = grad.clone()
-        held = [
-            (total.narrow(dim, a - start, b - a), rows)
-            for (a, b), rows in zip(shard.shared_spans, shared.split(sizes, dim), strict=True)
-            if start <= a and b <= stop
-        ]
-        for own, rows in held:
-            rows.copy_(own)
-        all_reduce(shared, shard.group)
-        for own, rows in held:
-            own.copy_(rows)
-        return total, None
+        return _sum_shared_rows(grad, ctx.shard), None
+
+
+@torch.library.custom_op("seqpar::sum_shared_rows", mutates_args=())
+def _sum_shared_rows(grad: Tensor, shard: WeightShard) -> Tensor:
+    """``grad`` with its shared rows summed over the ranks that hold them."""
+    # Which ranks share rows differs from head to head. One all-reduce of all shared rows sums the slices of all
+    # heads, without a process group for each set of ranks.
+    dim, (start, stop) = shard.dim, shard.span
+    sizes = [b - a for a, b in shard.shared_spans]
+    shared = grad.new_zeros(
+        *grad.shape[:dim], sum(sizes), *grad.shape[dim + 1 :], dtype=torch.promote_types(grad.dtype, torch.float32)
+    )
+    total = grad.clone()
+    held = [
+        (total.narrow(dim, a - start, b - a), rows)
+        for (a, b), rows in zip(shard.shared_spans, shared.split(sizes, dim), strict=True)
+        if start <= a and b <= stop
+    ]
+    for own, rows in held:
+        rows.copy_(own)
+    all_reduce(shared, shard.group)
+    for own, rows in held:
+        own.copy_(rows)
+    return total
+
+
+@_sum_shared_rows.register_fake
+def _(grad: Tensor, shard: WeightShard) -> Tensor:
+    return torch.empty_like(grad)
 
 
 def with_reduced_gradient(module: nn.Module, name: str) -> Tensor:

@@ -28,9 +28,18 @@ from ..schedule import SequenceSharding
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
+from ..strategies.tensor_operators import (
+    ChunkOptions,
+    TracedChunks,
+    traced_all_gather_linear,
+    traced_linear_reduce_scatter,
+)
 from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks, all_gather_linear, linear_reduce_scatter
 from .attention import AttentionLayer
 from .sharded_weights import WeightShard, make_spans, register_weight_shards, with_reduced_gradient
+
+# None: one rank.
+Chunks = SequenceChunks | TracedChunks | None
 
 
 class MegatronAttention(AttentionLayer):
@@ -80,7 +89,9 @@ class MegatronAttention(AttentionLayer):
 
     def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
         tp, d = self._tp, self.head_dim
+        self._tensor_ranks = size_of(tp)
         by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(size_of(tp))
+        self._local_heads = by_rank[rank_in(tp)]
         q_spans = make_spans(tp, lambda rank: by_rank[rank].queries, d)
         kv_spans = make_spans(tp, lambda rank: by_rank[rank].kv, d)
         q_shard = WeightShard(tp, 0, q_spans, self.num_heads * d)
@@ -100,7 +111,11 @@ class MegatronAttention(AttentionLayer):
 
     @property
     def _heads(self) -> Heads:
-        return Heads.of_model(self.num_heads, self.num_kv_heads).split(size_of(self._tp))[rank_in(self._tp)]
+        return self._local_heads
+
+    @property
+    def _attention_strategy(self) -> str:
+        return self.context
 
     @property
     def _tensor_size(self) -> int:
@@ -122,11 +137,17 @@ class MegatronAttention(AttentionLayer):
             return None
         return SequenceChunks.of_sharding(self._tp, sharding, rank, self.overlap, device)
 
-    def _project(self, x: Tensor, chunks: SequenceChunks | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _traced_chunks(self, tokens: int, sharding: Any) -> TracedChunks | None:
+        if self._tensor_ranks == 1:
+            return None
+        options = ChunkOptions(self.overlap, self._options(0.0))
+        return TracedChunks(tokens, sharding, self._parallel_context, options)
+
+    def _project(self, x: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), chunks)
         return q, k, v
 
-    def _output(self, out: Tensor, chunks: SequenceChunks | None) -> Tensor:
+    def _output(self, out: Tensor, chunks: Chunks) -> Tensor:
         return row_linear(out, self.o_proj, chunks)
 
 
@@ -179,26 +200,40 @@ class MegatronMLP(nn.Module):
         self._parallel_context = ParallelContext(mesh, group)
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         tp = self._parallel_context.tensor
+        self._tensor_ranks = size_of(tp)
         spans = make_spans(tp, partial(split_range, intermediate_size, size_of(tp)))
         column, row = (WeightShard(tp, dim, spans, intermediate_size) for dim in (0, 1))
         self.gate_proj = column_parallel(hidden_size, column, bias, factory_kwargs) if activation == "swiglu" else None
         self.up_proj = column_parallel(hidden_size, column, bias, factory_kwargs)
         self.down_proj = row_parallel(hidden_size, row, bias, factory_kwargs)
 
-    @no_compile
     def forward(self, x_local: Tensor, sharding: Sharding | None = None) -> Tensor:
         """``x_local [batch, seq, hidden]``, this rank's tokens, to ``y_local`` of the same shape.
 
         Args:
             x_local: this rank's tokens.
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
-                their lengths in a handshake.
+                their lengths in a handshake, which is a graph break under ``torch.compile``.
         """
+        if not torch.compiler.is_compiling() or not isinstance(sharding, Sharding):
+            return self._eager(x_local, sharding)
+        check_hidden(x_local, self.hidden_size, self.up_proj)
+        if self._tensor_ranks == 1:
+            return self._compute(x_local, None)
+        traced: Any = sharding
+        chunks = TracedChunks(x_local.shape[1], traced, self._parallel_context, ChunkOptions(self.overlap))
+        return self._compute(x_local, chunks)
+
+    @no_compile
+    def _eager(self, x_local: Tensor, sharding: Sharding | None) -> Tensor:
         if sharding is not None:  # the ranks do not tell each other whether they need a gradient
             x_local = with_gradient(x_local)
         chunks = tokens_in_rank_order(
             x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj, sharding
         )
+        return self._compute(x_local, chunks)
+
+    def _compute(self, x_local: Tensor, chunks: Chunks) -> Tensor:
         if self.gate_proj is None:
             (up,) = column_linear(x_local, (self.up_proj,), chunks)
             hidden = _ACTIVATIONS[self.activation](up)
@@ -284,23 +319,27 @@ def shard_linear(linear: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear
     return linear
 
 
-def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], chunks: SequenceChunks | None) -> list[Tensor]:
+def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], chunks: Chunks) -> list[Tensor]:
     """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
     if chunks is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    outs = all_gather_linear(x, [with_reduced_gradient(linear, "weight") for linear in linears], chunks)
+    gather = traced_all_gather_linear if isinstance(chunks, TracedChunks) else all_gather_linear
+    outs = gather(x, [with_reduced_gradient(linear, "weight") for linear in linears], chunks)  # type: ignore[arg-type]
     return [
         y if linear.bias is None else y + with_reduced_gradient(linear, "bias")
         for y, linear in zip(outs, linears, strict=True)
     ]
 
 
-def row_linear(x: Tensor, linear: nn.Linear, chunks: SequenceChunks | None) -> Tensor:
+def row_linear(x: Tensor, linear: nn.Linear, chunks: Chunks) -> Tensor:
     """Project and reduce-scatter the tokens: ``x [b, t, in_local]`` to ``[b, s, out]``."""
     if chunks is None:
         y: Tensor = linear(x)
         return y
-    y = linear_reduce_scatter(x, linear.weight, chunks)
+    if isinstance(chunks, TracedChunks):
+        y = traced_linear_reduce_scatter(x, linear.weight, chunks)
+    else:
+        y = linear_reduce_scatter(x, linear.weight, chunks)
     return y if linear.bias is None else y + linear.bias
 
 

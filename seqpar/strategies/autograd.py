@@ -1,4 +1,4 @@
-"""The autograd function of every strategy: Ulysses around a ring, each of which may have one rank.
+"""Forward and backward of every strategy, Ulysses around a ring, each of which may have one rank; and their autograd.
 
 Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 """
@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..heads import Heads
+from ..mesh import AttentionGroups
+from ..schedule import SequenceSharding
 from .call import AttentionCall
-from .checkpointing import checkpointed_op
 from .ring import ring_backward, ring_forward
 from .ulysses import (
+    MAX_CHUNKS,
     HeadExchange,
     chunk_limit,
     lse_gradient_to_heads,
@@ -24,6 +27,69 @@ from .ulysses import (
     ulysses_backward,
     ulysses_forward,
 )
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Attention of sequence shards.
+
+    Args:
+        call: everything but the tensors.
+        q: ``[b, s, h, d]``.
+        k, v: ``[b, s, n, d]``.
+
+    Returns:
+        ``out [b, s, h, d]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
+        ``lse`` is a tensor without a meaning unless ``call.return_lse``.
+    """
+    exchange = head_exchange(call, q.shape, q.device.type)
+    with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
+        if exchange is None:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            out, lse = ring_forward(call, call.heads, q, k, v)
+            return out, lse, q, k, v, out, lse
+        out, *saved = ulysses_forward(exchange, partial(ring_forward, call), q, k, v)
+        lse = lse_to_sequence(exchange, saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
+    return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
+
+
+def attention_backward(
+    call: AttentionCall,
+    saved: Sequence[Tensor],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+) -> Gradients:
+    """Gradients of ``attention_forward``, in the dtypes of its arguments.
+
+    Args:
+        call: as given to ``attention_forward``.
+        saved: what it returned after ``out`` and ``lse``.
+        dout: ``[b, s, h, d]``; None is zeros. Every rank takes part, whether or not its output has a gradient.
+        dlse: ``[b, h, s]``; None is zeros.
+        q_shape, k_shape: the shapes of its arguments.
+
+    Returns:
+        ``dq, dk, dv``, and ``dsinks [h]``, this rank's partial gradient; None without sinks.
+    """
+    exchange = head_exchange(call, q_shape, saved[0].device.type)
+    like, sinks = saved[0], call.score.sinks
+    dout = like.new_zeros(*q_shape) if dout is None else dout.contiguous()
+    dlse = dlse if call.return_lse else None
+    with torch.autocast(like.device.type, enabled=False):
+        if exchange is None:
+            q, k, v, out, lse = saved
+            dq, dk, dv, dsinks = ring_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
+        else:
+            if call.return_lse:
+                dlse = lse_gradient_to_heads(exchange, dout, dlse)
+            ring = partial(ring_backward, call)
+            dq, dk, dv, dsinks = ulysses_backward(exchange, ring, saved, dout, dlse, torch.Size(k_shape))
+    if dsinks is not None and sinks is not None:
+        dsinks = dsinks.to(sinks.dtype)
+    return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks
 
 
 def gradient_state(*tensors: Tensor | None) -> int:
@@ -66,21 +132,8 @@ class SequenceParallelAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """``q [b, s, h, d]``, ``k, v [b, s, n, d]`` to ``out [b, s, h, d]`` and ``lse [b, h, s]``."""
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.shapes, ctx.device_type = call, (q.shape, k.shape), q.device.type
-        exchange = _head_exchange(call, q.shape, ctx.device_type)
-        with torch.autocast(ctx.device_type, enabled=False):  # float32 statistics stay float32
-            if exchange is None:
-                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-                out, lse = checkpointed_op(partial(ring_forward, call, call.heads), q, k, v)
-                saved = [q, k, v, out, lse]
-            else:
-                ring = partial(ring_forward, call)
-                out, *saved = checkpointed_op(partial(ulysses_forward, exchange, ring), q, k, v)
-                lse = saved_lse(exchange, saved)  # [b, h, t]: this rank's head shard
-                if call.return_lse:
-                    lse = lse_to_sequence(exchange, lse)
-                if exchange.shares_kv:
-                    saved += [k, v]
+        ctx.call, ctx.shapes = call, (q.shape, k.shape)
+        out, lse, *saved = attention_forward(call, q, k, v)
         ctx.save_for_backward(*saved)
         if not call.return_lse:
             ctx.mark_non_differentiable(lse)
@@ -90,27 +143,7 @@ class SequenceParallelAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """``dout [b, s, h, d]`` and ``dlse [b, h, s]`` to the gradients of q, k, v and the sinks."""
-        call: AttentionCall = ctx.call
-        saved: tuple[Tensor, ...] = ctx.saved_tensors
-        q_shape, k_shape = ctx.shapes
-        exchange = _head_exchange(call, q_shape, ctx.device_type)
-        # Every rank takes part in the communication, whether or not its output has a gradient.
-        dout = saved[0].new_zeros(q_shape) if dout is None else dout.contiguous()
-        dlse = dlse if call.return_lse else None
-        with torch.autocast(ctx.device_type, enabled=False):
-            if exchange is None:
-                q, k, v, out, lse = saved
-                dq, dk, dv, dsinks = ring_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
-            else:
-                if call.return_lse:
-                    dlse = lse_gradient_to_heads(exchange, dout, dlse)
-                ring = partial(ring_backward, call)
-                dq, dk, dv, dsinks = ulysses_backward(exchange, ring, saved, dout, dlse, k_shape)
-        dtype = saved[0].dtype
-        sinks = call.score.sinks
-        if dsinks is not None and sinks is not None:
-            dsinks = dsinks.to(sinks.dtype)
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks, None
+        return *attention_backward(ctx.call, ctx.saved_tensors, dout, dlse, *ctx.shapes), None
 
 
 def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -125,10 +158,16 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
-def _head_exchange(call: AttentionCall, q_shape: torch.Size, device_type: str) -> HeadExchange | None:
+def head_exchange(call: AttentionCall, q_shape: Sequence[int], device_type: str) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    groups = call.groups
-    if groups.ulysses is None or groups.ulysses_size == 1 or not call.heads.queries:
+    chunks = MAX_CHUNKS if call.fixed_chunks else chunk_limit(call.sharding, q_shape, device_type)
+    return head_exchange_of(call.groups, call.sharding, call.heads, chunks)
+
+
+def head_exchange_of(
+    groups: AttentionGroups, sharding: SequenceSharding, heads: Heads, chunks: int
+) -> HeadExchange | None:
+    """The same before there is a call, in at most ``chunks`` chunks of heads."""
+    if groups.ulysses is None or groups.ulysses_size == 1 or not heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks with no heads
-    chunks = chunk_limit(call.sharding, q_shape, device_type)
-    return HeadExchange(groups.ulysses, call.sharding, groups.ring_rank, call.heads, chunks)
+    return HeadExchange(groups.ulysses, sharding, groups.ring_rank, heads, chunks)

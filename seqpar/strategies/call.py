@@ -19,7 +19,7 @@ _MAX_CHUNKS = 4
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Built by ``functional.attend``.
+    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Built by ``operators.make_call``.
 
     Attributes:
         groups: the ranks of the ring and of the all-to-all.
@@ -30,6 +30,7 @@ class AttentionCall:
         deterministic: leave out backends whose gradients may differ from run to run.
         heads: the heads of q, k and v. Under tensor parallelism, some of the model's.
         return_lse: whether the caller gets the log-sum-exp, which is differentiable then.
+        fixed_chunks: whether an all-to-all has as many chunks at every length, as an operator's results require.
     """
 
     groups: AttentionGroups
@@ -40,6 +41,7 @@ class AttentionCall:
     deterministic: bool
     heads: Heads
     return_lse: bool
+    fixed_chunks: bool = False
     _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
     def parts(self, heads: Heads, k: Tensor) -> list[Heads]:

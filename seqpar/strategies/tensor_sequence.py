@@ -378,64 +378,81 @@ def linear_reduce_scatter(x: Tensor, weight: Tensor, chunks: SequenceChunks) -> 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, chunks: SequenceChunks, *weights: Tensor) -> tuple[Tensor, ...]:
-        make_ready(chunks.group, x.device)
         x = x.contiguous()
         ctx.save_for_backward(x, *weights)
         ctx.chunks = chunks
-        if chunks.overlap == "none":
-            full = chunks.all_gather(x)  # [b, t, in]
-            return tuple(F.linear(full, w) for w in weights)
-        if chunks.overlap == "symm_mem":
-            return tuple(all_gather_matmul(x, weights, chunks.group))
-        outs = tuple(x.new_empty(x.shape[0], chunks.total, w.shape[0]) for w in weights)  # [b, t, out_i]
-        for rows, piece in chain.from_iterable(chunks.receive_chunks(x)):
-            for out, w in zip(outs, weights, strict=True):
-                rows.put(out, F.linear(piece, w))
-        return outs
+        return all_gather_linear_forward(x, weights, chunks)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        chunks: SequenceChunks = ctx.chunks
-        need_x, need_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
-        dweights = [torch.zeros_like(w, dtype=sum_dtype(w)) for w in weights]
-        # As one weight, so that the partial gradient of x is rounded once, after the sum over all weights. The outputs'
-        # gradients, which are larger, are joined for some rows at a time only.
-        weight = (weights[0] if len(weights) == 1 else torch.cat(weights)) if need_x else x.new_empty(0)  # [out, in]
+        need_x, _, *need_weights = ctx.needs_input_grad
+        dx, dweights = all_gather_linear_backward(douts, x, weights, ctx.chunks, need_x, need_weights)
+        return dx, None, *dweights
 
-        def input_gradient(rows: Rows) -> Tensor:
-            parts = [rows.take(dout) for dout in douts]
-            return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)) @ weight
 
-        def add_weight_gradients(rows: Rows | None, piece: Tensor) -> None:
-            for dweight, dout, needed in zip(dweights, douts, need_weights, strict=True):
-                if needed:
-                    add_weight_gradient(dweight, dout if rows is None else rows.take(dout), piece)
+def all_gather_linear_forward(x: Tensor, weights: Sequence[Tensor], chunks: SequenceChunks) -> tuple[Tensor, ...]:
+    """``all_gather_linear`` of a contiguous ``x``."""
+    make_ready(chunks.group, x.device)
+    if chunks.overlap == "none":
+        full = chunks.all_gather(x)  # [b, t, in]
+        return tuple(F.linear(full, w) for w in weights)
+    if chunks.overlap == "symm_mem":
+        return tuple(all_gather_matmul(x, weights, chunks.group))
+    outs = tuple(x.new_empty(x.shape[0], chunks.total, w.shape[0]) for w in weights)  # [b, t, out_i]
+    for rows, piece in chain.from_iterable(chunks.receive_chunks(x)):
+        for out, w in zip(outs, weights, strict=True):
+            rows.put(out, F.linear(piece, w))
+    return outs
 
-        dx = None
-        if chunks.overlap == "ring":
-            # Behind the GEMMs of each step, the next chunk of x is received and the last partial dx is sent.
-            partial_dx = PartialSums(chunks)
-            x_chunks = chunks.receive_chunks(x) if any(need_weights) else repeat(iter(()), chunks.size)
-            for step, pieces in enumerate(x_chunks, start=1):
-                if need_x:
-                    partial_dx.add(step % chunks.size, input_gradient)
-                for rows, piece in pieces:
-                    add_weight_gradients(rows, piece)
-            dx = partial_dx.result() if need_x else None
-        else:
-            if need_x and chunks.overlap == "symm_mem":
-                dx = matmul_reduce_scatter(torch.cat(douts, -1), weight, chunks.group)
-            elif need_x:
-                full_dx = x.new_empty(x.shape[0], chunks.total, x.shape[2])  # [b, t, in]
-                for rows in chain.from_iterable(chunks.rows.pieces):
-                    rows.put(full_dx, input_gradient(rows))
-                dx = chunks.reduce_scatter(full_dx)
-            if any(need_weights):
-                add_weight_gradients(None, chunks.all_gather(x))
-        grads = (d.to(w.dtype) if need else None for d, w, need in zip(dweights, weights, need_weights, strict=True))
-        return dx, None, *grads
+
+def all_gather_linear_backward(
+    douts: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    chunks: SequenceChunks,
+    need_x: bool,
+    need_weights: Sequence[bool],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The gradients of ``x`` and of each weight, those that are needed."""
+    dweights = [torch.zeros_like(w, dtype=sum_dtype(w)) for w in weights]
+    # As one weight, so that the partial gradient of x is rounded once, after the sum over all weights. The outputs'
+    # gradients, which are larger, are joined for some rows at a time only.
+    weight = (weights[0] if len(weights) == 1 else torch.cat(list(weights))) if need_x else x.new_empty(0)  # [out, in]
+
+    def input_gradient(rows: Rows) -> Tensor:
+        parts = [rows.take(dout) for dout in douts]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)) @ weight
+
+    def add_weight_gradients(rows: Rows | None, piece: Tensor) -> None:
+        for dweight, dout, needed in zip(dweights, douts, need_weights, strict=True):
+            if needed:
+                add_weight_gradient(dweight, dout if rows is None else rows.take(dout), piece)
+
+    dx = None
+    if chunks.overlap == "ring":
+        # Behind the GEMMs of each step, the next chunk of x is received and the last partial dx is sent.
+        partial_dx = PartialSums(chunks)
+        x_chunks = chunks.receive_chunks(x) if any(need_weights) else repeat(iter(()), chunks.size)
+        for step, pieces in enumerate(x_chunks, start=1):
+            if need_x:
+                partial_dx.add(step % chunks.size, input_gradient)
+            for rows, piece in pieces:
+                add_weight_gradients(rows, piece)
+        dx = partial_dx.result() if need_x else None
+    else:
+        if need_x and chunks.overlap == "symm_mem":
+            dx = matmul_reduce_scatter(torch.cat(list(douts), -1), weight, chunks.group)
+        elif need_x:
+            full_dx = x.new_empty(x.shape[0], chunks.total, x.shape[2])  # [b, t, in]
+            for rows in chain.from_iterable(chunks.rows.pieces):
+                rows.put(full_dx, input_gradient(rows))
+            dx = chunks.reduce_scatter(full_dx)
+        if any(need_weights):
+            add_weight_gradients(None, chunks.all_gather(x))
+    of_weights = zip(dweights, weights, need_weights, strict=True)
+    return dx, [d.to(w.dtype) if need else None for d, w, need in of_weights]
 
 
 class _SavedOperands(torch.autograd.Function):
@@ -457,37 +474,47 @@ class _SavedOperands(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        chunks: SequenceChunks = ctx.chunks
-        dout = dout.contiguous()
-        dweight = torch.zeros_like(weight, dtype=sum_dtype(weight))
-        if chunks.overlap == "ring":
-            dx = torch.empty_like(x)  # [b, t, in_local]
-            for rows, piece in chain.from_iterable(chunks.receive_chunks(dout)):
-                rows.put(dx, piece @ weight)
-                add_weight_gradient(dweight, piece, rows.take(x))
-        else:
-            full = chunks.all_gather(dout)  # [b, t, out]
-            dx = full @ weight
-            add_weight_gradient(dweight, full, x)
-        return dx, dweight.to(weight.dtype), None
+        return *linear_reduce_scatter_backward(dout.contiguous(), x, weight, ctx.chunks), None
 
 
 class _ReduceScatterOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, x: Tensor, weight: Tensor, chunks: SequenceChunks) -> Tensor:
-        make_ready(chunks.group, x.device)
-        if chunks.overlap == "none":
-            return chunks.reduce_scatter(F.linear(x, weight))
-        if chunks.overlap == "symm_mem":
-            return matmul_reduce_scatter(x, weight.t(), chunks.group)
-        partial_y = PartialSums(chunks)
-        for step in (*range(1, chunks.size), 0):  # this rank's own tokens last, behind the last transfer
-            partial_y.add(step, lambda rows: F.linear(rows.take(x), weight))
-        return partial_y.result()
+        return linear_reduce_scatter_forward(x, weight, chunks)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
         return dout, None, None, None
+
+
+def linear_reduce_scatter_forward(x: Tensor, weight: Tensor, chunks: SequenceChunks) -> Tensor:
+    """``linear_reduce_scatter`` without its gradient."""
+    make_ready(chunks.group, x.device)
+    if chunks.overlap == "none":
+        return chunks.reduce_scatter(F.linear(x, weight))
+    if chunks.overlap == "symm_mem":
+        return matmul_reduce_scatter(x, weight.t(), chunks.group)
+    partial_y = PartialSums(chunks)
+    for step in (*range(1, chunks.size), 0):  # this rank's own tokens last, behind the last transfer
+        partial_y.add(step, lambda rows: F.linear(rows.take(x), weight))
+    return partial_y.result()
+
+
+def linear_reduce_scatter_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, chunks: SequenceChunks
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``x`` and ``weight``; ``dout`` is contiguous."""
+    dweight = torch.zeros_like(weight, dtype=sum_dtype(weight))
+    if chunks.overlap == "ring":
+        dx = torch.empty_like(x)  # [b, t, in_local]
+        for rows, piece in chain.from_iterable(chunks.receive_chunks(dout)):
+            rows.put(dx, piece @ weight)
+            add_weight_gradient(dweight, piece, rows.take(x))
+    else:
+        full = chunks.all_gather(dout)  # [b, t, out]
+        dx = full @ weight
+        add_weight_gradient(dweight, full, x)
+    return dx, dweight.to(weight.dtype)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

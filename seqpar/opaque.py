@@ -1,0 +1,61 @@
+"""Objects that operators of ``torch.library`` take besides tensors and numbers.
+
+A mask or a sharding changes from step to step. Were torch.compile to look inside, it would compile again for each new
+one. It does not look inside objects of a type that is registered here: it passes them to the operators, as they are, at
+every call. Such objects must exist before the compiled function runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._opaque_base import OpaqueBase
+
+# The base class of a registered type.
+Opaque = OpaqueBase
+Type = TypeVar("Type", bound=type[Any])
+
+
+def passed_as_it_is(
+    guards: Callable[[Any], list[Any]] | None = None, reads: Iterable[str] = ()
+) -> Callable[[Type], Type]:
+    """Register a subclass of ``Opaque``.
+
+    Args:
+        guards: what a compiled function depends on: it is compiled again for an object with other values.
+        reads: attributes that are read when a function is compiled. ``guards`` must include them.
+    """
+
+    def register(cls: Type) -> Type:
+        members = dict.fromkeys(reads, MemberType.USE_REAL)
+        register_opaque_type(cls, typ="reference", guard_fn=guards, members=members)
+        return cls
+
+    return register
+
+
+def constant(*fields: type[Any]) -> Callable[[Type], Type]:
+    """Register a frozen dataclass of constants: a compiled function is compiled for its values.
+
+    Args:
+        fields: other such classes that it holds objects of.
+    """
+
+    def register(cls: Type) -> Type:
+        names = {used.__name__: used for used in (cls, *fields)}
+
+        def fx_repr(self: Any) -> tuple[str, dict[str, Any]]:
+            return repr(self), names
+
+        cls.__fx_repr__ = fx_repr
+        register_opaque_type(cls, typ="value")
+        return cls
+
+    return register
+
+
+def real(x: Any) -> Any:
+    """The object itself. While torch.compile traces, an operator is given a stand-in."""
+    return getattr(x, "real_obj", x)

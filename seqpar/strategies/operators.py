@@ -1,0 +1,369 @@
+"""Attention as operators of ``torch.library``: what torch.compile and selective checkpointing see of a call.
+
+A compiled function must not depend on what changes from step to step. So the operators take the mask, the sharding and
+the ranks as they are (``seqpar.opaque``), and look inside when they run: checks, plans and communication are never
+traced. Only constants, ``AttentionOptions``, are part of the compiled function.
+
+Eager calls do not take this way, because to dispatch an operator costs a tenth of a millisecond.
+
+Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ..checks import check_qkv
+from ..heads import Heads
+from ..kernels.base import Score, accumulator
+from ..layout import check_length
+from ..mask import Mask, layer_mask
+from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
+from ..opaque import constant, real
+from ..schedule import SequenceSharding, attention_plan
+from ..sharding import Sharding
+from . import resolve
+from .autograd import (
+    SequenceParallelAttention,
+    attention_backward,
+    attention_forward,
+    gradient_state,
+    head_exchange,
+    head_exchange_of,
+    with_gradient,
+)
+from .call import AttentionCall
+from .ulysses import MAX_CHUNKS
+
+# The ranks of a call that is given none: those of the sharding.
+ANY_RANKS = ParallelContext(None, None)
+
+
+@constant()
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The constants of a call.
+
+    Attributes:
+        strategy: of attention; under tensor parallelism, over the ranks that share the heads.
+        strategy_options: (name, value) of each.
+        tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
+        first_head: the index in the model of the first query head.
+        q_per_kv: query heads that read one KV head; None: as q and k say.
+        softmax_scale: a factor on the scores; None: ``head_dim ** -0.5``.
+        softcap, dropout_p, deterministic, backend, return_lse: as for ``seqpar.attention``.
+        layer_mask: what a layer adds to the mask: causality, window and chunk (see ``mask.layer_mask``).
+    """
+
+    strategy: str
+    strategy_options: tuple[tuple[str, Any], ...] = ()
+    tensor_parallel: bool = False
+    first_head: int = 0
+    q_per_kv: int | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    backend: str = "auto"
+    return_lse: bool = False
+    layer_mask: tuple[bool, int | None, int | None] | None = None
+
+    def heads(self, q_shape: Sequence[int], k_shape: Sequence[int]) -> Heads:
+        """The heads of tensors ``[b, s, h, d]`` and ``[b, s, n, d]``."""
+        heads = int(q_shape[2])
+        per_kv = heads // int(k_shape[2]) if self.q_per_kv is None else self.q_per_kv
+        return Heads(range(self.first_head, self.first_head + heads), per_kv)
+
+
+def constants(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The options of a strategy as constants. torch.compile may have made variables of numbers."""
+    return tuple((name, index(x) if isinstance(x, int) else x) for name, x in options.items())
+
+
+def constant_float(x: float) -> float:
+    """``x`` as a constant."""
+    return float.fromhex(float(x).hex())
+
+
+def placement(
+    sharding: Sharding, ranks: ParallelContext, options: AttentionOptions
+) -> tuple[AttentionGroups, SequenceSharding]:
+    """The groups of a call, and which positions their ranks hold.
+
+    Raises:
+        ValueError: the sharding is for other ranks.
+    """
+    own = ranks.mesh is not None or ranks.group is not None
+    mesh, group = (ranks.mesh, ranks.group) if own else (sharding.mesh, sharding.group)
+    tensor_size = 1
+    if options.tensor_parallel:
+        sharding.check_ranks(sequence_group(mesh, group, "tp_sp"))
+        tensor_size, group = size_of(ranks.tensor), None
+    if options.tensor_parallel and options.strategy == "local":
+        groups = AttentionGroups()
+    else:
+        groups = resolve(options.strategy, mesh, group, dict(options.strategy_options))
+    if groups.sequence is not None and not options.tensor_parallel:
+        sharding.check_ranks(groups.sequence)
+    ring, ulysses = groups.ring_size, groups.ulysses_size
+    return groups, SequenceSharding(sharding.seq_len, sharding.layout, ring, ulysses, tensor_size)
+
+
+def make_call(
+    head_dim: int,
+    heads: Heads,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_seed: int,
+    mask: Mask,
+    groups: AttentionGroups,
+    sharding: SequenceSharding,
+    options: AttentionOptions,
+    fixed_chunks: bool = False,
+) -> AttentionCall:
+    """The call of checked and resolved arguments. Every attention call of the package is made here."""
+    if options.layer_mask is not None:
+        mask = layer_mask(mask, *options.layer_mask)
+    return AttentionCall(
+        groups=groups,
+        sharding=sharding,
+        plan=attention_plan(mask, sharding, groups.ring_rank, groups.gather),
+        score=Score(
+            softmax_scale=head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale,
+            softcap=options.softcap,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach().float(),
+            sinks=None if sinks is None else sinks.detach(),
+            dropout_p=options.dropout_p,
+            dropout_seed=dropout_seed,
+            head_offset=heads.queries.start,
+        ),
+        backend=options.backend,
+        deterministic=options.deterministic,
+        heads=heads,
+        return_lse=options.return_lse,
+        fixed_chunks=fixed_chunks,
+    )
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, groups: AttentionGroups, sharding: Sharding, tensor_parallel: bool
+) -> None:
+    """Raise unless the tensors fit the mask and the sharding."""
+    check_qkv(q, k, v)
+    if mask.batch not in (1, q.shape[0]):
+        raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
+    mask.check_length(sharding.seq_len)
+    if not tensor_parallel:  # otherwise they hold the tokens of several ranks, which have checked theirs
+        group = groups.sequence
+        check_length(q.shape[1], sharding.seq_len, size_of(group), rank_in(group), sharding.layout)
+
+
+@torch.library.custom_op("seqpar::attention", mutates_args=())
+def attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: AttentionOptions,
+) -> list[Tensor]:
+    """``attention_forward`` as an operator.
+
+    Args:
+        q, k, v: ``[b, s, h, d]`` and ``[b, s, n, d]``.
+        sinks: ``[h]``.
+        alibi_slopes: ``[h]`` or ``[b, h]``.
+        seed: of dropout, int64 ``[]`` on the host.
+        mask, sharding, ranks, options: the call. Without ranks of its own, it is for those of the sharding.
+
+    Returns:
+        ``out [b, s, h, d]``, ``lse [b, h, s]``, and with an all-to-all what the backward needs.
+    """
+    groups, sequence = placement(sharding, ranks, options)
+    _check(q, k, v, mask, groups, sharding, options.tensor_parallel)
+    heads = options.heads(q.shape, k.shape)
+    call = make_call(q.shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options, True)
+    out, lse, *saved = attention_forward(call, q, k, v)
+    exchange = head_exchange(call, q.shape, q.device.type)
+    # The operator's results are contiguous, and none is one of its arguments.
+    saved = [] if exchange is None else saved[: 3 * len(exchange.chunks)]
+    return [x.contiguous() for x in (out, lse, *saved)]
+
+
+@attention_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: AttentionOptions,
+) -> list[Tensor]:
+    sharding, ranks = real(sharding), real(ranks)
+    groups, sequence = placement(sharding, ranks, options)
+    batch, length, heads, dim = q.shape
+    dtype = accumulator(q.dtype)
+    lse = q.new_empty(batch, heads, length, dtype=dtype)
+    exchange = head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)
+    results = [q.new_empty(q.shape), lse]
+    if exchange is None:
+        return results
+    if not options.return_lse:
+        results[1] = q.new_empty(0, dtype=dtype)
+    tokens = torch.library.get_ctx().new_dynamic_size()  # of the group: it changes with the sharding
+    for chunk in exchange.chunks:
+        queries, kv = len(chunk.heads.queries), len(chunk.heads.kv)
+        width = queries + 2 * kv if chunk.has_kv and not exchange.shares_kv else queries
+        results.append(q.new_empty(tokens, batch, width, dim))
+        results += [q.new_empty(batch, tokens, queries, dim), q.new_empty(batch, queries, tokens, dtype=dtype)]
+    return results
+
+
+@torch.library.custom_op("seqpar::attention_backward", mutates_args=())
+def attention_backward_op(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    saved: Sequence[Tensor],
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: AttentionOptions,
+) -> list[Tensor]:
+    """``attention_backward`` as an operator: ``dq, dk, dv``, and ``dsinks`` if there are sinks.
+
+    Args:
+        saved: ``q, k, v, out, lse``, or with an all-to-all what the forward returned after ``lse``.
+        dout, dlse, q_shape, k_shape: as for ``attention_backward``.
+        sinks, alibi_slopes, seed, mask, sharding, ranks, options: as for the forward.
+    """
+    groups, sequence = placement(sharding, ranks, options)
+    heads = options.heads(q_shape, k_shape)
+    call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options, True)
+    saved = [x.contiguous() for x in saved]
+    gradients = attention_backward(call, saved, dout, dlse, q_shape, k_shape)
+    # In float32, dk and dv are parts of one tensor. The operator's results must not be.
+    return [
+        x.clone() if x.untyped_storage().nbytes() > x.nbytes else x.contiguous() for x in gradients if x is not None
+    ]
+
+
+@attention_backward_op.register_fake
+def _(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    saved: Sequence[Tensor],
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: AttentionOptions,
+) -> list[Tensor]:
+    gradients = [saved[0].new_empty(shape) for shape in (q_shape, k_shape, k_shape)]
+    return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
+
+
+@torch.library.custom_op("seqpar::positions", mutates_args=())
+def positions_op(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions) -> Tensor:
+    """Global positions of the tokens of ``like [b, s, ...]``, int64 ``[s]`` on the host.
+
+    The same tensor each time, which rotary embeddings recognise. It must not be written to.
+    """
+    groups, sequence = placement(sharding, ranks, options)
+    return sequence.rank_positions(rank_in(groups.sequence))
+
+
+@positions_op.register_fake
+def _(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions) -> Tensor:
+    return torch.empty(like.shape[1], dtype=torch.int64, device="cpu")
+
+
+def _number(seed: Tensor | None) -> int:
+    """The seed, which is on the host."""
+    return 0 if seed is None else int(seed.item())
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, sinks, alibi_slopes, seed, *ctx.call = inputs
+    out, lse, *saved = output
+    ctx.set_materialize_grads(False)
+    ctx.shapes = q.shape, k.shape
+    if saved and saved[0].shape[2] == saved[1].shape[2]:  # head shards without k and v: these are exchanged again
+        saved += [k, v]
+    ctx.save_for_backward(sinks, alibi_slopes, seed, *(saved or (q, k, v, out, lse)))
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    sinks, alibi_slopes, seed, *saved = ctx.saved_tensors
+    dout, dlse = grads[0], grads[1] if ctx.call[-1].return_lse else None
+    dq, dk, dv, *dsinks = attention_backward_op(dout, dlse, saved, *ctx.shapes, sinks, alibi_slopes, seed, *ctx.call)
+    return dq, dk, dv, dsinks[0] if dsinks else None, *[None] * 6
+
+
+attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout_seed: int,
+    *,
+    mask: Mask,
+    groups: AttentionGroups,
+    sequence: SequenceSharding,
+    heads: Heads,
+    options: AttentionOptions,
+    sharding: Sharding | None,
+    mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
+    joins_backward: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of an eager call, with everything checked and resolved.
+
+    A dispatch mode, such as that of selective checkpointing, sees the operator. For it, ``sharding`` or ``mesh`` and
+    ``group`` say again what ``groups`` and ``sequence`` say. ``joins_backward`` says whether the inputs of some rank
+    require gradients, or may.
+    """
+    several = groups.ring_size * groups.ulysses_size > 1
+    if several and joins_backward and gradient_state(q, k, v, sinks) == 1:
+        q = with_gradient(q)
+    mode = _get_current_dispatch_mode()
+    if mode is not None and not isinstance(mode, FakeTensorMode):
+        ranks = ParallelContext(mesh, group)
+        if sharding is None:
+            strategy: Any = "tp_sp" if options.tensor_parallel else None
+            sharding = Sharding(sequence.seq_len, sequence.layout, mesh=mesh, group=group, strategy=strategy)
+        seed = torch.tensor(dropout_seed, device="cpu") if options.dropout_p else None
+        out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ranks, options)
+        return out, lse
+    call = make_call(q.shape[3], heads, sinks, alibi_slopes, dropout_seed, mask, groups, sequence, options)
+    out, lse = SequenceParallelAttention.apply(q, k, v, sinks, call)
+    return out, lse
