@@ -151,8 +151,8 @@ def attention(
         seq_len: the length of the full sequence. With it there is no handshake either.
         dropout_seed: the same on all ranks. By default rank 0 draws one from torch's CPU generator and sends it in a
             handshake: pass a seed if no rank is to wait for another.
-        strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel; ``ulysses_size`` for
-            hybrid and "a2a+p2p" on a plain group.
+        strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel; ``chunks`` of heads for
+            its all-gather; ``ulysses_size`` for hybrid and "a2a+p2p" on a plain group.
 
     Returns:
         ``out [batch, seq, heads, head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
@@ -278,7 +278,7 @@ def _eager(
     batch, length, num_heads, head_dim = q.shape
     joins_backward = True
     if needs_handshake:
-        degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, layout)
+        degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks, layout)
         mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse)
         gradient = gradient_state(q, k, v, sinks)
         header = _AttentionHeader(

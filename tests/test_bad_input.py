@@ -86,6 +86,12 @@ BAD: dict[str, Bad] = {
         ValueError,
         ["comm", "'allgather'", "did you mean 'all_gather'"],
     ),
+    "chunks": (lambda: attend(strategy="context_parallel", chunks=0), ValueError, ["chunks=0", "1"]),
+    "chunks with p2p": (
+        lambda: attend(strategy="context_parallel", comm="p2p", chunks=2),
+        TypeError,
+        ["chunks=2", "p2p"],
+    ),
     "ulysses_size with p2p": (
         lambda: attend(strategy="context_parallel", comm="p2p", ulysses_size=1),
         TypeError,

@@ -415,8 +415,9 @@ class AttentionLayer(nn.Module):
         check_options(self.strategy, options, strategy_options(self.strategy))
         if "comm" in options:
             check_choice("comm", options["comm"], COMMS)
-        if options.get("ulysses_size") is not None:
-            check_int("ulysses_size", options["ulysses_size"], 1)
+        for name in ("ulysses_size", "chunks"):
+            if options.get(name) is not None:
+                check_int(name, options[name], 1)
 
     def extra_repr(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.strategy_options.items())
@@ -455,6 +456,8 @@ class ContextParallelAttention(AttentionLayer):
     Args:
         comm: "all_gather" (default: all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p"
             (the hybrid).
+        chunks: with "all_gather", in how many chunks of heads keys and values are received. More need less memory; by
+            default as many as are worth it.
         ulysses_size: with "a2a+p2p" on a plain group, the size of the all-to-all's subgroups.
     """
 
