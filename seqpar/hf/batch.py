@@ -34,7 +34,7 @@ Documents = list[tuple[int, ...]]  # by batch row: the documents' boundaries, 0 
 TokenRanges = list[tuple[int, int]]  # by batch row: the first token that is not padding, and one past the last
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class BatchShard:
     """What the layers and the loss need to know about the full batch. It is ``seqpar`` in a rank's part.
 
