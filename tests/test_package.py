@@ -113,8 +113,8 @@ def _requirements(wheel: Path) -> dict[str, set[str]]:
     return requirements
 
 
-def test_the_package_requires_torch_and_einops_only(wheel: Path) -> None:
-    assert _requirements(wheel)[""] == {"einops", "torch"}
+def test_the_package_requires_torch_einops_and_numpy_only(wheel: Path) -> None:
+    assert _requirements(wheel)[""] == {"einops", "numpy", "torch"}
 
 
 # Distributions that no Python file imports, and the file that shows their use.
