@@ -98,8 +98,8 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         backend: "auto" or one of ``seqpar.backends()``.
         device: the device of the weights.
         dtype: the dtype of the weights.
-        strategy_options: ``comm``, ``chunks`` and ``ulysses_size`` (context_parallel, hybrid), ``overlap`` and ``context``
-            (tp_sp).
+        strategy_options: ``comm``, ``chunks`` and ``ulysses_size`` (context_parallel, hybrid), ``overlap`` and
+            ``context`` (tp_sp).
 
     Returns:
         One of LocalAttention, RingAttention, UlyssesAttention, ContextParallelAttention, HybridAttention,
