@@ -31,7 +31,8 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
         groups.append([Operation(True, peer) for peer, _ in sends] + [Operation(False, peer) for peer, _ in receives])
         return Pending()
 
-    heads, stub = Heads.of_model(1, 1), SimpleNamespace(forward=_no_forward, backward=lambda *args: None)
+    heads = Heads.of_model(1, 1)
+    stub = SimpleNamespace(forward=_no_forward, backward=_no_backward, reads_delta=False)
     call: Any = AttentionCall(
         groups=SimpleNamespace(ring=object(), ring_rank=plan.rank, gather=plan.gather, chunks=1),
         sharding=plan.sharding, plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
@@ -51,6 +52,10 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
 
 def _no_forward(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return q, q[..., 0].transpose(1, 2)
+
+
+def _no_backward(*args: Any, **options: Any) -> None:
+    pass
 
 
 def documents(seq_len: int, length: int) -> Mask:
