@@ -56,7 +56,7 @@ class HostToDevice(TorchDispatchMode):
 class NoKernel:
     """A backend that computes nothing and checks where the intervals are."""
 
-    name, deterministic = "none", True
+    name, deterministic, reads_delta = "none", True, True
 
     def unavailable(self) -> None:
         return None
@@ -68,7 +68,7 @@ class NoKernel:
         assert intervals.lo.device == intervals.hi.device == q.device
         return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
-    def backward(self, *args: Any) -> None:
+    def backward(self, *args: Any, **options: Any) -> None:
         pass
 
 
