@@ -122,7 +122,8 @@ def test_no_read_back_and_no_copy(strategy: str, world: int) -> None:
         dp, ring, ulysses, tp = MESHES[strategy][world]
         mesh = seqpar.init_mesh(dp, ring, ulysses, tp, device_type="cpu")
         seq_len = ring * ulysses * tp * 16 + 3
-        shardings = [seqpar.Sharding(seq_len, layout, mesh=mesh, strategy=strategy) for layout in LAYOUTS]
+        layouts = LAYOUTS if world == 8 else LAYOUTS[1:2]
+        shardings = [seqpar.Sharding(seq_len, layout, mesh=mesh, strategy=strategy) for layout in layouts]
         documents = seqpar.Mask.documents([*range(0, seq_len, 50), seq_len])
         with fake_cuda(), torch.no_grad():
             layer = seqpar.ParallelAttention(
