@@ -240,13 +240,3 @@ def shard_positions(seq_len: int, ranks: int, rank: int, layout: Layout = "conti
     cpu = torch.device("cpu")
     key = "positions", seq_len, ranks, rank, layout
     return cached_tensors(key, cpu, lambda: merged_positions(seq_len, ranks, rank, 1, layout).tensor(cpu))
-
-
-@lru_cache(maxsize=2)
-def global_order(seq_len: int, ranks: int, layout: Layout = "contiguous") -> Tensor:
-    """The index of each global position in the concatenation of all shards, int64 ``[seq_len]``. Cached, read-only.
-
-    ``torch.cat(shards, dim).index_select(dim, global_order(...))`` is the full sequence.
-    """
-    positions = torch.cat([shard_positions(seq_len, ranks, rank, layout) for rank in range(ranks)])  # [seq_len]
-    return torch.argsort(positions)

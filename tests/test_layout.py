@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar.layout import LAYOUTS, global_order, shard_length, shard_positions, shard_ranges
+from seqpar.layout import LAYOUTS, Layout, merged_positions, shard_length, shard_positions, shard_ranges
+from seqpar.schedule import CPU
 
 from .cases import Batch
 from .pool import WORLDS, Pool, on_ranks
@@ -38,7 +39,23 @@ def test_every_token_has_one_rank(seq_len: int, ranks: int, layout: str) -> None
         assert [i for r in ranges for i in r] == shard.tolist()
     lengths = [len(shard) for shard in shards]
     assert max(lengths) - min(lengths) <= (2 if layout == "zigzag" else 1)
-    assert torch.equal(torch.cat(shards)[global_order(seq_len, ranks, layout)], torch.arange(seq_len))
+    assert torch.equal(torch.cat(shards).sort().values, torch.arange(seq_len))
+
+
+@given(st.integers(0, 60), st.integers(1, 4), st.integers(1, 4), layouts, st.data())
+def test_positions_of_several_ranks(seq_len: int, groups: int, each: int, layout: Layout, data: st.DataObject) -> None:
+    """Positions by formula, of ``each`` neighbouring ranks together, against a list of them."""
+    first = each * data.draw(st.integers(0, groups - 1))
+    expected = sorted(
+        i for rank in range(first, first + each) for r in shard_ranges(seq_len, groups * each, rank, layout) for i in r
+    )
+    held = merged_positions(seq_len, groups * each, first, each, layout)
+    assert held.tensor(CPU).tolist() == expected == [held.at(i) for i in range(len(held))]
+    x = torch.arange(seq_len + 5)
+    below = [sum(position < i for position in expected) for i in range(seq_len + 5)]
+    assert held.counts_below(x).tolist() == below == [held.count_below(i) for i in range(seq_len + 5)]
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(expected))] * 2)))
+    assert held.tensor(CPU, start, stop).tolist() == expected[start:stop]
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
