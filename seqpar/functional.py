@@ -348,7 +348,7 @@ def mask_planner(
     check_sharding(sharding)
     groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
     spread = SequenceSharding(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
-    return MaskPlanner(spread, groups.ring_rank, groups.gather)
+    return MaskPlanner(spread, groups.ring_rank, groups.gather, groups.per_host)
 
 
 @overload

@@ -216,7 +216,7 @@ def _agree_on_mesh(spec: tuple[Any, ...]) -> None:
 _hosts: MutableMapping[ProcessGroup, dict[tuple[int, ...], tuple[str, ...]]] = WeakKeyDictionary()
 
 
-def ranks_by_host(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
+def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
     """The ranks of ``group`` that share a host, host by host, in the order of their first ranks.
 
     The host of a rank is its name and the time it was started, or the value of the environment variable
@@ -233,11 +233,22 @@ def ranks_by_host(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
     if members not in known:
         everyone = known.get(tuple(range(world.size())))
         known[members] = (
-            tuple(meet("the hosts of a group", members, _own_host(), group_timeout(group)).values)
+            tuple(meet("the hosts of a group", members, _own_host(), group_timeout(parent_group(group))).values)
             if everyone is None
             else tuple(everyone[rank] for rank in members)
         )
     return _ranks_of_equal(known[members])
+
+
+def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
+    """The ranks of ``group`` on other hosts than this one; none as long as the hosts are not known."""
+    world = dist.group.WORLD
+    assert world is not None
+    known, members = _hosts.get(world, {}), global_ranks(group)
+    if not (is_simulated() or members in known or tuple(range(world.size())) in known):
+        return frozenset()
+    own = next(ranks for ranks in ranks_by_host(group) if group.rank() in ranks)
+    return frozenset(range(group.size())).difference(own)
 
 
 def _ranks_of_equal(values: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -431,6 +442,42 @@ class AttentionGroups:
     def ulysses_size(self) -> int:
         """The number of ranks in the all-to-all."""
         return size_of(self.ulysses)
+
+    @cached_property
+    def per_host(self) -> int:
+        """How many consecutive ranks of the ring share a host, if several do and as many on each of several hosts.
+
+        All ranks of the ring otherwise: then the messages between hosts are those between any two ranks. May be
+        collective, see ``ranks_by_host``.
+        """
+        if self.ring is None:
+            return 1
+        hosts = ranks_by_host(self.ring)
+        size = len(hosts[0])
+        regular = all(host == tuple(range(i * size, (i + 1) * size)) for i, host in enumerate(hosts))
+        return size if regular and size > 1 else self.ring_size
+
+    @cached_property
+    def within(self) -> Ranks | None:
+        """The ranks of the ring on this rank's host."""
+        first = self.ring_rank // self.per_host * self.per_host
+        return _some_of(self.ring, range(first, first + self.per_host))
+
+    @cached_property
+    def across(self) -> Ranks | None:
+        """The ranks of the ring with the same index on each host; None if it has one host."""
+        if self.per_host == self.ring_size:
+            return None
+        return _some_of(self.ring, range(self.ring_rank % self.per_host, self.ring_size, self.per_host))
+
+
+def _some_of(ranks: Ranks | None, indices: range) -> Ranks | None:
+    """The ranks of ``ranks`` at ``indices``."""
+    if ranks is None or len(indices) == ranks.size():
+        return ranks
+    if isinstance(ranks, Subgroup):
+        return Subgroup(ranks.parent, tuple(ranks.ranks[i] for i in indices))
+    return Subgroup(ranks, tuple(indices))
 
 
 def size_of(group: Ranks | None) -> int:

@@ -8,6 +8,12 @@ In a ring of ``n`` ranks, step 0 computes with a rank's own keys. At step ``h``,
 this moves the same bytes; with any other mask, each rank receives only the rows that its queries see, and no step waits
 for a previous forward. An all-gather is the same schedule with all steps after step 0 merged into one.
 
+Where the ranks sit on several hosts, every row is sent once to each other host that needs it, and shared inside it.
+Rank ``l`` of a host fetches the rows of the ranks ``l`` of other hosts that any rank of its host needs, and the steps
+send what was fetched from rank to rank inside the host. The ring has a ring inside a host for each fetch; in a step
+with no distance inside the host, a rank computes with what it has fetched itself. Half of the steps with keys of the
+own host come first and half come last, so that the first fetch and the last return have something to hide behind.
+
 Planning costs as much as the mask has runs and the group has ranks: nothing here has a number for each token. The
 intervals of each query are computed on the device that the kernels run on, by formulas over the runs.
 
@@ -26,7 +32,7 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -189,6 +195,24 @@ class Selection:
 
         return cached_tensors(("selection", self.spans), device, make)
 
+    def locate(self, rows: Selection) -> Selection:
+        """Where ``rows``, some of the selected ones, are among them."""
+        if not self.spans or self.spans[0][0] == 0 == len(self.spans) - 1:
+            return rows
+        found: list[tuple[int, int]] = []
+        own, offset = iter(self.spans), 0
+        first, last = next(own)
+        for start, stop in rows.spans:
+            while last < stop:
+                offset += last - first
+                first, last = next(own)
+            begin, end = offset + start - first, offset + stop - first
+            if found and found[-1][1] == begin:
+                found[-1] = found[-1][0], end
+            else:
+                found.append((begin, end))
+        return Selection(tuple(found))
+
     def copy_to(self, out: Tensor, x: Tensor) -> None:
         """Copy the selected rows of ``x [..., rows, heads, head_dim]`` into ``out``."""
         if len(self.spans) > _MAX_SLICES:
@@ -231,10 +255,19 @@ def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows of K/V that this rank sends to ``peer`` or receives from it; ``peer`` is a rank of the ring."""
+    """Rows of K/V that this rank sends to ``peer`` or receives from it.
+
+    Attributes:
+        peer: a rank of the ring. In a step, this rank itself if it has fetched the rows.
+        owner: the rank of the ring whose K/V they are: that of the sender, unless the sender has fetched them.
+        rows: the rows of the owner's shard.
+        at: where the sender has them: rows of its shard, or of what it has fetched of the owner's shard.
+    """
 
     peer: int
+    owner: int
     rows: Selection
+    at: Selection
 
 
 @dataclass(frozen=True)
@@ -340,28 +373,34 @@ class GatheredKeys:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """One step of the ring on one rank.
+class Exchange:
+    """The K/V rows that one rank sends and receives at a time.
 
     Attributes:
-        receives: the K/V rows that this rank receives. Empty at step 0, which computes with this rank's own K/V.
-        sends: the K/V rows that this rank sends to others in the same step.
-        keys: the keys that this rank computes with; None if its queries see none of the step's keys.
+        receives: the rows that it receives.
+        sends: the rows that it sends. The rows for one peer form one message, in this order.
         groups: the peers, in groups. The messages of one group are sent and received together.
     """
 
-    receives: tuple[Transfer, ...]
-    sends: tuple[Transfer, ...]
-    keys: ShardKeys | GatheredKeys | None
+    receives: tuple[Transfer, ...] = ()
+    sends: tuple[Transfer, ...] = ()
     groups: Sequence[Sequence[int]] = ()
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing is sent or received: step 0, which computes with this rank's own K/V, and empty steps."""
+        """Whether nothing is sent or received, as at step 0, which computes with this rank's own K/V."""
         return not self.receives and not self.sends
 
 
-_EMPTY_STEP = Step((), (), None)
+@dataclass(frozen=True, eq=False)
+class Step(Exchange):
+    """One step of the ring on one rank.
+
+    Attributes:
+        keys: the keys that this rank computes with; None if its queries see none of the step's keys.
+    """
+
+    keys: ShardKeys | GatheredKeys | None = None
 
 
 class AttentionPlan:
@@ -376,15 +415,21 @@ class AttentionPlan:
         sharding: which positions each rank holds.
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
+        per_host: how many consecutive ranks of the ring share a host. By default all.
     """
 
-    def __init__(self, mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False) -> None:
+    def __init__(
+        self, mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False, per_host: int | None = None
+    ) -> None:
         self.sharding = sharding
         self.rank = rank
         self.gather = gather
+        self.per_host = sharding.ring if per_host is None else per_host
         self._runs = mask.runs(sharding.seq_len)
         self._steps: dict[int, Step] = {}
+        self._fetches: dict[int, Exchange] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._host_ranges: dict[int, tuple[tuple[int, int], ...]] = {}
         self._token = object()  # the plan's key in caches, which must not keep it alive
 
     def __len__(self) -> int:
@@ -400,10 +445,39 @@ class AttentionPlan:
     def __iter__(self) -> Iterator[Step]:
         return (self[index] for index in range(len(self)))
 
+    @property
+    def hosts(self) -> int:
+        """How many hosts the ring has."""
+        return self.sharding.ring // self.per_host
+
+    @property
+    def fetches(self) -> int:
+        """How many exchanges between hosts there are."""
+        return min(1, self.hosts - 1) if self.gather else self.hosts - 1
+
+    def fetch(self, index: int) -> Exchange:
+        """What this rank sends to ranks of other hosts, and receives for all ranks of its own host, in one fetch."""
+        if index not in self._fetches:
+            self._fetches[index] = self._plan_fetch(index)
+        return self._fetches[index]
+
+    def fetch_of(self, index: int) -> int | None:
+        """The fetch whose rows are sent in step ``index``. None: they are the sender's own."""
+        if self.gather:
+            return 0 if index and self.fetches else None
+        distance, _ = self._distances(index)
+        return distance - 1 if distance else None
+
+    def ends_fetch(self, index: int) -> bool:
+        """Whether no later step needs what step ``index`` has of its fetch."""
+        return self.gather or self._distances(index)[1] == self.per_host - 1
+
     def prepare(self) -> AttentionPlan:
         """Plan all steps now, and return the plan."""
         for _ in self:
             pass
+        for index in range(self.fetches):
+            self.fetch(index)
         return self
 
     @cached_property
@@ -426,7 +500,8 @@ class AttentionPlan:
 
     def nbytes(self) -> int:
         """About how much memory the plan takes."""
-        spans = sum(len(t.rows.spans) + 2 for step in self._steps.values() for t in (*step.receives, *step.sends))
+        exchanges = (*self._steps.values(), *self._fetches.values())
+        spans = sum(len(t.rows.spans) + 2 for exchange in exchanges for t in (*exchange.receives, *exchange.sends))
         return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
 
     def intervals(self, index: int, device: torch.device, positions: bool = False) -> KeyIntervals | None:
@@ -483,6 +558,18 @@ class AttentionPlan:
             return NO_ROWS
         return rows_in(self._visible(query_rank), held)
 
+    def _fetched_rows(self, host: int, key_rank: int) -> Selection:
+        """The rows of ``key_rank``'s shard that are sent to ``host``: those that any of its ranks needs."""
+        held = self.sharding.ring_positions(key_rank)
+        if self.dense:
+            return Selection(((0, len(held)),)) if len(held) else NO_ROWS
+        ranks = range(host * self.per_host, (host + 1) * self.per_host)
+        if self.rank not in ranks and not any(self._may_see(rank, held) for rank in ranks):
+            return NO_ROWS
+        if host not in self._host_ranges:
+            self._host_ranges[host] = merged_ranges(x for rank in ranks for x in self._visible(rank))
+        return rows_in(self._host_ranges[host], held)
+
     def _may_see(self, query_rank: int, held: Positions) -> bool:
         """Whether the first and the last visible key of ``query_rank`` leave room for keys at ``held``."""
         if not len(held):
@@ -495,29 +582,75 @@ class AttentionPlan:
                     return True
         return False
 
+    def _distances(self, index: int) -> tuple[int, int]:
+        """How far the owner of the keys of a step of the ring is: in hosts, and in ranks of a host."""
+        first = (self.per_host + 1) // 2  # steps of the own host that come first
+        fetched = (self.hosts - 1) * self.per_host
+        if index < first:
+            return 0, index
+        if index < first + fetched:
+            distance, local = divmod(index - first, self.per_host)
+            return distance + 1, local
+        return 0, index - fetched
+
     def _local_step(self) -> Step:
         rows = rows_in(self._visible(self.rank), self._queries)
         everything = Selection(((0, len(self._queries)),))
-        return Step((), (), ShardKeys(self._queries, everything) if len(rows) else None)
+        return Step(keys=ShardKeys(self._queries, everything) if len(rows) else None)
 
     def _remote_step(self, index: int) -> Step:
-        n, rank = self.sharding.ring, self.rank
+        size, (host, local) = self.per_host, divmod(self.rank, self.per_host)
         if self.gather:
-            groups = exchange_groups(n, rank)
-            sources = targets = [peer for group in groups for peer in group]
+            groups = _ranks_of(exchange_groups(size, local), host * size, 1)
+            # What this rank has fetched itself comes last.
+            sources = targets = [*(peer for group in groups for peer in group), *([self.rank] * (self.hosts > 1))]
+            owners = range(self.hosts)
         else:
-            sources, targets = [(rank - index) % n], [(rank + index) % n]
-            groups = [list({*sources, *targets})]
-        receives = [Transfer(peer, rows) for peer in sources if len(rows := self._transfer_rows(rank, peer))]
-        sends = [Transfer(peer, rows) for peer in targets if len(rows := self._transfer_rows(peer, rank))]
+            distance, step = self._distances(index)
+            sources, targets = [host * size + (local - step) % size], [host * size + (local + step) % size]
+            groups = [[peer for peer in {*sources, *targets} if peer != self.rank]]
+            owners = range((host - distance) % self.hosts, (host - distance) % self.hosts + 1)
+        receives = [self._transfer(self.rank, peer, peer, owner) for peer in sources for owner in owners]
+        sends = [self._transfer(peer, self.rank, peer, owner) for peer in targets for owner in owners]
+        return self._step(receives, sends, groups)
+
+    def _transfer(self, receiver: int, sender: int, peer: int, host: int) -> Transfer:
+        """What ``receiver`` needs of the shard of the rank of ``host`` whose rows ``sender``, of its own host, has."""
+        size = self.per_host
+        owner = host * size + sender % size
+        rows = NO_ROWS if owner == receiver else self._transfer_rows(receiver, owner)
+        at = rows
+        if owner != sender and sender == self.rank and len(rows):
+            at = self._fetched_rows(self.rank // size, owner).locate(rows)
+        return Transfer(peer, owner, rows, at)
+
+    def _step(self, receives: list[Transfer], sends: list[Transfer], groups: list[list[int]]) -> Step:
+        """The step of these transfers, without those that are empty."""
+        receives, sends = [t for t in receives if len(t.rows)], [t for t in sends if len(t.rows)]
         if not receives and not sends:
             return _EMPTY_STEP
-        shards = tuple(ShardKeys(self.sharding.ring_positions(t.peer), t.rows) for t in receives)
+        shards = tuple(ShardKeys(self.sharding.ring_positions(t.owner), t.rows) for t in receives)
         keys: ShardKeys | GatheredKeys | None = shards[0] if shards else None
         if self.gather and shards:
-            ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(rank)
+            ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
             keys = GatheredKeys(ranges, ShardKeys(self._queries, rows_in(ranges, self._queries)), shards)
-        return Step(tuple(receives), tuple(sends), keys, groups)
+        return Step(tuple(receives), tuple(sends), groups, keys)
+
+    def _plan_fetch(self, index: int) -> Exchange:
+        size, hosts, (host, local) = self.per_host, self.hosts, divmod(self.rank, self.per_host)
+        if self.gather:
+            groups = _ranks_of(exchange_groups(hosts, host), local, size)
+            sources = targets = [peer for group in groups for peer in group]
+        else:
+            sources, targets = ([(host + d) % hosts * size + local] for d in (-index - 1, index + 1))
+            groups = [list({*sources, *targets})]
+        receives = [Transfer(peer, peer, rows, rows) for peer in sources if len(rows := self._fetched_rows(host, peer))]
+        sends = [
+            Transfer(peer, self.rank, rows, rows)
+            for peer in targets
+            if len(rows := self._fetched_rows(peer // size, self.rank))
+        ]
+        return Exchange(tuple(receives), tuple(sends), groups)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_token": None}
@@ -526,12 +659,22 @@ class AttentionPlan:
         self.__dict__.update(state, _token=object())
 
 
+_EMPTY_STEP = Step()
+
+
+def _ranks_of(groups: list[list[int]], first: int, stride: int) -> list[list[int]]:
+    """The ranks ``first + i * stride`` of the indices ``i`` in ``groups``."""
+    return [[first + i * stride for i in group] for group in groups]
+
+
 # Plans by equal masks: a mask that is made anew for every layer is planned once.
 _plans: ByteCache[AttentionPlan] = ByteCache(8 << 20, AttentionPlan.nbytes)
 _PLANS_OF_A_MASK = 8
 
 
-def attention_plan(mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False) -> AttentionPlan:
+def attention_plan(
+    mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False, per_host: int | None = None
+) -> AttentionPlan:
     """The plan of one ring rank. Kept with the mask, as long as the mask lives.
 
     Args:
@@ -539,11 +682,12 @@ def attention_plan(mask: Mask, sharding: SequenceSharding, rank: int, gather: bo
         sharding: which positions each rank holds.
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
+        per_host: how many consecutive ranks of the ring share a host. By default all.
     """
-    key: Hashable = sharding, rank, gather
+    key: Hashable = sharding, rank, gather, per_host or sharding.ring
     plan: AttentionPlan | None = mask.plans.get(key)
     if plan is None:
-        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather))
+        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host))
         while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length
             mask.plans.pop(next(iter(mask.plans)), None)
         mask.plans[key] = plan
@@ -560,11 +704,13 @@ class MaskPlanner:
         sharding: which positions each rank holds.
         rank: this rank in the ring.
         gather: whether K/V are received in one step.
+        per_host: how many consecutive ranks of the ring share a host. None: all.
     """
 
     sharding: SequenceSharding
     rank: int
     gather: bool
+    per_host: int | None = None
 
     def __call__(self, mask: Mask, seq_len: int | None = None) -> Mask:
         """Plan attention under ``mask``, and return the mask, which holds the plan from now on, also when pickled.
@@ -574,7 +720,7 @@ class MaskPlanner:
             seq_len: tokens of the full sequence; by default those of the planner's sharding.
         """
         sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
-        attention_plan(mask, sharding, self.rank, self.gather).prepare()
+        attention_plan(mask, sharding, self.rank, self.gather, self.per_host).prepare()
         return mask
 
 
@@ -594,10 +740,13 @@ def visible_ranges(
     for runs in rows:
         for stripe in queries.stripes:
             found += _seen_by_stripe(runs, stripe, exact)
-    found.sort()
+    return merged_ranges((start, min(stop, seq_len)) for start, stop in found)
+
+
+def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The union of ``ranges``, which may overlap, disjoint and increasing."""
     merged: list[tuple[int, int]] = []
-    for start, stop in found:
-        stop = min(stop, seq_len)
+    for start, stop in sorted(ranges):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], stop)
         elif start < stop:

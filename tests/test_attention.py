@@ -23,6 +23,7 @@ from seqpar.layout import LAYOUTS
 from seqpar.strategies import ulysses
 
 from .cases import Batch
+from .hosts import hosts_of
 from .pool import Pool, mesh_of, on_ranks
 from .reference import (
     BATCH_RULES,
@@ -58,6 +59,7 @@ class Case:
         strategy: a row of ``STRATEGIES``, or "local".
         mesh: sizes of dp, ring, ulysses and tp, where a mesh is to be passed instead of a group.
         seq_len_given: whether ``seq_len`` is passed, with which the ranks do not exchange their lengths.
+        per_host: how many ranks share a host; 0: all.
     """
 
     problem: Problem
@@ -67,6 +69,7 @@ class Case:
     ulysses_size: int | None = None
     mesh: tuple[int, int, int, int] | None = None
     seq_len_given: bool = False
+    per_host: int = 0
 
     def __str__(self) -> str:
         words = [self.strategy, self.layout, str(self.problem)]
@@ -113,7 +116,10 @@ def attend(case: Case, positions: Tensor, **where: Any) -> Results:
 @on_ranks
 def attend_on_rank(group: ProcessGroup, case: Case) -> Results:
     """This rank's shard of the results of a case."""
-    with mock.patch.dict(ulysses._CHUNK_WORK, cpu=1):  # in chunks of heads, however short the sequence
+    with (
+        hosts_of(case.per_host),
+        mock.patch.dict(ulysses._CHUNK_WORK, cpu=1),
+    ):  # in chunks of heads, however short the sequence
         return attend_in_chunks(group, case)
 
 
@@ -304,6 +310,21 @@ def test_mesh(batch: Batch, mesh: tuple[int, int, int, int]) -> None:
         for seed, (strategy, layout) in enumerate(product(STRATEGIES, LAYOUTS))
     ]
     batch.check(8, attend_on_rank, cases, verify)
+
+
+@pytest.mark.parametrize(
+    ("world", "per_host"), [(4, 2), pytest.param(8, 2, marks=pytest.mark.slow), pytest.param(8, 4)], ids=str
+)
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_gather in chunks", "hybrid"])
+def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -> None:
+    """Keys and values are sent once to each host that needs them, and shared there."""
+    combinations = product(LAYOUTS, RULES)
+    cases = [
+        Case(Problem(53, rows_of(rules), heads=6, kv_heads=3, rules=rules), strategy, layout, per_host=per_host)
+        for layout, rules in combinations
+    ]
+    cases += [random_case(2000 * world + seed, strategy=strategy, per_host=per_host) for seed in range(30)]
+    batch.check(world, attend_on_rank, cases, verify)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from seqpar.heads import Heads
 from seqpar.kernels.base import Score
 from seqpar.layout import LAYOUTS, Layout
 from seqpar.schedule import AttentionPlan, SequenceSharding
-from seqpar.strategies import ring
+from seqpar.strategies import remote, ring
 from seqpar.strategies.call import AttentionCall
 
 from .nccl import Group, HangError, Operation, run
@@ -27,22 +27,26 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     """The groups of messages that ring attention starts on one rank, in forward and in backward."""
     groups: list[Group] = []
 
-    def record(sends: Sequence[Message], receives: Sequence[Message], ranks: Any) -> Pending:
-        groups.append([Operation(True, peer) for peer, _ in sends] + [Operation(False, peer) for peer, _ in receives])
+    def record(sends: Sequence[Message], receives: Sequence[Message], ranks: range) -> Pending:
+        operations = [Operation(True, ranks[peer]) for peer, _ in sends]
+        groups.append(operations + [Operation(False, ranks[peer]) for peer, _ in receives])
         return Pending()
 
     heads = Heads.of_model(1, 1)
     stub = SimpleNamespace(forward=_no_forward, backward=_no_backward, reads_delta=False)
+    first = plan.rank // plan.per_host * plan.per_host
+    within = range(first, first + plan.per_host)
+    across = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
     call: Any = AttentionCall(
-        groups=SimpleNamespace(ring=object(), ring_rank=plan.rank, gather=plan.gather, chunks=1),
+        groups=SimpleNamespace(within=within, across=across, gather=plan.gather, chunks=1),
         sharding=plan.sharding, plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
         return_lse=False,
     )  # fmt: skip
     tokens = len(plan.sharding.ring_positions(plan.rank))
     x, lse = torch.zeros(1, tokens, 1, 1), torch.zeros(1, 1, tokens)
     with (
-        mock.patch.object(ring, "exchange", record),
-        mock.patch.object(ring, "make_ready"),
+        mock.patch.object(remote, "exchange", record),
+        mock.patch.object(remote, "make_ready"),
         mock.patch.object(ring, "select", return_value=stub),
     ):
         ring.ring_forward(call, heads, x, x, x)
@@ -64,9 +68,13 @@ def documents(seq_len: int, length: int) -> Mask:
     return Mask.documents([*boundaries, seq_len])
 
 
-def check(mask: Mask, ranks: int, layout: Layout, gather: bool) -> None:
+def check(mask: Mask, ranks: int, layout: Layout, gather: bool, per_host: int | None = None) -> None:
+    """Run the exchanges of all ranks, those inside a host and those between hosts one after another.
+
+    They have two communicators and so two streams. What ends in one queue ends in two.
+    """
     sharding = SequenceSharding(ranks * 16, layout, ring=ranks)
-    plans = [AttentionPlan(mask, sharding, rank, gather) for rank in range(ranks)]
+    plans = [AttentionPlan(mask, sharding, rank, gather, per_host) for rank in range(ranks)]
     if plans[0].dense:
         return  # a collective, in which all ranks do the same
     programs = [messages_of(plan) for plan in plans]
@@ -74,14 +82,18 @@ def check(mask: Mask, ranks: int, layout: Layout, gather: bool) -> None:
     run(programs)
 
 
-@pytest.mark.parametrize("ranks", [8, 9, pytest.param(72, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "per_host"),
+    [(8, 8), (9, 9), (8, 2), (8, 4), *(pytest.param(72, n, marks=pytest.mark.slow) for n in (72, 8))],
+    ids=str,
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gather", [True, False], ids=["all_gather", "ring"])
-def test_exchanges_end(ranks: int, layout: Layout, gather: bool) -> None:
+def test_exchanges_end(ranks: int, per_host: int, layout: Layout, gather: bool) -> None:
     tokens = ranks * 16
     masks = [Mask.causal(), documents(tokens, 24), Mask.sliding_window(50, 25), documents(tokens, 250)]
     for mask in masks[: 4 if ranks < 10 else 2]:
-        check(mask, ranks, layout, gather)
+        check(mask, ranks, layout, gather, per_host)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -95,8 +107,9 @@ def test_exchanges_of_random_documents_end(ranks: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_exchanges_end_at_1024_ranks() -> None:
-    check(Mask.sliding_window(300, 300), 1024, "contiguous", gather=True)
+@pytest.mark.parametrize("per_host", [8, 1024])
+def test_exchanges_end_at_1024_ranks(per_host: int) -> None:
+    check(Mask.sliding_window(300, 300), 1024, "contiguous", gather=True, per_host=per_host)
 
 
 @pytest.mark.parametrize("ranks", [72, 128])

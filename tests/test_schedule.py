@@ -20,26 +20,27 @@ from seqpar.strategies.ulysses import HeadExchange
 
 from .generators import masks
 
-Scheduled = tuple[Mask, SequenceSharding, bool]
+Scheduled = tuple[Mask, SequenceSharding, bool, int]
 
 
 @st.composite
 def scheduled(draw: st.DrawFn) -> Scheduled:
-    """A mask, a sharding, and whether the steps are joined into one all-gather."""
+    """A mask, a sharding, whether the steps are joined into one all-gather, and the ring's ranks on one host."""
     seq_len = draw(st.integers(1, 200))
+    hosts, per_host = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     sharding = SequenceSharding(
-        seq_len, draw(st.sampled_from(LAYOUTS)), ring=draw(st.integers(1, 6)), ulysses=draw(st.integers(1, 3))
+        seq_len, draw(st.sampled_from(LAYOUTS)), ring=hosts * per_host, ulysses=draw(st.integers(1, 3))
     )
-    return draw(masks(seq_len)), sharding, draw(st.booleans())
+    return draw(masks(seq_len)), sharding, draw(st.booleans()), per_host
 
 
 @settings(max_examples=150)
 @given(scheduled())
 def test_each_visible_pair_is_computed_exactly_once(problem: Scheduled) -> None:
-    mask, shards, gather = problem
+    mask, shards, gather, per_host = problem
     computed = torch.zeros(shards.seq_len, shards.seq_len, dtype=torch.int64)
     for rank in range(shards.ring):
-        plan = AttentionPlan(mask, shards, rank, gather)
+        plan = AttentionPlan(mask, shards, rank, gather, per_host)
         for step in range(len(plan)):
             rows = plan.intervals(step, CPU, positions=True)
             if rows is None:
@@ -54,22 +55,55 @@ def test_each_visible_pair_is_computed_exactly_once(problem: Scheduled) -> None:
 @settings(max_examples=100)
 @given(scheduled())
 def test_every_send_has_its_receive(problem: Scheduled) -> None:
-    mask, shards, gather = problem
-    schedules = [AttentionPlan(mask, shards, rank, gather) for rank in range(shards.ring)]
+    mask, shards, gather, per_host = problem
+    schedules = [AttentionPlan(mask, shards, rank, gather, per_host) for rank in range(shards.ring)]
     assert len({len(s) for s in schedules}) == 1 == len({s.dense for s in schedules})
-    for index in range(len(schedules[0])):
-        sent = {(r, t.peer): t.rows for r, s in enumerate(schedules) for t in s[index].sends}
-        received = {(t.peer, r): t.rows for r, s in enumerate(schedules) for t in s[index].receives}
-        assert sent == received
+    exchanges = [[plan[i] for plan in schedules] for i in range(len(schedules[0]))]
+    exchanges += [[plan.fetch(i) for plan in schedules] for i in range(schedules[0].fetches)]
+    for exchange in exchanges:
+        sent = [(r, t.peer, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.sends]
+        received = [(t.peer, r, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.receives]
+        assert sorted(sent, key=str) == sorted(received, key=str)
+        for rank, one in enumerate(exchange):
+            peers = {t.peer for t in (*one.sends, *one.receives)} - {rank}
+            assert peers <= {peer for group in one.groups for peer in group}
+
+
+@settings(max_examples=100)
+@given(scheduled())
+def test_rows_are_sent_once_to_each_other_host(problem: Scheduled) -> None:
+    """To every host, exactly the rows that some of its ranks sees; and the ranks there send on what they have."""
+    mask, shards, gather, per_host = problem
+    plans = [AttentionPlan(mask, shards, rank, gather, per_host) for rank in range(shards.ring)]
+    seen = mask.dense(shards.seq_len)
+    held = [shards.ring_positions(rank).tensor(CPU) for rank in range(shards.ring)]
+    for host in range(plans[0].hosts):
+        ranks = range(host * per_host, (host + 1) * per_host)
+        own = torch.cat([held[rank] for rank in ranks])
+        wanted = seen[own].any(0)
+        wanted[own] = False
+        arrived = torch.zeros(shards.seq_len, dtype=torch.int64)
+        for plan in (plans[rank] for rank in ranks):
+            has = {plan.rank: torch.arange(len(held[plan.rank]))}
+            for transfer in (t for i in range(plan.fetches) for t in plan.fetch(i).receives):
+                assert transfer.peer // per_host != host and transfer.peer == transfer.owner
+                has[transfer.owner] = transfer.rows.index(CPU)
+                arrived[held[transfer.owner][has[transfer.owner]]] += 1
+            for transfer in (t for step in plan for t in step.sends):
+                assert transfer.peer in ranks
+                assert torch.equal(has[transfer.owner][transfer.at.index(CPU)], transfer.rows.index(CPU))
+        assert torch.equal(arrived, wanted.long()) or plans[0].dense
 
 
 @settings(max_examples=60)
 @given(scheduled())
 def test_only_visible_rows_are_fetched(problem: Scheduled) -> None:
-    mask, shards, gather = problem
+    mask, shards, gather, per_host = problem
     dense = mask.dense(shards.seq_len)
     for rank in range(shards.ring):
-        fetched = sum(len(t.rows) for step in AttentionPlan(mask, shards, rank, gather) for t in step.receives)
+        fetched = sum(
+            len(t.rows) for step in AttentionPlan(mask, shards, rank, gather, per_host) for t in step.receives
+        )
         mine = shards.ring_positions(rank).tensor(CPU)
         seen = dense[mine].any(0)
         seen[mine] = False
@@ -183,7 +217,7 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
 @settings(max_examples=200)
 @given(scheduled(), st.data())
 def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> None:
-    mask, shards, _ = problem
+    mask, shards, _, _ = problem
     # Long enough for every kind of tile.
     shards = SequenceSharding(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
     plan = AttentionPlan(mask, shards, data.draw(st.integers(0, shards.ring - 1)))

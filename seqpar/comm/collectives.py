@@ -44,7 +44,7 @@ def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: ProcessGroup 
     gathered = payload.new_empty(group.size() * payload.numel())
     if payload.numel():
         all_gather_single(gathered, payload, group=group)
-        count_sent(payload.numel() * (group.size() - 1), group.size() - 1)
+        count_sent(payload.numel() * (group.size() - 1), group, messages=group.size() - 1)
     shards = gathered.view(x.dtype).view(group.size(), longest, *rows.shape[1:])
     full = torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)])
     return full.movedim(0, dim)
@@ -70,7 +70,7 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     total = torch.empty_like(padded[0])
     if padded.numel():
         reduce_scatter_single(total.view(-1), padded.view(-1), group=group)
-        count_sent(total.numel() * total.element_size() * (group.size() - 1), group.size() - 1)
+        count_sent(total.nbytes * (group.size() - 1), group, messages=group.size() - 1)
     return total[:, : like.shape[1]].contiguous()
 
 
@@ -85,7 +85,7 @@ def start_all_gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     # As bytes, which every backend takes.
     sent, received = (y.view(-1).view(torch.uint8) for y in (x, gathered))
     work = all_gather_single(received, sent, group=communicator(ranks, x.device), async_op=True)
-    count_sent(sent.numel() * (ranks.size() - 1), ranks.size() - 1)
+    count_sent(sent.numel() * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
     return gathered, Pending([work], [x, gathered])
 
 
@@ -95,7 +95,7 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     if not x.numel():
         return total, Pending()
     work = reduce_scatter_single(total.view(-1), x.view(-1), group=communicator(ranks, x.device), async_op=True)
-    count_sent(total.nbytes * (ranks.size() - 1), ranks.size() - 1)
+    count_sent(total.nbytes * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
     return total, Pending([work], [x, total])
 
 
@@ -107,5 +107,5 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpTyp
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)
         peers = group.size() - 1
-        count_sent(2 * x.numel() * x.element_size() * peers // group.size(), 2 * peers)
+        count_sent(2 * x.nbytes * peers // group.size(), group, messages=2 * peers)
     return x

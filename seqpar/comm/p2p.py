@@ -70,6 +70,6 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
     group = communicator(ranks, (sends or receives)[0][1].device)
     ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
     ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
-    for _, tensor in sends:
-        count_sent(tensor.numel() * tensor.element_size())
+    for peer, tensor in sends:
+        count_sent(tensor.nbytes, ranks, peer)
     return Pending(dist.batch_isend_irecv(ops), [tensor for _, tensor in (*sends, *receives)])

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ..mesh import Ranks, ranks_on_other_hosts
+
 
 @dataclass
 class Trace:
@@ -14,12 +16,15 @@ class Trace:
 
     Attributes:
         bytes_sent: payload bytes sent to *other* ranks. The few bytes of handshakes are not payload.
+        bytes_between_hosts: those of them sent to ranks on other hosts. Which ranks share a host is known after
+            ``init_mesh``, or after the first attention of a group; before that, none are counted.
         messages: payload messages sent to other ranks.
         steps: steps of a ring or an all-gather in which this rank received keys, forward and backward.
         backends: calls by backend name, forward and backward.
     """
 
     bytes_sent: int = 0
+    bytes_between_hosts: int = 0
     messages: int = 0
     steps: int = 0
     backends: Counter[str] = field(default_factory=Counter)
@@ -47,10 +52,16 @@ def trace() -> Iterator[Trace]:
         _open[:] = [t for t in _open if t is not record]
 
 
-def count_sent(nbytes: int, messages: int = 1) -> None:
-    """Add payload bytes that this rank sends to other ranks."""
+def count_sent(nbytes: int, ranks: Ranks, peer: int | None = None, messages: int = 1) -> None:
+    """Add payload bytes that this rank sends to one of ``ranks``, or equal shares of them to all others."""
+    if not _open:
+        return
+    peers = [i for i in range(ranks.size()) if i != ranks.rank()] if peer is None else [peer]
+    elsewhere = ranks_on_other_hosts(ranks)
+    between_hosts = nbytes * sum(i in elsewhere for i in peers) // len(peers)
     for record in _open:
         record.bytes_sent += nbytes
+        record.bytes_between_hosts += between_hosts
         record.messages += messages
 
 

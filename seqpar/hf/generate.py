@@ -395,7 +395,7 @@ def _merge_over_ranks(acc: Tensor, lse: Tensor, patch: Patch) -> Carry:
     packed = torch.cat([acc.flatten(), lse.flatten()])
     gathered = packed.new_empty(patch.ranks, len(packed))
     all_gather_single(gathered.view(-1), packed, group=patch.group)
-    count_sent(packed.numel() * packed.element_size() * (patch.ranks - 1), patch.ranks - 1)
+    count_sent(packed.nbytes * (patch.ranks - 1), patch.group, messages=patch.ranks - 1)
     parts = [(x[: acc.numel()].view(acc.shape), x[acc.numel() :].view(lse.shape)) for x in gathered]
     merged_acc, merged_lse = parts[0]
     for part_acc, part_lse in parts[1:]:

@@ -306,7 +306,10 @@ class AttentionLayer(nn.Module):
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
         return MaskPlanner(
-            SequenceSharding(sharding.seq_len, sharding.layout, *degrees), groups.ring_rank, groups.gather
+            SequenceSharding(sharding.seq_len, sharding.layout, *degrees),
+            groups.ring_rank,
+            groups.gather,
+            groups.per_host,
         )
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -269,7 +269,10 @@ class SequenceChunks:
         received = sends.new_empty(self.size, own.numel())
         sizes = [chunk.numel() for chunk in chunks]
         dist.all_to_all_single(received.view(-1), sends, [own.numel()] * self.size, sizes, group=self.group)
-        count_sent((sends.numel() - own.numel()) * sends.element_size(), self.size - 1)
+        assert self.group is not None
+        for peer, size in enumerate(sizes):
+            if peer != self.rank:
+                count_sent(size * sends.element_size(), self.group, peer)
         return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own.shape)
 
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:

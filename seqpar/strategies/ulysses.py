@@ -494,6 +494,7 @@ class HeadExchange:
         recv_sizes, send_sizes = [n * e for n in receives], [n * e for n in sends]
         group = communicator(self.group, x.device)
         work = dist.all_to_all_single(into, sent, recv_sizes, send_sizes, group=group, async_op=True)
-        to_others = [size for peer, size in enumerate(send_sizes) if peer != self.rank and size]
-        count_sent(sum(to_others), len(to_others))
+        for peer, size in enumerate(send_sizes):
+            if peer != self.rank and size:
+                count_sent(size, self.group, peer)
         return work, received

@@ -1,0 +1,22 @@
+"""Several hosts on one machine: which ranks share one is what the package was told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch.distributed as dist
+
+from seqpar import mesh
+
+
+@contextmanager
+def hosts_of(per_host: int) -> Iterator[None]:
+    """Inside the block, every ``per_host`` consecutive ranks of the default group share a host; with 0, all do."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = range(world.size())
+    names = tuple(str(rank // per_host if per_host else 0) for rank in ranks)
+    with mock.patch.dict(mesh._hosts, {world: {tuple(ranks): names}}, clear=True):
+        yield
