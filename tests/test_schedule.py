@@ -15,7 +15,7 @@ from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
 from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import CPU, AttentionPlan, KeyIntervals, Selection, SequenceSharding
+from seqpar.schedule import CPU, AttentionPlan, Exchange, KeyIntervals, Selection, SequenceSharding
 from seqpar.strategies.ulysses import HeadExchange
 
 from .generators import masks
@@ -58,7 +58,7 @@ def test_every_send_has_its_receive(problem: Scheduled) -> None:
     mask, shards, gather, per_host = problem
     schedules = [AttentionPlan(mask, shards, rank, gather, per_host) for rank in range(shards.ring)]
     assert len({len(s) for s in schedules}) == 1 == len({s.dense for s in schedules})
-    exchanges = [[plan[i] for plan in schedules] for i in range(len(schedules[0]))]
+    exchanges: list[list[Exchange]] = [[plan[i] for plan in schedules] for i in range(len(schedules[0]))]
     exchanges += [[plan.fetch(i) for plan in schedules] for i in range(schedules[0].fetches)]
     for exchange in exchanges:
         sent = [(r, t.peer, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.sends]

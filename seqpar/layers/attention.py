@@ -305,12 +305,8 @@ class AttentionLayer(nn.Module):
         check_sharding(sharding)
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
-        return MaskPlanner(
-            SequenceSharding(sharding.seq_len, sharding.layout, *degrees),
-            groups.ring_rank,
-            groups.gather,
-            groups.per_host,
-        )
+        sequence = SequenceSharding(sharding.seq_len, sharding.layout, *degrees)
+        return MaskPlanner(sequence, groups.ring_rank, groups.gather, groups.per_host)
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The projections ``[b, s, h * d]`` by head, ``[b, s, h, d]``, and q and k normalised."""

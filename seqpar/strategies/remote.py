@@ -1,7 +1,7 @@
 """The remote steps of a ring: receiving their K/V behind the computation, and returning the gradients to the owners.
 
-The messages of a plan are sent and received in two levels (see ``seqpar.schedule``). A *fetch* is an exchange with ranks
-of other hosts, and a *step* is one with ranks of the same host. On a single host there are only steps.
+Messages are exchanged in two levels (see ``seqpar.schedule``). A *fetch* is an exchange with ranks of other hosts, and a
+*step* is one with ranks of the same host. On a single host there are only steps.
 
 Where every rank needs all keys (``plan.dense``), both levels are collectives: an all-gather between hosts, then one
 inside each host; the gradients return by a reduce-scatter inside each host, then one between hosts. Everywhere else
