@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from itertools import product
 
 import torch
 
@@ -26,10 +27,10 @@ def boundaries(seq_len: int, documents: int, seed: int) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), inner.sort().values, torch.tensor([seq_len])])
 
 
-def plan_once(cu_seqlens: torch.Tensor, sharding: SequenceSharding, gather: bool) -> float:
+def plan_once(cu_seqlens: torch.Tensor, sharding: SequenceSharding, gather: bool, per_host: int) -> float:
     """Milliseconds."""
     start = time.thread_time()
-    plan = AttentionPlan(Mask.documents(cu_seqlens), sharding, sharding.ring // 2, gather).prepare()
+    plan = AttentionPlan(Mask.documents(cu_seqlens), sharding, sharding.ring // 2, gather, per_host).prepare()
     plan.intervals(0, CPU)
     return 1e3 * (time.thread_time() - start)
 
@@ -41,17 +42,21 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{args.documents} documents; ms of one thread\n")
-    print("| tokens | ranks | layout | ring | all-gather |\n|---|---|---|---|---|")
+    print("| tokens | ranks | of a host | layout | ring | all-gather |\n|---|---|---|---|---|---|")
     for seq_len, ranks in ((1 << 20, 64), (1 << 24, 1024)):
-        for layout in LAYOUTS:
-            cells = [median_ms(seq_len, ranks, layout, gather, args) for gather in (False, True)]
-            print(f"| {seq_len:,} | {ranks:,} | {layout} | {cells[0]:.1f} | {cells[1]:.1f} |")
+        for per_host, layout in product((ranks, 8), LAYOUTS):
+            cells = [median_ms(seq_len, ranks, per_host, layout, gather, args) for gather in (False, True)]
+            print(
+                f"| {seq_len:,} | {ranks:,} | {per_host:,} | {layout} | {cells[0]:.1f} | {cells[1]:.1f} |", flush=True
+            )
 
 
-def median_ms(seq_len: int, ranks: int, layout: Layout, gather: bool, args: argparse.Namespace) -> float:
+def median_ms(seq_len: int, ranks: int, per_host: int, layout: Layout, gather: bool, args: argparse.Namespace) -> float:
     sharding = SequenceSharding(seq_len, layout, ring=ranks)
     masks = [boundaries(seq_len, args.documents, seed) for seed in range(args.repeats + 1)]
-    return statistics.median([plan_once(mask, sharding, gather) for mask in masks][1:])  # the first one warms up
+    return statistics.median(
+        [plan_once(mask, sharding, gather, per_host) for mask in masks][1:]
+    )  # the first one warms up
 
 
 if __name__ == "__main__":

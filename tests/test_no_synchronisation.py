@@ -116,7 +116,8 @@ def without_a_gpu(world: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("world", [8, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", MESHES)
-def test_no_read_back_and_no_copy(strategy: str, world: int) -> None:
+def test_no_read_back_and_no_copy(strategy: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     copies = {}
     with without_a_gpu(world):
         dp, ring, ulysses, tp = MESHES[strategy][world]

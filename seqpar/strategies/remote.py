@@ -1,6 +1,6 @@
 """The remote steps of a ring: receiving their K/V behind the computation, and returning the gradients to the owners.
 
-Messages are exchanged in two levels (see ``seqpar.schedule``). A *fetch* is an exchange with ranks of other hosts, and a
+Messages are exchanged in two levels (see ``seqpar.schedule``). A *fetch* is an exchange with ranks of other hosts, a
 *step* is one with ranks of the same host. On a single host there are only steps.
 
 Where every rank needs all keys (``plan.dense``), both levels are collectives: an all-gather between hosts, then one
