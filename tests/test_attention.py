@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 from unittest import mock
 
@@ -318,12 +318,11 @@ def test_mesh(batch: Batch, mesh: tuple[int, int, int, int]) -> None:
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_gather in chunks", "hybrid"])
 def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -> None:
     """Keys and values are sent once to each host that needs them, and shared there."""
-    combinations = product(LAYOUTS, RULES)
     cases = [
         Case(Problem(53, rows_of(rules), heads=6, kv_heads=3, rules=rules), strategy, layout, per_host=per_host)
-        for layout, rules in combinations
+        for layout, rules in zip(cycle(LAYOUTS), RULES, strict=False)
     ]
-    cases += [random_case(2000 * world + seed, strategy=strategy, per_host=per_host) for seed in range(30)]
+    cases += [random_case(2000 * world + seed, strategy=strategy, per_host=per_host) for seed in range(12)]
     batch.check(world, attend_on_rank, cases, verify)
 
 

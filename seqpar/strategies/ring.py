@@ -20,7 +20,8 @@ of a step's remote K/V are sent back to the rank that owns them behind the kerne
     receive dkv  |                  |                  | own, from 3 ...  | own, from 0 ...  | own, from 1 ...
 
 An all-gather (``comm="all_gather"``) is one remote step. If every rank needs all keys, it is a collective, and the
-gradients return by a reduce-scatter. Otherwise its messages are exchanged between pairs of ranks.
+gradients return by a reduce-scatter. Otherwise its messages are exchanged between pairs of ranks. Over several hosts,
+both have two levels. ``remote.py`` sends and receives.
 
 Bytes sent per rank of P, forward, full mask: (P-1)/P * N * 2 d_kv * e. Backward sends K/V again, and dk, dv in float32.
 
