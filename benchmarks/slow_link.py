@@ -1,14 +1,15 @@
-"""Does communication hide behind computation? The time of a layer on two hosts with a slow link, over a fast link's.
+"""Does communication hide behind computation? The time of a layer over slow links, divided by its time over fast ones.
 
 The layer is a TP-SP block (attention and SwiGLU) or, with ``--strategy``, attention under another strategy.
 
-Two network namespaces joined by a veth pair stand for two hosts; making them takes root and iproute2. Each runs one
-rank with one thread, first on the bare link, then behind a ``tc tbf`` limit. The limit is set so that the messages of a
-step alone, sent one after another without computation, take ``--share`` of the time of a step on the fast link. The
-share is measured, not computed. The ratio slow / fast is reported for each way of overlapping, as the median of runs
-taken in turns. Without overlap it is about 1 + share. With perfect overlap it is 1.
+Network namespaces that are joined by a switch stand for hosts; making them takes root and iproute2. Each host runs
+``--per-host`` ranks with one thread each. The ranks measure a step on the bare links and behind a ``tc tbf`` limit on
+what each host sends, in turns. The limit is set so that the messages of a step alone, sent one after another without
+computation, take ``--share`` of the time of a step on the fast links. The share is measured, not computed. The ratio
+slow / fast is reported for each way of overlapping, as the median of the rounds. Without overlap it is about 1 + share.
+With perfect overlap it is 1.
 
-Units: seconds of wall time, bytes of payload sent by one rank, and bits a second for the link.
+Units: seconds of wall time, bytes of payload that one rank sends to other hosts, and bits a second for the links.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ import seqpar
 from seqpar.cli.launch import CommandError, exit_with, follow_launcher, launch, under_launcher
 from seqpar.strategies import ulysses
 
-DEADLINE_S = 300
+DEADLINE_S = 900
 PORT = 29577
+SWITCH, INTERFACE = "seqpar-switch", "spar0"
 # TCP settings of a host on a slow link. With small send buffers, data in one direction delays the acknowledgements of
 # the other by a few milliseconds at most. A link that was idle starts at full speed.
 SETTINGS = (
@@ -45,18 +46,10 @@ SETTINGS = (
     "net.ipv4.tcp_slow_start_after_idle=0",
 )
 # The ways in which each strategy can overlap; the first is its default.
-VARIANTS = {"tp_sp": ("ring", "none"), "ulysses": ("parts", "none"), "ring": ("ring",), "context_parallel": ("ring",)}
-
-
-class Host(NamedTuple):
-    """A network namespace with one end of the link."""
-
-    namespace: str
-    interface: str
-    address: str
-
-
-HOSTS = (Host("seqpar-a", "spar0", "10.199.0.1"), Host("seqpar-b", "spar1", "10.199.0.2"))  # by rank
+VARIANTS = {"tp_sp": ("ring", "none"), "ulysses": ("parts", "none"), "ring": ("ring",), "context_parallel": ("kv",)}
+MESH = {"tp_sp": "tp", "ulysses": "ulysses", "ring": "ring", "context_parallel": "ring"}
+SHAPE = ("strategy", "hidden", "seq_len", "heads", "kv_heads", "intermediate", "hosts", "per_host", "share", "rounds")
+Work = Callable[[], None]
 
 
 def main() -> None:
@@ -65,19 +58,20 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, help="by default as many as query heads")
     parser.add_argument("--intermediate", type=int, default=2816)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=1, help="ranks on each host")
+    parser.add_argument("--one-level", action="store_true", help="as if all ranks shared one host")
     parser.add_argument("--share", type=float, default=0.6, help="transfer alone, as a share of the fast step")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="JSON file (default: in benchmarks/results)")
-    # For the ranks that ``step`` starts.
-    parser.add_argument("--overlap", help=argparse.SUPPRESS)
-    parser.add_argument("--transfer-only", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if under_launcher():
         worker(arguments)
         return
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        sys.exit("error: to make two hosts on this machine, slow_link needs root and iproute2 (ip, tc)")
+        sys.exit("error: to make hosts on this machine, slow_link needs root and iproute2 (ip, tc)")
     try:
         measure(arguments)
     except CommandError as error:
@@ -85,178 +79,194 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    variants = VARIANTS[arguments.strategy]
-    with two_hosts():
-        fast = step(arguments, variants[0])
-        transfer_s = arguments.share * fast["seconds"]
-        rate = int(8 * fast["bytes_sent"] / transfer_s)
-        for _ in range(3):  # adjust the rate until the messages alone take the share that was asked for
-            limit(rate)
-            alone = step(arguments, variants[0], transfer_only=True)["seconds"]
-            print(f"link {rate / 1e6:.0f} Mbit/s: transfer alone takes {alone / fast['seconds']:.2f} of the step")
-            if abs(alone / transfer_s - 1) < 0.03:
-                break
-            rate = int(rate * alone / transfer_s)
-        results: list[dict[str, float | str]] = []
-        # In turns, so that a machine that slows down slows all of them.
-        for _ in range(3):
-            for overlap in variants:
-                limit(None)
-                fast_s = step(arguments, overlap)["seconds"]
-                limit(rate)
-                slow_s = step(arguments, overlap)["seconds"]
-                results.append({"overlap": overlap, "fast_s": fast_s, "slow_s": slow_s})
-    report(arguments, results, rate, int(fast["bytes_sent"]), alone / fast["seconds"])
-
-
-def report(
-    arguments: argparse.Namespace, results: list[dict[str, float | str]], rate: int, sent: int, share: float
-) -> None:
-    summary = {}
-    for overlap in VARIANTS[arguments.strategy]:
-        ratios = [float(r["slow_s"]) / float(r["fast_s"]) for r in results if r["overlap"] == overlap]
-        summary[overlap] = statistics.median(ratios)
-        print(f"overlap={overlap:5s} slow / fast: {summary[overlap]:.2f} (median of {[round(r, 2) for r in ratios]})")
-    print(f"link {rate / 1e6:.0f} Mbit/s, {sent / 1e6:.1f} MB sent a step, transfer alone {share:.2f} of the step")
-    shape = {k: v for k, v in vars(arguments).items() if k not in ("out", "overlap", "transfer_only")}
-    out = arguments.out or Path(__file__).parent / "results" / f"slow_link_{arguments.strategy}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(
-        json.dumps(
-            {
-                **shape,
-                "rate_bit_s": rate,
-                "bytes_sent": sent,
-                "share_measured": share,
-                "ratio": summary,
-                "runs": results,
+    """Start the ranks, each on its host, and report what rank 0 writes."""
+    per_host = arguments.per_host
+    with hosts(arguments.hosts), tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        options = [f"--{k.replace('_', '-')}={v}" for k in SHAPE if (v := getattr(arguments, k)) is not None]
+        launch(
+            [__file__, *options, f"--out={out}"],
+            arguments.hosts * per_host,
+            DEADLINE_S,
+            prefix=lambda rank: ["ip", "netns", "exec", host_name(rank // per_host)],
+            environment=lambda rank: {
+                "LOCAL_RANK": str(rank % per_host),
+                "LOCAL_WORLD_SIZE": str(per_host),
+                "MASTER_ADDR": address(0),
+                "MASTER_PORT": str(PORT),
+                "TORCHELASTIC_USE_AGENT_STORE": "False",  # the launcher's store is in none of the namespaces
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "OMP_NUM_THREADS": "1",
+                "SEQPAR_HOST": "all" if arguments.one_level else host_name(rank // per_host),
             },
-            indent=1,
         )
-        + "\n"
+        result = json.loads(out.read_text())
+    for overlap, ratios in result["ratios"].items():
+        shown = [round(ratio, 2) for ratio in ratios]
+        print(f"overlap={overlap:5s} slow / fast: {statistics.median(ratios):.2f} (median of {shown})")
+    print(
+        f"links of {result['rate_bit_s'] / 1e6:.0f} Mbit/s, {result['bytes_between_hosts'] / 1e6:.1f} MB sent to other "
+        f"hosts a step, transfer alone {result['share_measured']:.2f} of {result['fast_s']:.3f} s"
     )
+    name = f"slow_link_{arguments.strategy}_{arguments.hosts}x{per_host}{'_one_level' * arguments.one_level}.json"
+    path = arguments.out or Path(__file__).parent / "results" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shape = {key: getattr(arguments, key) for key in (*SHAPE, "one_level")}
+    path.write_text(json.dumps({**shape, **result}, indent=1) + "\n")
 
 
 def run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
 
 
+def host_name(host: int) -> str:
+    """The namespace of a host."""
+    return f"seqpar-host{host}"
+
+
+def address(host: int) -> str:
+    return f"10.199.0.{host + 1}"
+
+
 @contextlib.contextmanager
-def two_hosts() -> Iterator[None]:
-    """Two namespaces joined by a veth pair."""
-    remove()
+def hosts(number: int) -> Iterator[None]:
+    """Namespaces, each joined to a bridge in another one by a veth pair."""
+    names = [SWITCH, *map(host_name, range(number))]
+    remove(names)
     try:
-        for host in HOSTS:
-            run("ip", "netns", "add", host.namespace)
-        a, b = HOSTS
-        ends = ["ip", "link", "add", a.interface, "netns", a.namespace, "type", "veth"]
-        run(*ends, "peer", "name", b.interface, "netns", b.namespace)
-        for name, interface, address in HOSTS:
-            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", interface)
-            run("ip", "-n", name, "link", "set", interface, "up")
+        run("ip", "netns", "add", SWITCH)
+        run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
+        run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
+        for host, name in enumerate(names[1:]):
+            run("ip", "netns", "add", name)
+            ends = ["ip", "link", "add", INTERFACE, "netns", name, "type", "veth"]
+            run(*ends, "peer", "name", f"port{host}", "netns", SWITCH)
+            run("ip", "-n", SWITCH, "link", "set", f"port{host}", "master", "bridge0", "up")
+            run("ip", "-n", name, "address", "add", f"{address(host)}/24", "dev", INTERFACE)
+            run("ip", "-n", name, "link", "set", INTERFACE, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
             for setting in SETTINGS:
                 run("ip", "netns", "exec", name, "sysctl", "-w", setting)
         yield
     finally:
-        remove()
+        remove(names)
 
 
-def remove() -> None:
-    for host in HOSTS:
-        subprocess.run(["ip", "netns", "del", host.namespace], check=False, capture_output=True, timeout=30)
+def remove(names: list[str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
 
 
 def limit(rate: int | None) -> None:
-    """Limit what each host may send to ``rate`` bits a second; None removes the limit."""
-    for name, interface, _ in HOSTS:
-        subprocess.run(
-            ["tc", "-n", name, "qdisc", "del", "dev", interface, "root"], check=False, capture_output=True, timeout=30
-        )
+    """Limit what this rank's host may send to ``rate`` bits a second; None removes the limit."""
+    dist.barrier()
+    if os.environ["LOCAL_RANK"] == "0":
+        delete = ["tc", "qdisc", "del", "dev", INTERFACE, "root"]
+        subprocess.run(delete, check=False, capture_output=True, timeout=30)
         if rate is not None:
-            shape = f"tbf rate {rate}bit burst 1mb latency 200ms".split()
-            run("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape)
-
-
-def step(arguments: argparse.Namespace, overlap: str, transfer_only: bool = False) -> dict[str, float]:
-    """Median seconds of a forward and backward of the layer (or of its messages alone), and the bytes it sends."""
-    options = [
-        f"--{key.replace('_', '-')}={getattr(arguments, key)}"
-        for key in ("strategy", "hidden", "seq_len", "heads", "intermediate", "repeats")
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "step.json"
-        command = [__file__, *options, f"--overlap={overlap}", f"--out={out}"]
-        launch(
-            [*command, "--transfer-only"] if transfer_only else command,
-            len(HOSTS),
-            DEADLINE_S,
-            prefix=lambda rank: ["ip", "netns", "exec", HOSTS[rank].namespace],
-            environment=lambda rank: {
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": HOSTS[0].address,
-                "MASTER_PORT": str(PORT),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",  # the launcher's store is in neither namespace
-                "GLOO_SOCKET_IFNAME": HOSTS[rank].interface,
-                "OMP_NUM_THREADS": "1",
-            },
-        )
-        result: dict[str, float] = json.loads(out.read_text())
-    return result
+            run("tc", "qdisc", "add", "dev", INTERFACE, "root", *f"tbf rate {rate}bit burst 1mb latency 200ms".split())
+    dist.barrier()
 
 
 def worker(arguments: argparse.Namespace) -> None:
-    """One of the two ranks that ``step`` starts. Rank 0 writes the result to ``--out``."""
+    """One of the ranks that ``measure`` starts. Rank 0 writes the result to ``--out``."""
     follow_launcher()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    hidden, overlap = arguments.hidden, arguments.overlap
-    x = torch.randn(1, arguments.seq_len // 2, hidden, requires_grad=True)  # [batch, seq, hidden]
+    variants = VARIANTS[arguments.strategy]
+    mesh = seqpar.init_mesh(**{MESH[arguments.strategy]: arguments.hosts * arguments.per_host}, device_type="cpu")
+    steps = {overlap: make_step(arguments, mesh, overlap) for overlap in variants}
+    for step in steps.values():
+        step()
+    with seqpar.trace() as trace:
+        steps[variants[0]]()
+    # The ranks may send different numbers of bytes: under a causal mask, not all need the same keys.
+    sent = int(agreed(trace.bytes_sent if arguments.one_level else trace.bytes_between_hosts))
+    alone = messages_alone(sent, arguments.per_host)
+    fast_s = agreed(statistics.median(seconds(steps[variants[0]]) for _ in range(3)))
+    wanted_s = arguments.share * fast_s
+    rate = int(8 * sent * arguments.per_host / wanted_s)
+    for _ in range(4):  # adjust the rate until the messages alone take the share that was asked for
+        limit(rate)
+        alone_s = agreed(statistics.median(seconds(alone) for _ in range(3)))
+        if abs(alone_s / wanted_s - 1) < 0.03:
+            break
+        rate = int(rate * alone_s / wanted_s)
+    ratios: dict[str, list[float]] = {overlap: [] for overlap in variants}
+    for _ in range(arguments.rounds):  # in turns, so that a machine that slows down slows all of them
+        for overlap, step in steps.items():
+            limit(None)
+            once_fast_s = seconds(step)
+            limit(rate)
+            ratios[overlap].append(seconds(step) / once_fast_s)
+    limit(None)
+    if dist.get_rank() == 0:
+        result = {
+            "rate_bit_s": rate, "bytes_between_hosts": sent, "fast_s": fast_s, "share_measured": alone_s / fast_s,
+            "ratios": ratios,
+        }  # fmt: skip
+        arguments.out.write_text(json.dumps(result))
+
+
+def make_step(arguments: argparse.Namespace, mesh: dist.DeviceMesh, overlap: str) -> Work:
+    """Forward and backward of the layer."""
+    strategy, hidden = arguments.strategy, arguments.hidden
+    x = torch.randn(1, arguments.seq_len // mesh.size(), hidden, requires_grad=True)  # [batch, seq, hidden]
+    heads = hidden, arguments.heads, arguments.kv_heads
     layers: list[nn.Module]
-    if arguments.strategy == "tp_sp":
-        mesh = seqpar.init_mesh(tp=2, device_type="cpu")
+    if strategy == "tp_sp":
         layers = [
-            seqpar.ParallelAttention("tp_sp", hidden, arguments.heads, mesh=mesh, overlap=overlap),
+            seqpar.ParallelAttention("tp_sp", *heads, mesh=mesh, overlap=overlap),
             seqpar.MegatronMLP(hidden, arguments.intermediate, mesh=mesh, overlap=overlap),
         ]
     else:
-        sizes = {"ulysses": 2} if arguments.strategy == "ulysses" else {"ring": 2}
-        mesh = seqpar.init_mesh(**sizes, device_type="cpu")
-        if overlap == "none":
-            ulysses.MAX_CHUNKS = 1  # all heads in one all-to-all: nothing to overlap
-        layers = [seqpar.ParallelAttention(arguments.strategy, hidden, arguments.heads, mesh=mesh)]
+        layout = "contiguous" if strategy == "ulysses" else "zigzag"
+        layers = [seqpar.ParallelAttention(strategy, *heads, mesh=mesh, layout=layout)]
     norms = [nn.RMSNorm(hidden, eps=1e-6) for _ in layers]
+    chunks = 1 if strategy == "ulysses" and overlap == "none" else ulysses.MAX_CHUNKS
 
-    def once() -> None:
+    def step() -> None:
+        ulysses.MAX_CHUNKS = chunks  # with one, all heads are in one all-to-all: nothing to overlap
         y = x
         for norm, layer in zip(norms, layers, strict=True):
-            y = y + layer(norm(y))
+            y = y + layer(norm(y), seq_len=arguments.seq_len)
         y.square().mean().backward()
 
-    once()
-    with seqpar.trace() as trace:
-        once()
-    if arguments.transfer_only:
-        send_buffer, recv_buffer = x.detach(), torch.empty_like(x)
-        peer, messages = 1 - dist.get_rank(), trace.bytes_sent // (send_buffer.element_size() * x.numel())
+    return step
 
-        def once() -> None:
-            for _ in range(messages):
-                send, receive = (dist.P2POp(dist.isend, send_buffer, peer), dist.P2POp(dist.irecv, recv_buffer, peer))
-                for work in dist.batch_isend_irecv([send, receive]):
-                    work.wait()
 
-    times = []
-    for _ in range(arguments.repeats):
-        dist.barrier()
-        start = time.perf_counter()
-        once()
-        dist.barrier()
-        times.append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        result = {"seconds": statistics.median(times), "bytes_sent": trace.bytes_sent}
-        arguments.out.write_text(json.dumps(result))
+def messages_alone(nbytes: int, per_host: int) -> Work:
+    """Send ``nbytes`` to ranks of other hosts in turn, in messages of about 2 MB, one after another."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    number = max(1, nbytes // (2 << 20))
+    send_buffer, recv_buffer = (torch.zeros(nbytes // number, dtype=torch.uint8) for _ in range(2))
+    distances = range(per_host, ranks, per_host)
+
+    def work() -> None:
+        for i in range(number):
+            distance = distances[i % len(distances)]
+            to, source = (rank + distance) % ranks, (rank - distance) % ranks
+            ops = [dist.P2POp(dist.isend, send_buffer, to), dist.P2POp(dist.irecv, recv_buffer, source)]
+            for request in dist.batch_isend_irecv(ops):
+                request.wait()
+
+    return work
+
+
+def seconds(work: Work) -> float:
+    """The time until all ranks have done ``work``."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def agreed(value: float) -> float:
+    """Rank 0's value."""
+    values = torch.tensor([value], dtype=torch.float64)
+    dist.broadcast(values, 0)
+    return float(values)
 
 
 if __name__ == "__main__":
