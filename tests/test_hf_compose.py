@@ -356,8 +356,8 @@ def test_lora(pool: Pool, targets: list[str], before: bool) -> None:
 
 
 @on_ranks
-def compiled(group: ProcessGroup) -> tuple[float, float, int, int]:
-    """Decoder layers compiled one by one, each as one graph."""
+def compiled(group: ProcessGroup, what: str) -> tuple[float, float, int, int]:
+    """Decoder layers compiled one by one, or all of them together, each time as one graph; or the whole model."""
     torch._dynamo.reset()
     graphs = 0
 
@@ -369,8 +369,8 @@ def compiled(group: ProcessGroup) -> tuple[float, float, int, int]:
     batches = [make_batch("packed", seed=seed) for seed in range(3, 9)]
     losses, grads = reference("llama", batches)
     model = seqpar.hf.parallelize(tiny("llama"), group=group)
-    for layer in model.model.layers:
-        layer.compile(backend=backend, fullgraph=True)
+    for module in {"layers": [*model.model.layers], "decoder": [model.model], "model": [model]}[what]:
+        module.compile(backend=backend, fullgraph=what != "model")
     first = 0
     error = 0.0
     for batch, expected in zip(batches, losses, strict=True):
@@ -382,11 +382,12 @@ def compiled(group: ProcessGroup) -> tuple[float, float, int, int]:
     return error, worst({n.replace("_orig_mod.", ""): g for n, g in gradients(model).items()}, grads), first, graphs
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_compiled_layers_are_one_graph(pool: Pool, ranks: int) -> None:
-    for loss, gradient, first, graphs in pool.run(ranks, compiled):
+@pytest.mark.parametrize(("ranks", "what"), [(1, "model"), (2, "layers"), (2, "decoder"), (2, "model"), (4, "layers")])
+def test_compiled_models(pool: Pool, ranks: int, what: str) -> None:
+    """The hooks and the loss run outside of the graphs of a model that is compiled whole."""
+    for loss, gradient, first, graphs in pool.run(ranks, compiled, what):
         assert loss < LOSS and gradient < GRADIENT
-        assert first <= 2  # two layers, which may share one
+        assert first <= 2  # two layers, which may share one; the decoder is one, and the model has two
         assert graphs == first  # new documents compile nothing
 
 

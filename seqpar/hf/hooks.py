@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checks import no_compile
 from .generate import finish_forward, prepare_forward
 from .loss import LazyLogits, TokenLoss, reduce_over_ranks
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
@@ -24,6 +25,7 @@ _ROPE_TYPES = ("dynamic", "longrope")
 _ROUTER_LOSS = "load_balancing_loss_func"
 
 
+@no_compile
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """Start a ``Forward``. A call without a shard generates.
 
@@ -56,6 +58,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return (), kwargs
 
 
+@no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """End the ``Forward``: add a loss, all-gather a sharded prompt's logits, or leave out logits not computed."""
     forward = current_forward()
@@ -86,6 +89,7 @@ def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
     return (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
 
 
+@no_compile
 def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Where a loss follows, give the output embedding no tokens, and keep its input ``[..., seq, hidden]``."""
     forward = current_forward()
@@ -95,6 +99,7 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
     return (args[0][..., :0, :], *args[1:])
 
 
+@no_compile
 def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLogits | None:
     """Return the lazy logits of the kept input."""
     forward = current_forward()

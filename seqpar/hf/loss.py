@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..checks import no_compile
 from ..layers.loss import all_reduce_loss
 from .batch import IGNORE_INDEX, BatchShard
 from .state import Gradients, Patch, current_forward
@@ -38,6 +39,7 @@ class TokenLoss:
         self.patch = patch
         self.model = model
 
+    @no_compile
     def __call__(
         self,
         logits: Tensor | LazyLogits,
