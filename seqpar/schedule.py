@@ -92,6 +92,10 @@ class SequenceSharding:
         ranks = self.ulysses * self.tensor
         return self._positions(ring_rank * ranks, ranks)
 
+    def together(self) -> SequenceSharding:
+        """The same shards, where all ranks all-gather their tokens before attention."""
+        return replace(self, ring=1, ulysses=1, tensor=self.ranks * self.tensor)
+
     def rank_positions(self, rank: int, device: torch.device = CPU) -> Tensor:
         """Global positions of the tokens that ``rank`` attends with, int64 ``[seq_local]``, increasing.
 
@@ -416,15 +420,23 @@ class AttentionPlan:
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
+        replicated: every rank holds the keys of all ranks, so there is one step, and nothing is sent.
     """
 
     def __init__(
-        self, mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False, per_host: int | None = None
+        self,
+        mask: Mask,
+        sharding: SequenceSharding,
+        rank: int,
+        gather: bool = False,
+        per_host: int | None = None,
+        replicated: bool = False,
     ) -> None:
         self.sharding = sharding
         self.rank = rank
         self.gather = gather
-        self.per_host = sharding.ring if per_host is None else per_host
+        self.per_host = sharding.ring if per_host is None or replicated else per_host
+        self.replicated = replicated
         self._runs = mask.runs(sharding.seq_len)
         self._steps: dict[int, Step] = {}
         self._fetches: dict[int, Exchange] = {}
@@ -433,6 +445,8 @@ class AttentionPlan:
         self._token = object()  # the plan's key in caches, which must not keep it alive
 
     def __len__(self) -> int:
+        if self.replicated:
+            return 1
         return min(2, self.sharding.ring) if self.gather else self.sharding.ring
 
     def __getitem__(self, index: int) -> Step:
@@ -497,6 +511,14 @@ class AttentionPlan:
         enough = self.sharding.seq_len * (1 - _DENSE_WITHOUT)
         # The first and the last rank are the most likely ones to need less.
         return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
+
+    @cached_property
+    def received_rows(self) -> int:
+        """K/V rows that all ranks together receive in forward. The same on every rank."""
+        if self.dense:
+            return (self.sharding.ring - 1) * self.sharding.seq_len
+        visible = [(self._visible(rank), self.sharding.ring_positions(rank)) for rank in range(self.sharding.ring)]
+        return sum(sum(b - a for a, b in ranges) - len(rows_in(ranges, own)) for ranges, own in visible)
 
     def nbytes(self) -> int:
         """About how much memory the plan takes."""
@@ -594,9 +616,10 @@ class AttentionPlan:
         return 0, index - fetched
 
     def _local_step(self) -> Step:
-        rows = rows_in(self._visible(self.rank), self._queries)
-        everything = Selection(((0, len(self._queries)),))
-        return Step(keys=ShardKeys(self._queries, everything) if len(rows) else None)
+        held = self.sharding.together().ring_positions(0) if self.replicated else self._queries
+        rows = rows_in(self._visible(self.rank), held)
+        everything = Selection(((0, len(held)),))
+        return Step(keys=ShardKeys(held, everything) if len(rows) else None)
 
     def _remote_step(self, index: int) -> Step:
         size, (host, local) = self.per_host, divmod(self.rank, self.per_host)
@@ -673,7 +696,12 @@ _PLANS_OF_A_MASK = 8
 
 
 def attention_plan(
-    mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False, per_host: int | None = None
+    mask: Mask,
+    sharding: SequenceSharding,
+    rank: int,
+    gather: bool = False,
+    per_host: int | None = None,
+    replicated: bool = False,
 ) -> AttentionPlan:
     """The plan of one ring rank. Kept with the mask, as long as the mask lives.
 
@@ -683,11 +711,12 @@ def attention_plan(
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
+        replicated: every rank holds the keys of all ranks.
     """
-    key: Hashable = sharding, rank, gather, per_host or sharding.ring
+    key: Hashable = sharding, rank, gather, per_host or sharding.ring, replicated
     plan: AttentionPlan | None = mask.plans.get(key)
     if plan is None:
-        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host))
+        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host, replicated))
         while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length
             mask.plans.pop(next(iter(mask.plans)), None)
         mask.plans[key] = plan
@@ -705,12 +734,14 @@ class MaskPlanner:
         rank: this rank in the ring.
         gather: whether K/V are received in one step.
         per_host: how many consecutive ranks of the ring share a host. None: all.
+        replicated: whether every rank holds the keys of all ranks.
     """
 
     sharding: SequenceSharding
     rank: int
     gather: bool
     per_host: int | None = None
+    replicated: bool = False
 
     def __call__(self, mask: Mask, seq_len: int | None = None) -> Mask:
         """Plan attention under ``mask``, and return the mask, which holds the plan from now on, also when pickled.
@@ -720,7 +751,7 @@ class MaskPlanner:
             seq_len: tokens of the full sequence; by default those of the planner's sharding.
         """
         sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
-        attention_plan(mask, sharding, self.rank, self.gather, self.per_host).prepare()
+        attention_plan(mask, sharding, self.rank, self.gather, self.per_host, self.replicated).prepare()
         return mask
 
 

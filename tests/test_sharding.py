@@ -552,7 +552,7 @@ def unfit_masks(group: ProcessGroup, strategy: str) -> list[tuple[str, int]]:
             lambda: layer(x, mask=mask),  # noqa: B023
             lambda: layer(x, mask=mask, sharding=sharding),  # noqa: B023
         ]
-        if strategy != "tp_sp":
+        if strategy in STRATEGIES:
             calls += [
                 lambda: seqpar.attention(q, q, q, mask=mask, **where, **options),  # noqa: B023
                 lambda: seqpar.attention(q, q, q, mask=mask, sharding=sharding, **options),  # noqa: B023

@@ -1,0 +1,164 @@
+"""FastSeq: all-gather the hidden states instead of keys and values, which every rank then projects for all tokens.
+
+NUS HPC-AI Lab, OpenDiT, 2024. Context parallelism sends the keys and values of each token, ``2 d_kv`` numbers. They
+follow from the token's ``hidden`` numbers: with as many KV heads as query heads these are half as many. The price is
+that every rank projects the tokens of all ranks.
+
+[Note: overlap] Rank 1 of 4; chunk r holds the hidden states of rank r. The transfers start before the query projection,
+and a chunk is projected while the next one is on the way. Attention then runs over all keys and sends nothing.
+
+    forward
+    compute      | q of own x | k, v of 1 | k, v of 0    | k, v of 3   | k, v of 2 | attend
+    receive x    | chunk 0 ..............  | chunk 3 ...  | chunk 2 ... |
+
+    backward
+    compute      | k, v again, as in forward | dq, dk, dv of all tokens | dx of 2 | dx of 3  | dx of 0  | dx of 1 | sum
+    send dx      |                                                                | to 2 ... | to 3 ... | to 0 ... |
+
+Kept for backward, K/V of all tokens would take as much memory on every rank as on one device. Instead, backward gathers
+the hidden states again, projects them again, and uses them for the weights' gradients too. A rank computes the
+gradients of all keys from its own queries alone, and so a partial gradient of every rank's hidden states. Partial
+gradients are computed and sent in float32, summed by the rank that holds the tokens, and rounded once. The gradients of
+the weights are partial, as under every other strategy.
+
+Bytes sent per rank of P, under any mask: (P-1)/P * N * hidden * e forward; backward the same again, and partial
+gradients of the hidden states in float32, (P-1)/P * N * hidden * 4.
+
+Shapes: b batch, s tokens of this rank, t tokens of all ranks, h query heads, n KV heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..comm.p2p import make_ready
+from ..kernels.base import accumulator
+from .autograd import attention_backward, attention_forward
+from .call import AttentionCall
+from .tensor_sequence import Piece, SequenceChunks, all_gather_linear_backward, project_pieces
+
+Gather = Literal["kv", "activations", "auto"]
+GATHERS: tuple[str, ...] = get_args(Gather)
+
+# ``(k, v, *parameters) -> (k, v)``: projections ``[b, t, n * d]`` without biases to keys and values ``[b, t, n, d]``.
+FinishKeys = Callable[..., tuple[Tensor, Tensor]]
+
+# Operations that a GPU does while it sends one byte: an H100 SXM computes 990 TFLOP/s in dense bfloat16, and sends
+# 450 GB/s over NVLink and 50 GB/s over a network of 400 Gbit/s a GPU (NVIDIA's data sheets of the H100 and the DGX).
+_FLOPS_PER_BYTE_IN_HOST = 990e12 / 450e9
+_FLOPS_PER_BYTE_BETWEEN_HOSTS = 990e12 / 50e9
+
+
+def prefers_activations(
+    kv_rows: int, activation_rows: int, hidden: int, d_kv: int, dtype: torch.dtype, one_host: bool
+) -> bool:
+    """Whether sending hidden states instead of keys and values saves more time than projecting all of them takes.
+
+    Bytes and operations are those of forward and backward together, so that training and evaluation choose alike.
+
+    Args:
+        kv_rows: rows of K/V that the ranks would receive, under the mask.
+        activation_rows: rows of hidden states that they would receive.
+        hidden: the width of the hidden states.
+        d_kv: KV heads times head_dim.
+        dtype: of both.
+        one_host: whether the ranks share a host.
+    """
+    width = 2 * dtype.itemsize + accumulator(dtype).itemsize  # sent twice, and its gradient once
+    bytes_saved = (kv_rows * 2 * d_kv - activation_rows * hidden) * width
+    # k and v in forward and again in backward, their inputs' and their weights' gradients.
+    flops = 4 * activation_rows * 2 * (2 * d_kv) * hidden
+    return bytes_saved * (_FLOPS_PER_BYTE_IN_HOST if one_host else _FLOPS_PER_BYTE_BETWEEN_HOSTS) > flops
+
+
+class GatheredActivations:
+    """The hidden states of all ranks on their way, and what makes keys and values of them.
+
+    Args:
+        x: ``[b, s, hidden]``, contiguous, this rank's tokens.
+        chunks: which tokens each rank holds.
+        finish: biases, norm and rotation of the keys.
+    """
+
+    def __init__(self, x: Tensor, chunks: SequenceChunks, finish: FinishKeys) -> None:
+        self.chunks, self.finish = chunks, finish
+        make_ready(chunks.group, x.device)
+        self._arriving: Iterator[Iterator[Piece]] | None = chunks.receive_chunks(x.detach())
+
+    def project(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """k and v ``[b, t, n * d]`` without biases. To be called once."""
+        assert self._arriving is not None
+        arriving, self._arriving = self._arriving, None
+        return project_pieces(arriving, x, weights, self.chunks)
+
+    def project_again(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The hidden states ``[b, t, hidden]`` and the same projections, in backward."""
+        full = x.new_empty(x.shape[0], self.chunks.total, x.shape[2])  # [b, t, hidden]
+        return full, project_pieces(self.chunks.receive_chunks(x), x, weights, self.chunks, full)
+
+
+class GatheredAttention(torch.autograd.Function):
+    """Attention of this rank's queries over all keys: ``(q, x, k_weight, v_weight, sinks, ...) -> out``.
+
+    Saves its inputs, ``out`` and the log-sum-exp; k and v are computed again in backward. Differentiable once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        x: Tensor,
+        k_weight: Tensor,
+        v_weight: Tensor,
+        sinks: Tensor | None,
+        gathered: GatheredActivations,
+        call: AttentionCall,
+        *parameters: Tensor,
+    ) -> Tensor:
+        """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``; ``parameters`` of ``finish``."""
+        ctx.gathered, ctx.call = gathered, call
+        projections = gathered.project(x, (k_weight, v_weight))
+        with torch.autocast(x.device.type, enabled=False):
+            k, v = gathered.finish(*projections, *parameters)
+        out, _, q, _, _, _, lse = attention_forward(call, q, k, v)
+        ctx.save_for_backward(q, x, k_weight, v_weight, out, lse, *parameters)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        """``dout [b, s, h, d]`` to the gradients of the tensors, those of weights and parameters being partial."""
+        q, x, k_weight, v_weight, out, lse, *parameters = ctx.saved_tensors
+        gathered, weights = ctx.gathered, (k_weight, v_weight)
+        _, need_x, *need_weights = ctx.needs_input_grad[:4]
+        with torch.autocast(x.device.type, enabled=False):
+            full, projections = gathered.project_again(x, weights)
+            k, v, gradients = differentiable(gathered.finish, *projections, *parameters)
+            del projections
+            dq, dk, dv, dsinks = attention_backward(ctx.call, (q, k, v, out, lse), dout, None, q.shape, k.shape)
+            del k, v
+            douts = gradients(dk, dv)
+            del dk, dv, gradients
+            dx, dweights = all_gather_linear_backward(
+                douts[:2], x, weights, gathered.chunks, need_x, need_weights, full
+            )
+        return dq, dx, *dweights, dsinks, None, None, *douts[2:]
+
+
+def differentiable(
+    function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
+) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Sequence[Tensor]]]:
+    """The two results of ``function(*inputs)``, and what makes the inputs' gradients of theirs."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        results = function(*leaves)
+
+    def gradients(*of_results: Tensor) -> Sequence[Tensor]:
+        return torch.autograd.grad(results, leaves, of_results)
+
+    first, second = results
+    return first.detach(), second.detach(), gradients
