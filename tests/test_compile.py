@@ -93,9 +93,8 @@ def test_a_layer_is_one_graph_over_steps(pool: Pool, strategy: str, ranks: int) 
     assert pool.run(ranks, compare_over_steps, strategy, "aot_eager", 20, deadline_s=240.0) == [1] * ranks
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool, ranks: int) -> None:
-    assert pool.run(ranks, compare_over_steps, "activations", "aot_eager", 4, deadline_s=240.0) == [1] * ranks
+def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
+    assert pool.run(2, compare_over_steps, "activations", "aot_eager", 3, deadline_s=240.0) == [1, 1]
 
 
 @on_ranks

@@ -142,7 +142,7 @@ def test_half_precision_is_as_good_as_sending_keys(pool: Pool) -> None:
     """Each rank rounds its own part of dk, dv; the parts of the hidden states' gradients are summed in float32."""
     kv, activations = (pool.run(4, errors_in_bfloat16, gather)[0] for gather in ("kv", "activations"))
     for name in ("y", "dx", "k_proj.weight", "v_proj.weight"):
-        assert activations[name] <= 1.1 * kv[name], (name, activations[name], kv[name])
+        assert activations[name] <= 1.15 * kv[name], (name, activations[name], kv[name])
 
 
 @on_ranks

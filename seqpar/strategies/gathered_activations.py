@@ -121,9 +121,8 @@ class GatheredAttention(torch.autograd.Function):
     ) -> Tensor:
         """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``; ``parameters`` of ``finish``."""
         ctx.gathered, ctx.call = gathered, call
-        projections = gathered.project(x, (k_weight, v_weight))
         with torch.autocast(x.device.type, enabled=False):
-            k, v = gathered.finish(*projections, *parameters)
+            k, v = gathered.finish(*gathered.project(x, (k_weight, v_weight)), *parameters)
         out, _, q, _, _, _, lse = attention_forward(call, q, k, v)
         ctx.save_for_backward(q, x, k_weight, v_weight, out, lse, *parameters)
         return out
