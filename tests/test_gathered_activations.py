@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar import Mask, Sharding
@@ -292,6 +293,25 @@ def frozen_parts(group: ProcessGroup, frozen: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("frozen", [("k_proj", "q_proj"), ("k_", "v_", "q_", "sinks"), ("v_proj.weight", "k_norm")])
 def test_frozen_parameters(pool: Pool, frozen: tuple[str, ...]) -> None:
     pool.run(2, frozen_parts, frozen)
+
+
+@on_ranks
+def gradients_under_fsdp(group: ProcessGroup) -> None:
+    """FSDP frees the weights after forward and gathers them again for backward, which projects the keys again."""
+    case = Case(RULES[0], "zigzag", (6, 2), ALL_OPTIONS)
+    sharding, mesh = Sharding(case.seq_len, case.layout, group=group), DeviceMesh.from_group(group, "cpu")
+    expected = case.run(case.make(**ACTIVATIONS), sharding)
+    layer = case.make(**ACTIVATIONS)
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    x, dy = (sharding.shard(case.tensors()[name]) for name in ("x", "dy"))
+    layer(x, mask=case.mask, sharding=sharding).backward(dy)
+    for name, p in layer.named_parameters():
+        gradient = p.grad.full_tensor() * group.size()  # FSDP averages
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_fsdp(pool: Pool) -> None:
+    pool.run(2, gradients_under_fsdp)
 
 
 @on_ranks
