@@ -147,18 +147,23 @@ def test_half_precision_is_as_good_as_sending_keys(pool: Pool) -> None:
 
 
 @on_ranks
-def bytes_sent(group: ProcessGroup, case: Case, dtype: torch.dtype, gather: str) -> tuple[int, int, int]:
-    """Sent before the query projection, in forward and in backward."""
+def bytes_sent(group: ProcessGroup, case: Case, dtype: torch.dtype, gather: str) -> tuple[int, int, int, int]:
+    """Sent before the query projection and in forward, after the output projection's backward and in backward."""
     layer = case.make("context_parallel", dtype, gather=gather)
     sharding = Sharding(case.seq_len, case.layout, group=group)
     x = sharding.shard(case.tensors()["x"]).to(dtype).requires_grad_()
-    with seqpar.trace() as forward:
-        before: list[int] = []
-        layer.q_proj.register_forward_pre_hook(lambda *_: before.append(forward.bytes_sent))
+    early: list[int] = []  # bytes sent by the query projection, and by the end of the output projection's backward
+    with seqpar.trace() as sent:
+
+        def before_output(module: nn.Module, inputs: tuple[Tensor]) -> None:
+            inputs[0].register_hook(lambda _: early.append(sent.bytes_sent))
+
+        layer.q_proj.register_forward_pre_hook(lambda *_: early.append(sent.bytes_sent))
+        layer.o_proj.register_forward_pre_hook(before_output)
         y = layer(x, mask=case.mask, sharding=sharding)
-    with seqpar.trace() as backward:
+        forward = sent.bytes_sent
         y.sum().backward()
-    return before[0], forward.bytes_sent, backward.bytes_sent
+    return early[0], forward, early[1] - forward, sent.bytes_sent - forward
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -169,14 +174,16 @@ def test_bytes(pool: Pool, world: int, dtype: torch.dtype) -> None:
         case = Case(rules, layout, (6, 2), {"qk_norm": True}, seq_len=48)
         row = BATCH * case.seq_len * (world - 1) // world * HIDDEN
         forward, backward = row * dtype.itemsize, row * (dtype.itemsize + max(4, dtype.itemsize))
-        first = forward // max(1, world - 1)  # to one rank: the transfers start before the query projection
-        assert pool.run(world, bytes_sent, case, dtype, "activations") == [(first, forward, backward)] * world
+        # Those to one rank: transfers start ahead of the query projection, and of the output projection in backward.
+        first = forward // max(1, world - 1)
+        sent = pool.run(world, bytes_sent, case, dtype, "activations")
+        assert sent == [(first, forward, first, backward)] * world
 
 
 def test_bytes_of_uneven_shards(pool: Pool) -> None:
     case = Case(RULES[1], "zigzag", seq_len=50)
     lengths = [len(rank_positions(50, 4, rank, "zigzag")) for rank in range(4)]
-    for own, (_, forward, backward) in zip(
+    for own, (_, forward, _, backward) in zip(
         lengths, pool.run(4, bytes_sent, case, torch.bfloat16, "activations"), strict=True
     ):
         assert forward == 3 * own * BATCH * HIDDEN * 2
@@ -188,7 +195,7 @@ def test_half_the_bytes_of_multi_head_attention(pool: Pool, dtype: torch.dtype) 
     """Where heads x head_dim is the hidden size, forward and backward."""
     case = Case(RULES[1], seq_len=48)
     kv, activations = (pool.run(4, bytes_sent, case, dtype, gather) for gather in ("kv", "activations"))
-    for (_, forward, backward), (_, forward_of_kv, backward_of_kv) in zip(activations, kv, strict=True):
+    for (_, forward, _, backward), (_, forward_of_kv, _, backward_of_kv) in zip(activations, kv, strict=True):
         assert 2 * forward == forward_of_kv and 2 * backward == backward_of_kv
 
 

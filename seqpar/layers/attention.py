@@ -31,7 +31,7 @@ from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, ranks_by_host, size_of
 from ..schedule import MaskPlanner, SequenceSharding, attention_plan
 from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
-from ..strategies import COMMS, resolve, strategy_options
+from ..strategies import COMMS, Comm, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype, with_gradient
 from ..strategies.gathered_activations import (
     GATHERS,
@@ -39,6 +39,7 @@ from ..strategies.gathered_activations import (
     Gather,
     GatheredActivations,
     GatheredAttention,
+    StartInBackward,
     prefers_activations,
 )
 from ..strategies.operators import (
@@ -519,8 +520,9 @@ class ContextParallelAttention(AttentionLayer):
               ``k_norm`` a plain ``nn.RMSNorm``, not modules that replace them, such as LoRA's.
             * "auto": in each call whichever takes less time, by counted bytes and operations (see
               ``docs/strategies.md``), and "kv" where "activations" cannot run. It depends on the mask and is not traced
-              by torch.compile: the layer is a graph break. If the mesh was not made by ``init_mesh``, the ranks tell
-              each other their hosts in the first call.
+              by ``torch.compile``: the layer is a graph break. If the mesh was not made by ``init_mesh``, the ranks
+              tell each other their hosts in the first call.
+        options: the arguments of ``AttentionLayer``.
     """
 
     strategy = "context_parallel"
@@ -532,11 +534,13 @@ class ContextParallelAttention(AttentionLayer):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         *,
+        comm: Comm = "all_gather",
+        chunks: int | None = None,
+        ulysses_size: int | None = None,
         gather: Gather = "kv",
         **options: Any,
     ) -> None:
         check_choice("gather", gather, GATHERS)
-        comm, chunks = options.get("comm", "all_gather"), options.get("chunks")
         if gather != "kv" and comm != "all_gather":
             raise ValueError(f"gather={gather!r}: an option of comm='all_gather'; leave it out with comm={comm!r}")
         if gather == "activations" and chunks is not None:
@@ -545,6 +549,8 @@ class ContextParallelAttention(AttentionLayer):
                 "gather='kv'"
             )
         self.gather: Gather = gather
+        own = (("comm", comm, "all_gather"), ("chunks", chunks, None), ("ulysses_size", ulysses_size, None))
+        options.update((name, value) for name, value, default in own if value != default)
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
 
     def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
@@ -611,13 +617,15 @@ class ContextParallelAttention(AttentionLayer):
             k, v = finish(*all_gather_linear(hidden, [k_weight, v_weight], chunks), *parameters)
             q = self._queries(x, of_queries, call.max_position)
             return self._output(self._attend(q, k, v, call, options).flatten(2), None)
-        gathered = GatheredActivations(hidden, chunks, finish)
+        gathered = GatheredActivations(chunks, finish)
+        gathered.start(hidden.detach())
         q = self._queries(x, of_queries, call.max_position)
         attention_call = make_call(
             self.head_dim, self._heads, self.sinks, None, call.seed, call.mask, groups, sequence, options
         )
         out = GatheredAttention.apply(q, hidden, k_weight, v_weight, self.sinks, gathered, attention_call, *parameters)
-        return self._output(out.flatten(2), None)
+        y: Tensor = StartInBackward.apply(self._output(out.flatten(2), None), hidden.detach(), gathered)
+        return y
 
     def _traced(self, x: Tensor, mask: Mask, sharding: Any, positions: Tensor | None) -> Tensor:
         if self.gather == "kv":

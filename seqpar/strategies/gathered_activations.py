@@ -5,15 +5,17 @@ follow from the token's ``hidden`` numbers: with as many KV heads as query heads
 that every rank projects the tokens of all ranks.
 
 [Note: overlap] Rank 1 of 4; chunk r holds the hidden states of rank r. The transfers start before the query projection,
-and a chunk is projected while the next one is on the way. Attention then runs over all keys and sends nothing.
+and a chunk is projected while the next one is on the way. Attention then runs over all keys and sends nothing. In
+backward the hidden states are gathered again, from the output projection's backward on.
 
     forward
     compute      | q of own x | k, v of 1 | k, v of 0    | k, v of 3   | k, v of 2 | attend
     receive x    | chunk 0 ..............  | chunk 3 ...  | chunk 2 ... |
 
     backward
-    compute      | k, v again, as in forward | dq, dk, dv of all tokens | dx of 2 | dx of 3  | dx of 0  | dx of 1 | sum
-    send dx      |                                                                | to 2 ... | to 3 ... | to 0 ... |
+    compute      | o_proj     | k, v again, as in forward | dq, dk, dv | dx of 2  | dx of 3  | dx of 0  | dx of 1 | sum
+    receive x    | chunk 0 ............. | 3 .. | 2 .. |
+    send dx      |                                                     |          | to 2 ... | to 3 ... | to 0 ... |
 
 Kept for backward, K/V of all tokens would take as much memory on every rank as on one device. Instead, backward gathers
 the hidden states again, projects them again, and uses them for the weights' gradients too. A rank computes the
@@ -79,26 +81,47 @@ class GatheredActivations:
     """The hidden states of all ranks on their way, and what makes keys and values of them.
 
     Args:
-        x: ``[b, s, hidden]``, contiguous, this rank's tokens.
         chunks: which tokens each rank holds.
         finish: biases, norm and rotation of the keys.
     """
 
-    def __init__(self, x: Tensor, chunks: SequenceChunks, finish: FinishKeys) -> None:
+    def __init__(self, chunks: SequenceChunks, finish: FinishKeys) -> None:
         self.chunks, self.finish = chunks, finish
-        make_ready(chunks.group, x.device)
-        self._arriving: Iterator[Iterator[Piece]] | None = chunks.receive_chunks(x.detach())
+        self._arriving: Iterator[Iterator[Piece]] | None = None
 
-    def project(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """k and v ``[b, t, n * d]`` without biases. To be called once."""
-        assert self._arriving is not None
+    def start(self, x: Tensor) -> None:
+        """Start to gather ``x [b, s, hidden]``, contiguous, this rank's tokens."""
+        make_ready(self.chunks.group, x.device)
+        self._arriving = self.chunks.receive_chunks(x)
+
+    def project(self, x: Tensor, weights: Sequence[Tensor], full: Tensor | None = None) -> tuple[Tensor, ...]:
+        """k and v ``[b, t, n * d]`` without biases, of what ``start`` has started to gather.
+
+        ``full [b, t, hidden]`` is filled with the hidden states.
+        """
+        if self._arriving is None:
+            self.start(x)
         arriving, self._arriving = self._arriving, None
-        return project_pieces(arriving, x, weights, self.chunks)
+        assert arriving is not None
+        return project_pieces(arriving, x, weights, self.chunks, full)
 
-    def project_again(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The hidden states ``[b, t, hidden]`` and the same projections, in backward."""
-        full = x.new_empty(x.shape[0], self.chunks.total, x.shape[2])  # [b, t, hidden]
-        return full, project_pieces(self.chunks.receive_chunks(x), x, weights, self.chunks, full)
+
+class StartInBackward(torch.autograd.Function):
+    """Returns ``y``. Its backward starts to gather ``x`` again, behind that of the projection that made ``y``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, gathered: GatheredActivations) -> Tensor:
+        """``y [b, s, hidden]`` and ``x [b, s, hidden]``, this rank's input, to ``y``."""
+        ctx.save_for_backward(x)
+        ctx.gathered = gathered
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """``dy`` as it is."""
+        (x,) = ctx.saved_tensors
+        ctx.gathered.start(x)
+        return dy, None, None
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -135,7 +158,8 @@ class GatheredAttention(torch.autograd.Function):
         gathered, weights = ctx.gathered, (k_weight, v_weight)
         _, need_x, *need_weights = ctx.needs_input_grad[:4]
         with torch.autocast(x.device.type, enabled=False):
-            full, projections = gathered.project_again(x, weights)
+            full = x.new_empty(x.shape[0], gathered.chunks.total, x.shape[2])  # [b, t, hidden]
+            projections = gathered.project(x, weights, full)
             k, v, gradients = differentiable(gathered.finish, *projections, *parameters)
             del projections
             dq, dk, dv, dsinks = attention_backward(ctx.call, (q, k, v, out, lse), dout, None, q.shape, k.shape)
