@@ -513,12 +513,18 @@ class AttentionPlan:
         return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
 
     @cached_property
-    def received_rows(self) -> int:
-        """K/V rows that all ranks together receive in forward. The same on every rank."""
+    def received_rows(self) -> tuple[int, int]:
+        """K/V rows that all ranks together receive in forward, inside hosts and between hosts. Equal on every rank."""
+        ranks, seq_len = range(self.sharding.ring), self.sharding.seq_len
         if self.dense:
-            return (self.sharding.ring - 1) * self.sharding.seq_len
-        visible = [(self._visible(rank), self.sharding.ring_positions(rank)) for rank in range(self.sharding.ring)]
-        return sum(sum(b - a for a, b in ranges) - len(rows_in(ranges, own)) for ranges, own in visible)
+            between = (self.hosts - 1) * seq_len
+            return (len(ranks) - 1) * seq_len - between, between
+        total = sum(_rows_of_others(self._visible(rank), [self.sharding.ring_positions(rank)]) for rank in ranks)
+        between = 0
+        for host in range(self.hosts) if self.hosts > 1 else ():
+            held = [self.sharding.ring_positions(rank) for rank in self._ranks_of_host(host)]
+            between += _rows_of_others(self._visible_on_host(host), held)
+        return total - between, between
 
     def nbytes(self) -> int:
         """About how much memory the plan takes."""
@@ -585,12 +591,20 @@ class AttentionPlan:
         held = self.sharding.ring_positions(key_rank)
         if self.dense:
             return Selection(((0, len(held)),)) if len(held) else NO_ROWS
-        ranks = range(host * self.per_host, (host + 1) * self.per_host)
+        ranks = self._ranks_of_host(host)
         if self.rank not in ranks and not any(self._may_see(rank, held) for rank in ranks):
             return NO_ROWS
+        return rows_in(self._visible_on_host(host), held)
+
+    def _ranks_of_host(self, host: int) -> range:
+        return range(host * self.per_host, (host + 1) * self.per_host)
+
+    def _visible_on_host(self, host: int) -> tuple[tuple[int, int], ...]:
+        """``visible_ranges`` of the queries of all ranks of a host."""
         if host not in self._host_ranges:
-            self._host_ranges[host] = merged_ranges(x for rank in ranks for x in self._visible(rank))
-        return rows_in(self._host_ranges[host], held)
+            ranges = (x for rank in self._ranks_of_host(host) for x in self._visible(rank))
+            self._host_ranges[host] = merged_ranges(ranges)
+        return self._host_ranges[host]
 
     def _may_see(self, query_rank: int, held: Positions) -> bool:
         """Whether the first and the last visible key of ``query_rank`` leave room for keys at ``held``."""
@@ -829,6 +843,11 @@ def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
             elif begin < end:
                 spans.append((begin, end))
     return Selection(tuple(spans)) if spans else NO_ROWS
+
+
+def _rows_of_others(ranges: Sequence[tuple[int, int]], held: Sequence[Positions]) -> int:
+    """How many positions of the ``ranges`` are not in ``held``."""
+    return sum(stop - start for start, stop in ranges) - sum(len(rows_in(ranges, own)) for own in held)
 
 
 def _stop(range_: tuple[int, int]) -> int:

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar import Mask, Sharding
+from seqpar import mesh as mesh_module
 from seqpar.layers import attention as layer_module
 from seqpar.layout import LAYOUTS, Layout
 from seqpar.schedule import AttentionPlan, SequenceSharding
-from seqpar.strategies import gathered_activations
 from seqpar.strategies.gathered_activations import prefers_activations
 
 from .cases import Batch
@@ -202,45 +202,61 @@ def test_half_the_bytes_of_multi_head_attention(pool: Pool, dtype: torch.dtype) 
 # auto
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("per_host", [6, 3, 2])
 @pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=rules_id)
-def test_received_rows_are_those_of_all_plans(rules: Rules, layout: Layout) -> None:
-    mask, sharding = combined_mask(fitted(rules, 61)), SequenceSharding(61, layout, 5)
-    plans = [AttentionPlan(mask, sharding, rank, gather=True) for rank in range(5)]
-    received = sum(len(t.rows) for plan in plans for step in plan for t in step.receives)
-    assert [plan.received_rows for plan in plans] == [received] * 5
+def test_received_rows_are_those_of_all_plans(rules: Rules, per_host: int) -> None:
+    for layout in LAYOUTS:
+        mask, sharding = combined_mask(fitted(rules, 61)), SequenceSharding(61, layout, 6)
+        plans = [AttentionPlan(mask, sharding, rank, True, per_host) for rank in range(6)]
+        received = sum(len(t.rows) for plan in plans for step in plan for t in step.receives)
+        between = sum(len(t.rows) for plan in plans for i in range(plan.fetches) for t in plan.fetch(i).receives)
+        assert [plan.received_rows for plan in plans] == [(received - between, between)] * 6
 
 
-# Hidden size, KV heads of 128, share of K/V rows that the mask needs, whether the ranks share a host; the choice.
+# Sequences that all ranks together receive, inside hosts and between hosts: of K/V, and of hidden states.
+PLACES = {
+    "one host of 8": ((7, 0), (7, 0)),
+    "2 hosts of 1": ((0, 1), (0, 1)),
+    "2 hosts of 4": ((6, 1), (3, 4)),  # K/V cross to a host once, hidden states once for each of its ranks
+}
+# Hidden size, KV heads of 128, share of K/V rows that the mask needs, place; the choice.
 CHOICES = [
-    (1024, 8, 1.0, True, True),
-    (4096, 32, 1.0, True, False),  # NVLink is faster than projecting twice
-    (4096, 32, 1.0, False, True),
-    (8192, 64, 1.0, False, True),
-    (12288, 96, 1.0, False, False),
-    (4096, 8, 1.0, False, False),  # grouped-query attention: K/V are smaller
-    (4096, 32, 0.5, False, False),  # the mask needs half of them
+    (1024, 8, 1.0, "one host of 8", True),
+    (4096, 32, 1.0, "one host of 8", False),  # NVLink is faster than projecting twice
+    (4096, 32, 1.0, "2 hosts of 1", True),
+    (8192, 64, 1.0, "2 hosts of 1", True),
+    (12288, 96, 1.0, "2 hosts of 1", False),
+    (4096, 8, 1.0, "2 hosts of 1", False),  # grouped-query attention: K/V are smaller
+    (4096, 32, 0.5, "2 hosts of 1", False),  # the mask needs half of them
+    (4096, 32, 1.0, "2 hosts of 4", False),
 ]
 
 
-@pytest.mark.parametrize(("hidden", "kv_heads", "share", "one_host", "choice"), CHOICES)
-def test_the_choice_of_auto(hidden: int, kv_heads: int, share: float, one_host: bool, choice: bool) -> None:
-    rows = 8192
-    arguments = int(share * rows), rows, hidden, 128 * kv_heads, torch.bfloat16, one_host
-    assert prefers_activations(*arguments) == choice
-    # The same with numbers counted by hand: forward and backward, a token.
-    saved = (share * 2 * 128 * kv_heads - hidden) * (2 + 2 + 4) * rows
-    seconds = saved / (450e9 if one_host else 50e9), 16 * hidden * 128 * kv_heads * rows / 990e12
-    assert (seconds[0] > seconds[1]) == choice
+@pytest.mark.parametrize(("hidden", "kv_heads", "share", "place", "choice"), CHOICES)
+def test_the_choice_of_auto(hidden: int, kv_heads: int, share: float, place: str, choice: bool) -> None:
+    of_kv, of_activations = PLACES[place]
+    inside, between = (int(share * 8192 * n) for n in of_kv)
+    inside_x, between_x = (8192 * n for n in of_activations)
+    d_kv = 128 * kv_heads
+    assert prefers_activations((inside, between), (inside_x, between_x), hidden, d_kv, torch.bfloat16) == choice
+    # The same counted by hand: bytes and seconds of forward and backward.
+    saved_inside, saved_between = (
+        8 * (2 * d_kv * kv - hidden * x) for kv, x in ((inside, inside_x), (between, between_x))
+    )
+    seconds_of_gemms = 16 * hidden * d_kv * (inside_x + between_x) / 990e12
+    assert (saved_inside / 450e9 + saved_between / 50e9 > seconds_of_gemms) == choice
 
 
 @on_ranks
-def what_auto_sends(group: ProcessGroup, case: Case, hosts: int) -> tuple[int, bool]:
-    """Bytes of a forward, and whether they are those of ``gather="kv"``."""
+def what_auto_sends(group: ProcessGroup, case: Case, per_host: int) -> tuple[int, bool]:
+    """Bytes of a forward, and whether they are those of ``gather="kv"``, with so many ranks on each host."""
     sharding = Sharding(case.seq_len, case.layout, group=group)
     x, sent = sharding.shard(case.tensors()["x"]), []
-    by_host = tuple(tuple(range(rank, group.size(), hosts)) for rank in range(hosts))
-    with mock.patch.object(layer_module, "ranks_by_host", return_value=by_host):
+    by_host = tuple(tuple(range(first, first + per_host)) for first in range(0, group.size(), per_host))
+    with (
+        mock.patch.object(layer_module, "ranks_by_host", return_value=by_host),
+        mock.patch.object(mesh_module, "ranks_by_host", return_value=by_host),
+    ):
         for gather in ("auto", "kv"):
             with seqpar.trace() as trace, torch.no_grad():
                 case.make("context_parallel", gather=gather)(x, mask=case.mask, sharding=sharding)
@@ -251,13 +267,12 @@ def what_auto_sends(group: ProcessGroup, case: Case, hosts: int) -> tuple[int, b
 def test_auto_in_a_layer(pool: Pool) -> None:
     row = 3 * BATCH * 48 // 4 * HIDDEN * 8
     full, window, one = RULES[1], RULES[2], (6, 6)
-    assert pool.run(4, what_auto_sends, Case(full, heads=one, seq_len=48), 1) == [(row, False)] * 4
-    assert all(kv for _, kv in pool.run(4, what_auto_sends, Case(full, heads=(6, 2), seq_len=48), 1))
-    assert all(kv for _, kv in pool.run(4, what_auto_sends, Case(window, heads=one, seq_len=48), 1))
-    fast = mock.patch.object(gathered_activations, "_FLOPS_PER_BYTE_IN_HOST", 1.0)
-    with fast:  # the numbers of the machine decide, not the bytes alone
-        assert not prefers_activations(48, 48, HIDDEN, HIDDEN, torch.float64, one_host=True)
-        assert prefers_activations(48, 48, HIDDEN, HIDDEN, torch.float64, one_host=False)
+    for per_host in (4, 2, 1):
+        sent = pool.run(4, what_auto_sends, Case(full, heads=one, seq_len=48), per_host)
+        assert sent == [(row, False)] * 4
+    assert all(kv for _, kv in pool.run(8, what_auto_sends, Case(full, heads=one, seq_len=48), 4))
+    assert all(kv for _, kv in pool.run(4, what_auto_sends, Case(full, heads=(6, 2), seq_len=48), 4))
+    assert all(kv for _, kv in pool.run(4, what_auto_sends, Case(window, heads=one, seq_len=48), 4))
 
 
 # What surrounds the layer

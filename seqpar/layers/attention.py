@@ -585,15 +585,14 @@ class ContextParallelAttention(AttentionLayer):
             return True
         if self._keys_are_opaque() is not None:
             return False
+        per_host, seq_len = call.groups.per_host, call.sequence.seq_len
+        of_kv = attention_plan(call.mask, call.sequence, call.groups.ring_rank, True, per_host).received_rows
+        of_activations = (per_host - 1) * seq_len, (ranks - per_host) * seq_len
+        if per_host == ranks and len(ranks_by_host(group)) > 1:  # hosts of one rank, or of different numbers of ranks
+            of_kv, of_activations = (0, sum(of_kv)), (0, sum(of_activations))
         (hidden,) = to_autocast_dtype(x)
-        return prefers_activations(
-            attention_plan(call.mask, call.sequence, call.groups.ring_rank, gather=True).received_rows,
-            (ranks - 1) * call.sequence.seq_len,
-            self.hidden_size,
-            self.num_kv_heads * self.head_dim,
-            hidden.dtype,
-            len(ranks_by_host(group)) == 1,
-        )
+        d_kv = self.num_kv_heads * self.head_dim
+        return prefers_activations(of_kv, of_activations, self.hidden_size, d_kv, hidden.dtype)
 
     def _compute(self, x: Tensor, call: _LayerCall) -> Tensor:
         if not self._sends_activations(call, x):

@@ -51,30 +51,29 @@ FinishKeys = Callable[..., tuple[Tensor, Tensor]]
 
 # Operations that a GPU does while it sends one byte: an H100 SXM computes 990 TFLOP/s in dense bfloat16, and sends
 # 450 GB/s over NVLink and 50 GB/s over a network of 400 Gbit/s a GPU (NVIDIA's data sheets of the H100 and the DGX).
-_FLOPS_PER_BYTE_IN_HOST = 990e12 / 450e9
-_FLOPS_PER_BYTE_BETWEEN_HOSTS = 990e12 / 50e9
+# Inside a host, and between hosts.
+_FLOPS_PER_BYTE = (990e12 / 450e9, 990e12 / 50e9)
 
 
 def prefers_activations(
-    kv_rows: int, activation_rows: int, hidden: int, d_kv: int, dtype: torch.dtype, one_host: bool
+    kv_rows: tuple[int, int], activation_rows: tuple[int, int], hidden: int, d_kv: int, dtype: torch.dtype
 ) -> bool:
     """Whether sending hidden states instead of keys and values saves more time than projecting all of them takes.
 
     Bytes and operations are those of forward and backward together, so that training and evaluation choose alike.
 
     Args:
-        kv_rows: rows of K/V that the ranks would receive, under the mask.
-        activation_rows: rows of hidden states that they would receive.
+        kv_rows: rows of K/V that all ranks together would receive under the mask, inside hosts and between hosts.
+        activation_rows: rows of hidden states that they would receive, likewise.
         hidden: the width of the hidden states.
         d_kv: KV heads times head_dim.
         dtype: of both.
-        one_host: whether the ranks share a host.
     """
     width = 2 * dtype.itemsize + accumulator(dtype).itemsize  # sent twice, and its gradient once
-    bytes_saved = (kv_rows * 2 * d_kv - activation_rows * hidden) * width
+    bytes_saved = [(kv * 2 * d_kv - x * hidden) * width for kv, x in zip(kv_rows, activation_rows, strict=True)]
     # k and v in forward and again in backward, their inputs' and their weights' gradients.
-    flops = 4 * activation_rows * 2 * (2 * d_kv) * hidden
-    return bytes_saved * (_FLOPS_PER_BYTE_IN_HOST if one_host else _FLOPS_PER_BYTE_BETWEEN_HOSTS) > flops
+    flops = 4 * sum(activation_rows) * 2 * (2 * d_kv) * hidden
+    return sum(saved * rate for saved, rate in zip(bytes_saved, _FLOPS_PER_BYTE, strict=True)) > flops
 
 
 class GatheredActivations:
