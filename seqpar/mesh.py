@@ -454,6 +454,8 @@ class AttentionGroups:
         """
         if self.ring is None:
             return 1
+        if self.replicated:  # no messages
+            return self.ring_size
         hosts = ranks_by_host(self.ring)
         size = len(hosts[0])
         regular = all(host == tuple(range(i * size, (i + 1) * size)) for i, host in enumerate(hosts))

@@ -16,13 +16,12 @@ from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar import mesh as mesh_module
-from seqpar.layers import attention as layer_module
 from seqpar.layout import LAYOUTS, Layout
 from seqpar.schedule import AttentionPlan, SequenceSharding
 from seqpar.strategies.gathered_activations import prefers_activations
 
 from .cases import Batch
+from .hosts import hosts_of
 from .pool import Pool, mesh_of, on_ranks
 from .reference import BATCH_RULES, RULES, Rules, assert_close, combined_mask, fitted, rank_positions, rules_id
 
@@ -251,16 +250,16 @@ def test_the_choice_of_auto(hidden: int, kv_heads: int, share: float, place: str
 def what_auto_sends(group: ProcessGroup, case: Case, per_host: int) -> tuple[int, bool]:
     """Bytes of a forward, and whether they are those of ``gather="kv"``, with so many ranks on each host."""
     sharding = Sharding(case.seq_len, case.layout, group=group)
-    x, sent = sharding.shard(case.tensors()["x"]), []
-    by_host = tuple(tuple(range(first, first + per_host)) for first in range(0, group.size(), per_host))
-    with (
-        mock.patch.object(layer_module, "ranks_by_host", return_value=by_host),
-        mock.patch.object(mesh_module, "ranks_by_host", return_value=by_host),
-    ):
+    sent, results = [], []
+    with hosts_of(per_host):
         for gather in ("auto", "kv"):
+            layer = case.make("context_parallel", gather=gather)
             with seqpar.trace() as trace, torch.no_grad():
-                case.make("context_parallel", gather=gather)(x, mask=case.mask, sharding=sharding)
+                layer(sharding.shard(case.tensors()["x"]), mask=case.mask, sharding=sharding)
             sent.append(trace.bytes_sent)
+            results.append(case.run(layer, sharding))
+    for name, expected in results[1].items():
+        torch.testing.assert_close(results[0][name], expected, rtol=1e-11, atol=1e-11)
     return sent[0], sent[0] == sent[1]
 
 
