@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,13 @@ SETTINGS = (
     "net.ipv4.tcp_rmem=4096 16777216 33554432",
     "net.ipv4.tcp_slow_start_after_idle=0",
 )
-# The ways in which each strategy can overlap; the first is its default.
-VARIANTS = {"tp_sp": ("ring", "none"), "ulysses": ("parts", "none"), "ring": ("ring",), "context_parallel": ("kv",)}
+# The ways in which each strategy can overlap, or what context_parallel gathers; the first is the default.
+VARIANTS = {
+    "tp_sp": ("ring", "none"),
+    "ulysses": ("parts", "none"),
+    "ring": ("ring",),
+    "context_parallel": ("kv", "activations"),
+}
 MESH = {"tp_sp": "tp", "ulysses": "ulysses", "ring": "ring", "context_parallel": "ring"}
 SHAPE = ("strategy", "hidden", "seq_len", "heads", "kv_heads", "intermediate", "hosts", "per_host", "share", "rounds")
 Work = Callable[[], None]
@@ -221,7 +227,8 @@ def make_step(arguments: argparse.Namespace, mesh: dist.DeviceMesh, overlap: str
         ]
     else:
         layout = "contiguous" if strategy == "ulysses" else "zigzag"
-        layers = [seqpar.ParallelAttention(strategy, *heads, mesh=mesh, layout=layout)]
+        options: dict[str, Any] = {"gather": overlap} if strategy == "context_parallel" else {}
+        layers = [seqpar.ParallelAttention(strategy, *heads, mesh=mesh, layout=layout, **options)]
     norms = [nn.RMSNorm(hidden, eps=1e-6) for _ in layers]
     chunks = 1 if strategy == "ulysses" and overlap == "none" else ulysses.MAX_CHUNKS
 

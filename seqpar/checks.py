@@ -62,6 +62,11 @@ def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str])
     for option in options:
         if option in names:
             continue
+        if option == "gather":
+            raise TypeError(
+                f"gather: not an option of strategy {strategy!r}, but of the layer seqpar.ContextParallelAttention, "
+                "which projects hidden states to keys and values itself; leave it out"
+            )
         nearest = get_close_matches(option, names, n=1, cutoff=0.0)
         hint = f"did you mean {nearest[0]!r}? Its options are {', '.join(names)}" if names else "it has none"
         raise TypeError(f"{option}: not an option of strategy {strategy!r}; {hint}")

@@ -420,6 +420,7 @@ class AttentionGroups:
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
         gather: whether the ring's keys and values are all received in one step.
         chunks: in how many chunks of heads they are received then; None decides by their size.
+        replicated: whether every rank of the ring holds the keys and values of all of them, so that none are sent.
     """
 
     sequence: ProcessGroup | None = None
@@ -427,6 +428,7 @@ class AttentionGroups:
     ulysses: Ranks | None = None
     gather: bool = False
     chunks: int | None = None
+    replicated: bool = False
 
     @property
     def ring_size(self) -> int:
@@ -452,6 +454,8 @@ class AttentionGroups:
         """
         if self.ring is None:
             return 1
+        if self.replicated:  # no messages
+            return self.ring_size
         hosts = ranks_by_host(self.ring)
         size = len(hosts[0])
         regular = all(host == tuple(range(i * size, (i + 1) * size)) for i, host in enumerate(hosts))

@@ -92,6 +92,10 @@ class SequenceSharding:
         ranks = self.ulysses * self.tensor
         return self._positions(ring_rank * ranks, ranks)
 
+    def together(self) -> SequenceSharding:
+        """The same shards, where all ranks all-gather their tokens before attention."""
+        return replace(self, ring=1, ulysses=1, tensor=self.ranks * self.tensor)
+
     def rank_positions(self, rank: int, device: torch.device = CPU) -> Tensor:
         """Global positions of the tokens that ``rank`` attends with, int64 ``[seq_local]``, increasing.
 
@@ -416,15 +420,23 @@ class AttentionPlan:
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
+        replicated: every rank holds the keys of all ranks, so there is one step, and nothing is sent.
     """
 
     def __init__(
-        self, mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False, per_host: int | None = None
+        self,
+        mask: Mask,
+        sharding: SequenceSharding,
+        rank: int,
+        gather: bool = False,
+        per_host: int | None = None,
+        replicated: bool = False,
     ) -> None:
         self.sharding = sharding
         self.rank = rank
         self.gather = gather
-        self.per_host = sharding.ring if per_host is None else per_host
+        self.per_host = sharding.ring if per_host is None or replicated else per_host
+        self.replicated = replicated
         self._runs = mask.runs(sharding.seq_len)
         self._steps: dict[int, Step] = {}
         self._fetches: dict[int, Exchange] = {}
@@ -433,6 +445,8 @@ class AttentionPlan:
         self._token = object()  # the plan's key in caches, which must not keep it alive
 
     def __len__(self) -> int:
+        if self.replicated:
+            return 1
         return min(2, self.sharding.ring) if self.gather else self.sharding.ring
 
     def __getitem__(self, index: int) -> Step:
@@ -497,6 +511,20 @@ class AttentionPlan:
         enough = self.sharding.seq_len * (1 - _DENSE_WITHOUT)
         # The first and the last rank are the most likely ones to need less.
         return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
+
+    @cached_property
+    def received_rows(self) -> tuple[int, int]:
+        """K/V rows that all ranks together receive in forward, inside hosts and between hosts. Equal on every rank."""
+        ranks, seq_len = range(self.sharding.ring), self.sharding.seq_len
+        if self.dense:
+            between = (self.hosts - 1) * seq_len
+            return (len(ranks) - 1) * seq_len - between, between
+        total = sum(_rows_of_others(self._visible(rank), [self.sharding.ring_positions(rank)]) for rank in ranks)
+        between = 0
+        for host in range(self.hosts) if self.hosts > 1 else ():
+            held = [self.sharding.ring_positions(rank) for rank in self._ranks_of_host(host)]
+            between += _rows_of_others(self._visible_on_host(host), held)
+        return total - between, between
 
     def nbytes(self) -> int:
         """About how much memory the plan takes."""
@@ -563,12 +591,20 @@ class AttentionPlan:
         held = self.sharding.ring_positions(key_rank)
         if self.dense:
             return Selection(((0, len(held)),)) if len(held) else NO_ROWS
-        ranks = range(host * self.per_host, (host + 1) * self.per_host)
+        ranks = self._ranks_of_host(host)
         if self.rank not in ranks and not any(self._may_see(rank, held) for rank in ranks):
             return NO_ROWS
+        return rows_in(self._visible_on_host(host), held)
+
+    def _ranks_of_host(self, host: int) -> range:
+        return range(host * self.per_host, (host + 1) * self.per_host)
+
+    def _visible_on_host(self, host: int) -> tuple[tuple[int, int], ...]:
+        """``visible_ranges`` of the queries of all ranks of a host."""
         if host not in self._host_ranges:
-            self._host_ranges[host] = merged_ranges(x for rank in ranks for x in self._visible(rank))
-        return rows_in(self._host_ranges[host], held)
+            ranges = (x for rank in self._ranks_of_host(host) for x in self._visible(rank))
+            self._host_ranges[host] = merged_ranges(ranges)
+        return self._host_ranges[host]
 
     def _may_see(self, query_rank: int, held: Positions) -> bool:
         """Whether the first and the last visible key of ``query_rank`` leave room for keys at ``held``."""
@@ -594,9 +630,10 @@ class AttentionPlan:
         return 0, index - fetched
 
     def _local_step(self) -> Step:
-        rows = rows_in(self._visible(self.rank), self._queries)
-        everything = Selection(((0, len(self._queries)),))
-        return Step(keys=ShardKeys(self._queries, everything) if len(rows) else None)
+        held = self.sharding.together().ring_positions(0) if self.replicated else self._queries
+        rows = rows_in(self._visible(self.rank), held)
+        everything = Selection(((0, len(held)),))
+        return Step(keys=ShardKeys(held, everything) if len(rows) else None)
 
     def _remote_step(self, index: int) -> Step:
         size, (host, local) = self.per_host, divmod(self.rank, self.per_host)
@@ -673,7 +710,12 @@ _PLANS_OF_A_MASK = 8
 
 
 def attention_plan(
-    mask: Mask, sharding: SequenceSharding, rank: int, gather: bool = False, per_host: int | None = None
+    mask: Mask,
+    sharding: SequenceSharding,
+    rank: int,
+    gather: bool = False,
+    per_host: int | None = None,
+    replicated: bool = False,
 ) -> AttentionPlan:
     """The plan of one ring rank. Kept with the mask, as long as the mask lives.
 
@@ -683,11 +725,12 @@ def attention_plan(
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
+        replicated: every rank holds the keys of all ranks.
     """
-    key: Hashable = sharding, rank, gather, per_host or sharding.ring
+    key: Hashable = sharding, rank, gather, per_host or sharding.ring, replicated
     plan: AttentionPlan | None = mask.plans.get(key)
     if plan is None:
-        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host))
+        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host, replicated))
         while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length
             mask.plans.pop(next(iter(mask.plans)), None)
         mask.plans[key] = plan
@@ -705,12 +748,14 @@ class MaskPlanner:
         rank: this rank in the ring.
         gather: whether K/V are received in one step.
         per_host: how many consecutive ranks of the ring share a host. None: all.
+        replicated: whether every rank holds the keys of all ranks.
     """
 
     sharding: SequenceSharding
     rank: int
     gather: bool
     per_host: int | None = None
+    replicated: bool = False
 
     def __call__(self, mask: Mask, seq_len: int | None = None) -> Mask:
         """Plan attention under ``mask``, and return the mask, which holds the plan from now on, also when pickled.
@@ -720,7 +765,7 @@ class MaskPlanner:
             seq_len: tokens of the full sequence; by default those of the planner's sharding.
         """
         sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
-        attention_plan(mask, sharding, self.rank, self.gather, self.per_host).prepare()
+        attention_plan(mask, sharding, self.rank, self.gather, self.per_host, self.replicated).prepare()
         return mask
 
 
@@ -798,6 +843,11 @@ def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
             elif begin < end:
                 spans.append((begin, end))
     return Selection(tuple(spans)) if spans else NO_ROWS
+
+
+def _rows_of_others(ranges: Sequence[tuple[int, int]], held: Sequence[Positions]) -> int:
+    """How many positions of the ``ranges`` are not in ``held``."""
+    return sum(stop - start for start, stop in ranges) - sum(len(rows_in(ranges, own)) for own in held)
 
 
 def _stop(range_: tuple[int, int]) -> int:

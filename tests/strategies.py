@@ -21,8 +21,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hybrid": {"strategy": "hybrid"},
 }
 
-# Megatron's TP-SP shards weights as well, so it exists as a layer only.
-LAYER_STRATEGIES: dict[str, dict[str, Any]] = {**STRATEGIES, "tp_sp": {"strategy": "tp_sp"}}
+# Strategies that include the projections exist as layers only.
+LAYER_STRATEGIES: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
+    "activations": {"strategy": "context_parallel", "gather": "activations"},
+    "tp_sp": {"strategy": "tp_sp"},
+}
 
 # One row for each layer class, for tests in which a row costs seconds.
 ONE_PER_CLASS = ("ring", "ulysses", "all_gather", "hybrid", "tp_sp")

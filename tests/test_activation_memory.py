@@ -62,6 +62,22 @@ def test_saved_activations_are_divided_by_the_ranks(pool: Pool, world: int) -> N
     pool.run(world, layers_save_a_shard)
 
 
+@on_ranks
+def gathered_keys_are_not_saved(group: ProcessGroup) -> None:
+    """Of a layer that gathers activations: the input, q, out and the log-sum-exp of this rank's tokens."""
+    layer = seqpar.ParallelAttention(
+        "context_parallel", HIDDEN, HEADS, HEADS, HEAD_DIM, group=group, gather="activations", bias=True
+    )
+    x = torch.randn(BATCH, TOKENS // group.size(), HIDDEN, requires_grad=True)
+    lse = 4 * BATCH * TOKENS * HEADS // group.size()
+    assert saved_bytes(layer, x) == 3 * x.nbytes + lse
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathered_keys_are_computed_again(pool: Pool, world: int) -> None:
+    pool.run(world, gathered_keys_are_not_saved)
+
+
 class Attention(nn.Module):
     """Attention as a function of q, for any keys."""
 

@@ -93,6 +93,10 @@ def test_a_layer_is_one_graph_over_steps(pool: Pool, strategy: str, ranks: int) 
     assert pool.run(ranks, compare_over_steps, strategy, "aot_eager", 20, deadline_s=240.0) == [1] * ranks
 
 
+def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
+    assert pool.run(2, compare_over_steps, "activations", "aot_eager", 3, deadline_s=240.0) == [1, 1]
+
+
 @on_ranks
 def compare_functions(group: ProcessGroup, strategy: str) -> None:
     """Every argument of the function, under ``dynamic=True``."""
@@ -165,16 +169,22 @@ def test_opcheck_of_tensor_parallel_operators(pool: Pool) -> None:
 
 
 @on_ranks
-def without_sharding(group: ProcessGroup) -> int:
-    """The number of graphs around a layer that needs a handshake."""
+def graphs_around(group: ProcessGroup, options: dict[str, Any], with_sharding: bool) -> int:
+    """The number of graphs around a layer."""
     torch._dynamo.reset()
-    layer = seqpar.ParallelAttention("ring", 16, 2, group=group)
+    layer = seqpar.ParallelAttention(hidden_size=16, num_heads=2, group=group, **options)
+    sharding = Sharding(8 * group.size(), group=group) if with_sharding else None
     graphs: list[str] = []
-    run = torch.compile(lambda x: layer(x * 2) * 2, backend=counting(graphs, "eager"))
+    run = torch.compile(lambda x: layer(x * 2, sharding=sharding) * 2, backend=counting(graphs, "eager"))
     x = torch.randn(1, 8, 16)
-    torch.testing.assert_close(run(x), layer(x * 2) * 2)
+    torch.testing.assert_close(run(x), layer(x * 2, sharding=sharding) * 2)
     return len(graphs)
 
 
 def test_a_handshake_breaks_the_graph(pool: Pool) -> None:
-    assert pool.run(2, without_sharding) == [2, 2]
+    assert pool.run(2, graphs_around, {"strategy": "ring"}, False) == [2, 2]
+
+
+def test_a_choice_by_the_mask_breaks_the_graph(pool: Pool) -> None:
+    auto = {"strategy": "context_parallel", "gather": "auto"}
+    assert pool.run(2, graphs_around, auto, True) == [2, 2]

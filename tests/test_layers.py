@@ -145,11 +145,11 @@ def local_layer(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("world", "layout"), WORLDS_AND_LAYOUTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "activations"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_strategy_is_the_local_layer(pool: Pool, name: str, strategy: str, world: int, layout: str) -> None:
     case = CASES[name]
-    by_rank = pool.run(world, layer_on_group, case, STRATEGIES[strategy], layout)
+    by_rank = pool.run(world, layer_on_group, case, LAYER_STRATEGIES[strategy], layout)
     for key, expected in local_layer(name).items():
         actual = by_rank[0][key]
         if key in ("y", "dx"):

@@ -6,7 +6,7 @@ counted: there is none once a mask and a sharding have been used. Process groups
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar import kernels
 from seqpar.layout import LAYOUTS
-from seqpar.strategies import autograd, operators, tensor_sequence
+from seqpar.strategies import autograd, gathered_activations, operators, tensor_sequence
 
 from .fake_cuda import fake_cuda
+from .strategies import LAYER_STRATEGIES
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 16, 8, 4
-# Strategy -> sizes of the mesh's dimensions dp, ring, ulysses, tp, at 8 and at 1,024 ranks.
+# Row of ``LAYER_STRATEGIES`` -> sizes of the mesh's dimensions dp, ring, ulysses, tp, at 8 and at 1,024 ranks.
 MESHES = {
     "ring": {8: (1, 8, 1, 1), 1024: (1, 1024, 1, 1)},
-    "context_parallel": {8: (1, 8, 1, 1), 1024: (1, 1024, 1, 1)},
+    "all_gather": {8: (1, 8, 1, 1), 1024: (1, 1024, 1, 1)},
+    "activations": {8: (1, 8, 1, 1), 1024: (16, 64, 1, 1)},
     "ulysses": {8: (1, 1, 8, 1), 1024: (64, 1, 16, 1)},
     "hybrid": {8: (1, 4, 2, 1), 1024: (1, 128, 8, 1)},
     "tp_sp": {8: (1, 1, 1, 8), 1024: (128, 1, 1, 8)},
@@ -93,10 +95,15 @@ def run_both_ways(function: type[torch.autograd.Function]) -> Any:
     return apply
 
 
+def run_without_autograd(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """``gathered_activations.differentiable`` with gradients of any values."""
+    return *function(*inputs), lambda *of_results: [torch.empty_like(x) for x in inputs]
+
+
 @contextmanager
 def without_a_gpu(world: int) -> Iterator[None]:
     """A fake process group of ``world`` ranks, of which this process is one in the middle, and no kernels."""
-    modules = autograd, tensor_sequence
+    modules = autograd, gathered_activations, tensor_sequence
     functions = [
         x for m in modules for x in vars(m).values() if isinstance(x, type) and issubclass(x, torch.autograd.Function)
     ]
@@ -106,6 +113,7 @@ def without_a_gpu(world: int) -> Iterator[None]:
         try:
             # Under a dispatch mode attention is one operator. Here its inside is to be seen.
             mock.patch.object(operators, "_get_current_dispatch_mode", return_value=None).start()
+            mock.patch.object(gathered_activations, "differentiable", run_without_autograd).start()
             for function in functions:
                 mock.patch.object(function, "apply", run_both_ways(function)).start()
             yield
@@ -124,12 +132,14 @@ def test_no_read_back_and_no_copy(strategy: str, world: int, monkeypatch: pytest
         mesh = seqpar.init_mesh(dp, ring, ulysses, tp, device_type="cpu")
         seq_len = ring * ulysses * tp * 16 + 3
         layouts = LAYOUTS if world == 8 else LAYOUTS[1:2]
-        shardings = [seqpar.Sharding(seq_len, layout, mesh=mesh, strategy=strategy) for layout in layouts]
+        options = LAYER_STRATEGIES[strategy]
+        name = options["strategy"]
+        shardings = [seqpar.Sharding(seq_len, layout, mesh=mesh, strategy=name) for layout in layouts]
         documents = seqpar.Mask.documents([*range(0, seq_len, 50), seq_len])
         with fake_cuda(), torch.no_grad():
             layer = seqpar.ParallelAttention(
-                strategy, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, mesh=mesh, qk_norm=False, device="cuda",
-                dtype=torch.bfloat16, rope=seqpar.RotaryEmbedding(HEAD_DIM),
+                hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, mesh=mesh,
+                qk_norm=False, device="cuda", dtype=torch.bfloat16, rope=seqpar.RotaryEmbedding(HEAD_DIM), **options,
             )  # fmt: skip
             for sharding in shardings:
                 x = torch.empty(1, sharding.seq_local, HIDDEN, device="cuda", dtype=torch.bfloat16)

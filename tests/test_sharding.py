@@ -286,7 +286,7 @@ def layer_on_mesh(group: ProcessGroup, layout: str, options: dict[str, Any], own
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["sharding's mesh", "layer's mesh"])
-@pytest.mark.parametrize("strategy", ["ring", "hybrid", "all_gather", "tp_sp"])
+@pytest.mark.parametrize("strategy", ["ring", "hybrid", "all_gather", "activations", "tp_sp"])
 def test_layers_with_a_sharding_on_a_mesh(batch: Batch, strategy: str, own: bool) -> None:
     batch.check(
         8, layer_on_mesh, LAYOUTS, lambda layout, by_rank: check_layer(by_rank), LAYER_STRATEGIES[strategy], own
@@ -552,7 +552,7 @@ def unfit_masks(group: ProcessGroup, strategy: str) -> list[tuple[str, int]]:
             lambda: layer(x, mask=mask),  # noqa: B023
             lambda: layer(x, mask=mask, sharding=sharding),  # noqa: B023
         ]
-        if strategy != "tp_sp":
+        if strategy in STRATEGIES:
             calls += [
                 lambda: seqpar.attention(q, q, q, mask=mask, **where, **options),  # noqa: B023
                 lambda: seqpar.attention(q, q, q, mask=mask, sharding=sharding, **options),  # noqa: B023

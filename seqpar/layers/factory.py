@@ -12,6 +12,7 @@ from ..checks import check_choice
 from ..kernels import BackendName
 from ..layout import Layout
 from ..strategies import StrategyName, StrategyOptions
+from ..strategies.gathered_activations import Gather
 from ..strategies.tensor_sequence import Overlap
 from .attention import (
     AttentionLayer,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     class LayerOptions(StrategyOptions, total=False):
         """The options of all layers."""
 
+        gather: Gather
+        """context_parallel with "all_gather": what ranks receive, "kv", "activations" or "auto"."""
         overlap: Overlap
         """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
         context: StrategyName | None
@@ -98,8 +101,8 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         backend: "auto" or one of ``seqpar.backends()``.
         device: the device of the weights.
         dtype: the dtype of the weights.
-        strategy_options: ``comm``, ``chunks`` and ``ulysses_size`` (context_parallel, hybrid), ``overlap`` and
-            ``context`` (tp_sp).
+        strategy_options: ``comm``, ``gather`` and ``chunks`` (context_parallel), ``ulysses_size`` (context_parallel and
+            hybrid), ``overlap`` and ``context`` (tp_sp). The layers' own pages document them.
 
     Returns:
         One of LocalAttention, RingAttention, UlyssesAttention, ContextParallelAttention, HybridAttention,

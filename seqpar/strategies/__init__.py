@@ -6,7 +6,8 @@ that take part in each:
 * inside ``ulysses``, an all-to-all turns a shard of the sequence into a shard of the heads and back (``ulysses.py``);
 * inside ``ring``, keys and values are sent to the ranks whose queries see them (``ring.py``).
 
-``tensor_sequence.py`` holds the third way, Megatron's, in which the projections around attention communicate instead.
+``tensor_sequence.py`` holds the third way, Megatron's, in which the projections around attention communicate instead;
+``gathered_activations.py`` uses its all-gather for context parallelism.
 To add a strategy, add a row to ``STRATEGIES``.
 """
 

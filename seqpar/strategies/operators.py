@@ -12,7 +12,7 @@ Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
@@ -62,6 +62,7 @@ class AttentionOptions:
         softmax_scale: a factor on the scores; None: ``head_dim ** -0.5``.
         softcap, dropout_p, deterministic, backend, return_lse: as for ``seqpar.attention``.
         layer_mask: what a layer adds to the mask: causality, window and chunk (see ``mask.layer_mask``).
+        replicated: whether k and v hold the tokens of all ranks (see ``gathered_activations.py``).
     """
 
     strategy: str
@@ -76,6 +77,7 @@ class AttentionOptions:
     backend: str = "auto"
     return_lse: bool = False
     layer_mask: tuple[bool, int | None, int | None] | None = None
+    replicated: bool = False
 
     def heads(self, q_shape: Sequence[int], k_shape: Sequence[int]) -> Heads:
         """The heads of tensors ``[b, s, h, d]`` and ``[b, s, n, d]``."""
@@ -114,8 +116,15 @@ def placement(
         groups = resolve(options.strategy, mesh, group, dict(options.strategy_options))
     if groups.sequence is not None and not options.tensor_parallel:
         sharding.check_ranks(groups.sequence)
+    if options.replicated:
+        groups = with_replicated_keys(groups)
     ring, ulysses = groups.ring_size, groups.ulysses_size
     return groups, SequenceSharding(sharding.seq_len, sharding.layout, ring, ulysses, tensor_size)
+
+
+def with_replicated_keys(groups: AttentionGroups) -> AttentionGroups:
+    """The same ranks, each of which holds the keys and values of all of them."""
+    return replace(groups, gather=False, chunks=None, replicated=True)
 
 
 def make_call(
@@ -136,7 +145,7 @@ def make_call(
     return AttentionCall(
         groups=groups,
         sharding=sharding,
-        plan=attention_plan(mask, sharding, groups.ring_rank, groups.gather, groups.per_host),
+        plan=attention_plan(mask, sharding, groups.ring_rank, groups.gather, groups.per_host, groups.replicated),
         score=Score(
             softmax_scale=head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale,
             softcap=options.softcap,
@@ -158,6 +167,11 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, groups: AttentionGroups, sharding: Sharding, tensor_parallel: bool
 ) -> None:
     """Raise unless the tensors fit the mask and the sharding."""
+    if groups.replicated:
+        keys = f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {sharding.seq_len} of the sequence"
+        if not k.shape[1] == v.shape[1] == sharding.seq_len:
+            raise ValueError(keys)
+        k, v = (x.narrow(1, 0, q.shape[1]) for x in (k, v))
     check_qkv(q, k, v)
     if mask.batch not in (1, q.shape[0]):
         raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
@@ -290,11 +304,13 @@ def _(
 
 @torch.library.custom_op("seqpar::positions", mutates_args=())
 def positions_op(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions) -> Tensor:
-    """Global positions of the tokens of ``like [b, s, ...]``, int64 ``[s]`` on the host.
+    """Global positions of the tokens of ``like [b, s, ...]``, int64 ``[s]`` on the host; of replicated keys, all.
 
     The same tensor each time, which rotary embeddings recognise. It must not be written to.
     """
     groups, sequence = placement(sharding, ranks, options)
+    if options.replicated:
+        return sequence.together().rank_positions(0)
     return sequence.rank_positions(rank_in(groups.sequence))
 
 
@@ -328,6 +344,12 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
+def seen_by_dispatch_mode() -> bool:
+    """Whether a dispatch mode, such as that of selective checkpointing, is to see attention as one operator."""
+    mode = _get_current_dispatch_mode()
+    return mode is not None and not isinstance(mode, FakeTensorMode)
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -355,8 +377,7 @@ def attend(
     several = groups.ring_size * groups.ulysses_size > 1
     if several and joins_backward and gradient_state(q, k, v, sinks) == 1:
         q = with_gradient(q)
-    mode = _get_current_dispatch_mode()
-    if mode is not None and not isinstance(mode, FakeTensorMode):
+    if seen_by_dispatch_mode():
         ranks = ParallelContext(mesh, group)
         if sharding is None:
             strategy: Any = "tp_sp" if options.tensor_parallel else None

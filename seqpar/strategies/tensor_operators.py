@@ -36,7 +36,8 @@ class ChunkOptions:
 
     Attributes:
         overlap: "auto", "ring", "symm_mem" or "none".
-        attention: of the attention that the tokens are for, whose order they take; None: one rank after another.
+        attention: of the attention that the tokens are for, whose order they take; None: one rank after another. If
+            its keys are replicated, the tokens are those of all its ranks.
     """
 
     overlap: str
@@ -64,6 +65,9 @@ def _chunks(
 ) -> SequenceChunks:
     """The chunks of a layer whose rank holds ``tokens`` tokens."""
     sharding.check_local(tokens)
+    if options.attention is not None and options.attention.replicated:
+        groups, sequence = placement(sharding, ranks, options.attention)
+        return SequenceChunks.of_context(groups.sequence, sequence, device)
     group = ranks.tensor
     if options.attention is None:
         return SequenceChunks.in_rank_order(group, sharding.lengths_in(group), options.overlap, device)

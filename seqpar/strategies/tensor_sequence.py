@@ -188,11 +188,14 @@ class SequenceChunks:
         group: the tensor-parallel ranks; None is a single rank.
         rows: which rows of the full sequence each rank holds.
         overlap: "ring", "symm_mem" or "none".
+        float32_gradients: whether partial gradients of the input are computed and sent in float32, whatever its dtype.
+            With "ring" only.
     """
 
     group: ProcessGroup | None
     rows: ChunkRows
     overlap: str = "ring"
+    float32_gradients: bool = False
 
     @staticmethod
     def of_sharding(
@@ -205,6 +208,11 @@ class SequenceChunks:
         """
         rows = _rows_of_sharding(sharding, rank, device)
         return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
+
+    @staticmethod
+    def of_context(group: ProcessGroup | None, sharding: SequenceSharding, device: torch.device) -> SequenceChunks:
+        """The chunks of all ranks of attention, each of which is to hold the full sequence."""
+        return SequenceChunks(group, _rows_of_sharding(sharding.together(), 0, device), float32_gradients=True)
 
     @staticmethod
     def in_rank_order(
@@ -276,13 +284,29 @@ class SequenceChunks:
         return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own.shape)
 
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
-        """Every rank's chunk, piece by piece, this rank's first. The next chunk is received while one is used."""
-        incoming: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
-        for step in range(1, self.size + 1):
-            current = incoming
-            if step < self.size:
-                incoming = self._start_step(chunk, step)
+        """Every rank's chunk, piece by piece, this rank's first. The next chunk is received while one is used.
+
+        The first transfers start at once. ``make_ready`` must have been called.
+        """
+        own: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
+        return self._receive_after(own, self._start_step(chunk, 1), chunk) if self.size > 1 else iter([own])
+
+    def _receive_after(
+        self, own: Iterator[Piece], incoming: Iterator[Piece], chunk: Tensor
+    ) -> Iterator[Iterator[Piece]]:
+        """The rest of ``receive_chunks``, once the first transfers have started."""
+        yield own
+        for step in range(2, self.size):
+            current, incoming = incoming, self._start_step(chunk, step)
             yield current
+        yield incoming
+
+    def cut_chunks(self, full: Tensor) -> Iterator[Iterator[Piece]]:
+        """What ``receive_chunks`` gives, out of the full sequence ``[b, t, ...]``."""
+        for step in range(self.size):
+            source = (self.rank - step) % self.size
+            pieces = (self.rows.chunks[source],) if step == 0 else self.rows.pieces[source]
+            yield ((rows, rows.take(full)) for rows in pieces)
 
     def _start_step(self, chunk: Tensor, step: int) -> Iterator[Piece]:
         """Start receiving the chunk of the rank ``step`` before this one, and sending ``chunk`` to the rank ``step``
@@ -403,10 +427,34 @@ def all_gather_linear_forward(x: Tensor, weights: Sequence[Tensor], chunks: Sequ
         return tuple(F.linear(full, w) for w in weights)
     if chunks.overlap == "symm_mem":
         return tuple(all_gather_matmul(x, weights, chunks.group))
+    return project_pieces(chunks.receive_chunks(x), x, weights, chunks)
+
+
+def project_pieces(
+    pieces: Iterator[Iterator[Piece]],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    chunks: SequenceChunks,
+    full: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """``F.linear`` of every rank's tokens with each of the weights, as they arrive.
+
+    Args:
+        pieces: what ``chunks.receive_chunks(x)`` returned.
+        x: ``[b, s, in]``, this rank's tokens.
+        weights: each ``[out_i, in]``.
+        chunks: which tokens each rank holds.
+        full: ``[b, t, in]``, to be filled with the tokens.
+
+    Returns:
+        ``[b, t, out_i]`` for each weight.
+    """
     outs = tuple(x.new_empty(x.shape[0], chunks.total, w.shape[0]) for w in weights)  # [b, t, out_i]
-    for rows, piece in chain.from_iterable(chunks.receive_chunks(x)):
+    for rows, piece in chain.from_iterable(pieces):
         for out, w in zip(outs, weights, strict=True):
             rows.put(out, F.linear(piece, w))
+        if full is not None:
+            rows.put(full, piece)
     return outs
 
 
@@ -417,8 +465,12 @@ def all_gather_linear_backward(
     chunks: SequenceChunks,
     need_x: bool,
     need_weights: Sequence[bool],
+    full: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The gradients of ``x`` and of each weight, those that are needed."""
+    """The gradients of ``x`` and of each weight, those that are needed.
+
+    ``full [b, t, in]`` is the gathered input, if it is at hand; with "ring" only.
+    """
     dweights = [torch.zeros_like(w, dtype=sum_dtype(w)) for w in weights]
     # As one weight, so that the partial gradient of x is rounded once, after the sum over all weights. The outputs'
     # gradients, which are larger, are joined for some rows at a time only.
@@ -426,7 +478,8 @@ def all_gather_linear_backward(
 
     def input_gradient(rows: Rows) -> Tensor:
         parts = [rows.take(dout) for dout in douts]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, -1)) @ weight
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return matmul_float32(joined, weight) if chunks.float32_gradients else joined @ weight
 
     def add_weight_gradients(rows: Rows | None, piece: Tensor) -> None:
         for dweight, dout, needed in zip(dweights, douts, need_weights, strict=True):
@@ -437,13 +490,15 @@ def all_gather_linear_backward(
     if chunks.overlap == "ring":
         # Behind the GEMMs of each step, the next chunk of x is received and the last partial dx is sent.
         partial_dx = PartialSums(chunks)
-        x_chunks = chunks.receive_chunks(x) if any(need_weights) else repeat(iter(()), chunks.size)
+        x_chunks: Iterator[Iterator[Piece]] = repeat(iter(()), chunks.size)
+        if any(need_weights):
+            x_chunks = chunks.receive_chunks(x) if full is None else chunks.cut_chunks(full)
         for step, pieces in enumerate(x_chunks, start=1):
             if need_x:
                 partial_dx.add(step % chunks.size, input_gradient)
             for rows, piece in pieces:
                 add_weight_gradients(rows, piece)
-        dx = partial_dx.result() if need_x else None
+        dx = partial_dx.result().to(x.dtype) if need_x else None
     else:
         if need_x and chunks.overlap == "symm_mem":
             dx = matmul_reduce_scatter(torch.cat(list(douts), -1), weight, chunks.group)
@@ -518,6 +573,17 @@ def linear_reduce_scatter_backward(
         dx = full @ weight
         add_weight_gradient(dweight, full, x)
     return dx, dweight.to(weight.dtype)
+
+
+def matmul_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """``x [b, t, out] @ weight [out, in]`` with a result in float32 (float64 for float64)."""
+    dtype = sum_dtype(x)
+    if x.dtype == dtype:
+        return x @ weight
+    if x.device.type == "cuda" and torch.version.hip is None:  # the GEMM accumulates in float32: it need not round
+        y: Tensor = torch.mm(x.flatten(0, 1), weight, out_dtype=dtype).unflatten(0, x.shape[:2])
+        return y
+    return x.to(dtype) @ weight.to(dtype)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
