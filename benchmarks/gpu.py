@@ -1,11 +1,13 @@
-"""Check the Triton kernels on one GPU, then measure them. One command, under 8 minutes:
+"""Check the attention backends on one GPU, then measure them. One command, under 8 minutes:
 
     python benchmarks/gpu.py                 # checks, then measures; writes benchmarks/results/gpu-<name>.json and .md
     TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke      # the same code on tiny shapes without a GPU, no figures
 
-Checks compare the kernels with the oracle of the tests in float64. Measurements are medians of interleaved rounds of:
+Checks compare the Triton kernels, and the backends on libraries that are installed, with the oracle of the tests in
+float64. Measurements are medians of interleaved rounds of:
 
-* these kernels, ``scaled_dot_product_attention`` with the cuDNN and the flash backend, and FlexAttention;
+* these kernels, the backends on libraries, ``scaled_dot_product_attention`` with the cuDNN and the flash backend, and
+  FlexAttention;
 * one rank's steps of an 8-way zigzag ring, run one after another on this one GPU without communication, beside an
   eighth of the full causal attention;
 * attention with a carry, beside the same attention without one;
@@ -39,7 +41,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 # The oracle is in tests/, which is not installed. At the end of the path: it must not hide an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 
-from seqpar.kernels.base import Score
+from seqpar.kernels import BACKENDS
+from seqpar.kernels.base import Backend, OutputGrad, Score
+from seqpar.kernels.library import LibraryBackend
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
 from seqpar.schedule import KeyIntervals
@@ -95,29 +99,39 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
-def run_steps(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, steps: int, score: Score) -> list[Tensor]:
-    """out, dq, dk, dv of the kernels, with the keys in ``steps`` steps."""
+def libraries(smoke: bool) -> list[Backend]:
+    """The backends on libraries that can run here; without a GPU the reference stands for them."""
+    if smoke:
+        return [BACKENDS["reference"]]
+    return [b for b in BACKENDS.values() if isinstance(b, LibraryBackend) and b.unavailable() is None]
+
+
+def run_steps(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, steps: int, score: Score
+) -> list[Tensor]:
+    """out, dq, dk, dv of a backend, with the keys in ``steps`` steps. What it is to write to holds NaNs before."""
     positions = torch.arange(q.shape[1])
     parts = [torch.arange(step, k.shape[1], steps) for step in range(steps)]
     carry = None
     for step, keys in enumerate(parts):
         at, intervals = keys.to(DEVICE), key_intervals(mask, positions, keys)
-        carry = attention_forward(q, k[:, at], v[:, at], intervals, score, carry=carry, last=step == steps - 1)
+        carry = backend.forward(q, k[:, at], v[:, at], intervals, score, carry, step == steps - 1)
     assert carry is not None
     out, lse = carry
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
-    row_delta = delta(out, dout)
-    for keys in parts:
+    dq, dk, dv = (torch.full_like(x, torch.nan, dtype=torch.float32) for x in (q, k, v))
+    output = OutputGrad(dout, out, lse, delta(out, dout))
+    for step, keys in enumerate(parts):
         at, intervals = keys.to(DEVICE), key_intervals(mask, positions, keys)
-        dkeys, dvalues = (torch.zeros_like(x[:, at], dtype=torch.float32) for x in (k, v))
-        attention_backward(dout, q, k[:, at], v[:, at], lse, row_delta, intervals, score, dq, dkeys, dvalues)
-        dk[:, at] += dkeys
-        dv[:, at] += dvalues
+        grads = [torch.full_like(x[:, at], torch.nan, dtype=torch.float32) for x in (k, v)]
+        backend.backward(
+            q, k[:, at], v[:, at], output, intervals, score, dq, grads[0], grads[1], new_dq=step == 0, new_dkv=True
+        )
+        dk[:, at], dv[:, at] = grads
     return [out, dq, dk, dv]
 
 
 def check(report: Report, smoke: bool) -> None:
-    """Every kernel against float64 on fresh random inputs: relative error by norm."""
+    """Every backend against float64 on fresh random inputs: relative error by norm."""
     length = 40 if smoke else 513
     rules: dict[str, Rules] = {
         "causal": (Rule("causal"),),
@@ -129,6 +143,7 @@ def check(report: Report, smoke: bool) -> None:
     limit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
     # Fewer head_dims for the rarer dtypes: compiling is most of the time here.
     head_dims = {torch.bfloat16: [40, 64, 128, 256], torch.float16: [64, 128], torch.float32: [64]}
+    backends = [BACKENDS["triton"], *libraries(smoke)]
     for dtype in dtypes:
         for head_dim in [32] if smoke else head_dims[dtype]:
             for name in list(rules)[: 2 if smoke else None]:
@@ -136,25 +151,32 @@ def check(report: Report, smoke: bool) -> None:
                     q, dout = (normal(2, length, 4, head_dim, dtype=dtype) for _ in range(2))
                     k, v = (normal(2, length, 2, head_dim, dtype=dtype) for _ in range(2))
                     score = Score(head_dim**-0.5, softcap)
-                    found = run_steps(q, k, v, dout, combined_mask(rules[name]), steps, score)
                     visible = visible_pairs(rules[name], length).to(DEVICE)
                     dense = dense_gradients(q, k, v, visible, dout, softmax_scale=score.softmax_scale, softcap=softcap)
-                    errors = {
-                        which: float((x.double() - dense[which]).norm() / dense[which].norm())
-                        for which, x in zip(("out", "dq", "dk", "dv"), found, strict=True)
-                    }
-                    row = {
-                        "dtype": _name(dtype),
-                        "head_dim": head_dim,
-                        "mask": name,
-                        "steps": steps,
-                        "softcap": softcap,
-                        "errors": errors,
-                        "passed": all(error < limit[dtype] for error in errors.values()),
-                    }
-                    report.checks.append(row)
-                    if not row["passed"]:
-                        print(f"WRONG: {row}", flush=True)
+                    for backend in backends:
+                        if backend.unsupported(q, k, score, lse_gradient=False) is not None:
+                            continue
+                        errors, failure = dict[str, float](), ""
+                        try:
+                            found = run_steps(backend, q, k, v, dout, combined_mask(rules[name]), steps, score)
+                            for which, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
+                                errors[which] = float((x.double() - dense[which]).norm() / dense[which].norm())
+                        except Exception as error:  # of one backend: the others are measured all the same
+                            failure = f"{type(error).__name__}: {str(error)[:200]}"
+                        row = {
+                            "backend": backend.name,
+                            "dtype": _name(dtype),
+                            "head_dim": head_dim,
+                            "mask": name,
+                            "steps": steps,
+                            "softcap": softcap,
+                            "errors": errors,
+                            "failure": failure,
+                            "passed": not failure and all(error < limit[dtype] for error in errors.values()),
+                        }
+                        report.checks.append(row)
+                        if not row["passed"]:
+                            print(f"WRONG: {row}", flush=True)
     failed = sum(not row["passed"] for row in report.checks)
     print(f"checks: {len(report.checks) - failed} passed, {failed} failed", flush=True)
 
@@ -203,6 +225,16 @@ class Case:
     def backward(self) -> None:
         inputs = (self.dout, self.q, self.k, self.v, self.lse, delta(self.out, self.dout))
         attention_backward(*inputs, self.intervals, self.score, *self.gradients)
+
+    def backend_forward(self, backend: Backend) -> object:
+        return backend.forward(self.q, self.k, self.v, self.intervals, self.score, None, True)
+
+    def backend_backward(self, backend: Backend) -> None:
+        output = OutputGrad(self.dout, self.out, self.lse, None)
+        if backend.reads_delta:
+            output = output._replace(delta=delta(self.out, self.dout))
+        inputs = self.q, self.k, self.v, output, self.intervals, self.score
+        backend.backward(*inputs, *self.gradients, new_dq=True, new_dkv=True)
 
     def peers(self) -> Iterator[tuple[str, Callable[[], Tensor], list[Tensor]]]:
         """Other implementations: name, forward, the tensors to differentiate by."""
@@ -282,6 +314,12 @@ def measure_speed(report: Report, smoke: bool) -> None:
                 go: dict[str, Thunk] = {"seqpar": case.forward}
                 back: dict[str, Thunk] = {"seqpar": case.backward}
                 grad = case.dout.transpose(1, 2)
+                for backend in libraries(smoke):
+                    if (why := backend.unsupported(case.q, case.k, case.score, lse_gradient=False)) is not None:
+                        report.skipped.append(f"backend {backend.name}, {label}: {why}")
+                        continue
+                    go[f"backend {backend.name}"] = partial(case.backend_forward, backend)
+                    back[f"backend {backend.name}"] = partial(case.backend_backward, backend)
                 for name, run, inputs in () if smoke else case.peers():
                     try:
                         result = run()
@@ -400,7 +438,7 @@ def markdown(report: Report) -> str:
     lines = [f"# {env['gpu']}", "", f"torch {env['torch']}, triton {env['triton']}, cuDNN {env['cudnn']}.", "",
              f"Checks against float64: {len(report.checks) - len(failed)} passed, {len(failed)} failed.",
              ""]  # fmt: skip
-    names = ["seqpar", "cudnn", "flash", "flex"]
+    names = list(dict.fromkeys(name for row in report.speed for name in row["forward"]))
     for direction in ("forward", "backward"):
         lines += [f"## TFLOP/s {direction}, bfloat16", "",
                   "| tokens | batch | head_dim | heads | mask | " + " | ".join(names) + " | of cuDNN |",

@@ -32,10 +32,11 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -148,14 +149,16 @@ class KeyIntervals:
         q_positions: int32 ``[q_len]``, global positions, increasing. ALiBi and dropout depend on them, nothing else
             does: without these two any int32 tensor will do.
         k_positions: int32 ``[k_len]``, likewise.
-        tiles: by batch row, what a backend without key intervals has derived from ``lo`` and ``hi``.
+        tiles: what a backend without key intervals has derived from ``lo`` and ``hi``.
+        made_on_host: makes the same intervals on the host, without reading those on a GPU; None if nothing can.
     """
 
     lo: Tensor
     hi: Tensor
     q_positions: Tensor
     k_positions: Tensor
-    tiles: dict[int, Any] = field(default_factory=dict, repr=False)
+    tiles: dict[Any, Any] = field(default_factory=dict, repr=False)
+    made_on_host: Callable[[], KeyIntervals | None] | None = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +172,14 @@ class KeyIntervals:
         lo, hi, q_positions, k_positions = (
             x.to(device) for x in (self.lo, self.hi, self.q_positions, self.k_positions)
         )
-        return KeyIntervals(lo, hi, q_positions, k_positions)
+        made_on_host = self.on_host if self.lo.device == CPU else self.made_on_host
+        return KeyIntervals(lo, hi, q_positions, k_positions, made_on_host=made_on_host)
+
+    def on_host(self) -> KeyIntervals | None:
+        """The same intervals on the host, without waiting for a GPU; None if that is not possible."""
+        if self.lo.device == CPU:
+            return self
+        return None if self.made_on_host is None else self.made_on_host()
 
 
 @dataclass(frozen=True)
@@ -546,9 +556,12 @@ class AttentionPlan:
 
         def make() -> KeyIntervals:
             lo, hi = (keys.counts_below(x).int() for x in self._global_intervals(device))  # [b, q_len]
-            if not positions:
-                return KeyIntervals(lo, hi, lo, lo)
-            return KeyIntervals(lo, hi, self._queries.tensor(device).int(), keys.positions(device).int())
+            q_positions = k_positions = lo
+            if positions:
+                q_positions, k_positions = self._queries.tensor(device).int(), keys.positions(device).int()
+            plan = ref(self)  # a cached value must not keep the plan alive
+            on_host = partial(_intervals_on_host, plan, index)
+            return KeyIntervals(lo, hi, q_positions, k_positions, made_on_host=on_host)
 
         return cached_tensors((self._token, index, positions), device, make)
 
@@ -702,6 +715,12 @@ _EMPTY_STEP = Step()
 def _ranks_of(groups: list[list[int]], first: int, stride: int) -> list[list[int]]:
     """The ranks ``first + i * stride`` of the indices ``i`` in ``groups``."""
     return [[first + i * stride for i in group] for group in groups]
+
+
+def _intervals_on_host(plan: ReferenceType[AttentionPlan], index: int) -> KeyIntervals | None:
+    """The intervals of a step on the host, computed there; None if the plan is no more."""
+    alive = plan()
+    return None if alive is None else alive.intervals(index, CPU)
 
 
 # Plans by equal masks: a mask that is made anew for every layer is planned once.

@@ -117,8 +117,10 @@ def test_the_package_requires_torch_einops_and_numpy_only(wheel: Path) -> None:
     assert _requirements(wheel)[""] == {"einops", "numpy", "torch"}
 
 
-# Distributions that no Python file imports, and the file that shows their use.
+# Distributions that no import statement names, and the file that shows their use.
 TOOLS = {
+    "flash-attn": "seqpar/kernels/flash.py",
+    "flash-attn-4": "seqpar/kernels/flash.py",
     "mypy": "Makefile",
     "mkdocs-material": "mkdocs.yml",
     "mkdocstrings": "mkdocs.yml",

@@ -1,15 +1,16 @@
 """The attention backends of this machine, and the rule by which one is chosen for a call.
 
-``backend="auto"`` takes the first backend of the list below that can run on this machine and supports the call (dtype,
-device, head_dim, features). If a backend is named but lacks a feature of the call, the call falls back to the next one
-that has it; ``seqpar.trace()`` shows which ran. Where a GPU is left with the reference, a RuntimeWarning says why. The
-list, best first: triton (CUDA, ROCm), cpu, reference. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on
-a CPU, slowly, for tests: "auto" never chooses it.
+``backend="auto"`` takes the first backend that can run on this machine and supports the call (dtype, device, head_dim,
+features), in an order that depends on the GPU: see ``order``. If a backend is named but lacks a feature of the call,
+the call falls back to the next one that has it; ``seqpar.trace()`` shows which ran. Where a GPU is left with the
+reference, a RuntimeWarning says why. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on a CPU, slowly,
+for tests: "auto" never chooses it.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -21,14 +22,52 @@ from ..checks import check_choice
 from ..comm.trace import count_backend
 from .base import Backend, RepeatedKV, Score
 from .cpu import CpuBackend
+from .cudnn import CudnnBackend
 from .elementwise import interpreted
+from .flash import FlashAttention2Backend, FlashAttention3Backend, FlashAttention4Backend, TorchFlashBackend
+from .library import LibraryBackend
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
-BackendName = Literal["auto", "triton", "cpu", "reference"]
+BackendName = Literal[
+    "auto", "triton", "flash_attn_4", "flash_attn_3", "cudnn", "flash_attn", "flash", "cpu", "reference"
+]
 
-# Best first. To add a backend, add it here.
-BACKENDS: dict[str, Backend] = {b.name: b for b in (TritonBackend(), CpuBackend(), ReferenceBackend())}
+# The fastest first where results are not merged, by the compute capability's major. Sources: docs/numerics.md.
+_FASTEST: dict[int, tuple[str, ...]] = {
+    8: ("flash_attn", "flash", "triton", "cudnn"),
+    9: ("flash_attn_4", "flash_attn_3", "cudnn", "triton", "flash_attn", "flash"),
+    10: ("flash_attn_4", "cudnn", "triton", "flash_attn", "flash"),
+    11: ("flash_attn_4", "triton", "flash_attn", "flash"),
+    12: ("flash_attn", "flash", "triton", "cudnn"),
+}
+# Backends that carry float32 from step to step come first where results are merged.
+_CARRYING = ("triton",)
+
+
+def _uncut(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
+    """The backend for a step whose mask a library's kernels do not know."""
+    triton = BACKENDS["triton"]
+    why = triton.unavailable() or triton.unsupported(q, k, score, lse_gradient=False, v_head_dim=v.shape[3])
+    if why is None and not interpreted():
+        return triton
+    if q.is_cuda:
+        _warn_of_reference(f"the library has no kernel for this mask; triton: {why}")
+    return BACKENDS["reference"]
+
+
+# To add a backend, add it here.
+_ALL: tuple[Backend, ...] = (
+    TritonBackend(),
+    FlashAttention4Backend(_uncut),
+    FlashAttention3Backend(_uncut),
+    CudnnBackend(_uncut),
+    FlashAttention2Backend(_uncut),
+    TorchFlashBackend(_uncut),
+    CpuBackend(),
+    ReferenceBackend(),
+)
+BACKENDS: dict[str, Backend] = {b.name: b for b in _ALL}
 
 
 @dataclass(frozen=True)
@@ -62,6 +101,21 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend={name!r} cannot run here: {why}; use backend='auto'")
 
 
+def order(q: Tensor, carry: bool) -> Sequence[str]:
+    """The names of the backends, in the order in which "auto" tries them for queries like ``q``.
+
+    Args:
+        q: ``[b, q, h, d]``.
+        carry: whether the results of several steps are merged. A backend that carries float32 rounds them once; the
+            kernels of a library round each.
+    """
+    fastest: tuple[str, ...] = ()
+    if q.is_cuda and torch.version.hip is None and torch.cuda.is_available():
+        fastest = _FASTEST.get(torch.cuda.get_device_capability(q.device)[0], ())
+    first = _CARRYING if carry else fastest
+    return list(dict.fromkeys(name for name in (*first, *fastest, *BACKENDS) if name in BACKENDS))
+
+
 def select(
     name: str,
     q: Tensor,
@@ -71,6 +125,8 @@ def select(
     lse_gradient: bool = False,
     deterministic: bool = False,
     kv_index: list[int] | None = None,
+    carry: bool = True,
+    v_head_dim: int | None = None,
 ) -> Backend:
     """The backend for a call: the named one if it supports the call, else the best one that does.
 
@@ -81,26 +137,37 @@ def select(
         lse_gradient: whether the backward has a gradient of the log-sum-exp.
         deterministic: leave out backends whose gradients may differ from run to run.
         kv_index: the KV head of each query head, if the query heads do not form equal groups over the KV heads.
+        carry: whether the call has several steps, whose results are merged.
+        v_head_dim: the head_dim of v; by default that of q and k.
     """
-    preferred = [BACKENDS[name]] if name != "auto" else []
-    others = [b for b in BACKENDS.values() if not (b.name == "triton" and interpreted())]
-    for backend in (*preferred, *others):
-        if deterministic and not backend.deterministic:
+    named = [] if name == "auto" else [name]
+    others = [other for other in order(q, carry) if not (other == "triton" and interpreted())]
+    for candidate in (*named, *others):
+        backend: Backend | None = BACKENDS[candidate]
+        if deterministic and isinstance(backend, LibraryBackend):
+            backend = backend.made_deterministic()
+        if backend is None or (deterministic and not backend.deterministic):
             continue
-        if backend.unavailable() is None and backend.unsupported(q, k, score, lse_gradient=lse_gradient) is None:
+        if backend.unavailable() is not None:
+            continue
+        if backend.unsupported(q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim) is None:
             count_backend(backend.name)
             if backend.name == "reference" and name != "reference" and q.is_cuda:
-                _warn_of_reference(_why_not(q, k, score, lse_gradient, deterministic))
+                _warn_of_reference(_why_not(q, k, score, lse_gradient, deterministic, v_head_dim))
             return backend if kv_index is None else RepeatedKV(backend, torch.tensor(kv_index, device=q.device))
     raise RuntimeError("no backend supports this call")  # unreachable: the reference supports every call
 
 
-def _why_not(q: Tensor, k: Tensor, score: Score, lse_gradient: bool, deterministic: bool) -> str:
+def _why_not(
+    q: Tensor, k: Tensor, score: Score, lse_gradient: bool, deterministic: bool, v_head_dim: int | None
+) -> str:
     """Why each backend for GPUs cannot run a call."""
     reasons = {}
     for name, backend in BACKENDS.items():
         if name not in ("cpu", "reference"):
-            reasons[name] = backend.unavailable() or backend.unsupported(q, k, score, lse_gradient=lse_gradient)
+            reasons[name] = backend.unavailable() or backend.unsupported(
+                q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim
+            )
             if deterministic and not backend.deterministic:
                 reasons[name] = reasons[name] or "not deterministic"
     return "; ".join(f"{name}: {why}" for name, why in reasons.items())

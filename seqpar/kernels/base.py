@@ -73,8 +73,9 @@ class OutputGrad(NamedTuple):
 class Backend(Protocol):
     """Attention of local queries over the keys of one step, computed by one kernel library.
 
-    Shapes: ``q, dout, out, dq [b, q, h, d]``, ``k, v, dk, dv [b, k, n, d]``, ``lse, delta [b, h, q]``. Query head ``i``
-    reads KV head ``i // (h // n)``. Statistics and accumulators are float32, or float64 for float64 inputs.
+    Shapes: ``q, dq [b, q, h, d]``, ``k, dk [b, k, n, d]``, ``v, dv [b, k, n, e]``, ``out, dout [b, q, h, e]``,
+    ``lse, delta [b, h, q]``; e is v's head_dim, for most models d. Query head ``i`` reads KV head ``i // (h // n)``.
+    Statistics and accumulators are float32, or float64 for float64 inputs.
     """
 
     name: str
@@ -85,8 +86,10 @@ class Backend(Protocol):
         """Why it cannot run on this machine, or None."""
         ...
 
-    def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
-        """Why it cannot compute this call, or None."""
+    def unsupported(
+        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
+    ) -> str | None:
+        """Why it cannot compute this call, or None. ``v_head_dim`` is that of ``v`` where it is not that of ``q``."""
         ...
 
     def forward(
@@ -140,11 +143,12 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_carry(q: Tensor) -> Carry:
-    """The carry of queries ``q [b, q, h, d]`` that have seen no key."""
-    batch, q_len, heads, _ = q.shape
+def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
+    """The carry of queries ``q [b, q, h, d]`` that have seen no key; ``v_head_dim`` is d by default."""
+    batch, q_len, heads, dim = q.shape
     dtype = accumulator(q.dtype)
-    return torch.zeros_like(q, dtype=dtype), q.new_full((batch, heads, q_len), -torch.inf, dtype=dtype)
+    acc = q.new_zeros(batch, q_len, heads, dim if v_head_dim is None else v_head_dim, dtype=dtype)
+    return acc, q.new_full((batch, heads, q_len), -torch.inf, dtype=dtype)
 
 
 def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
@@ -158,7 +162,7 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
         return
     weight = torch.sigmoid(out_lse - lse)  # [b, h, q]
     weight.nan_to_num_(0.0)  # -inf minus -inf: neither part has seen a key
-    acc.lerp_(out, weight.transpose(1, 2).unsqueeze(-1))
+    acc.lerp_(out.to(acc.dtype), weight.transpose(1, 2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, out_lse))
 
 
@@ -198,8 +202,10 @@ class RepeatedKV:
     def unavailable(self) -> str | None:
         return self._backend.unavailable()
 
-    def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
-        return self._backend.unsupported(q, k, score, lse_gradient=lse_gradient)
+    def unsupported(
+        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
+    ) -> str | None:
+        return self._backend.unsupported(q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool

@@ -31,7 +31,9 @@ class CpuBackend:
     def unavailable(self) -> str | None:
         return None
 
-    def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
+    def unsupported(
+        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
+    ) -> str | None:
         if q.device.type != "cpu":
             return f"the tensors are on {q.device.type}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -41,6 +43,8 @@ class CpuBackend:
                 return f"PyTorch's CPU flash kernel has no {name}"
         if score.alibi_slopes is not None:
             return "PyTorch's CPU flash kernel has no ALiBi"
+        if v_head_dim not in (None, q.shape[-1]):
+            return f"head_dim={q.shape[-1]} of q and k, {v_head_dim} of v (equal ones only)"
         if lse_gradient:
             return "PyTorch's CPU flash backward takes no gradient of lse"
         return None

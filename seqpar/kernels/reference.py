@@ -3,7 +3,8 @@
 The online softmax of Milakov and Gimelshein (2018), blocked as in FlashAttention (Dao et al., 2022). Only one block of
 scores exists at a time, so memory does not grow with the product of the lengths.
 
-Shapes: b batch, q queries, k keys, h query heads, n KV heads, g query heads per KV head (h = n g), d head_dim.
+Shapes: b batch, q queries, k keys, h query heads, n KV heads, g query heads per KV head (h = n g), d head_dim, e
+head_dim of v.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ class ReferenceBackend:
     def unavailable(self) -> str | None:
         return None
 
-    def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
+    def unsupported(
+        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
+    ) -> str | None:
         return None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        acc, lse = carry or empty_carry(q)  # [b, q, h, d], [b, h, q]
+        acc, lse = carry or empty_carry(q, v.shape[3])  # [b, q, h, e], [b, h, q]
         intervals = intervals.to(q.device)
         dtype = accumulator(q.dtype)
         for queries, keys in _blocks(intervals):
@@ -48,8 +51,8 @@ class ReferenceBackend:
             if score.dropout_p:
                 p = p * _dropout_factor(q, intervals, queries, keys, score)
             p = rearrange(p, "b (n g) q k -> b n g q k", n=k.shape[2])
-            out = einsum(p, v[:, keys].to(dtype), "b n g q k, b k n d -> b q n g d")
-            merge_(acc[:, queries], lse[:, :, queries], rearrange(out, "b q n g d -> b q (n g) d"), block_lse)
+            out = einsum(p, v[:, keys].to(dtype), "b n g q k, b k n e -> b q n g e")
+            merge_(acc[:, queries], lse[:, :, queries], rearrange(out, "b q n g e -> b q (n g) e"), block_lse)
         return finish((acc, lse), score, q.dtype) if last else (acc, lse)
 
     def backward(
@@ -79,9 +82,9 @@ class ReferenceBackend:
             p = torch.exp(s - _subtrahend(lse[:, :, queries])[..., None])
             block_q, block_dout = (
                 _by_kv_head(x[:, queries].to(dtype), k.shape[2]) for x in (q, dout)
-            )  # [b, q, n, g, d]
-            block_k, block_v = k[:, keys].to(dtype), v[:, keys].to(dtype)  # [b, k, n, d]
-            dp = einsum(block_dout, block_v, "b q n g d, b k n d -> b n g q k")
+            )  # [b, q, n, g, d], [b, q, n, g, e]
+            block_k, block_v = k[:, keys].to(dtype), v[:, keys].to(dtype)  # [b, k, n, d], [b, k, n, e]
+            dp = einsum(block_dout, block_v, "b q n g e, b k n e -> b n g q k")
             dp = rearrange(dp, "b n g q k -> b (n g) q k")
             dropped = p
             if score.dropout_p:
@@ -92,7 +95,7 @@ class ReferenceBackend:
             block_dq = einsum(ds, block_k, "b n g q k, b k n d -> b q n g d")
             dq[:, queries] += rearrange(block_dq, "b q n g d -> b q (n g) d")
             dk[:, keys] += einsum(ds, block_q, "b n g q k, b q n g d -> b k n d")
-            dv[:, keys] += einsum(dropped, block_dout, "b n g q k, b q n g d -> b k n d")
+            dv[:, keys] += einsum(dropped, block_dout, "b n g q k, b q n g e -> b k n e")
 
 
 def _blocks(intervals: KeyIntervals) -> Iterator[tuple[slice, slice]]:

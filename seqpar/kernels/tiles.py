@@ -69,10 +69,10 @@ def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
         return
     first_lo, first_hi = lo.tolist(), hi.tolist()
     pending: int | None = None  # first query of the runs that wait for a masked block
-    for start, stop, kind in _runs(lo, hi):
+    for start, stop, kind in runs(lo, hi):
         empty = first_lo[start] == first_hi[start]
         short = stop - start < _SHORT_RUN and stop - start < len(lo)
-        plain = not empty and not short and kind in (_STILL, _HI_MOVES)
+        plain = not empty and not short and kind in (STILL, HI_MOVES)
         if (plain or empty) and pending is not None:
             yield from _masked(first_lo, first_hi, pending, start)
             pending = None
@@ -84,39 +84,40 @@ def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
         yield from _masked(first_lo, first_hi, pending, len(lo))
 
 
-_STILL, _HI_MOVES, _BOTH_MOVE, _OTHER = range(4)
+STILL, HI_MOVES, BOTH_MOVE, LO_MOVES, _OTHER = range(5)
 
 
-def _runs(lo: Tensor, hi: Tensor) -> Iterator[tuple[int, int, int]]:
+def runs(lo: Tensor, hi: Tensor) -> Iterator[tuple[int, int, int]]:
     """Maximal runs as ``(start, stop, step)``; ``step`` says how ``lo`` and ``hi`` change along the run.
 
-    ``steps[t]`` is the step from query ``t`` to ``t + 1``. A run of one query has the step ``_STILL``.
+    ``steps[t]`` is the step from query ``t`` to ``t + 1``. A run of one query has the step ``STILL``.
     """
     dlo, dhi, seen = lo.diff(), hi.diff(), lo < hi
     steps = torch.full_like(dlo, _OTHER)
-    steps[(dlo == 0) & (dhi == 0)] = _STILL
-    steps[(dlo == 0) & (dhi == 1)] = _HI_MOVES
-    steps[(dlo == 1) & (dhi == 1)] = _BOTH_MOVE
-    steps[~seen[1:] & ~seen[:-1]] = _STILL
+    steps[(dlo == 0) & (dhi == 0)] = STILL
+    steps[(dlo == 0) & (dhi == 1)] = HI_MOVES
+    steps[(dlo == 1) & (dhi == 1)] = BOTH_MOVE
+    steps[(dlo == 1) & (dhi == 0)] = LO_MOVES
+    steps[~seen[1:] & ~seen[:-1]] = STILL
     steps[seen[1:] != seen[:-1]] = _OTHER
-    start, kind, row = 0, _STILL, 1
+    start, kind, row = 0, STILL, 1
     for step, count in zip(*(x.tolist() for x in steps.unique_consecutive(return_counts=True)), strict=True):
         if step == _OTHER:  # each of these queries is a run of its own, unless the next step continues it
             for first in range(row, row + count):
                 yield start, first, kind
-                start, kind = first, _STILL
+                start, kind = first, STILL
         elif start == row - 1:  # the current run has one query: this step continues it
             kind = step
         else:
             yield start, row, kind
-            start, kind = row, step if count > 1 else _STILL
+            start, kind = row, step if count > 1 else STILL
         row += count
     yield start, len(lo), kind
 
 
 def _plain(lo: int, hi: int, start: int, stop: int, kind: int) -> Iterator[Tile]:
-    """The tiles of a ``_STILL`` or ``_HI_MOVES`` run whose first query sees the keys ``lo:hi``."""
-    if kind == _STILL:
+    """The tiles of a ``STILL`` or ``HI_MOVES`` run whose first query sees the keys ``lo:hi``."""
+    if kind == STILL:
         yield Tile(start, stop, lo, hi, Kind.FULL)
         return
     if hi - 1 > lo:

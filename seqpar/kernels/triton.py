@@ -25,11 +25,15 @@ class TritonBackend:
     def unavailable(self) -> str | None:
         return unavailable()
 
-    def unsupported(self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool) -> str | None:
+    def unsupported(
+        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
+    ) -> str | None:
         if q.dtype not in DTYPES:
             return f"{q.dtype} (float16, bfloat16 and float32 only)"
         if q.shape[-1] > _MAX_HEAD_DIM:
             return f"head_dim={q.shape[-1]} (at most {_MAX_HEAD_DIM})"
+        if v_head_dim not in (None, q.shape[-1]):
+            return f"head_dim={q.shape[-1]} of q and k, {v_head_dim} of v (equal ones only)"
         if not score.softmax_scale > 0:
             return f"softmax_scale={score.softmax_scale} (positive only)"
         if interpreted():

@@ -1,0 +1,252 @@
+"""Cut key intervals into few calls of a kernel that knows full, causal and banded attention.
+
+A mask that is piecewise linear is a few bands, each over its own queries:
+
+    keys ->        a window of 3 in two packed documents
+    x                       band 1: rows 0 to 4, keys 0 to 4, left 2, right 0
+    xx
+    xxx
+     xxx
+      xxx
+         x                  band 2: rows 5 to 7, keys 5 to 7, the same left and right
+         xx
+         xxx
+
+The two are one call of a kernel that takes sequences of several lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ..schedule import KeyIntervals
+from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, runs
+
+# With more runs than this, a kernel that takes the intervals as they are is faster than cutting them.
+_MOST_RUNS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Band:
+    """Queries ``q0:q1`` and keys ``k0:k1``, aligned in the bottom right corner as in flash-attn.
+
+    Query ``i`` sees the keys ``j`` of ``k0:k1`` with ``p - left <= j <= p + right``, where ``p = i - q1 + k1``; -1 is
+    unlimited. Every query sees some key.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    left: int
+    right: int
+
+    def moved(self, queries: int, keys: int) -> Band:
+        """The same band, so many rows and columns further."""
+        return Band(self.q0 + queries, self.q1 + queries, self.k0 + keys, self.k1 + keys, self.left, self.right)
+
+
+def bands(intervals: KeyIntervals, row: int) -> list[Band] | None:
+    """The bands of one batch row, from the first query to the last, a query in one band; None if they are too many.
+
+    Args:
+        intervals: on the host.
+        row: the batch row.
+    """
+    lo, hi = intervals.lo[row], intervals.hi[row]
+    los, his = lo.numpy(), hi.numpy()
+    found: list[Band] = []
+    if not len(los):
+        return found
+    for number, (start, stop, step) in enumerate(runs(lo, hi)):
+        if number >= _MOST_RUNS:
+            return None
+        first_lo, first_hi = int(los[start]), int(his[start])
+        if first_lo == first_hi:
+            continue
+        k1, last = first_hi, stop - 1 - start
+        if step in (HI_MOVES, BOTH_MOVE):
+            k1 += last
+        left, right = -1, 0 if step in (HI_MOVES, BOTH_MOVE) else -1
+        if step in (LO_MOVES, BOTH_MOVE):  # query ``start``, at p = start - stop + k1, sees p - left = first_lo
+            left = start - stop + k1 - first_lo
+        band = Band(start, stop, first_lo, k1, left, right)
+        if found and (joined := _joined(found[-1], band)) is not None:
+            found[-1] = joined
+        else:
+            found.append(band)
+    return found
+
+
+def _joined(a: Band, b: Band) -> Band | None:
+    """Both as one, where ``a`` is the beginning of a window whose left side binds from ``b`` on."""
+    continues = a.q1 == b.q0 and a.right == b.right == 0 and a.k1 + (b.q1 - b.q0) == b.k1
+    if continues and a.left == -1 and b.left >= 0 and b.k0 in (a.k0, a.k0 + 1):
+        return Band(a.q0, b.q1, a.k0, b.k1, b.left, 0)
+    return None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a library's kernel.
+
+    Attributes:
+        q0, q1, k0, k1: the rows of q and of k: of each batch row if ``every_row``, else of all batch rows laid end to
+            end.
+        left, right: the band, as in ``Band``.
+        every_row: whether the call is for all batch rows alike.
+        ends: for a packed call, one past the last query and the last key of each sequence, counted from ``q0`` and
+            ``k0``; else None. ``left, right`` hold for each sequence.
+        masked: whether the kernel takes the intervals themselves; ``left, right`` are unlimited.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    left: int
+    right: int
+    every_row: bool = False
+    ends: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    masked: bool = False
+
+    @property
+    def queries(self) -> slice:
+        """The rows of q."""
+        return slice(self.q0, self.q1)
+
+    @property
+    def keys(self) -> slice:
+        """The rows of k."""
+        return slice(self.k0, self.k1)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a sequence."""
+        if self.ends is None:
+            return self.q1 - self.q0, self.k1 - self.k0
+        q, k = (max(b - a for a, b in pairwise((0, *ends))) for ends in self.ends)
+        return max(2, q), k  # flash-attn takes 1 to mean that every sequence has one query
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some packed queries have no keys."""
+        return self.ends is not None and any(a == b for a, b in pairwise((0, *self.ends[1])))
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What the kernels of a library can do in one call.
+
+    Attributes:
+        windows: bands with a left side, and causal ones with more keys than queries. Without, full and causal squares.
+        packs: sequences of several lengths.
+        gaps: such sequences with queries and no keys, or keys and no queries.
+        intervals: key intervals as they are, where more than a few calls are needed.
+        fewest_keys: keys of a call.
+    """
+
+    windows: bool = True
+    packs: bool = True
+    gaps: bool = False
+    intervals: bool = False
+    fewest_keys: int = 1
+
+
+def cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int) -> list[Call] | None:
+    """The calls of one step, or None if ``most`` calls are not enough.
+
+    Args:
+        intervals: on the host.
+        batch, q_len, k_len: of q and k.
+        can: what one call can do.
+        most: so many calls at most.
+    """
+    calls = _cut(intervals, batch, q_len, k_len, can, most)
+    if calls is None and can.intervals:
+        return [Call(0, q_len, 0, k_len, -1, -1, every_row=True, masked=True)]
+    return calls
+
+
+def _cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int) -> list[Call] | None:
+    by_row: list[list[Band]] = []
+    for row in range(intervals.lo.shape[0]):
+        found = bands(intervals, row)
+        if found is None:
+            return None
+        by_row.append(found)
+    if len(by_row) == 1 and batch > 1:
+        calls = _calls(by_row[0], can, most)
+        if calls is None or all(call.ends is None for call in calls):
+            return calls and [replace(call, every_row=True) for call in calls]
+        by_row *= batch
+    return _calls([band.moved(i * q_len, i * k_len) for i, row in enumerate(by_row) for band in row], can, most)
+
+
+def _calls(found: Sequence[Band], can: Abilities, most: int) -> list[Call] | None:
+    calls: list[Call] = []
+    for chain in _chains(found, can):
+        made = [_packed(chain)] if len(chain) > 1 else _alone(chain[0], can)
+        if made is None or len(calls) + len(made) > most or any(x.k1 - x.k0 < can.fewest_keys for x in made):
+            return None
+        calls += made
+    return calls
+
+
+def _chains(found: Sequence[Band], can: Abilities) -> Iterator[list[Band]]:
+    """Consecutive bands that can be packed into one call."""
+    chain: list[Band] = []
+    left: int | None = -1
+    for band in found:
+        if chain:
+            last = chain[-1]
+            beside = (band.q0, band.k0) == (last.q1, last.k1) or (can.gaps and band.k0 >= last.k1)
+            common = _common_left(left, chain, band)
+            if can.packs and beside and band.right == last.right and common is not None:
+                chain.append(band)
+                left = common
+                continue
+            yield chain
+        chain, left = [band], band.left
+    if chain:
+        yield chain
+
+
+def _common_left(left: int | None, chain: Sequence[Band], band: Band) -> int | None:
+    """A left side that is right for the chain, whose own is ``left``, and for the band; None if there is none."""
+    if left is None or left == band.left:
+        return left
+    # A left side that reaches beyond the first key of every sequence is as good as none.
+    if band.left == -1:
+        return left if left >= band.k1 - band.k0 - 1 else None
+    if left == -1:
+        return band.left if all(band.left >= other.k1 - other.k0 - 1 for other in chain) else None
+    return None
+
+
+def _packed(chain: Sequence[Band]) -> Call:
+    q0, k0 = chain[0].q0, chain[0].k0
+    q_ends, k_ends = [0], [0]
+    for band in chain:
+        if band.q0 - q0 > q_ends[-1]:  # queries without keys
+            q_ends.append(band.q0 - q0)
+            k_ends.append(k_ends[-1])
+        if band.k0 - k0 > k_ends[-1]:  # keys without queries
+            q_ends.append(q_ends[-1])
+            k_ends.append(band.k0 - k0)
+        q_ends.append(band.q1 - q0)
+        k_ends.append(band.k1 - k0)
+    left, right = max(band.left for band in chain), chain[0].right
+    return Call(q0, chain[-1].q1, k0, chain[-1].k1, left, right, ends=(tuple(q_ends[1:]), tuple(k_ends[1:])))
+
+
+def _alone(band: Band, can: Abilities) -> list[Call] | None:
+    q0, q1, k0, k1 = band.q0, band.q1, band.k0, band.k1
+    corner = k1 - (q1 - q0)
+    if can.windows or (band.left, band.right) == (-1, -1) or (band.left == -1 and corner == k0):
+        return [Call(q0, q1, k0, k1, band.left, band.right)]
+    if band.left == -1:  # a full rectangle beside a causal square
+        return [Call(q0, q1, k0, corner, -1, -1), Call(q0, q1, corner, k1, -1, 0)]
+    return None

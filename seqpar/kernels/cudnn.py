@@ -1,0 +1,65 @@
+"""Attention on cuDNN's kernels, through the operators of ``scaled_dot_product_attention``.
+
+cuDNN's causal mask begins in the top left corner, so a causal band is a full rectangle beside a causal square. Windows
+and packed documents run on the fallback.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bands import Abilities
+from .library import LibraryBackend, Options, head_dims
+
+_forward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+# Of cuDNN: the first one whose kernels have no lower limit on the number of queries.
+_OLDEST = 90000
+
+
+class CudnnBackend(LibraryBackend):
+    """cuDNN's fused attention."""
+
+    name = "cudnn"
+    capabilities = (8, 9, 10, 12)
+    abilities = Abilities(windows=False, packs=False, fewest_keys=2)
+    _lse_dims = 4  # of the operators' lse; some versions have [b, h, q, 1], others [b, h, q]
+
+    def unavailable(self) -> str | None:
+        if torch.version.cuda is None:
+            return "this PyTorch is built without CUDA"
+        version = torch.backends.cudnn.version()
+        if version is None or version < _OLDEST:
+            return f"PyTorch's cuDNN is {version or 'missing'}, and 9.0 or newer is needed"
+        return None if torch.cuda.is_available() else "no CUDA GPU"
+
+    def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
+        if max(head_dim, v_head_dim) <= 128:
+            return None
+        version = torch.backends.cudnn.version() or 0
+        if (head_dim, v_head_dim) == (192, 128) and version >= 91100 and capability[0] in (9, 10):
+            return None
+        known = "up to 128; 192 and 128 with cuDNN 9.11 on compute capability 9.0 and 10.x"
+        return f"{head_dims(head_dim, v_head_dim)} ({known})"
+
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = _forward(*heads_first, None, True, 0.0, options.causal, False, scale=options.softmax_scale)
+        type(self)._lse_dims = lse.dim()
+        return out.transpose(1, 2), lse.reshape(lse.shape[:3])
+
+    def call_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        lse = lse[..., None] if self._lse_dims == 4 else lse
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout
+        grads = _backward(
+            dout, q, k, v, out, lse, unused, unused, None, None, None,
+            options.max_q, options.max_k, 0.0, options.causal, scale=options.softmax_scale,
+        )  # fmt: skip
+        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv

@@ -1,0 +1,319 @@
+"""Attention on the kernels of a library: key intervals cut into few calls, partial results merged in float32.
+
+FlashAttention's kernels have neither a carry nor key intervals. They return ``lse``, and their backward accepts any
+``out`` and ``lse``: so the gradient of one part of a larger attention is a call with that attention's final ``out`` and
+``lse``. ``bands.py`` says which calls make up a step. Every query is in one call, or in two side by side where a
+library knows squares only: so what is merged are the partial results of different steps.
+
+In each step the library rounds its partial output, dq, dk and dv to the dtype of ``q``. They are merged and added in
+float32, and rounded once more at the end. Attention in a single step is rounded like the library's own.
+
+Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim, e head_dim of v, t rows of all sequences of a
+packed call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..cache import upload
+from ..comm.trace import count_backend
+from ..schedule import KeyIntervals
+from .bands import Abilities, Call, cut
+from .base import Backend, Carry, OutputGrad, Score, empty_carry, finish, merge_, row_delta
+
+# A step that takes more calls runs on a kernel that takes the intervals as they are, if there is one.
+_MOST_CALLS = 8
+
+Fallback = Callable[[Tensor, Tensor, Tensor, Score], Backend]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a library's kernel is told besides the tensors.
+
+    Attributes:
+        softmax_scale, softcap: as in ``Score``.
+        left, right: the band, as in ``bands.Band``; -1 is unlimited.
+        cu_q, cu_k: int32 ``[sequences + 1]`` on the device, the boundaries of a packed call's sequences; else None.
+        max_q, max_k: no sequence is longer.
+        intervals: for a call with ``Call.masked``, on the device; else None.
+    """
+
+    softmax_scale: float
+    softcap: float
+    left: int
+    right: int
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    max_q: int
+    max_k: int
+    intervals: KeyIntervals | None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the band is the causal mask."""
+        return (self.left, self.right) == (-1, 0)
+
+
+class LibraryBackend(ABC):
+    """A library's kernels behind the protocol ``Backend``. A subclass says what they can do, and calls them.
+
+    Attributes:
+        capabilities: compute capabilities (major) that there are kernels for.
+        max_head_dim: the largest head_dim, of q and k.
+        softcap: whether the kernels cap scores.
+        abilities: which masks they know, whatever the queries.
+        optionally_deterministic: whether there are kernels with gradients that have the same bits in every run.
+    """
+
+    name: str
+    device_type = "cuda"
+    deterministic = False
+    reads_delta = False  # the kernels compute delta themselves, from dout and out
+    capabilities: tuple[int, ...] = (8, 9, 10, 11, 12)
+    max_head_dim = 256
+    softcap = False
+    abilities = Abilities()
+    optionally_deterministic = False
+
+    def __init__(self, fallback: Fallback) -> None:
+        """``fallback(q, k, v, score)`` is the backend for steps that the library cannot do in a few calls."""
+        self._fallback = fallback
+
+    # What a subclass provides
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine, or None."""
+
+    @abstractmethod
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        """``out`` and ``lse`` of one call.
+
+        Args:
+            q, k, v: ``[b, q, h, d]``, ``[b, k, n, d]``, ``[b, k, n, e]``; packed ``[t, h, d]``, ``[t, n, d]``,
+                ``[t, n, e]``.
+            options: see there.
+
+        Returns:
+            ``out [b, q, h, e]``, packed ``[t, h, e]``, and ``lse`` float32 ``[b, h, q]``, packed ``[h, t]``; infinite,
+            with either sign, for a query without keys.
+        """
+
+    @abstractmethod
+    def call_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv`` of one call, shaped like ``q, k, v``. ``out`` and ``lse`` (dense) are the final ones."""
+
+    def able(self, q: Tensor) -> Abilities:
+        """Which masks the kernels know, for queries like ``q``."""
+        return self.abilities
+
+    def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
+        """Why there are no kernels for these head_dims, of q and k and of v, or None."""
+        if v_head_dim != head_dim:
+            return f"{head_dims(head_dim, v_head_dim)} (equal ones only)"
+        if head_dim > self.max_head_dim:
+            return f"head_dim={head_dim} (at most {self.max_head_dim})"
+        return None
+
+    # The protocol
+
+    def unsupported(
+        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
+    ) -> str | None:
+        if q.device.type != self.device_type:
+            return f"the tensors are on {q.device.type}"
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            return f"{q.dtype} (float16 and bfloat16 only)"
+        v_head_dim = q.shape[-1] if v_head_dim is None else v_head_dim
+        if q.shape[-1] % 8 or v_head_dim % 8:
+            return f"{head_dims(q.shape[-1], v_head_dim)} (multiples of 8 only)"
+        if not score.softmax_scale > 0:
+            return f"softmax_scale={score.softmax_scale} (positive only)"
+        if score.softcap and not self.softcap:
+            return "no softcap"
+        if score.alibi_slopes is not None:
+            return "no ALiBi by global positions"
+        if score.dropout_p:
+            return "no dropout by global positions"
+        if lse_gradient:
+            return "no gradient of lse"
+        capability = _capability(q.device)
+        if capability[0] not in self.capabilities:
+            majors = ", ".join(f"{major}.x" for major in self.capabilities)
+            return f"compute capability {capability[0]}.{capability[1]} ({majors} only)"
+        return self.refused_head_dim(q.shape[-1], v_head_dim, capability)
+
+    def made_deterministic(self) -> Backend | None:
+        """This backend with gradients that have the same bits in every run, or None."""
+        if not self.optionally_deterministic:
+            return None
+        made = copy(self)
+        made.deterministic = True
+        return made
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
+    ) -> Carry:
+        calls = self._calls(intervals, q, k)
+        if calls is None:
+            return self._other(q, k, v, score).forward(q, k, v, intervals, score, carry, last)
+        first, carry, written = carry is None, carry or None, 0
+        for call in calls:
+            out, lse = self.call_forward(
+                _rows(q, call, call.queries),
+                _rows(k, call, call.keys),
+                _rows(v, call, call.keys),
+                self._options(call, intervals, score, q.device),
+            )
+            if call.has_gaps or call.masked:
+                lse = lse.masked_fill(lse.isinf(), -torch.inf)
+            if carry is None and lse.numel() == len(q) * q.shape[1] * q.shape[2]:  # all queries
+                if call.ends is not None:
+                    lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+                carry = out.view(*q.shape[:3], -1), lse
+                if not (last and len(calls) == 1):
+                    carry = carry[0].float(), lse
+                written = call.q1
+                continue
+            carry = carry or empty_carry(q, v.shape[3])
+            for rows, queries, part, part_lse in _by_place(call, out, lse, q.shape[1]):
+                acc, acc_lse = carry[0][rows, queries], carry[1][rows, :, queries]
+                if first and call.q0 >= written:  # no other call of this step has these queries
+                    acc.copy_(part)
+                    acc_lse.copy_(part_lse)
+                else:
+                    merge_(acc, acc_lse, part, part_lse)
+            written = max(written, call.q1)
+        carry = carry or empty_carry(q, v.shape[3])
+        return finish(carry, score, q.dtype) if last else carry
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: OutputGrad,
+        intervals: KeyIntervals,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        new_dq: bool = False,
+        new_dkv: bool = False,
+    ) -> None:
+        calls = self._calls(intervals, q, k)
+        if calls is None:
+            other = self._other(q, k, v, score)
+            if other.reads_delta and output.delta is None:
+                output = output._replace(delta=row_delta(output.out, output.dout, None))
+            other.backward(q, k, v, output, intervals, score, dq, dk, dv, new_dq=new_dq, new_dkv=new_dkv)
+            return
+        targets, new = (dq, dk, dv), [new_dq, new_dkv, new_dkv]
+        for call in calls:
+            at = call.queries, call.keys, call.keys
+            grads = self.call_backward(
+                _rows(output.dout, call, call.queries),
+                _rows(q, call, call.queries),
+                _rows(k, call, call.keys),
+                _rows(v, call, call.keys),
+                _rows(output.out, call, call.queries),
+                _statistics(output.lse, call),
+                self._options(call, intervals, score, q.device),
+            )
+            for i, (grad, target, rows) in enumerate(zip(grads, targets, at, strict=True)):
+                if new[i] and grad.numel() < target.numel():
+                    target.zero_()
+                part = _rows(target, call, rows, writable=True)
+                if new[i] and grad.numel() == target.numel():
+                    part.copy_(grad)
+                else:
+                    part.add_(grad)
+            new = [False] * 3
+        for target, empty in zip(targets, new, strict=True):
+            if empty:
+                target.zero_()
+
+    def _calls(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[Call] | None:
+        """The calls of one step; None if a few are not enough. Kept with ``intervals``."""
+        can = self.able(q)
+        key = "calls", can, q.shape[0]
+        if key not in intervals.tiles:
+            sizes = q.shape[0], q.shape[1], k.shape[1]
+            with _disable_current_modes():  # real values, also where the tensors on the device are fake
+                host = intervals.on_host()
+                intervals.tiles[key] = None if host is None else cut(host, *sizes, can, _MOST_CALLS)
+        calls: list[Call] | None = intervals.tiles[key]
+        return calls
+
+    def _options(self, call: Call, intervals: KeyIntervals, score: Score, device: torch.device) -> Options:
+        cu_q = cu_k = None
+        if call.ends is not None:
+            if call.ends not in intervals.tiles:
+                host = torch.tensor([(0, *ends) for ends in call.ends], dtype=torch.int32, device="cpu")
+                intervals.tiles[call.ends] = upload(host, device).unbind()
+            cu_q, cu_k = intervals.tiles[call.ends]
+        taken = intervals if call.masked else None
+        return Options(score.softmax_scale, score.softcap, call.left, call.right, cu_q, cu_k, *call.longest, taken)
+
+    def _other(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
+        """The backend for a step that takes too many calls."""
+        other = self._fallback(q, k, v, score)
+        count_backend(other.name)
+        return other
+
+
+def head_dims(head_dim: int, v_head_dim: int) -> str:
+    """For messages."""
+    return f"head_dim={head_dim}" + (f" of q and k, {v_head_dim} of v" if v_head_dim != head_dim else "")
+
+
+def _rows(x: Tensor, call: Call, rows: slice, writable: bool = False) -> Tensor:
+    """The rows of a call of ``x [b, s, h, d]``: ``[b, rows, h, d]``, or of a packed call ``[rows, h, d]``.
+
+    Unless the call is for every batch row alike, rows are counted over all batch rows laid end to end.
+    """
+    if call.every_row or len(x) == 1:
+        part = x[:, rows]
+        return part if call.ends is None else part[0]
+    flat = x.view(-1, *x.shape[2:]) if writable else x.flatten(0, 1)
+    return flat[rows] if call.ends is not None else flat[None, rows]
+
+
+def _statistics(lse: Tensor, call: Call) -> Tensor:
+    """The rows of a call of ``lse [b, h, q]``, contiguous: ``[b, h, rows]``, or of a packed call ``[h, rows]``."""
+    if call.every_row or len(lse) == 1:
+        part = lse[:, :, call.queries]
+        return (part if call.ends is None else part[0]).contiguous()
+    part = lse.transpose(0, 1).flatten(1)[:, call.queries]
+    return (part if call.ends is not None else part[None]).contiguous()
+
+
+def _by_place(call: Call, out: Tensor, lse: Tensor, q_len: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+    """Batch rows, queries, and the ``out [b, q, h, d]`` and ``lse [b, h, q]`` that belong there."""
+    if call.ends is not None:
+        out, lse = out[None], lse[None]
+    if call.every_row:
+        yield slice(None), call.queries, out, lse
+        return
+    for row in range(call.q0 // q_len, -(-call.q1 // q_len)):
+        start, stop = max(call.q0, row * q_len), min(call.q1, (row + 1) * q_len)
+        at = slice(start - call.q0, stop - call.q0)
+        yield slice(row, row + 1), slice(start - row * q_len, stop - row * q_len), out[:, at], lse[:, :, at]
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
