@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from ..schedule import KeyIntervals
@@ -122,7 +123,7 @@ class Call:
         """The rows of k."""
         return slice(self.k0, self.k1)
 
-    @property
+    @cached_property
     def longest(self) -> tuple[int, int]:
         """The most queries and the most keys of a sequence."""
         if self.ends is None:
@@ -130,7 +131,7 @@ class Call:
         q, k = (max(b - a for a, b in pairwise((0, *ends))) for ends in self.ends)
         return max(2, q), k  # flash-attn takes 1 to mean that every sequence has one query
 
-    @property
+    @cached_property
     def has_gaps(self) -> bool:
         """Whether some packed queries have no keys."""
         return self.ends is not None and any(a == b for a, b in pairwise((0, *self.ends[1])))

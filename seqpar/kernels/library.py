@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,16 +167,17 @@ class LibraryBackend(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        calls = self._calls(intervals, q, k)
-        if calls is None:
+        launches = self._launches(intervals, q, k)
+        if launches is None:
             return self._other(q, k, v, score).forward(q, k, v, intervals, score, carry, last)
-        first, carry, written = carry is None, carry or None, 0
-        for call in calls:
+        first, written = carry is None, 0
+        for launch in launches:
+            call = launch.call
             out, lse = self.call_forward(
                 _rows(q, call, call.queries),
                 _rows(k, call, call.keys),
                 _rows(v, call, call.keys),
-                self._options(call, intervals, score, q.device),
+                _options(launch, intervals, score),
             )
             if call.has_gaps or call.masked:
                 lse = lse.masked_fill(lse.isinf(), -torch.inf)
@@ -183,7 +185,7 @@ class LibraryBackend(ABC):
                 if call.ends is not None:
                     lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
                 carry = out.view(*q.shape[:3], -1), lse
-                if not (last and len(calls) == 1):
+                if not (last and len(launches) == 1):
                     carry = carry[0].float(), lse
                 written = call.q1
                 continue
@@ -214,15 +216,16 @@ class LibraryBackend(ABC):
         new_dq: bool = False,
         new_dkv: bool = False,
     ) -> None:
-        calls = self._calls(intervals, q, k)
-        if calls is None:
+        launches = self._launches(intervals, q, k)
+        if launches is None:
             other = self._other(q, k, v, score)
             if other.reads_delta and output.delta is None:
                 output = output._replace(delta=row_delta(output.out, output.dout, None))
             other.backward(q, k, v, output, intervals, score, dq, dk, dv, new_dq=new_dq, new_dkv=new_dkv)
             return
         targets, new = (dq, dk, dv), [new_dq, new_dkv, new_dkv]
-        for call in calls:
+        for launch in launches:
+            call = launch.call
             at = call.queries, call.keys, call.keys
             grads = self.call_backward(
                 _rows(output.dout, call, call.queries),
@@ -231,7 +234,7 @@ class LibraryBackend(ABC):
                 _rows(v, call, call.keys),
                 _rows(output.out, call, call.queries),
                 _statistics(output.lse, call),
-                self._options(call, intervals, score, q.device),
+                _options(launch, intervals, score),
             )
             for i, (grad, target, rows) in enumerate(zip(grads, targets, at, strict=True)):
                 if new[i] and grad.numel() < target.numel():
@@ -246,33 +249,45 @@ class LibraryBackend(ABC):
             if empty:
                 target.zero_()
 
-    def _calls(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[Call] | None:
+    def _launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[_Launch] | None:
         """The calls of one step; None if a few are not enough. Kept with ``intervals``."""
         can = self.able(q)
-        key = "calls", can, q.shape[0]
+        key = "launches", can, q.shape[0], q.device
         if key not in intervals.tiles:
             sizes = q.shape[0], q.shape[1], k.shape[1]
             with _disable_current_modes():  # real values, also where the tensors on the device are fake
                 host = intervals.on_host()
-                intervals.tiles[key] = None if host is None else cut(host, *sizes, can, _MOST_CALLS)
-        calls: list[Call] | None = intervals.tiles[key]
-        return calls
-
-    def _options(self, call: Call, intervals: KeyIntervals, score: Score, device: torch.device) -> Options:
-        cu_q = cu_k = None
-        if call.ends is not None:
-            if call.ends not in intervals.tiles:
-                host = torch.tensor([(0, *ends) for ends in call.ends], dtype=torch.int32, device="cpu")
-                intervals.tiles[call.ends] = upload(host, device).unbind()
-            cu_q, cu_k = intervals.tiles[call.ends]
-        taken = intervals if call.masked else None
-        return Options(score.softmax_scale, score.softcap, call.left, call.right, cu_q, cu_k, *call.longest, taken)
+                calls = None if host is None else cut(host, *sizes, can, _MOST_CALLS)
+            intervals.tiles[key] = None if calls is None else [_launch(call, q.device) for call in calls]
+        launches: list[_Launch] | None = intervals.tiles[key]
+        return launches
 
     def _other(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
         """The backend for a step that takes too many calls."""
         other = self._fallback(q, k, v, score)
         count_backend(other.name)
         return other
+
+
+class _Launch(NamedTuple):
+    """A call, and for a packed one the boundaries of its sequences on the device, int32 ``[sequences + 1]``."""
+
+    call: Call
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+
+def _launch(call: Call, device: torch.device) -> _Launch:
+    if call.ends is None:
+        return _Launch(call)
+    host = torch.tensor([(0, *ends) for ends in call.ends], dtype=torch.int32, device="cpu")
+    return _Launch(call, *upload(host, device).unbind())
+
+
+def _options(launch: _Launch, intervals: KeyIntervals, score: Score) -> Options:
+    call, cu_q, cu_k = launch
+    taken = intervals if call.masked else None
+    return Options(score.softmax_scale, score.softcap, call.left, call.right, cu_q, cu_k, *call.longest, taken)
 
 
 def head_dims(head_dim: int, v_head_dim: int) -> str:
