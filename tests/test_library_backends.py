@@ -308,6 +308,11 @@ def test_a_mask_that_the_library_does_not_know_runs_on_another_backend() -> None
         with stand_ins() as kernels:  # one call, with lists of blocks
             check(ring_of("flash_attn_4", problem, 3, "striped", gather=gather), problem)
             assert (kernels.calls["masked"] > 0) == gather
+    with stand_ins() as kernels, seqpar.trace() as trace:  # an older version takes blocks of one size only
+        sparse: Any = sys.modules["flash_attn.cute.block_sparsity"]
+        sparse.BlockSparseTensorsTorch = SimpleNamespace(_fields=("mask_block_cnt", "mask_block_idx"))
+        check(ring_of("flash_attn_4", problem, 3, "striped", gather=True), problem)
+        assert not kernels.calls["masked"] and trace.backends["reference"] > 0
 
 
 class Launches(LibraryBackend):

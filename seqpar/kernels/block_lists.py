@@ -85,6 +85,14 @@ def interval_arguments(intervals: KeyIntervals | None, q: Tensor, k: Tensor, *, 
     return arguments
 
 
+def takes_block_sizes() -> bool:
+    """Whether the installed version takes lists of blocks of a given size."""
+    try:
+        return "block_size" in _sparse_tensors()._fields
+    except (ImportError, AttributeError):
+        return False
+
+
 def _sparse_tensors() -> Any:
     return import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
 

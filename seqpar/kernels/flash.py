@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .bands import Abilities
-from .block_lists import interval_arguments
+from .block_lists import interval_arguments, takes_block_sizes
 from .library import LibraryBackend, Options, head_dims
 
 _forward: Any = torch.ops.aten._flash_attention_forward.default
@@ -198,9 +198,10 @@ class FlashAttention4Backend(PackageBackend):
     def able(self, q: Tensor) -> Abilities:
         loaded = _load(self.module, self.install, self.repository)
         known = (set(_parameters(getattr(loaded, name, None))) for name in self.required)
-        taken = all(parameters >= _INTERVAL_ARGUMENTS for parameters in known) and q.shape[-1] <= 128
-        # Its deterministic backward would need the order in which blocks are added to dq.
-        return replace(self.abilities, intervals=taken and not self.deterministic)
+        taken = all(parameters >= _INTERVAL_ARGUMENTS for parameters in known) and takes_block_sizes()
+        # The blocks are those of the kernels for a head_dim up to 128. The deterministic backward would also need the
+        # order in which blocks are added to dq.
+        return replace(self.abilities, intervals=taken and q.shape[-1] <= 128 and not self.deterministic)
 
     def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
         largest = 256 if capability[0] == 9 else 128
