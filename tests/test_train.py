@@ -434,3 +434,11 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out
     for words in ("PyTorch", "gloo yes", "reference", "GFLOP/s", "GB/s each way"):
         assert words in said
+
+
+def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The brackets of an extra are printed, not taken for a style."""
+    monkeypatch.setattr("seqpar.kernels.flash._no_cuda", lambda: None)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run_command(monkeypatch, "doctor", "--no-measure") == 0
+    assert "(pip install --pre seqpar[flash4])" in capsys.readouterr().out

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
@@ -118,7 +119,7 @@ def _devices() -> Table:
 def _backends() -> Table:
     table = _table("backend", "runs here")
     for status in backends():
-        table.add_row(status.name, "[green]yes[/]" if status.available else f"[red]no[/]: {status.reason}")
+        table.add_row(status.name, "[green]yes[/]" if status.available else f"[red]no[/]: {escape(str(status.reason))}")
     return table
 
 
