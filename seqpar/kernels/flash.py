@@ -196,12 +196,10 @@ class FlashAttention4Backend(PackageBackend):
     capabilities = (9, 10, 11)
 
     def able(self, q: Tensor) -> Abilities:
-        loaded = _load(self.module, self.install, self.repository)
-        known = (set(_parameters(getattr(loaded, name, None))) for name in self.required)
-        taken = all(parameters >= _INTERVAL_ARGUMENTS for parameters in known) and takes_block_sizes()
         # The blocks are those of the kernels for a head_dim up to 128. The deterministic backward would also need the
         # order in which blocks are added to dq.
-        return replace(self.abilities, intervals=taken and q.shape[-1] <= 128 and not self.deterministic)
+        taken = q.shape[-1] <= 128 and not self.deterministic and _takes_intervals(_load(self.module, self.install, ""))
+        return replace(self.abilities, intervals=taken)
 
     def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
         largest = 256 if capability[0] == 9 else 128
@@ -234,6 +232,14 @@ class FlashAttention4Backend(PackageBackend):
         arguments = self.arguments(options) | interval_arguments(options.intervals, q, k, backward=True)
         dq, dk, dv, *_ = self.call("_flash_attn_bwd", q, k, v, out, dout, lse, **arguments)
         return dq, dk, dv
+
+
+@lru_cache(maxsize=4)
+def _takes_intervals(loaded: ModuleType | str) -> bool:
+    """Whether the functions of FlashAttention-4 take key intervals."""
+    functions = (getattr(loaded, name, None) for name in FlashAttention4Backend.required)
+    known = all(set(_parameters(function)) >= _INTERVAL_ARGUMENTS for function in functions)
+    return known and takes_block_sizes()
 
 
 def _no_cuda() -> str | None:
