@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from types import SimpleNamespace
@@ -16,9 +17,10 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.kernels import BACKENDS, flash, order, select
+from seqpar.kernels import BACKENDS, _uncut, _warn_of_reference, flash, order, select
 from seqpar.kernels.bands import Abilities
-from seqpar.kernels.base import Carry, OutputGrad, Score, empty_carry, finish, row_delta
+from seqpar.kernels.base import Backend, Carry, OutputGrad, Score, empty_carry, finish, row_delta
+from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
 from seqpar.layout import LAYOUTS
 from seqpar.schedule import CPU, AttentionPlan, KeyIntervals, SequenceSharding, attention_plan
@@ -430,3 +432,43 @@ def test_values_of_another_head_dim(name: str) -> None:
     for other in ("triton", "cpu", "flash", "flash_attn"):
         why = str(BACKENDS[other].unsupported(q, k, score, lse_gradient=False, v_head_dim=128))
         assert "of q and k, 128 of v" in why or "the tensors are on" in why
+
+
+def test_the_intervals_on_the_host_come_from_the_plan() -> None:
+    """Without them, or without the plan, a step runs on another backend instead of reading those on the GPU."""
+    plan = AttentionPlan(Mask.causal(), SequenceSharding(20, "zigzag", ring=2), 1)
+    with fake_cuda():
+        seen = plan.intervals(1, torch.device("cuda"))
+        assert seen is not None and seen.lo.device.type == "cuda"
+        moved = KeyIntervals(*([torch.zeros(1, 2, dtype=torch.int32)] * 4)).to(torch.device("cuda"))
+        bare = KeyIntervals(*([torch.zeros(1, 2, dtype=torch.int32, device="cuda")] * 4))
+    assert moved.on_host() is not None and bare.on_host() is None
+    expected, found = plan.intervals(1, CPU), seen.on_host()
+    assert expected is not None and found is not None
+    assert torch.equal(found.lo, expected.lo) and torch.equal(found.hi, expected.hi)
+    del plan
+    gc.collect()
+    assert seen.on_host() is None
+    asked: list[Tensor] = []
+
+    def ask(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
+        asked.append(q)
+        return BACKENDS["reference"]
+
+    backend = Launches(ask)
+    q = torch.zeros(1, 2, 1, 8)
+    host = KeyIntervals(*([torch.zeros(1, 2, dtype=torch.int32)] * 4))
+    with mock.patch.object(KeyIntervals, "on_host", return_value=None):
+        backend.forward(q, q, q, host, Score(1.0), None, True)
+    assert len(asked) == 1
+
+
+@pytest.mark.skipif(interpreted(), reason="the interpreter runs no GPU tensors")
+def test_a_step_on_a_gpu_that_is_left_with_the_reference_warns() -> None:
+    _warn_of_reference.cache_clear()
+    with fake_cuda():
+        q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+        with pytest.warns(RuntimeWarning, match="the library has no kernel for this mask; triton: "):
+            backend = _uncut(q, q, q, Score(1.0))
+    assert backend.name == "reference"
+    _warn_of_reference.cache_clear()
