@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -113,9 +114,10 @@ class Pool:
         self._processes, self._pipes, self._stack_files = [], [], []
 
     def _start(self) -> None:
-        # A fork server imports torch once; each worker is a fork of it, so that starting eight takes a second.
+        # A fork server imports torch once, and transformers where a collected test uses it; each worker is a fork of
+        # it, so that starting eight takes a second.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "seqpar"])
+        context.set_forkserver_preload([__name__, *({"seqpar", "seqpar.hf"} & sys.modules.keys())])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
             for rank in range(self.ranks):
