@@ -279,7 +279,7 @@ def layer_in_disagreement(group: ProcessGroup, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("length", "contiguous"), ("batch", "batch: the ranks"), ("mask", "mask: the ranks")]
+    ("what", "words"), [("length", "contiguous"), ("batch", "batch: the ranks"), ("mask", "mask or options: the ranks")]
 )
 def test_ranks_that_disagree_all_raise(pool: Pool, what: str, words: str) -> None:
     for message in pool.run(3, layer_in_disagreement, what):

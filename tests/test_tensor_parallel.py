@@ -153,7 +153,10 @@ def attention_over_tp_alone(group: ProcessGroup, options: dict[str, Any]) -> Non
     parallel.load_state_dict(local.state_dict())
     x = torch.randn(2, 21, HIDDEN, dtype=torch.float64)
     sharding = seqpar.Sharding(21, "zigzag", mesh=mesh, strategy="tp_sp")
-    for layer in (parallel, torch.compile(parallel, backend="eager", fullgraph=True)):
+    layers = [parallel]
+    if options["context"] == "ring":  # compiled, it is the same for every context
+        layers.append(torch.compile(parallel, backend="eager", fullgraph=True))
+    for layer in layers:
         assert_close(layer(sharding.shard(x), sharding=sharding), sharding.shard(local(x)), torch.float64)
 
 
