@@ -499,18 +499,19 @@ def ring_and_ulysses_ranks(
 ) -> tuple[Ranks | None, Ranks | None]:
     """This process's ring and all-to-all in a hybrid of both.
 
-    They are the mesh's ring and ulysses dimensions. A plain group (or a mesh with ``ulysses_size``) is divided into
-    runs of ``ulysses_size`` consecutive ranks, by default the largest divisor of its size up to the square root. The
-    ranks of one run take part in one all-to-all, and the ranks with the same index in their runs form a ring.
+    They are the mesh's ring and ulysses dimensions. A plain group (or a mesh with ``ulysses_size``, or one that shards
+    the sequence over tp, see ``sequence_group``) is divided into runs of ``ulysses_size`` consecutive ranks, by default
+    the largest divisor of its size up to the square root. The ranks of one run take part in one all-to-all, and the
+    ranks with the same index in their runs form a ring.
 
     Returns:
         ``(ring, ulysses)``, each None if it is this rank alone.
     """
-    if mesh is not None and mesh.ndim > 1 and ulysses_size is None:
+    sequence = sequence_group(mesh, group)
+    if mesh is not None and mesh.ndim > 1 and ulysses_size is None and sequence is context_group(mesh):
         names = _sequence_dimensions(mesh)
         ring, ulysses = (_dimension_group(mesh, (name,)) if name in names else None for name in ("ring", "ulysses"))
         return ring, ulysses
-    sequence = sequence_group(mesh, group)
     ranks = size_of(sequence)
     if ulysses_size is None:
         ulysses_size = max(d for d in range(1, int(ranks**0.5) + 1) if ranks % d == 0)

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -113,17 +114,19 @@ class Pool:
         self._processes, self._pipes, self._stack_files = [], [], []
 
     def _start(self) -> None:
-        # A fork server imports torch once; each worker is a fork of it, so that starting eight takes a second.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "seqpar"])
+        # A fork server imports torch once, and transformers where a collected test uses it. Each worker is a fork of
+        # it, so that starting eight takes a second. It has this process's environment and has imported Triton, which
+        # reads its variables then: workers with variables of their own are spawned.
+        context: Any = multiprocessing.get_context("spawn" if self.environment else "forkserver")
+        context.set_forkserver_preload([__name__, *({"seqpar", "seqpar.hf"} & sys.modules.keys())])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
+        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), **self.environment):
             for rank in range(self.ranks):
                 here, there = context.Pipe()
                 stack_file = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-")  # noqa: SIM115 (see close)
                 process = context.Process(
                     target=_worker,
-                    args=(rank, self.worlds, self._store.port, there, stack_file.name, self.environment),
+                    args=(rank, self.worlds, self._store.port, there, stack_file.name),
                     daemon=True,
                 )
                 process.start()
@@ -204,12 +207,8 @@ def mesh_of(dp: int, ring: int, ulysses: int, tp: int) -> DeviceMesh:
     return seqpar.init_mesh(dp=dp, ring=ring, ulysses=ulysses, tp=tp, device_type="cpu")
 
 
-def _worker(
-    rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack_file: str, environment: dict[str, str]
-) -> None:
+def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack_file: str) -> None:
     """The main function of a worker process: set up the groups, then run functions until the pipe closes."""
-    # Set here, because the fork server keeps the environment of the first pool.
-    os.environ.update(environment)
     stacks = open(stack_file, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True).start()

@@ -100,15 +100,19 @@ def commands(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_the_printed_command_runs_the_failed_case(sample: Path) -> None:
-    done = run_pytest(sample, "test_sample.py::test_here")
+def test_the_printed_commands_run_the_failed_cases(sample: Path) -> None:
+    done = run_pytest(sample, "test_sample.py")
     assert done.returncode == 1
     assert "2 of 4 cases failed" in done.stdout and "bad one is wrong" in done.stdout
-    first, second = commands(done)
+    assert "raised on a rank" in done.stdout
+    first, second, on_ranks = commands(done)
     assert first == ["test_sample.py::test_here", "--case", "bad one"]
     assert second == ["test_sample.py::test_here", "--case", "bad"]
+    assert on_ranks == ["test_sample.py::test_on_ranks", "--case", "bad one"]
     alone = run_pytest(sample, *second)
     assert ran(alone) == ["bad"] and alone.returncode == 1 and "1 of 1 cases failed" in alone.stdout
+    other = run_pytest(sample, on_ranks[0], "--case", "it's good")
+    assert ran(other) == ["it's good"] and other.returncode == 0
 
 
 @pytest.mark.slow
@@ -118,13 +122,3 @@ def test_part_of_an_id_and_unknown_ids(sample: Path) -> None:
     unknown = run_pytest(sample, "test_sample.py", "-k", "not on_ranks", "--case", "no such case")
     assert not ran(unknown) and unknown.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
     assert "--case 'no such case': 0 cases ran" in unknown.stdout
-
-
-@pytest.mark.slow
-def test_the_printed_command_of_an_error_on_a_rank(sample: Path) -> None:
-    done = run_pytest(sample, "test_sample.py::test_on_ranks")
-    assert done.returncode == 1 and "raised on a rank" in done.stdout
-    (command,) = commands(done)
-    assert command == ["test_sample.py::test_on_ranks", "--case", "bad one"]
-    other = run_pytest(sample, command[0], "--case", "it's good")
-    assert ran(other) == ["it's good"] and other.returncode == 0

@@ -87,10 +87,20 @@ def compare_over_steps(group: ProcessGroup, strategy: str, backend: str, steps: 
     return len(graphs)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("strategy", ONE_PER_CLASS)
+# A strategy's graph has one operator for attention, whatever the number of ranks. Four ranks make two of a hybrid's
+# dimensions, and share the two kv heads.
+LAYERS = [("ring", 1), ("tp_sp", 1), ("ring", 2), ("all_gather", 2), ("tp_sp", 2)]
+LAYERS += [("ulysses", 4), ("hybrid", 4), ("tp_sp", 4)]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), LAYERS)
 def test_a_layer_is_one_graph_over_steps(pool: Pool, strategy: str, ranks: int) -> None:
-    assert pool.run(ranks, compare_over_steps, strategy, "aot_eager", 20, deadline_s=240.0) == [1] * ranks
+    # torch.compile gives up after eight graphs of a function: were each step to compile one, ten steps would show it.
+    assert pool.run(ranks, compare_over_steps, strategy, "aot_eager", 10, deadline_s=240.0) == [1] * ranks
+
+
+def test_every_layer_class_is_compiled() -> None:
+    assert {strategy for strategy, _ in LAYERS} == set(ONE_PER_CLASS)
 
 
 def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
@@ -133,7 +143,7 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_function_is_one_graph(pool: Pool, strategy: str) -> None:
-    pool.run(4, compare_functions, strategy, deadline_s=240.0)
+    pool.run(4 if strategy in ("hybrid", "a2a+p2p") else 2, compare_functions, strategy, deadline_s=240.0)
 
 
 @on_ranks

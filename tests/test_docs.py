@@ -101,11 +101,11 @@ def test_a_page_runs_on_one_process(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_quickstart_runs_under_torchrun() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     out = _run([*launcher, "examples/quickstart.py"], 120)
     # The ranks share one standard output: a line break may come late.
-    found = re.findall(r"rank (\d): 256 of 1024 tokens, largest difference (\d\.\de[+-]\d\d)", out)
-    assert sorted(rank for rank, _ in found) == ["0", "1", "2", "3"], out
+    found = re.findall(r"rank (\d): 512 of 1024 tokens, largest difference (\d\.\de[+-]\d\d)", out)
+    assert sorted(rank for rank, _ in found) == ["0", "1"], out
     assert all(float(error) < 2e-6 for _, error in found), out
 
 

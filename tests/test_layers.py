@@ -17,7 +17,7 @@ import seqpar
 from seqpar import Mask
 from seqpar.layout import LAYOUTS
 
-from .pool import Pool, WorkerError, mesh_of, on_ranks
+from .pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
 from .reference import assert_close, dense_attention, inverse_frequencies, rank_positions
 from .strategies import LAYER_STRATEGIES, STRATEGIES, WORLDS
 
@@ -279,7 +279,7 @@ def layer_in_disagreement(group: ProcessGroup, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("length", "contiguous"), ("batch", "batch: the ranks"), ("mask", "mask: the ranks")]
+    ("what", "words"), [("length", "contiguous"), ("batch", "batch: the ranks"), ("mask", "mask or options: the ranks")]
 )
 def test_ranks_that_disagree_all_raise(pool: Pool, what: str, words: str) -> None:
     for message in pool.run(3, layer_in_disagreement, what):
@@ -363,6 +363,70 @@ def test_on_a_mesh(pool: Pool) -> None:
     for y, gradient in pool.run(8, hybrid_on_mesh):
         assert_close(y, expected["y"], torch.float64)
         assert_close(gradient, expected["k_proj.weight"], torch.float64)
+
+
+@on_ranks
+def attention_over_tp(group: ProcessGroup, options: dict[str, Any]) -> tuple[float, float]:
+    """Errors of the function and of a layer on a mesh that shards the sequence over tp, having no other ranks."""
+    sharding = seqpar.Sharding(37, "zigzag", mesh=mesh_of(2, 1, 1, 4))
+    torch.manual_seed(3)
+    full = [torch.randn(2, 37, 4, 8, dtype=torch.float64) for _ in range(3)]  # [b, s, h, d]
+    expected = seqpar.attention(*full, strategy="local")
+    out = seqpar.attention(*map(sharding.shard, full), sharding=sharding, **options)
+    layers = []
+    for arguments in ({"strategy": "local"}, {**options, "mesh": sharding.mesh}):
+        torch.manual_seed(4)
+        layers.append(seqpar.ParallelAttention(hidden_size=32, num_heads=4, dtype=torch.float64, **arguments))
+    x = full[0].flatten(2)
+    y, y_local = layers[0](x), layers[1](sharding.shard(x), sharding=sharding)
+    errors = [a - sharding.shard(b) for a, b in ((out, expected), (y_local, y))]
+    return errors[0].detach().abs().max().item(), errors[1].detach().abs().max().item()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_sequence_is_sharded_over_tp_where_it_is_all_there_is(pool: Pool, name: str) -> None:
+    for errors in pool.run(8, attention_over_tp, STRATEGIES[name], deadline_s=30):
+        assert max(errors) < 1e-12
+
+
+@on_ranks
+def different_options(group: ProcessGroup, port: int, one: dict[str, Any], others: dict[str, Any]) -> tuple[str, int]:
+    """The error where the last rank's layer has options of its own, and the bytes sent until then."""
+    world = start(port, f"{one} {others}", group.rank(), group.size(), timeout_s=10)
+    options = {"strategy": "ring", "num_heads": 4, **(one if world.rank() == world.size() - 1 else others)}
+    layer = seqpar.ParallelAttention(hidden_size=32, group=world, **options)
+    with seqpar.trace() as used:
+        try:
+            layer(torch.zeros(1, 4, 32))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", used.bytes_sent
+    return "nothing", 0
+
+
+OPTIONS_THAT_DIFFER = [
+    ({"strategy": "ulysses"}, {}),
+    ({"softcap": 2.0}, {}),
+    ({"dropout_p": 0.1}, {}),
+    ({"strategy": "hybrid", "ulysses_size": 4}, {"strategy": "hybrid"}),
+    ({"strategy": "context_parallel", "comm": "p2p"}, {"strategy": "context_parallel"}),
+    ({"strategy": "context_parallel", "chunks": 2}, {"strategy": "context_parallel", "chunks": 1}),
+    ({"strategy": "tp_sp", "overlap": "none"}, {"strategy": "tp_sp"}),
+]
+
+
+@pytest.mark.parametrize(("one", "others"), OPTIONS_THAT_DIFFER, ids=str)
+def test_options_that_differ_between_ranks(own: OwnPool, one: dict[str, Any], others: dict[str, Any]) -> None:
+    for message, sent in own.pool.run(4, different_options, own.port, one, others, deadline_s=30):
+        assert message == "ValueError: mask or options: the ranks of the group differ; pass the same on every rank"
+        assert not sent
+
+
+def test_an_option_that_does_not_fit_on_one_rank(own: OwnPool) -> None:
+    hybrid = {"strategy": "hybrid"}
+    *others, last = own.pool.run(4, different_options, own.port, {**hybrid, "ulysses_size": 3}, hybrid, deadline_s=30)
+    assert last[0].startswith("ValueError: ulysses_size=3: expected a divisor of the group's 4 ranks")
+    for message, _ in others:
+        assert message.startswith("RuntimeError: rank(s) [3] of the group raised an error on their own input")
 
 
 @on_ranks

@@ -131,9 +131,11 @@ def test_no_read_back_and_no_copy(strategy: str, world: int, monkeypatch: pytest
         dp, ring, ulysses, tp = MESHES[strategy][world]
         mesh = seqpar.init_mesh(dp, ring, ulysses, tp, device_type="cpu")
         seq_len = ring * ulysses * tp * 16 + 3
-        layouts = LAYOUTS if world == 8 else LAYOUTS[1:2]
         options = LAYER_STRATEGIES[strategy]
         name = options["strategy"]
+        # A fake operator takes 0.3 ms, and a step of 1,024 ranks has tens of thousands.
+        few = world == 8
+        layouts = LAYOUTS if few else LAYOUTS[1:2]
         shardings = [seqpar.Sharding(seq_len, layout, mesh=mesh, strategy=name) for layout in layouts]
         documents = seqpar.Mask.documents([*range(0, seq_len, 50), seq_len])
         with fake_cuda(), torch.no_grad():
@@ -143,7 +145,7 @@ def test_no_read_back_and_no_copy(strategy: str, world: int, monkeypatch: pytest
             )  # fmt: skip
             for sharding in shardings:
                 x = torch.empty(1, sharding.seq_local, HIDDEN, device="cuda", dtype=torch.bfloat16)
-                for mask in (seqpar.Mask.causal(), documents):
+                for mask in (seqpar.Mask.causal(), documents) if few else (documents,):
                     layer(x, mask=mask, sharding=sharding)
                     with HostToDevice() as second:  # as the next layer, or the next step
                         layer(x, mask=mask, sharding=sharding)

@@ -147,6 +147,30 @@ def test_context_is_an_option(pool: Pool, sizes: tuple[int, int, int, int], opti
 
 
 @on_ranks
+def attention_over_tp_alone(group: ProcessGroup, options: dict[str, Any]) -> None:
+    mesh = mesh_of(2, 1, 1, 4)
+    local, parallel = attention_layer((8, 2)), attention_layer((8, 2), "tp_sp", mesh=mesh, **options)
+    parallel.load_state_dict(local.state_dict())
+    x = torch.randn(2, 21, HIDDEN, dtype=torch.float64)
+    sharding = seqpar.Sharding(21, "zigzag", mesh=mesh, strategy="tp_sp")
+    layers = [parallel]
+    if options["context"] == "ring":  # compiled, it is the same for every context
+        layers.append(torch.compile(parallel, backend="eager", fullgraph=True))
+    for layer in layers:
+        assert_close(layer(sharding.shard(x), sharding=sharding), sharding.shard(local(x)), torch.float64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"context": name} for name in ("ring", "ulysses", "hybrid")] + [{"context": "context_parallel", "comm": "p2p"}],
+    ids=str,
+)
+def test_context_of_one_rank(pool: Pool, options: dict[str, Any]) -> None:
+    """On a mesh without ring and ulysses ranks every context is the same as none."""
+    pool.run(8, attention_over_tp_alone, options, deadline_s=30)
+
+
+@on_ranks
 def transformer_on_group(group: ProcessGroup, activation: str, overlap: str) -> None:
     local = Transformer(activation=activation)
     randomize(local)

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -24,59 +26,66 @@ def _environment(interpreted: bool) -> dict[str, str]:
     return {**environment, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpreted else {})}
 
 
-def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_triton_interpreter.py"]
-    run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=280)
+def _run_two_at_a_time(calls: dict[str, list[str]], interpreted: bool) -> dict[str, CompletedProcess[str]]:
+    """Run Python with the arguments of each call, in processes of one thread."""
+
+    def run(arguments: list[str]) -> CompletedProcess[str]:
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, env=_environment(interpreted), capture_output=True, text=True, timeout=280, check=False
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        return dict(zip(calls, threads.map(run, calls.values()), strict=True))
+
+
+@lru_cache(maxsize=1)
+def _interpreted() -> dict[str, CompletedProcess[str]]:
+    pytest_file = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_triton_interpreter.py", "-k"]
+    some = "test_masks or test_head or test_the_steps_of_a_ring"  # they take as long as the rest
+    calls = {"some": [*pytest_file, some], "rest": [*pytest_file, f"not ({some})"]}
+    return _run_two_at_a_time({**calls, "benchmark": ["benchmarks/gpu.py", "--smoke"]}, interpreted=True)
+
+
+@pytest.mark.parametrize("part", ["some", "rest"])
+def test_in_the_interpreter(part: str) -> None:
+    run = _interpreted()[part]
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout and "skipped" not in run.stdout
 
 
 def test_the_gpu_benchmark_runs() -> None:
-    command = [sys.executable, "benchmarks/gpu.py", "--smoke"]
-    run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=200)
+    run = _interpreted()["benchmark"]
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert "every part ran" in run.stdout and "0 failed" in run.stdout
 
 
 @lru_cache(maxsize=1)
-def _inspections() -> dict[str, Any]:
-    """Rows, exit status and errors of each inspection. Two run at a time, because compiling takes most of the time."""
+def _inspections() -> dict[str, CompletedProcess[str]]:
     calls = {target: ["--target", target] for target in TARGETS}
     calls["features"] = ["--target", "sm_90", "--what", "features"]
     calls["small"] = [word for target in TARGETS for word in ("--target", target)] + ["--what", "small"]
-    waiting, results = list(calls), {}
-    running: dict[str, subprocess.Popen[str]] = {}
-    while waiting or running:
-        while waiting and len(running) < 2:
-            name = waiting.pop(0)
-            command = [sys.executable, "-m", "seqpar.triton_kernels.inspect", "--json", *calls[name]]
-            running[name] = subprocess.Popen(
-                command, cwd=ROOT, env=_environment(False), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        name, process = next(iter(running.items()))
-        try:
-            output, errors = process.communicate(timeout=280)
-        except subprocess.TimeoutExpired:
-            for other in running.values():
-                other.kill()
-            raise
-        del running[name]
-        results[name] = [json.loads(line) for line in output.splitlines()], process.returncode, errors
-    return results
+    inspect = ["-m", "seqpar.triton_kernels.inspect", "--json"]
+    return _run_two_at_a_time({name: [*inspect, *more] for name, more in calls.items()}, interpreted=False)
+
+
+def _rows(run: CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("what", [*TARGETS, "features", "small"])
 def test_compiles_without_spills_and_with_matrix_instructions(what: str) -> None:
-    rows, code, errors = _inspections()[what]
-    assert code in (0, 1), errors[-4000:]
+    run = _inspections()[what]
+    assert run.returncode in (0, 1), run.stderr[-4000:]
+    rows = _rows(run)
     assert len(rows) >= (18 if what in TARGETS else 10)
     wrong = [row for row in rows if row["wrong"]]
-    assert len(wrong) == 0 and code == 0, "\n".join(str(row) for row in wrong)
+    assert len(wrong) == 0 and run.returncode == 0, "\n".join(str(row) for row in wrong)
 
 
 @pytest.mark.parametrize(("target", "instruction"), [("sm_90", "wgmma"), ("sm_100", "tcgen05"), ("gfx942", "mfma")])
 def test_half_precision_uses_the_newest_matrix_instructions(target: str, instruction: str) -> None:
-    rows, _, _ = _inspections()[target]
+    rows = _rows(_inspections()[target])
     used = {row["matrix"] for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] <= 128}
     assert used == {instruction}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -33,6 +34,15 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - began
     return "nothing", "", time.monotonic() - began
+
+
+def stay_for_the_others(port: int, name: str, group: ProcessGroup, absent: list[int]) -> None:
+    """Ranks ``absent`` are alive until the other ranks have called this, which they do when their wait has ended."""
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    if group.rank() not in absent:
+        store.set(str(group.rank()), "")
+    else:
+        store.wait([str(rank) for rank in range(group.size()) if rank not in absent], timedelta(seconds=25))
 
 
 def attend(**arguments: Any) -> None:
@@ -82,8 +92,7 @@ def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: boo
         False: lambda: Mask.documents([3, 1]),
     }
     result = error_of(bad[name == "init_mesh"] if world.rank() == 1 else calls[name])
-    if world.rank() == 1:
-        time.sleep(TIMEOUT_S + 3)  # it is alive, but it does not come
+    stay_for_the_others(port, f"{name} {ready} ended", group, [1])
     return result
 
 
@@ -217,10 +226,9 @@ def state_dict_of_some(group: ProcessGroup, port: int) -> tuple[str, str, float]
     """Rank 0 alone saves a layer whose heads do not divide by the ranks."""
     world = start(port, "state dict", group.rank(), group.size(), TIMEOUT_S)
     layer = seqpar.ParallelAttention("tp_sp", 32, 4, 2, group=world)
-    if world.rank() == 0:
-        return error_of(layer.state_dict)
-    time.sleep(TIMEOUT_S + 3)
-    return "nothing", "", 0.0
+    result = error_of(layer.state_dict) if world.rank() == 0 else ("nothing", "", 0.0)
+    stay_for_the_others(port, "state dict ended", group, [1, 2])
+    return result
 
 
 def test_one_rank_saves_a_state_dict(own: OwnPool) -> None:
@@ -299,12 +307,13 @@ def wait_between_gpus(group: ProcessGroup, port: int) -> tuple[str, str, float]:
     with pytest.MonkeyPatch.context() as patch:
         FakeCuda(patch)
         attend(group=world)
-        if world.rank() == 1:
-            time.sleep(TIMEOUT_S + 3)
-            return "nothing", "", 0.0
-        FakeCuda(patch, late=True)
-        patch.setattr(handshake, "all_gather_single", lambda *_, **__: None)  # NCCL: it returns at once
-        return error_of(lambda: attend(group=world))
+        result = "nothing", "", 0.0
+        if world.rank() == 0:
+            FakeCuda(patch, late=True)
+            patch.setattr(handshake, "all_gather_single", lambda *_, **__: None)  # NCCL: it returns at once
+            result = error_of(lambda: attend(group=world))
+        stay_for_the_others(port, "between GPUs ended", group, [1])
+        return result
 
 
 def test_a_rank_is_missing_in_a_handshake_between_gpus(own: OwnPool) -> None:

@@ -23,12 +23,12 @@ from ..checks import (
     has_length,
     no_compile,
 )
-from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
+from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_length, check_lengths
 from ..mask import Mask
-from ..mesh import AttentionGroups, ParallelContext, rank_in, ranks_by_host, size_of
+from ..mesh import AttentionGroups, ParallelContext, rank_in, ranks_by_host, sequence_group, size_of
 from ..schedule import MaskPlanner, SequenceSharding, attention_plan
 from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from ..strategies import COMMS, Comm, resolve, strategy_options
@@ -75,7 +75,7 @@ class _LayerHeader(NamedTuple):
     length: int
     batch: int
     dtype: torch.dtype
-    mask: Fingerprint
+    mask_or_options: Fingerprint
     max_position: int
     dropout_seed: int
     gradient: int
@@ -279,32 +279,26 @@ class AttentionLayer(nn.Module):
         """``forward`` outside of torch.compile."""
         # One of another type raises in the check below, on all ranks if there is a handshake.
         known = sharding if isinstance(sharding, Sharding) else None
-        groups = self._groups(known)
-        sequence = self._sequence_group(groups)
         dropout_p = self.dropout_p if self.training else 0.0
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
+        needs_handshake = bool(dynamic or dropout_p or (sharding is None and not has_length(seq_len)))
         layout = known.layout if known is not None else self.layout or DEFAULT_LAYOUT
-
-        def check() -> None:
+        sequence = self._sequence_group(known)
+        with propagate_errors(sequence if needs_handshake else None):
+            groups = self._groups(known)
             self._check_sharding(sharding, sequence, seq_len)
             self._check_input(x_local, mask, positions, seq_len)
-
         total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
         max_position, seed, joins_backward = total, 0, True
-        if dynamic or dropout_p or (sharding is None and not has_length(seq_len)):
-
-            def header() -> _LayerHeader:
-                check()
-                return self._header(x_local, mask, positions)
-
-            headers = all_gather_header(header, sequence)
-            check_same(headers, "batch", "dtype", "mask")
+        if needs_handshake:
+            same = self._constants(groups, layout, dropout_p)
+            headers = all_gather_header(lambda: self._header(x_local, mask, positions, same), sequence)
+            check_same(headers, "batch", "dtype", "mask_or_options")
             total = check_lengths([header.length for header in headers], layout, total)
             max_position = max(header.max_position for header in headers) if dynamic else total
             seed = headers[0].dropout_seed
             joins_backward = any_needs_gradient([header.gradient for header in headers])
         else:
-            check()
             assert total is not None
             check_length(x_local.shape[1], total, size_of(sequence), rank_in(sequence), layout)
         mask.check_length(total)
@@ -399,15 +393,25 @@ class AttentionLayer(nn.Module):
         """Ranks that all-gather their tokens before attention."""
         return 1
 
+    def _ranks(self, sharding: Sharding | None) -> AttentionLayer | Sharding:
+        """What has the mesh or the group: the layer, or the sharding of a layer that was made without them."""
+        own = self.mesh is not None or self.group is not None
+        return self if own or sharding is None else sharding
+
     def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
         """The ranks that take part in attention, between the projections: the layer's own, or the sharding's."""
-        own = self.mesh is not None or self.group is not None
-        ranks = self if own or sharding is None else sharding
+        ranks = self._ranks(sharding)
         return resolve(self.strategy, ranks.mesh, ranks.group, self.strategy_options)
 
-    def _sequence_group(self, groups: AttentionGroups) -> ProcessGroup | None:
+    def _sequence_group(self, sharding: Sharding | None) -> ProcessGroup | None:
         """The ranks that the sequence is sharded over outside the layer."""
-        return groups.sequence
+        ranks = self._ranks(sharding)
+        return None if self.strategy == "local" else sequence_group(ranks.mesh, ranks.group)
+
+    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
+        """What the ranks' layers and calls must have alike, besides their inputs."""
+        degrees = groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks
+        return (self.strategy, *degrees, layout, self.softcap, dropout_p)
 
     def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
         """The tokens of the ranks that all-gather theirs before the projections; None if a rank keeps to its own."""
@@ -452,14 +456,15 @@ class AttentionLayer(nn.Module):
         if positions is not None:
             _check_positions(positions, x)
 
-    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None) -> _LayerHeader:
+    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, same: tuple[Any, ...]) -> _LayerHeader:
         """Describe this rank's input, which has been checked, to the other ranks."""
         max_position = 0
         if positions is not None and self.rope is not None and self.rope.needs_length and positions.numel():
             max_position = int(positions.max().item()) + 1
         seed = int(torch.randint(2**62, (), device="cpu").item()) if self.dropout_p and self.training else 0
         gradient = gradient_state(x, *self.parameters())
-        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask), max_position, seed, gradient)
+        agreed = fingerprint(mask, *same)
+        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, agreed, max_position, seed, gradient)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. What depends on the group is checked in ``forward``."""

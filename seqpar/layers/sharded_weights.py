@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -142,9 +142,8 @@ def register_weight_shards(module: nn.Module, shards: dict[str, WeightShard]) ->
     module.register_load_state_dict_pre_hook(load)
 
 
-@lru_cache(maxsize=64)
 def _mesh_of(group: ProcessGroup, device_type: str) -> DeviceMesh:
-    """``group`` as a mesh of one dimension, for DTensors."""
+    """``group`` as a mesh of one dimension, for DTensors. It is not kept, because it keeps the group alive."""
     return DeviceMesh.from_group(group, device_type)
 
 

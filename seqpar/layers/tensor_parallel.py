@@ -22,8 +22,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
-from ..layout import split_range
-from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
+from ..layout import Layout, split_range
+from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
 from ..schedule import SequenceSharding
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
@@ -83,6 +83,7 @@ class MegatronAttention(AttentionLayer):
             if mesh is None or mesh.ndim == 1:
                 raise ValueError(f"context={context!r}: it needs a mesh with ring or ulysses beside tp; see init_mesh")
         self.context = context or _default_context(mesh)
+        self._context_is_one_rank = _default_context(mesh) == "local"
         self.overlap = overlap
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
         self._groups()  # raises here, not at the first forward
@@ -115,7 +116,7 @@ class MegatronAttention(AttentionLayer):
 
     @property
     def _attention_strategy(self) -> str:
-        return self.context
+        return "local" if self._context_is_one_rank else self.context
 
     @property
     def _tensor_size(self) -> int:
@@ -127,10 +128,16 @@ class MegatronAttention(AttentionLayer):
     def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
         if self.context == "local" or self.mesh is None:
             return AttentionGroups()
+        if self._context_is_one_rank:  # where without tensor parallelism the sequence would be sharded over tp
+            resolve(self.context, None, context_group(self.mesh), self.strategy_options)  # raises if options do not fit
+            return AttentionGroups()
         return resolve(self.context, self.mesh, None, self.strategy_options)
 
-    def _sequence_group(self, groups: AttentionGroups) -> ProcessGroup | None:
+    def _sequence_group(self, sharding: Sharding | None) -> ProcessGroup | None:
         return sequence_group(self.mesh, self.group, "tp_sp")
+
+    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
+        return (*super()._constants(groups, layout, dropout_p), self._attention_strategy, self.overlap)
 
     def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
         if self._tp is None or self._tp.size() == 1:
