@@ -2,12 +2,12 @@
 
 from .attention import (
     AttentionLayer,
-    ContextParallelAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
     UlyssesAttention,
 )
+from .context_parallel import ContextParallelAttention
 from .gradients import clip_grad_norm_, sync_gradients
 from .loss import token_loss
 from .rotary import RotaryEmbedding

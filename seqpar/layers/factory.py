@@ -16,7 +16,6 @@ from ..strategies.gathered_activations import Gather
 from ..strategies.tensor_sequence import Overlap
 from .attention import (
     AttentionLayer,
-    ContextParallelAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
@@ -46,7 +45,6 @@ LAYERS: dict[str, Callable[..., AttentionLayer]] = {
         LocalAttention,
         RingAttention,
         UlyssesAttention,
-        ContextParallelAttention,
         HybridAttention,
         MegatronAttention,
     )

@@ -61,6 +61,7 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
         call.score_of(heads),
         deterministic=call.deterministic,
         kv_index=heads.kv_index(),
+        carry=len(call.plan) > 1,
     )
     remote = RemoteSteps(call, heads, k, v)
     last = max((i for i, step in enumerate(call.plan) if step.keys is not None and q.numel()), default=-1)
@@ -113,6 +114,7 @@ def ring_backward(
         lse_gradient=dlse is not None,
         deterministic=call.deterministic,
         kv_index=heads.kv_index(),
+        carry=len(call.plan) > 1,
     )
     needs_delta = backend.reads_delta or score.sinks is not None
     delta = row_delta(out, dout, dlse) if needs_delta else None

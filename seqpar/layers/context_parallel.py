@@ -1,0 +1,240 @@
+"""Context parallelism: the names of TransformerEngine, and keys and values or hidden states that are all-gathered.
+
+Shapes: b batch, s tokens of this rank, t tokens of all ranks, h query heads, n KV heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..checks import check_choice, check_hidden
+from ..layout import Layout
+from ..mask import Mask
+from ..mesh import AttentionGroups, rank_in, ranks_by_host
+from ..schedule import attention_plan
+from ..sharding import Sharding
+from ..strategies import Comm
+from ..strategies.autograd import to_autocast_dtype, with_gradient
+from ..strategies.gathered_activations import (
+    GATHERS,
+    FinishKeys,
+    Gather,
+    GatheredActivations,
+    GatheredAttention,
+    StartInBackward,
+    prefers_activations,
+)
+from ..strategies.operators import attention_op, make_call, positions_op, seen_by_dispatch_mode, with_replicated_keys
+from ..strategies.tensor_operators import (
+    ChunkOptions,
+    TracedChunks,
+    all_gather_positions_op,
+    traced_all_gather_linear,
+)
+from ..strategies.tensor_sequence import SequenceChunks, all_gather_linear
+from .attention import AttentionLayer, LayerCall
+from .rotary import rotate
+
+
+class ContextParallelAttention(AttentionLayer):
+    """Context parallelism as TransformerEngine names it. See ``AttentionLayer`` for the other arguments.
+
+    Args:
+        comm: "all_gather" (default: all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p"
+            (the hybrid).
+        chunks: with "all_gather", in how many chunks of heads keys and values are received. More need less memory; by
+            default as many as are worth it.
+        ulysses_size: with "a2a+p2p" on a plain group, the size of the all-to-all's subgroups.
+        gather: with "all_gather", what the ranks receive.
+
+            * "kv" (default): the keys and values that their queries see, ``2 * num_kv_heads * head_dim`` numbers a
+              token.
+            * "activations": all ranks' hidden states, ``hidden_size`` numbers a token, half as many where
+              ``num_kv_heads * head_dim`` is ``hidden_size`` (FastSeq). Every rank projects them to keys and values,
+              while they arrive, and again in backward. ``k_proj`` and ``v_proj`` must be plain ``nn.Linear`` and
+              ``k_norm`` a plain ``nn.RMSNorm``, not modules that replace them, such as LoRA's.
+            * "auto": in each call whichever takes less time, by counted bytes and operations (see
+              ``docs/strategies.md``), and "kv" where "activations" cannot run. It depends on the mask and is not traced
+              by ``torch.compile``: the layer is a graph break. If the mesh was not made by ``init_mesh``, the ranks
+              tell each other their hosts in the first call.
+        options: the arguments of ``AttentionLayer``.
+    """
+
+    strategy = "context_parallel"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        comm: Comm = "all_gather",
+        chunks: int | None = None,
+        ulysses_size: int | None = None,
+        gather: Gather = "kv",
+        **options: Any,
+    ) -> None:
+        check_choice("gather", gather, GATHERS)
+        if gather != "kv" and comm != "all_gather":
+            raise ValueError(f"gather={gather!r}: an option of comm='all_gather'; leave it out with comm={comm!r}")
+        if gather == "activations" and chunks is not None:
+            raise ValueError(
+                f"chunks={chunks}: with gather='activations' nothing is sent by heads; leave chunks out, or use "
+                "gather='kv'"
+            )
+        self.gather: Gather = gather
+        own = (("comm", comm, "all_gather"), ("chunks", chunks, None), ("ulysses_size", ulysses_size, None))
+        options.update((name, value) for name, value, default in own if value != default)
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
+
+    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
+        return (*super()._constants(groups, layout, dropout_p), self.gather)
+
+    def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
+        groups = super()._groups(sharding)
+        return with_replicated_keys(groups) if self.gather == "activations" else groups
+
+    def _check_input(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None) -> None:
+        super()._check_input(x, mask, positions, seq_len)
+        if self.gather == "activations" and (reason := self._keys_are_opaque()) is not None:
+            raise TypeError(reason)
+
+    def _keys_are_opaque(self) -> str | None:
+        """Why keys and values cannot be computed from the weights of their projections, or None."""
+        for name, plain in (("k_proj", nn.Linear), ("v_proj", nn.Linear), ("k_norm", nn.RMSNorm)):
+            module = getattr(self, name)
+            if module is None:
+                continue
+            if type(module) is not plain or isinstance(module.weight, DTensor):
+                return (
+                    f"{name}={type(module).__name__}: gather='activations' computes keys and values from the weights "
+                    f"of a plain nn.{plain.__name__}, and would leave out what this module does besides; use "
+                    "gather='kv'"
+                )
+        return None
+
+    def _sends_activations(self, call: LayerCall, x: Tensor) -> bool:
+        """Whether the ranks send hidden states in this call. The same on every rank."""
+        group, ranks = call.groups.sequence, call.groups.ring_size
+        if self.gather == "kv" or group is None or ranks == 1:
+            return False
+        if self.gather == "activations":
+            return True
+        if self._keys_are_opaque() is not None:
+            return False
+        per_host, seq_len = call.groups.per_host, call.sequence.seq_len
+        of_kv = attention_plan(call.mask, call.sequence, call.groups.ring_rank, True, per_host).received_rows
+        of_activations = (per_host - 1) * seq_len, (ranks - per_host) * seq_len
+        if per_host == ranks and len(ranks_by_host(group)) > 1:  # hosts of one rank, or of different numbers of ranks
+            of_kv, of_activations = (0, sum(of_kv)), (0, sum(of_activations))
+        (hidden,) = to_autocast_dtype(x)
+        d_kv = self.num_kv_heads * self.head_dim
+        return prefers_activations(of_kv, of_activations, self.hidden_size, d_kv, hidden.dtype)
+
+    def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
+        if not self._sends_activations(call, x):
+            return super()._compute(x, call)
+        hidden, k_weight, v_weight = to_autocast_dtype(x, self.k_proj.weight, self.v_proj.weight)
+        groups, sequence, rank = with_replicated_keys(call.groups), call.sequence, rank_in(call.groups.sequence)
+        chunks = SequenceChunks.of_context(groups.sequence, sequence, x.device)
+        if call.joins_backward:
+            hidden = with_gradient(hidden)
+        of_queries, of_keys = call.positions, call.positions
+        if self.rope is not None:
+            if call.positions is None:
+                of_queries = sequence.rank_positions(rank, x.device)
+                of_keys = sequence.together().rank_positions(0, x.device)
+            else:
+                of_keys = chunks.all_gather_positions(call.positions)
+        finish, parameters = self._finish_keys(hidden.dtype, x.device, of_keys, call.max_position)
+        call, options = call._replace(groups=groups), self._options(call.dropout_p, replicated=True)
+        hidden = hidden.contiguous()
+        if seen_by_dispatch_mode():  # which sees the projections and attention as operators of their own
+            k, v = finish(*all_gather_linear(hidden, [k_weight, v_weight], chunks), *parameters)
+            q = self._queries(x, of_queries, call.max_position)
+            return self._output(self._attend(q, k, v, call, options).flatten(2), None)
+        gathered = GatheredActivations(chunks, finish)
+        gathered.start(hidden.detach())
+        q = self._queries(x, of_queries, call.max_position)
+        attention_call = make_call(
+            self.head_dim, self._heads, self.sinks, None, call.seed, call.mask, groups, sequence, options
+        )
+        out = GatheredAttention.apply(q, hidden, k_weight, v_weight, self.sinks, gathered, attention_call, *parameters)
+        y: Tensor = StartInBackward.apply(self._output(out.flatten(2), None), hidden.detach(), gathered)
+        return y
+
+    def _traced(self, x: Tensor, mask: Mask, sharding: Any, positions: Tensor | None) -> Tensor:
+        if self.gather == "kv":
+            return super()._traced(x, mask, sharding, positions)
+        check_hidden(x, self.hidden_size, self.q_proj)
+        if (reason := self._keys_are_opaque()) is not None:
+            raise TypeError(reason)
+        ranks, options = self._parallel_context, self._options(0.0, replicated=True)
+        chunks = TracedChunks(x.shape[1], sharding, ranks, ChunkOptions("ring", options))
+        k, v = traced_all_gather_linear(x, [self.k_proj.weight, self.v_proj.weight], chunks)
+        of_queries, of_keys = positions, positions
+        if self.rope is not None:
+            if positions is None:
+                of_queries = positions_op(x, sharding, ranks, self._options(0.0))
+                of_keys = positions_op(k, sharding, ranks, options)
+            else:
+                of_keys = all_gather_positions_op(positions, sharding, ranks, chunks.options)
+        finish, parameters = self._finish_keys(k.dtype, x.device, of_keys, None)
+        k, v = finish(k, v, *parameters)
+        q = self._queries(x, of_queries, None)
+        out, *_ = attention_op(q, k, v, self.sinks, None, None, mask, sharding, ranks, options)
+        return self._output(out.flatten(2), None)
+
+    def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
+        return self.gather != "auto" and super()._is_traceable(sharding, positions, seq_len)
+
+    def _queries(self, x: Tensor, positions: Tensor | None, max_position: int | None) -> Tensor:
+        """The queries ``[b, s, h, d]`` of this rank's tokens ``x [b, s, hidden]``."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(q.dtype)
+        table = self._rotary_table(positions, q.dtype, q.device, max_position)
+        return q if table is None else rotate(q, *table)
+
+    def _rotary_table(
+        self, positions: Tensor | None, dtype: torch.dtype, device: torch.device, max_position: int | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Cosine and sine at ``positions [s]`` or ``[b, s]`` for tensors of ``dtype``; None without rotation."""
+        if self.rope is None:
+            return None
+        assert positions is not None
+        return self.rope.cos_sin(positions, torch.promote_types(dtype, torch.float32), device, max_position)
+
+    def _finish_keys(
+        self, dtype: torch.dtype, device: torch.device, positions: Tensor | None, max_position: int | None
+    ) -> tuple[FinishKeys, list[Tensor]]:
+        """What makes keys and values of their projections without biases, at ``positions [t]`` or ``[b, t]``; and its
+        parameters."""
+        norm, d = self.k_norm, self.head_dim
+        table = self._rotary_table(positions, dtype, device, max_position)
+        parameters: list[Tensor] = [p for p in (self.k_proj.bias, self.v_proj.bias) if p is not None]
+        if norm is not None:
+            parameters.append(norm.weight)
+
+        def finish(k: Tensor, v: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+            given = iter(parameters)
+            if self.k_proj.bias is not None:
+                k = k + next(given).to(k.dtype)
+            if self.v_proj.bias is not None:
+                v = v + next(given).to(v.dtype)
+            k, v = k.unflatten(-1, (-1, d)), v.unflatten(-1, (-1, d))
+            if norm is not None:
+                weight = next(given)
+                k = F.rms_norm(k.to(weight.dtype), (d,), weight, norm.eps).to(v.dtype)
+            return (k if table is None else rotate(k, *table)), v
+
+        return finish, parameters
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.gather == "kv" else f", gather={self.gather!r}")
