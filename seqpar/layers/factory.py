@@ -21,6 +21,7 @@ from .attention import (
     RingAttention,
     UlyssesAttention,
 )
+from .context_parallel import ContextParallelAttention
 from .rotary import RotaryEmbedding
 from .tensor_parallel import MegatronAttention
 
@@ -45,6 +46,7 @@ LAYERS: dict[str, Callable[..., AttentionLayer]] = {
         LocalAttention,
         RingAttention,
         UlyssesAttention,
+        ContextParallelAttention,
         HybridAttention,
         MegatronAttention,
     )
