@@ -44,9 +44,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from seqpar.kernels import BACKENDS
 from seqpar.kernels.base import Backend, OutputGrad, Score
 from seqpar.kernels.library import LibraryBackend
+from seqpar.keys import KeyIntervals
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
-from seqpar.schedule import KeyIntervals
 from seqpar.triton_kernels import apply_rotary, attention_backward, attention_forward, delta, merge_
 from tests.reference import Rule, Rules, combined_mask, dense_gradients, visible_pairs
 

@@ -17,8 +17,8 @@ from itertools import product
 import torch
 
 from seqpar import Mask
-from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import CPU, AttentionPlan, SequenceSharding
+from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
+from seqpar.schedule import AttentionPlan
 
 
 def boundaries(seq_len: int, documents: int, seed: int) -> torch.Tensor:

@@ -25,10 +25,10 @@ from .checks import (
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .heads import Heads
 from .kernels import BackendName, check_backend
-from .layout import LAYOUTS, Layout, check_length, check_lengths
+from .layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
-from .schedule import MaskPlanner, SequenceSharding
+from .schedule import MaskPlanner
 from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from .strategies import STRATEGIES, Comm, StrategyName, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
@@ -49,6 +49,7 @@ from .cache import cached_tensors
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+CPU = torch.device("cpu")
 
 
 def split_range(length: int, parts: int, index: int) -> range:
@@ -240,3 +241,78 @@ def shard_positions(seq_len: int, ranks: int, rank: int, layout: Layout = "conti
     cpu = torch.device("cpu")
     key = "positions", seq_len, ranks, rank, layout
     return cached_tensors(key, cpu, lambda: merged_positions(seq_len, ranks, rank, 1, layout).tensor(cpu))
+
+
+@dataclass(frozen=True)
+class SequenceSharding:
+    """How a sequence is divided over ranks: rank = (ring_rank * ulysses + ulysses_rank) * tensor + tensor_rank.
+
+    Under tensor parallelism, each run of ``tensor`` consecutive ranks all-gathers its tokens before attention, so the
+    ring and the all-to-all treat the run as a single rank.
+
+    Attributes:
+        seq_len: tokens of the full sequence.
+        layout: which positions each rank holds: "contiguous", "zigzag" or "striped".
+        ring, ulysses, tensor: ranks along each dimension.
+    """
+
+    seq_len: int
+    layout: Layout = "contiguous"
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of attention: a tensor-parallel run counts as one."""
+        return self.ring * self.ulysses
+
+    def ring_positions(self, ring_rank: int) -> Positions:
+        """Global positions of the tokens that all ulysses ranks of ``ring_rank`` hold together."""
+        ranks = self.ulysses * self.tensor
+        return self._positions(ring_rank * ranks, ranks)
+
+    def together(self) -> SequenceSharding:
+        """The same shards, where all ranks all-gather their tokens before attention."""
+        return replace(self, ring=1, ulysses=1, tensor=self.ranks * self.tensor)
+
+    def rank_positions(self, rank: int, device: torch.device = CPU) -> Tensor:
+        """Global positions of the tokens that ``rank`` attends with, int64 ``[seq_local]``, increasing.
+
+        Cached: the same tensor each time. Do not write to it.
+        """
+        held = self._positions(rank * self.tensor, self.tensor)
+        return cached_tensors(("rank_positions", held), device, lambda: held.tensor(device))
+
+    def tensor_positions(self, rank: int) -> tuple[Positions, tuple[Positions, ...]]:
+        """What ``rank`` attends with, and by tensor rank what each of its tensor-parallel ranks holds of it."""
+        first = rank * self.tensor
+        return self._positions(first, self.tensor), tuple(self._positions(first + i, 1) for i in range(self.tensor))
+
+    def tensor_rows(self, rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
+        """By tensor rank: the indices of its tokens in ``rank_positions(rank)``, int64 ``[seq_local]``. Cached."""
+        return self._rows(rank * self.tensor, self.tensor, 1, device)
+
+    def ulysses_rows(self, ring_rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
+        """By ulysses rank: the indices of its tokens in ``ring_positions(ring_rank)``, int64 ``[seq_local]``."""
+        ranks = self.ulysses * self.tensor
+        return self._rows(ring_rank * ranks, ranks, self.tensor, device)
+
+    def ulysses_lengths(self, ring_rank: int) -> list[int]:
+        """By ulysses rank: how many tokens it holds."""
+        first = ring_rank * self.ulysses
+        return [len(self._positions((first + i) * self.tensor, self.tensor)) for i in range(self.ulysses)]
+
+    def _positions(self, first: int, count: int) -> Positions:
+        """Positions of the tokens of ranks ``first ... first + count - 1`` together."""
+        return merged_positions(self.seq_len, self.ranks * self.tensor, first, count, self.layout)
+
+    def _rows(self, first: int, count: int, each: int, device: torch.device) -> tuple[Tensor, ...]:
+        """For every ``each`` of the ``count`` ranks from ``first``: the indices of their tokens among all of theirs."""
+        merged = self._positions(first, count)
+        parts = [self._positions(first + i, each) for i in range(0, count, each)]
+        return cached_tensors(
+            ("rows", self, first, count, each),
+            device,
+            lambda: tuple(merged.counts_below(part.tensor(device)) for part in parts),
+        )

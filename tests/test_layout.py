@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar.layout import LAYOUTS, Layout, merged_positions, shard_length, shard_positions, shard_ranges
-from seqpar.schedule import CPU
+from seqpar.layout import CPU, LAYOUTS, Layout, merged_positions, shard_length, shard_positions, shard_ranges
 
 from .cases import Batch
 from .pool import WORLDS, Pool, on_ranks

@@ -22,8 +22,9 @@ from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
-from seqpar.layout import LAYOUTS
-from seqpar.schedule import CPU, AttentionPlan, KeyIntervals, SequenceSharding, attention_plan
+from seqpar.keys import KeyIntervals
+from seqpar.layout import CPU, LAYOUTS, SequenceSharding
+from seqpar.schedule import AttentionPlan, attention_plan
 
 from .fake_cuda import fake_cuda
 from .pool import Pool, on_ranks

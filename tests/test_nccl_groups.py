@@ -15,8 +15,8 @@ from seqpar import Mask
 from seqpar.comm.p2p import Message, Pending
 from seqpar.heads import Heads
 from seqpar.kernels.base import Score
-from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import AttentionPlan, SequenceSharding
+from seqpar.layout import LAYOUTS, Layout, SequenceSharding
+from seqpar.schedule import AttentionPlan
 from seqpar.strategies import remote, ring
 from seqpar.strategies.call import AttentionCall
 

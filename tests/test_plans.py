@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask, cache
-from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import CPU, AttentionPlan, SequenceSharding, attention_plan
+from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
+from seqpar.schedule import AttentionPlan, attention_plan
 
 from .pool import Pool, on_ranks
 

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
-from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import CPU, AttentionPlan, Exchange, KeyIntervals, Selection, SequenceSharding
+from seqpar.keys import KeyIntervals, Selection
+from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
+from seqpar.schedule import AttentionPlan, Exchange
 from seqpar.strategies.ulysses import HeadExchange
 
 from .generators import masks

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar import cache
 from seqpar.layers.sharded_weights import WeightShard, register_weight_shards, with_reduced_gradient
-from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import SequenceSharding
+from seqpar.layout import LAYOUTS, Layout, SequenceSharding
 from seqpar.strategies import tensor_sequence
 from seqpar.strategies.tensor_sequence import SequenceChunks, all_gather_linear, linear_reduce_scatter
 

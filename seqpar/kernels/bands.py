@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from ..schedule import KeyIntervals
+from ..keys import KeyIntervals
 from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, runs
 
 # With more runs than this, a kernel that takes the intervals as they are is faster than cutting them.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..schedule import KeyIntervals
+from ..keys import KeyIntervals
 from .base import Carry, OutputGrad, Score, empty_carry, finish, merge_
 from .tiles import Kind, Tile, tiles
 

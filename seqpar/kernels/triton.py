@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..schedule import KeyIntervals
+from ..keys import KeyIntervals
 from .base import Carry, OutputGrad, Score
 from .elementwise import DTYPES, interpreted, targeted, unavailable
 

@@ -22,9 +22,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
-from ..layout import Layout, split_range
+from ..layout import Layout, SequenceSharding, split_range
 from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
-from ..schedule import SequenceSharding
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient

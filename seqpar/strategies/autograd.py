@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..heads import Heads
+from ..layout import SequenceSharding
 from ..mesh import AttentionGroups
-from ..schedule import SequenceSharding
 from .call import AttentionCall
 from .ring import ring_backward, ring_forward
 from .ulysses import (

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..heads import Heads
 from ..kernels.base import Score
-from ..layout import split_range
+from ..keys import KeyIntervals
+from ..layout import SequenceSharding, split_range
 from ..mesh import AttentionGroups
-from ..schedule import AttentionPlan, KeyIntervals, SequenceSharding
+from ..schedule import AttentionPlan
 
 # An all-gather is cut into chunks of about this many bytes a rank, at most _MAX_CHUNKS of them, unless told otherwise.
 _CHUNK_BYTES = 8 << 20

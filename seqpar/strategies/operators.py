@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..checks import check_qkv
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
-from ..layout import check_length
+from ..layout import SequenceSharding, check_length
 from ..mask import Mask, layer_mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..opaque import constant, real
-from ..schedule import SequenceSharding, attention_plan
+from ..schedule import attention_plan
 from ..sharding import Sharding
 from . import resolve
 from .autograd import (

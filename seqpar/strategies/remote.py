@@ -24,8 +24,9 @@ from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
 from ..comm.trace import count_step
 from ..heads import Heads
+from ..keys import GatheredKeys, Selection
 from ..mesh import AttentionGroups
-from ..schedule import AttentionPlan, Exchange, GatheredKeys, Selection, Step, Transfer
+from ..schedule import AttentionPlan, Exchange, Step, Transfer
 from .call import AttentionCall
 
 # The K/V of this many remote steps are on the way at a time.

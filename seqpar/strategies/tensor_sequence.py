@@ -51,9 +51,8 @@ from ..cache import cached_tensors
 from ..comm.collectives import all_gather, reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
 from ..comm.trace import count_sent
-from ..layout import split_range
+from ..layout import SequenceSharding, split_range
 from ..mesh import rank_in, size_of
-from ..schedule import SequenceSharding
 from .autograd import to_autocast_dtype
 
 Overlap = Literal["auto", "ring", "symm_mem", "none"]

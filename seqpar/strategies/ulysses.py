@@ -52,9 +52,8 @@ from ..comm.p2p import Pending
 from ..comm.trace import count_sent
 from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import split_range
+from ..layout import SequenceSharding, split_range
 from ..mesh import Ranks
-from ..schedule import SequenceSharding
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
 MAX_CHUNKS = 4
