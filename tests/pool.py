@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -213,6 +214,7 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    gc.freeze()  # what the fork server has imported: garbage collection need not look at it
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group(
