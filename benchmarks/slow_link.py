@@ -4,10 +4,10 @@ The layer is a TP-SP block (attention and SwiGLU) or, with ``--strategy``, atten
 
 Network namespaces that are joined by a switch stand for hosts; making them takes root and iproute2. Each host runs
 ``--per-host`` ranks with one thread each. The ranks measure a step on the bare links and behind a ``tc tbf`` limit on
-what each host sends, in turns. The limit is set so that the messages of a step alone, sent one after another without
-computation, take ``--share`` of the time of a step on the fast links. The share is measured, not computed. The ratio
-slow / fast is reported for each way of overlapping, as the median of the rounds. Without overlap it is about 1 + share.
-With perfect overlap it is 1.
+what each host sends, in turns. The limit is set so that the messages of a step alone, the very same sent one after
+another without computation, take ``--share`` of the time of a step on the fast links. The share is measured, not
+computed. The ratio slow / fast is reported for each way of overlapping, as the median of the rounds. Without overlap it
+is about 1 + share. With perfect overlap it is 1.
 
 Units: seconds of wall time, bytes of payload that one rank sends to other hosts, and bits a second for the links.
 """
@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from torch import nn
 
 import seqpar
 from seqpar.cli.launch import CommandError, exit_with, follow_launcher, launch, under_launcher
+from seqpar.comm import collectives
+from seqpar.layers import AttentionLayer
 from seqpar.strategies import ulysses
 
 DEADLINE_S = 900
@@ -54,7 +57,10 @@ VARIANTS = {
     "context_parallel": ("kv", "activations"),
 }
 MESH = {"tp_sp": "tp", "ulysses": "ulysses", "ring": "ring", "context_parallel": "ring"}
-SHAPE = ("strategy", "hidden", "seq_len", "heads", "kv_heads", "intermediate", "hosts", "per_host", "share", "rounds")
+SHAPE = (
+    "strategy", "hidden", "seq_len", "heads", "kv_heads", "intermediate", "hosts", "per_host", "share", "rate",
+    "rounds",
+)  # fmt: skip
 Work = Callable[[], None]
 
 
@@ -70,6 +76,7 @@ def main() -> None:
     parser.add_argument("--per-host", type=int, default=1, help="ranks on each host")
     parser.add_argument("--one-level", action="store_true", help="as if all ranks shared one host")
     parser.add_argument("--share", type=float, default=0.6, help="transfer alone, as a share of the fast step")
+    parser.add_argument("--rate", type=int, help="bits a second of the slow links, instead of --share")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="JSON file (default: in benchmarks/results)")
     arguments = parser.parse_args()
@@ -91,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> None:
         out = Path(folder) / "result.json"
         options = [f"--{k.replace('_', '-')}={v}" for k in SHAPE if (v := getattr(arguments, k)) is not None]
         launch(
-            [__file__, *options, f"--out={out}"],
+            [__file__, *options, *["--one-level"] * arguments.one_level, f"--out={out}"],
             arguments.hosts * per_host,
             DEADLINE_S,
             prefix=lambda rank: ["ip", "netns", "exec", host_name(rank // per_host)],
@@ -186,16 +193,17 @@ def worker(arguments: argparse.Namespace) -> None:
         step()
     with seqpar.trace() as trace:
         steps[variants[0]]()
-    # The ranks may send different numbers of bytes: under a causal mask, not all need the same keys.
     sent = int(agreed(trace.bytes_sent if arguments.one_level else trace.bytes_between_hosts))
-    alone = messages_alone(sent, arguments.per_host)
+    alone = messages_alone(steps[variants[0]])
     fast_s = agreed(statistics.median(seconds(steps[variants[0]]) for _ in range(3)))
     wanted_s = arguments.share * fast_s
-    rate = int(8 * sent * arguments.per_host / wanted_s)
-    for _ in range(4):  # adjust the rate until the messages alone take the share that was asked for
+    rate = arguments.rate or int(8 * sent * arguments.per_host / wanted_s)
+    for _ in range(
+        1 if arguments.rate else 4
+    ):  # adjust the rate until the messages alone take the share that was asked for
         limit(rate)
         alone_s = agreed(statistics.median(seconds(alone) for _ in range(3)))
-        if abs(alone_s / wanted_s - 1) < 0.03:
+        if arguments.rate or abs(alone_s / wanted_s - 1) < 0.03:
             break
         rate = int(rate * alone_s / wanted_s)
     ratios: dict[str, list[float]] = {overlap: [] for overlap in variants}
@@ -236,26 +244,43 @@ def make_step(arguments: argparse.Namespace, mesh: dist.DeviceMesh, overlap: str
         ulysses.MAX_CHUNKS = chunks  # with one, all heads are in one all-to-all: nothing to overlap
         y = x
         for norm, layer in zip(norms, layers, strict=True):
-            y = y + layer(norm(y), seq_len=arguments.seq_len)
+            y = y + (layer(norm(y), seq_len=arguments.seq_len) if isinstance(layer, AttentionLayer) else layer(norm(y)))
         y.square().mean().backward()
 
     return step
 
 
-def messages_alone(nbytes: int, per_host: int) -> Work:
-    """Send ``nbytes`` to ranks of other hosts in turn, in messages of about 2 MB, one after another."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    number = max(1, nbytes // (2 << 20))
-    send_buffer, recv_buffer = (torch.zeros(nbytes // number, dtype=torch.uint8) for _ in range(2))
-    distances = range(per_host, ranks, per_host)
+def messages_alone(step: Work) -> Work:
+    """The messages of a step, sent again one after another, without the computation."""
+    calls: list[Callable[[], Any]] = []
+    real = (
+        dist.batch_isend_irecv,
+        dist.all_to_all_single,
+        collectives.all_gather_single,
+        collectives.reduce_scatter_single,
+    )
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            calls.append(lambda: function(*args, **kwargs))
+            return calls[-1]()
+
+        return record
+
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", recorded(real[0])),
+        mock.patch.object(dist, "all_to_all_single", recorded(real[1])),
+        mock.patch.object(collectives, "all_gather_single", recorded(real[2])),
+        mock.patch.object(collectives, "reduce_scatter_single", recorded(real[3])),
+    ):
+        step()
 
     def work() -> None:
-        for i in range(number):
-            distance = distances[i % len(distances)]
-            to, source = (rank + distance) % ranks, (rank - distance) % ranks
-            ops = [dist.P2POp(dist.isend, send_buffer, to), dist.P2POp(dist.irecv, recv_buffer, source)]
-            for request in dist.batch_isend_irecv(ops):
-                request.wait()
+        for call in calls:
+            started = call()
+            for request in started if isinstance(started, list) else [started]:
+                if request is not None:
+                    request.wait()
 
     return work
 

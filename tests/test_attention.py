@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.layout import LAYOUTS
-from seqpar.strategies import ulysses
+from seqpar.strategies import call, ulysses
 
 from .cases import Batch
 from .hosts import hosts_of
@@ -116,10 +116,13 @@ def attend(case: Case, positions: Tensor, **where: Any) -> Results:
 @on_ranks
 def attend_on_rank(group: ProcessGroup, case: Case) -> Results:
     """This rank's shard of the results of a case."""
+    # In chunks of heads, however short the sequence; ring and all-gather in one chunk where the length is even.
+    chunk_bytes = 1 if case.problem.seq_len % 2 else 1 << 40
     with (
         hosts_of(case.per_host),
         mock.patch.dict(ulysses._CHUNK_WORK, cpu=1),
-    ):  # in chunks of heads, however short the sequence
+        mock.patch.dict(call._CHUNK_BYTES, cpu=chunk_bytes),
+    ):
         return attend_in_chunks(group, case)
 
 
@@ -330,6 +333,21 @@ def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -
 def test_random_cases(batch: Batch, world: int) -> None:
     """Shapes, masks, features, strategies and layouts drawn together; the seed is in the case's id."""
     batch.check(world, attend_on_rank, [random_case(1000 * world + seed) for seed in range(60)], verify)
+
+
+@on_ranks
+def attend_at_the_size_of_a_chunk(group: ProcessGroup, strategy: str) -> Results:
+    """Two ranks of 9 and 8 tokens, of which only the first has the bytes of a second chunk of heads."""
+    problem = Problem(17, heads=4, kv_heads=4, head_dim=8)
+    case = Case(problem, strategy, "contiguous", seq_len_given=True)
+    with mock.patch.dict(call._CHUNK_BYTES, cpu=2 * 9 * 4 * 8 * problem.dtype.itemsize // 2):
+        return attend(case, rank_positions(17, 2, group.rank(), "contiguous"), group=group)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_uneven_shards_have_as_many_chunks(pool: Pool, strategy: str) -> None:
+    problem = Problem(17, heads=4, kv_heads=4, head_dim=8)
+    verify_group(Case(problem, strategy, "contiguous"), pool.run(2, attend_at_the_size_of_a_chunk, strategy))
 
 
 @on_ranks

@@ -13,8 +13,10 @@ from ..layout import SequenceSharding, split_range
 from ..mesh import AttentionGroups
 from ..schedule import AttentionPlan
 
-# An all-gather is cut into chunks of about this many bytes a rank, at most _MAX_CHUNKS of them, unless told otherwise.
-_CHUNK_BYTES = 8 << 20
+# K/V are sent in chunks of heads of at least this many bytes: by device, so many that a transfer takes much longer than
+# to start it and to split a kernel.
+_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}
+# The most chunks of a step. A ring has fewer, as its steps hide one another's transfers.
 _MAX_CHUNKS = 4
 
 
@@ -46,15 +48,19 @@ class AttentionCall:
     _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
     def parts(self, heads: Heads, k: Tensor) -> list[Heads]:
-        """``heads`` in the chunks in which an all-gather sends their K/V. The ring sends all of them at once.
+        """``heads`` in the chunks in which the K/V of a step, ``[b, k, n, d]``, are sent.
 
-        While one chunk is computed, the next one is received. By default the messages ``k [b, k, n, d]`` are large
-        enough for that to take longer than starting them.
+        While one chunk is computed, the next one is received, so that only the first transfer of all has nothing but
+        the work on a rank's own keys to hide behind. All ranks have as many, however long their shards are.
         """
         kv = len(heads.kv)
-        if not self.groups.gather or kv < 2 or heads.kv_index() is not None:
+        if len(self.plan) == 1 or kv < 2 or heads.kv_index() is not None:
             return [heads]
-        chunks = self.groups.chunks or max(1, min(_MAX_CHUNKS, 2 * k.nbytes // _CHUNK_BYTES))
+        if (chunks := self.groups.chunks) is None:
+            batch, _, _, dim = k.shape
+            nbytes = 2 * batch * self.plan.longest * kv * dim * k.element_size()
+            most = -(-_MAX_CHUNKS // (len(self.plan) - 1))
+            chunks = max(1, min(most, nbytes // _CHUNK_BYTES.get(k.device.type, 8 << 20)))
         each, chunks = len(heads.queries) // kv, min(chunks, kv)
         cuts = [split_range(kv, chunks, i) for i in range(chunks)]  # of the KV heads
         return [heads[range(cut.start * each, cut.stop * each)] for cut in cuts]

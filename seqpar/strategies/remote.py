@@ -29,10 +29,8 @@ from ..mesh import AttentionGroups
 from ..schedule import AttentionPlan, Exchange, Step, Transfer
 from .call import AttentionCall
 
-# The K/V of this many remote steps are on the way at a time.
+# The K/V of this many remote steps, or chunks of heads of a step, are on the way at a time.
 _AHEAD = 2
-# The chunks of an all-gather are large, and each has the time of a whole chunk's kernel.
-_AHEAD_OF_GATHER = 1
 
 KV = tuple[Tensor, Tensor]
 
@@ -64,16 +62,15 @@ class RemoteSteps:
         self._to_fetch = deque((number, i) for number in numbers for i in range(plan.fetches))
         self._fetching: deque[Callable[[], Any]] = deque()
         self._fetched: tuple[tuple[int, int], Any] | None = None  # the part and the fetch, and what was fetched
-        self._ahead = _AHEAD_OF_GATHER if plan.gather else _AHEAD
         # An all-gather starts the step of its next chunk, which needs the next fetch, before the kernel of this one.
         for _ in range(2 if plan.gather else 1):
             self._start_fetch()
-        while self._to_start and len(self._started) < self._ahead and not self._waits_for_fetch():
+        while self._to_start and len(self._started) < _AHEAD and not self._waits_for_fetch():
             self._start_step()
 
     def __iter__(self) -> Iterator[tuple[int, Heads, int, Tensor, Tensor]]:
         for number, i in self._tasks:
-            while self._to_start and len(self._started) <= self._ahead:
+            while self._to_start and len(self._started) <= _AHEAD:
                 if self._started and self._waits_for_fetch() and not self._plan.gather:
                     break  # the step that needs it waits for it, not those before
                 self._start_step()
@@ -101,7 +98,7 @@ class RemoteSteps:
             self._fetched = (number, fetch), self._fetching.popleft()()
         fetched = self._fetched[1] if fetch is not None and self._fetched is not None else None
         step = self._plan[i]
-        if step.receives:
+        if step.receives and number == 0:
             count_step()
         self._started.append(self._transport.start_step(step, self._own[number], fetched))
 
