@@ -50,11 +50,13 @@ class RemoteSteps:
     without keys for this rank, K/V are this rank's own.
     """
 
-    def __init__(self, call: AttentionCall, heads: Heads, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, call: AttentionCall, heads: Heads, k: Tensor, v: Tensor, sent_by: Transport | None = None
+    ) -> None:
         self.parts = call.parts(heads, k)
         self._plan = plan = call.plan
-        self._transport = transport(call)
-        self._own = [_KeyValues(*(of_heads(x, part.kv_in(heads)) for x in (k, v))) for part in self.parts]
+        self._transport = sent_by or transport(call)
+        self._own = [KeyValues(*(of_heads(x, part.kv_in(heads)) for x in (k, v))) for part in self.parts]
         # Also the steps in which this rank has no messages: all ranks start theirs in the same order, ahead of the same
         # kernels and returns.
         numbers = range(len(self.parts))
@@ -113,9 +115,9 @@ class Returns:
     once.
     """
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, sent_by: Transport | None = None) -> None:
         self._plan = call.plan
-        self._transport = transport(call)
+        self._transport = sent_by or transport(call)
         self._step: list[Callable[[], None]] = []  # to wait for the last step, and add what was received
         self._fetch: list[Callable[[], None]] = []  # the same for the last fetch
         self._sums: list[dict[int, Tensor]] = [{}, {}]  # by owner, the gradients of the rows that this rank fetched
@@ -180,7 +182,7 @@ def of_heads(x: Tensor, heads: range) -> Tensor:
     return x if len(heads) == x.shape[-2] else x[..., heads.start : heads.stop, :]
 
 
-class _KeyValues:
+class KeyValues:
     """K/V of some rows of one rank, and the messages that hold rows of them."""
 
     def __init__(self, k: Tensor, v: Tensor, both: Tensor | None = None) -> None:
@@ -205,13 +207,13 @@ class _KeyValues:
             rows.copy_to(target, x)
 
 
-class _Transport(Protocol):
-    """How K/V and their gradients are sent."""
+class Transport(Protocol):
+    """How K/V and their gradients are sent. The planner has one of its own, which notes what is sent."""
 
-    def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], Any]:
+    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], Any]:
         """Start a fetch. The returned function waits for it, and returns what the steps need of it."""
 
-    def start_step(self, step: Step, own: _KeyValues, fetched: Any) -> Callable[[], KV]:
+    def start_step(self, step: Step, own: KeyValues, fetched: Any) -> Callable[[], KV]:
         """Start a step. The returned function waits for it, and returns its K/V, or this rank's own if it has none."""
 
     def start_return(
@@ -231,7 +233,7 @@ class _Transport(Protocol):
         """Start to return the sums of a fetch. The returned function waits, and adds what was received to ``own``."""
 
 
-def transport(call: AttentionCall) -> _Transport:
+def transport(call: AttentionCall) -> Transport:
     """How the messages of a call are sent."""
     return _Collectives(call.plan, call.groups) if call.plan.dense else _Messages(call.plan, call.groups)
 
@@ -242,19 +244,19 @@ class _Messages:
     def __init__(self, plan: AttentionPlan, groups: AttentionGroups) -> None:
         self._plan, self._groups = plan, groups
 
-    def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], dict[int, _KeyValues]]:
+    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], dict[int, KeyValues]]:
         sends = {t.peer: own.message(t.at) for t in fetch.sends}
         batch, _, heads, dim = own.k.shape
         received = {t.peer: own.k.new_empty(2, batch, len(t.rows), heads, dim) for t in fetch.receives}
         pending = self._fetch_exchange(fetch, sends, received)
 
-        def wait() -> dict[int, _KeyValues]:
+        def wait() -> dict[int, KeyValues]:
             pending.wait()
-            return {owner: _KeyValues(both[0], both[1], both) for owner, both in received.items()}
+            return {owner: KeyValues(both[0], both[1], both) for owner, both in received.items()}
 
         return wait
 
-    def start_step(self, step: Step, own: _KeyValues, fetched: dict[int, _KeyValues] | None) -> Callable[[], KV]:
+    def start_step(self, step: Step, own: KeyValues, fetched: dict[int, KeyValues] | None) -> Callable[[], KV]:
         sources = {**(fetched or {}), self._plan.rank: own}
         like = own.k[None].expand(2, *own.k.shape)
         sends: dict[int, Tensor] = {}
@@ -349,7 +351,7 @@ class _Collectives:
     def __init__(self, plan: AttentionPlan, groups: AttentionGroups) -> None:
         self._plan, self._groups = plan, groups
 
-    def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], Tensor]:
+    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], Tensor]:
         assert self._groups.across is not None
         gathered, pending = start_all_gather(self._message(own), self._groups.across)  # [hosts, 2, b, longest, n, d]
 
@@ -359,7 +361,7 @@ class _Collectives:
 
         return wait
 
-    def start_step(self, step: Step, own: _KeyValues, fetched: Tensor | None) -> Callable[[], KV]:
+    def start_step(self, step: Step, own: KeyValues, fetched: Tensor | None) -> Callable[[], KV]:
         assert self._groups.within is not None
         by_host = self._message(own)[None] if fetched is None else fetched  # [hosts, 2, b, longest, n, d]
         gathered, pending = start_all_gather(by_host, self._groups.within)  # [ranks of a host, hosts, 2, ...]
@@ -408,7 +410,7 @@ class _Collectives:
 
         return accumulate
 
-    def _message(self, own: _KeyValues) -> Tensor:
+    def _message(self, own: KeyValues) -> Tensor:
         """This rank's K/V, ``[2, b, longest, n, d]``."""
         return own.message(Selection(((0, own.k.shape[1]),)), self._plan.longest)
 
