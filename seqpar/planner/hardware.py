@@ -50,6 +50,7 @@ class Hardware:
         all_to_all, all_gather: bytes/s sent to ranks of the same host in these collectives.
         network: bytes/s sent to other hosts.
         host_link: bytes/s between device memory and the host's.
+        host_memory: bytes of the host's memory, a GPU.
         latency: seconds that a transfer takes besides its bytes.
         kernel: seconds that a kernel of attention takes besides its FLOPs.
         gpus_per_host: GPUs that share the fast links.
@@ -68,6 +69,7 @@ class Hardware:
     all_gather: float
     network: float
     host_link: float
+    host_memory: float
     latency: float
     kernel: float
     gpus_per_host: int = 8
@@ -93,7 +95,9 @@ _LATENCY = 20e-6
 _KERNEL = 40e-6
 # PCIe 5 x16, measured on H200: 55.4 of 63 GB/s, 88 % (ml-engineering). PCIe 4 x16: 88 % of 31.
 _PCIE5, _PCIE4 = 55e9, 27e9
-# ALST (arXiv 2506.13996): CUDA about 1 GiB, NCCL several GiB a GPU: reserved_bytes.
+# Hosts of 8 GPUs with 1.9 TB (ALST, arXiv 2506.13996).
+_HOST_MEMORY = 1.9e12 / 8
+# The same paper: CUDA about 1 GiB, NCCL several GiB a GPU: reserved_bytes.
 
 _H100 = Hardware(
     "h100",
@@ -115,6 +119,7 @@ _H100 = Hardware(
     all_gather=361e9,  # nccl-tests on H200, which has the same links (ml-engineering)
     network=_NDR,
     host_link=_PCIE5,
+    host_memory=_HOST_MEMORY,
     latency=_LATENCY,
     kernel=_KERNEL,
 )
@@ -134,6 +139,7 @@ HARDWARE: dict[str, Hardware] = {
         all_gather=235e9,  # all-reduce bus bandwidth at 16 GiB (ml-engineering)
         network=24e9,  # 200 Gb/s a GPU: NCCL slide, 32 GPUs
         host_link=_PCIE4,
+        host_memory=_HOST_MEMORY,
         latency=_LATENCY,
         kernel=_KERNEL,
     ),
@@ -161,6 +167,7 @@ HARDWARE: dict[str, Hardware] = {
         all_gather=668e9,  # likewise
         network=_NDR,
         host_link=_PCIE5,
+        host_memory=_HOST_MEMORY,
         latency=_LATENCY,
         kernel=_KERNEL,
     ),
@@ -179,6 +186,7 @@ HARDWARE: dict[str, Hardware] = {
         all_gather=313e9,  # likewise
         network=_NDR,
         host_link=_PCIE5,
+        host_memory=_HOST_MEMORY,
         latency=_LATENCY,
         kernel=_KERNEL,
     ),

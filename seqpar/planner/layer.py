@@ -104,18 +104,20 @@ class Setting:
         """The ring rank whose queries see the most keys."""
         if self.ring == 1:
             return 0
-        pairs = _pairs_by_rank(self.mask, self.sharding)
+        pairs = _pairs_by_rank(self.mask, self.seq_len, self.layout, self.ring)
         return max(range(self.ring), key=pairs.__getitem__)
 
     def imbalance(self) -> float:
         """The pairs of the slowest ring rank, divided by the mean."""
-        pairs = _pairs_by_rank(self.mask, self.sharding)
+        pairs = _pairs_by_rank(self.mask, self.seq_len, self.layout, self.ring)
         return max(pairs) * len(pairs) / max(1, sum(pairs))
 
 
 @lru_cache(maxsize=256)
-def _pairs_by_rank(mask: Mask, sharding: SequenceSharding) -> list[int]:
-    return [all_pairs(mask, sharding.seq_len, sharding.ring_positions(rank)) for rank in range(sharding.ring)]
+def _pairs_by_rank(mask: Mask, seq_len: int, layout: Layout, ring: int) -> list[int]:
+    """The visible pairs of each ring rank. Ranks that share its tokens move the borders by a few tokens at most."""
+    sharding = SequenceSharding(seq_len, layout, ring)
+    return [all_pairs(mask, seq_len, sharding.ring_positions(rank)) for rank in range(ring)]
 
 
 @dataclass(frozen=True)
@@ -381,9 +383,14 @@ class RankTimeline:
                 self._ring_forward(timeline, heads, k, v)
             return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
+        last_kv: Tensor | None = None
+
         def attend_backward(heads: Heads, dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+            nonlocal last_kv
             self._ring_backward(timeline, heads, k, v)
-            return *(x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v)), None
+            dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+            again, last_kv = k is last_kv, k  # a chunk that reads the K/V of the one before
+            return dq, *((_Added(), _Added()) if again else (dk, dv)), None
 
         _, *saved = run_ulysses_forward(exchange, attend, q, k, v)
         if backward:
@@ -511,6 +518,13 @@ class RankTimeline:
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
         self._columns(timeline, "q, k, v", self._gemm(m.hidden, m.d + 2 * m.d_kv), True)
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
+
+
+class _Added:
+    """What is added to a tensor without data: nothing. Adding two of these would import PyTorch's compiler."""
+
+    def __radd__(self, x: Tensor) -> Tensor:
+        return x
 
 
 def _with_timeline(exchange: _HeadMessages, timeline: Timeline) -> _HeadMessages:

@@ -6,9 +6,10 @@ at the same time; those that use the same link share it equally. ``Timeline`` re
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 COMPUTE = "compute"
 
@@ -41,49 +42,61 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
     Raises:
         ValueError: tasks wait for one another.
     """
-    queues: dict[str, list[int]] = {}
+    queues: dict[str, deque[int]] = {}
     for number, task in enumerate(tasks):
-        queues.setdefault(task.stream, []).append(number)
-    heads = dict.fromkeys(queues, 0)
+        queues.setdefault(task.stream, deque()).append(number)
     starts, ends = [0.0] * len(tasks), [-1.0] * len(tasks)
-    running: dict[int, tuple[list[float], dict[str, float]]] = {}  # the delay, and the seconds left by link
-    now, left = 0.0, len(tasks)
-    while left:
-        for stream, queue in queues.items():
-            if (head := heads[stream]) < len(queue):
-                task = tasks[queue[head]]
-                if queue[head] not in running and all(ends[i] >= 0 for i in task.after):
-                    starts[queue[head]] = now
-                    running[queue[head]] = [task.delay], {x: s for x, s in task.links.items() if s > 0}
-        if not running:
-            raise ValueError("tasks: some wait for one another")
-        users = Counter(link for delay, links in running.values() if delay[0] <= 0 for link in links)
-        step = min(
-            delay[0] if delay[0] > 0 else min((s * users[x] for x, s in links.items()), default=0.0)
-            for delay, links in running.values()
-        )
-        now += step
-        for number in list(running):
-            delay, links = running[number]
-            if delay[0] > 0:
-                delay[0] = _less(delay[0], step, now)
+    delays: dict[int, float] = {}  # by running task, the seconds of its delay that are left
+    works: dict[int, dict[str, float]] = {}  # by running task, the seconds that are left by link
+    idle = list(queues.values())  # streams that run nothing
+    now = 0.0
+    while True:
+        waiting = []
+        for queue in idle:
+            number = queue[0]
+            task = tasks[number]
+            if any(ends[i] < 0 for i in task.after):
+                waiting.append(queue)
+                continue
+            starts[number] = now
+            if task.delay > 0:
+                delays[number] = task.delay
             else:
-                for link in list(links):
-                    links[link] = _less(links[link], step / users[link], now)
-                    if not links[link]:
-                        del links[link]
-            if not delay[0] and not links:
+                works[number] = {x: s for x, s in task.links.items() if s > 0}
+        idle = waiting
+        if not delays and not works:
+            if idle:
+                raise ValueError("tasks: some wait for one another")
+            return list(zip(starts, ends, strict=True))
+        users: dict[str, int] = {}
+        for links in works.values():
+            for link in links:
+                users[link] = users.get(link, 0) + 1
+        step = min(delays.values(), default=inf)
+        for links in works.values():
+            for link, seconds in links.items():
+                step = min(step, seconds * users[link])
+            if not links:
+                step = 0.0
+        now += step
+        rounding = 1e-12 * now + 1e-15
+        for number, links in list(works.items()):
+            for link in list(links):
+                links[link] -= step / users[link]
+                if links[link] <= rounding:
+                    del links[link]
+            if not links:
                 ends[number] = now
-                heads[tasks[number].stream] += 1
-                del running[number]
-                left -= 1
-    return list(zip(starts, ends, strict=True))
-
-
-def _less(seconds: float, by: float, now: float) -> float:
-    """``seconds - by``, 0 where only rounding is left."""
-    rest = seconds - by
-    return rest if rest > 1e-12 * now + 1e-15 else 0.0
+                del works[number]
+                queue = queues[tasks[number].stream]
+                queue.popleft()
+                if queue:
+                    idle.append(queue)
+        for number in list(delays):
+            delays[number] -= step
+            if delays[number] <= rounding:
+                del delays[number]
+                works[number] = {x: s for x, s in tasks[number].links.items() if s > 0}
 
 
 @dataclass
@@ -134,7 +147,7 @@ class Result:
     """
 
     tasks: tuple[Task, ...]
-    spans: Iterable[Span]
+    spans: Sequence[Span]
 
     @property
     def seconds(self) -> float:
