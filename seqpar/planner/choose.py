@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_choice, check_int
+from ..checks import check_choice, check_int, check_number
 from ..layout import LAYOUTS, Layout
 from ..mask import Mask
 from .hardware import Hardware, hardware_of
-from .layer import BETWEEN, LEVELS, WITHIN, RankTimeline, Setting, parameter_links
+from .layer import BETWEEN, LEVELS, STATE_BYTES, WITHIN, RankTimeline, Setting, parameter_links
 from .memory import RECOMPUTE, Memory, Switches, layer_activations, longest, memory, paper_activations
 from .model import ModelShape, model_of
 from .pairs import all_pairs
@@ -113,11 +113,12 @@ def plan(
     offload: bool | None = None,
     chunked_loss: bool = True,
     tiled_mlp: bool | None = None,
+    state_bytes: float = STATE_BYTES,
 ) -> Plan:
     """Predict the training step of a model under every strategy and split of the ranks.
 
     Nothing is run and nothing is downloaded. The transfers are those of the plans that attention executes; a small
-    simulation says which of them the computation hides. Weights and optimizer are sharded over all ranks (FSDP, ZeRO-3).
+    simulation says which of them the computation hides. Weights and optimizer are sharded over all ranks (ZeRO-3).
 
     Args:
         model: a name such as "llama3-8b", the path of a Hugging Face ``config.json``, a config, a dict or a ModelShape.
@@ -132,6 +133,8 @@ def plan(
         offload: whether saved activations wait in host memory; None as above.
         chunked_loss: whether logits are computed some tokens at a time.
         tiled_mlp: whether the MLP is; None as above.
+        state_bytes: bytes a weight of the weights, their gradients and the optimizer. 18 is AdamW with float32 copies
+            of bfloat16 weights, 8 AdamW all in bfloat16.
 
     Raises:
         ValueError: unknown names, or sizes that do not fit.
@@ -154,8 +157,10 @@ def plan(
     mask.check_length(seq_len)
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
-    base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel)
-    pairs = all_pairs(mask, seq_len, replace(base).sharding.ring_positions(0))
+    base = Setting(
+        shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=check_number("state_bytes", state_bytes)
+    )
+    pairs = all_pairs(mask, seq_len, base.sharding.ring_positions(0))
     switches = list(_switches(recompute, offload, chunked_loss, tiled_mlp))
     found: dict[tuple[int, ...], tuple[Choice, Setting]] = {}
     for setting in _settings(base, ranks, replicas):
@@ -175,9 +180,7 @@ def plan(
         replace(choice, reason=_reason(choice, best, gpus), longest_seq_len=longest(setting, choice.switches))
         for choice, setting in ordered
     ]
-    paper = {
-        name: paper_activations(shape, seq_len, batch, recompute=name) for name in ("none", "selective", "full")
-    }
+    paper = {name: paper_activations(shape, seq_len, batch, recompute=name) for name in ("none", "selective", "full")}
     return Plan(shape, gpus, seq_len, ranks, batch, pairs, tuple(choices), paper)
 
 
@@ -212,9 +215,7 @@ def _settings(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setti
             continue  # ranks without heads; tensor parallelism between hosts waits for every layer
         if replicas not in (None, ranks // (ring * ulysses * tensor)):
             continue
-        split = replace(
-            base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // (ring * ulysses * tensor)
-        )
+        split = replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // (ring * ulysses * tensor))
         for layout in _layouts(split):
             yield replace(split, layout=layout)
             if ring > 1 and ulysses == 1:
@@ -390,7 +391,9 @@ def _best_switches(setting: Setting, switches: Sequence[Switches], pairs: int) -
 def _reason(choice: Choice, best: Choice, hardware: Hardware) -> str:
     """Why a choice stands where it does."""
     if not choice.fits and choice.memory.host > hardware.host_memory:
-        return f"does not fit: offloads {choice.memory.host / 1e9:.0f} of {hardware.host_memory / 1e9:.0f} GB of the host"
+        return (
+            f"does not fit: offloads {choice.memory.host / 1e9:.0f} of {hardware.host_memory / 1e9:.0f} GB of the host"
+        )
     if not choice.fits:
         need, have = choice.memory_bytes / 1e9, hardware.memory_bytes / 1e9
         part = max(("activations", "states", "working", "gathered", "logits"), key=lambda x: getattr(choice.memory, x))

@@ -1,7 +1,7 @@
-"""One transformer layer on one rank as a timeline: the computations and transfers that the runtime issues, in its order.
+"""One transformer layer on one rank as a timeline: what the runtime computes and sends, in the order it issues it.
 
-Attention runs the runtime's own loops. ``RemoteSteps`` and ``Returns`` (``strategies/remote.py``) decide when a message of
-the plan is sent, ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) when an all-to-all is; here
+Attention runs the runtime's own loops. ``RemoteSteps`` and ``Returns`` (``strategies/remote.py``) decide when a message
+of the plan is sent, ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) when an all-to-all is. Here
 they are given tensors without data (torch's "meta" device), and transports that note bytes instead of sending them.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from .simulate import Timeline
 
 WITHIN, BETWEEN = "within_host", "between_hosts"  # the levels of links
 LEVELS = (WITHIN, BETWEEN)
+# With AdamW in mixed precision: 2 for the weight, 4 + 8 for its float32 copy and moments, 4 for the gradient (ALST,
+# arXiv 2506.13996).
+STATE_BYTES = 18.0
 _META = torch.device("meta")
 _E, _E_GRADIENT = 2, 4  # bytes of an element in bfloat16, and of a gradient that is still to be summed
 
@@ -55,6 +58,7 @@ class Setting:
         layout: which positions each rank holds.
         gather: whether the ring's K/V are received in one step.
         kernel: of attention; None is the hardware's first.
+        state_bytes: bytes a weight of the weights, their gradients and the optimizer.
     """
 
     model: ModelShape
@@ -69,6 +73,7 @@ class Setting:
     layout: Layout = "contiguous"
     gather: bool = False
     kernel: str | None = None
+    state_bytes: float = STATE_BYTES
 
     @property
     def sequence_ranks(self) -> int:
@@ -206,7 +211,7 @@ class _RingMessages:
                 first = plan.rank // plan.per_host * plan.per_host
                 peers, size = [r for r in range(first, first + plan.per_host) if r != plan.rank], size * plan.hosts
             else:
-                peers = [r for r in range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)]
+                peers = list(range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host))
                 peers.remove(plan.rank)
             sent = received = [(place.level(ring=peer), size) for peer in peers]
             within = place.setting.hardware.all_gather
@@ -271,9 +276,7 @@ class _HeadMessages(HeadExchange):
             [(place.level(ulysses=peer), float(n)) for peer, n in enumerate(x) if peer != self.rank]
             for x in (sent, received)
         ]
-        number = place.start(
-            self.timeline, name, "all-to-all", *messages, within=place.setting.hardware.all_to_all
-        )
+        number = place.start(self.timeline, name, "all-to-all", *messages, within=place.setting.hardware.all_to_all)
 
         def arrived() -> Tensor:
             self.timeline.wait(number)
@@ -394,7 +397,7 @@ class RankTimeline:
 
         _, *saved = run_ulysses_forward(exchange, attend, q, k, v)
         if backward:
-            exchange = cast(_HeadMessages, _with_timeline(exchange, timeline))
+            exchange = _with_timeline(exchange, timeline)
             if exchange.shares_kv:
                 saved += [k, v]
             run_ulysses_backward(exchange, attend_backward, saved, q, None, k.shape)
@@ -424,7 +427,7 @@ class RankTimeline:
     def _gather_gemm(self, timeline: Timeline, name: str, seconds: float, reduce: float = 0.0) -> None:
         """All-gather of the tokens, each chunk's GEMMs behind the transfer of the next.
 
-        With ``reduce``, GEMMs whose partial outputs are sent as soon as they are computed, chunk by chunk, before those.
+        With ``reduce``, GEMMs before those whose partial outputs are sent as soon as they are computed.
         """
         tensor = self.setting.tensor
         sends: list[int | None] = []
@@ -542,7 +545,7 @@ def _with_timeline(exchange: _HeadMessages, timeline: Timeline) -> _HeadMessages
 def parameter_links(setting: Setting, sent: float) -> Mapping[str, float]:
     """Seconds by link of an all-gather (or reduce-scatter) of ``sent`` bytes of weights over all ranks.
 
-    A tensor-parallel rank gathers its share. Between hosts, the bytes cross once a host, over the links of all its GPUs.
+    A tensor-parallel rank gathers its share. Between hosts, the bytes cross once a host, over all of its links.
     """
     s, hardware = setting, setting.hardware
     hosts = -(-s.ranks // hardware.gpus_per_host)

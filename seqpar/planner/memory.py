@@ -7,6 +7,7 @@ Models", 2022, for their GPT. ``layer_activations`` is what this package's layer
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, get_args
 
 from ..heads import Heads
@@ -18,9 +19,6 @@ Recompute = Literal["none", "keep_attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 _E = 2  # bytes of an element of the model's dtype
-# Bytes a weight with AdamW in mixed precision: 2 for the weight, 4 + 8 for its float32 copy and moments, 4 for the
-# gradient (ALST, arXiv 2506.13996).
-STATE_BYTES = 18
 # Bytes a logit, if all exist at once: 2 in the model's dtype, 4 in float32, 4 + 2 for the gradients of both (Hugging
 # Face's Ulysses blog measured 1.89 MB a token for a vocabulary of 151,936: 12.4).
 _LOGIT_BYTES = 12
@@ -87,7 +85,12 @@ class Memory:
 
 
 def paper_activations(
-    model: ModelShape, seq_len: int, batch: int, tensor: int = 1, sequence_parallel: bool = False, recompute: str = "none"
+    model: ModelShape,
+    seq_len: int,
+    batch: int,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
 ) -> float:
     """Bytes a layer of the paper's GPT keeps on one rank, 16-bit activations (its equations 1, 2, 4 and table 2).
 
@@ -126,14 +129,14 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
 
 
 def _mlp_width(m: ModelShape) -> int:
-    """Elements a token that an MLP keeps besides its input: gate, up, silu(gate) and product; or GeLU's in- and output."""
+    """Elements a token that an MLP keeps besides its input: gate, up, silu(gate), product; or GeLU's in- and output."""
     return (4 if m.gated else 2) * m.intermediate * m.active
 
 
 def _shares_kv(setting: Setting) -> bool:
     m = setting.model
     by_rank = Heads.of_model(m.heads, m.kv_heads).split(setting.tensor)[0].split(setting.ulysses)
-    return any(a.kv and b.kv and a.kv.stop > b.kv.start for a, b in zip(by_rank, by_rank[1:], strict=False))
+    return any(a.kv and b.kv and a.kv.stop > b.kv.start for a, b in pairwise(by_rank))
 
 
 def memory(setting: Setting, switches: Switches) -> Memory:
@@ -144,7 +147,7 @@ def memory(setting: Setting, switches: Switches) -> Memory:
     kept = 2 * layer if switches.offload else m.layers * layer
     kept += _E * m.hidden * tokens * 2  # the embedding's output, the head's input
     return Memory(
-        states=STATE_BYTES * m.parameters / s.ranks,
+        states=s.state_bytes * m.parameters / s.ranks,
         gathered=_gathered(s),
         activations=kept,
         working=_working(s, switches),

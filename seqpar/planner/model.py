@@ -155,7 +155,16 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
     hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
     experts = size("num_experts", "num_local_experts", "n_routed_experts", default=1)
-    gelu = config.get("model_type") in ("gpt2", "gpt_neox", "opt", "bloom", "falcon", "phi", "gpt_bigcode", "starcoder2")
+    gelu = config.get("model_type") in (
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "bloom",
+        "falcon",
+        "phi",
+        "gpt_bigcode",
+        "starcoder2",
+    )
     width = size("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
     return ModelShape(
         name,

@@ -162,4 +162,4 @@ class Result:
     @property
     def exposed(self) -> float:
         """Seconds in which nothing is computed."""
-        return self.seconds - self.compute
+        return max(0.0, round(self.seconds - self.compute, 12))
