@@ -102,6 +102,11 @@ def read_tokens(text: str) -> int:
     return int(tokens)
 
 
+def _name(choice: Choice) -> str:
+    """The strategy, with that of attention under tensor parallelism."""
+    return choice.strategy if choice.context in (choice.strategy, "local") else f"{choice.strategy}, {choice.context}"
+
+
 def _write(write: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,6 +119,7 @@ def _row(choice: Choice) -> dict[str, Any]:
     """A choice as a row of a CSV file, units in the names."""
     return {
         "strategy": choice.strategy,
+        "context": choice.context,
         **choice.degrees,
         "layout": choice.layout,
         "fits": choice.fits,
@@ -149,7 +155,7 @@ def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
     for number, choice in enumerate(made.choices[:top], start=1):
         table.add_row(
             str(number),
-            choice.strategy,
+            _name(choice),
             " ".join(str(choice.degrees[x]) for x in ("dp", "ring", "ulysses", "tp")),
             choice.layout,
             f"{choice.seconds:.3g}",

@@ -29,7 +29,7 @@ class Choice:
 
     Attributes:
         strategy: "local", "ring", "context_parallel", "ulysses", "hybrid" or "tp_sp", as elsewhere in the package.
-            Under "tp_sp" with ring or ulysses ranks, attention runs over these with the strategy that fits them.
+        context: the strategy of attention; under "tp_sp" that over the ring and ulysses dimensions.
         degrees: ranks by dimension of ``init_mesh``: "dp", "ring", "ulysses", "tp".
         layout: which positions each rank holds.
         switches: what is given up to save activations.
@@ -48,6 +48,7 @@ class Choice:
     """
 
     strategy: str
+    context: str
     degrees: Mapping[str, int]
     layout: Layout
     switches: Switches
@@ -227,13 +228,12 @@ def _layouts(setting: Setting) -> list[Layout]:
     if setting.ring == 1:
         return ["contiguous"]
     balance: dict[Layout, float] = {}
-    for layout in LAYOUTS:  # contiguous first: its ranks see the fewest keys of others
+    for layout in LAYOUTS:  # contiguous first: its ranks see the fewest keys of others, then zigzag's
         balance[layout] = replace(setting, layout=layout).imbalance()
         if balance[layout] < 1.01:
             break
-    best = min(balance, key=balance.__getitem__)
-    near = balance["contiguous"] < 1.2 * balance[best]
-    return ["contiguous", best] if near and best != "contiguous" else [best]
+    least = min(balance.values())
+    return [layout for layout in balance if balance[layout] < 1.3 * least]
 
 
 def _splits(ranks: int) -> Iterator[tuple[int, int, int]]:
@@ -330,7 +330,8 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
     each = max(1, s.ranks // s.tensor)
     parameter_bytes = (2 * _E + _E_GRADIENT) * m.parameters / s.tensor * (each - 1) / each
     return Choice(
-        strategy=strategy_name(s),
+        strategy="tp_sp" if s.tensor > 1 else context_name(s),
+        context=context_name(s),
         degrees={"dp": s.replicas, "ring": s.ring, "ulysses": s.ulysses, "tp": s.tensor},
         layout=s.layout,
         switches=switches,
@@ -339,7 +340,7 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         tokens_per_s=sequences * s.seq_len / seconds,
         mfu=m.model_flops(sequences * s.seq_len, sequences * pairs) / (seconds * s.ranks * s.hardware.peak_flops),
         compute_s=m.layers * compute + rest,
-        exposed_s=m.layers * (layer - compute),
+        exposed_s=max(0.0, round(m.layers * (layer - compute), 9)),
         bytes_sent={x: m.layers * (sent.get(x, 0) + sent_back.get(x, 0)) for x in LEVELS},
         parameter_bytes_sent=int(parameter_bytes),
         memory_bytes=int(used.total),
@@ -354,10 +355,8 @@ def memory_of_layer(setting: Setting, switches: Switches) -> float:
     return layer_activations(setting, switches.recompute, switches.tiled_mlp)
 
 
-def strategy_name(s: Setting) -> str:
-    """The strategy with the degrees of a setting."""
-    if s.tensor > 1:
-        return "tp_sp"
+def context_name(s: Setting) -> str:
+    """The strategy of attention with the degrees of a setting."""
     if s.ring > 1 and s.ulysses > 1:
         return "hybrid"
     if s.ring > 1:

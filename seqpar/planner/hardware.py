@@ -53,6 +53,7 @@ class Hardware:
         host_memory: bytes of the host's memory, a GPU.
         latency: seconds that a transfer takes besides its bytes.
         kernel: seconds that a kernel of attention takes besides its FLOPs.
+        tile: queries, and keys, that a kernel of attention computes at a time.
         gpus_per_host: GPUs that share the fast links.
         reserved_bytes: bytes of device memory that CUDA, NCCL and the allocator take.
     """
@@ -72,6 +73,7 @@ class Hardware:
     host_memory: float
     latency: float
     kernel: float
+    tile: int = 128
     gpus_per_host: int = 8
     reserved_bytes: float = 4 * GIB
 
@@ -251,14 +253,14 @@ def _of_mapping(value: Mapping[str, Any]) -> Hardware:
     for name, number in values.items():
         if name not in ("name", "attention"):
             try:
-                values[name] = int(number) if name == "gpus_per_host" else float(number)
+                values[name] = int(number) if name in ("gpus_per_host", "tile") else float(number)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"hardware: {name}={number!r}: expected a number") from error
             if values[name] < 0 or (values[name] == 0 and name not in ("latency", "kernel", "reserved_bytes")):
                 raise ValueError(f"hardware: {name}={number!r}: expected a positive number")
     if base is not None:
         return replace(hardware_of(base), **values)
-    optional = {"gpus_per_host", "reserved_bytes"}
+    optional = {"tile", "gpus_per_host", "reserved_bytes"}
     if missing := [name for name in names if name not in values and name not in optional]:
         raise ValueError(f"hardware: {', '.join(missing)} missing; give them, or name a base: {', '.join(HARDWARE)}")
     return Hardware(**values)

@@ -1,8 +1,8 @@
 """One transformer layer on one rank as a timeline: what the runtime computes and sends, in the order it issues it.
 
 Attention runs the runtime's own loops. ``RemoteSteps`` and ``Returns`` (``strategies/remote.py``) decide when a message
-of the plan is sent, ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) when an all-to-all is. Here
-they are given tensors without data (torch's "meta" device), and transports that note bytes instead of sending them.
+of the plan is sent, ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) when an all-to-all is.
+Here they are given tensors without data (torch's "meta" device), and transports that note bytes and send nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..strategies.ulysses import ulysses_backward as run_ulysses_backward
 from ..strategies.ulysses import ulysses_forward as run_ulysses_forward
 from .hardware import Hardware
 from .model import ModelShape
-from .pairs import all_pairs, visible_pairs
+from .pairs import all_pairs, computed_pairs
 from .simulate import Timeline
 
 WITHIN, BETWEEN = "within_host", "between_hosts"  # the levels of links
@@ -315,10 +315,10 @@ class RankTimeline:
 
     @cached_property
     def _pairs(self) -> dict[int, int]:
-        """By step, the visible pairs of this rank's queries."""
+        """By step, the pairs of this rank's queries that are computed."""
         s, plan = self.setting, self._plan
         shards = [s.sharding.ring_positions(rank) for rank in range(s.ring)]
-        by_owner = visible_pairs(s.mask, s.seq_len, shards[plan.rank], shards)
+        by_owner = computed_pairs(s.mask, s.seq_len, shards[plan.rank], shards, s.hardware.tile)
         pairs = {}
         for i, step in enumerate(plan):
             if isinstance(step.keys, ShardKeys):

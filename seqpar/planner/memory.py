@@ -121,8 +121,8 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
         if setting.ulysses > 1:
             elements += 2 * m.d + (0 if _shares_kv(setting) else 2 * m.d_kv)
         return float(tokens * (_E * elements + lse))
-    # Two norms and their inputs; q, k, v and out.
-    elements = 4 * m.hidden + 2 * m.d + 2 * m.d_kv
+    # Two norms and their inputs; q, k, v and out, with an all-to-all as head shard and as sequence shard.
+    elements = 4 * m.hidden + (3 if setting.ulysses > 1 else 2) * m.d + 2 * m.d_kv
     if not tiled_mlp:
         elements += _mlp_width(m)
     return float(tokens * (_E * elements + lse))

@@ -46,6 +46,47 @@ def all_pairs(mask: Mask, seq_len: int, queries: Positions) -> int:
     return visible_pairs(mask, seq_len, queries, [ranges_to_positions([(0, seq_len)])])[0]
 
 
+def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[Positions], tile: int) -> list[int]:
+    """For each of ``keys``: the pairs that a kernel computes, visible or not.
+
+    A kernel computes tiles of ``tile`` queries and as many keys, from the first key that a query of the tile sees to
+    the last. The arguments are those of ``visible_pairs``.
+    """
+    stripes = [stripe for shard in keys for stripe in shard.stripes]
+    owners = np.repeat(np.arange(len(keys)), [len(shard.stripes) for shard in keys])
+    table = np.array([_as_periodic(s) for s in stripes], dtype=np.int64).reshape(-1, 4)
+    first = np.arange(0, len(queries), tile)
+    last = np.minimum(first + tile, len(queries)) - 1
+    positions = [_positions_at(queries, index) for index in (first, last)]
+    totals = np.zeros(len(keys), dtype=np.int64)
+    rows = mask.runs(seq_len)
+    for runs in rows:
+        ends = []  # the first and one past the last of each shard's keys, by tile: [tiles, shards]
+        for x, start, slope in ((positions[0], runs.lo, runs.lo_step), (positions[1], runs.hi, runs.hi_step)):
+            run = np.searchsorted(runs.start, x, side="right") - 1
+            at = start[run] + slope[run] * (x - runs.start[run])
+            by_shard = np.zeros((len(x), len(keys)), dtype=np.int64)
+            begin, held, block, stride = table.T
+            offset = at[:, None] - begin
+            below = np.clip(offset // stride * block + np.minimum(offset % stride, block), 0, held)
+            np.add.at(by_shard.T, owners, below.T)
+            ends.append(by_shard)
+        lo, hi = ends[0] // tile, -(-ends[1] // tile)
+        seen = np.where(ends[1] > ends[0], hi - lo, 0).sum(0)
+        totals += seen * tile * tile
+    return [int(x) // len(rows) for x in totals]
+
+
+def _positions_at(positions: Positions, index: Array) -> Array:
+    """The positions at increasing indices."""
+    found = np.empty_like(index)
+    for stripe, offset in positions.with_offsets():
+        inside = (index >= offset) & (index < offset + stripe.count)
+        i = index[inside] - offset
+        found[inside] = stripe.start + i // stripe.block * stripe.stride + i % stripe.block
+    return found
+
+
 def _as_periodic(stripe: Stripe) -> tuple[int, int, int, int]:
     """``start, count, block, stride``; a range of consecutive positions has block and stride 1."""
     if stripe.block >= stripe.count or stripe.block == stripe.stride:
