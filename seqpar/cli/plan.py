@@ -104,7 +104,12 @@ def read_tokens(text: str) -> int:
 
 def _name(choice: Choice) -> str:
     """The strategy, with that of attention under tensor parallelism."""
-    return choice.strategy if choice.context in (choice.strategy, "local") else f"{choice.strategy}, {choice.context}"
+    return choice.strategy if choice.context in (choice.strategy, "local") else f"{choice.strategy} + {choice.context}"
+
+
+def _digits(x: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def _write(write: Any, path: Path) -> None:
@@ -148,28 +153,28 @@ def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
         highlight=False,
     )
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    for name in ("", "strategy", "dp ring\nulysses tp", "layout"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step\ns", "tokens/s", "MFU", "waits\ns", "GB sent\nin|out", "GB\nused", "longest"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("strategy")  # the only one that wraps
+    table.add_column("ranks", no_wrap=True)
+    for name in ("step s", "tokens/s", "MFU", "waits", "GB in", "GB out", "memory", "longest"):
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     for number, choice in enumerate(made.choices[:top], start=1):
         table.add_row(
             str(number),
             _name(choice),
             " ".join(str(choice.degrees[x]) for x in ("dp", "ring", "ulysses", "tp")),
-            choice.layout,
-            f"{choice.seconds:.3g}",
+            _digits(choice.seconds),
             f"{choice.tokens_per_s:,.0f}",
             f"{choice.mfu:.0%}",
-            f"{choice.exposed_s:.2g}",
-            f"{choice.bytes_sent[WITHIN] / 1e9:.3g}|{choice.bytes_sent[BETWEEN] / 1e9:.3g}",
-            f"{choice.memory_bytes / 1e9:.1f}",
+            f"{choice.exposed_s / choice.seconds:.0%}",
+            *(_digits(choice.bytes_sent[level] / 1e9) for level in (WITHIN, BETWEEN)),
+            _digits(choice.memory_bytes / 1e9),
             human_tokens(choice.longest_seq_len),
             style=None if choice.fits else "dim",
         )
     console.print(table)
     for number, choice in enumerate(made.choices[:top], start=1):
-        console.print(f"{number:2} {choice.reason}", highlight=False)
+        console.print(f"{number:2} {choice.layout}; {choice.reason}", highlight=False)
     if len(made.choices) > top:
         console.print(f"{len(made.choices) - top} more with --top {len(made.choices)}", highlight=False)
     best = made.best
@@ -185,9 +190,10 @@ def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
         highlight=False,
     )
     console.print(
-        "MFU counts the model's FLOPs forward and backward without recomputation, of visible pairs only, over "
-        f"{gpu.peak_flops / 1e12:.0f} TFLOP/s. GB sent: activations that a rank sends in a step, in its host and to "
-        "others. longest: tokens that fit with the same split.",
+        "ranks: dp, ring, ulysses, tp. MFU: the model's FLOPs without recomputation, of visible pairs only, over "
+        f"{gpu.peak_flops / 1e12:.3g} TFLOP/s. waits: the share of a step in which a GPU computes nothing. GB in, GB out: "
+        "activations that a GPU sends in a step, inside its host and to others. memory: GB of a GPU. longest: tokens of "
+        "a sequence that fits.",
         highlight=False,
     )
 

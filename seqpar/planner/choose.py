@@ -43,7 +43,7 @@ class Choice:
         parameter_bytes_sent: bytes of weights and their gradients that one rank sends in a step.
         memory_bytes: the peak on one rank.
         memory: its parts.
-        longest_seq_len: the longest sequence that fits, with the same degrees and switches.
+        longest_seq_len: the longest sequence that fits with the same degrees, whatever is given up for it.
         reason: why it stands where it does.
     """
 
@@ -64,6 +64,11 @@ class Choice:
     memory: Memory
     longest_seq_len: int
     reason: str
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of all sequences of a step."""
+        return self.tokens_per_s * self.seconds
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -178,7 +183,7 @@ def plan(
         ordered.insert(0, first)
     best = ordered[0][0]
     choices = [
-        replace(choice, reason=_reason(choice, best, gpus), longest_seq_len=longest(setting, choice.switches))
+        replace(choice, reason=_reason(choice, best, gpus), longest_seq_len=_longest(setting, switches))
         for choice, setting in ordered
     ]
     paper = {name: paper_activations(shape, seq_len, batch, recompute=name) for name in ("none", "selective", "full")}
@@ -364,6 +369,11 @@ def context_name(s: Setting) -> str:
     return "ulysses" if s.ulysses > 1 else "local"
 
 
+def _longest(setting: Setting, switches: Sequence[Switches]) -> int:
+    """The longest sequence that fits with any of the switches. The last way to recompute keeps least."""
+    return max(longest(setting, x) for x in switches if x.recompute == switches[-1].recompute)
+
+
 def _best_switches(setting: Setting, switches: Sequence[Switches], pairs: int) -> Choice:
     """The fastest switches that fit, or those that need the least memory."""
     used = {x: memory(setting, x) for x in switches}
@@ -411,17 +421,21 @@ def _reason(choice: Choice, best: Choice, hardware: Hardware) -> str:
     if choice is best:
         wait = f"waits {waits:.0%} of the step for transfers {link}" if waits >= 0.005 else "all transfers are hidden"
         return f"fastest that fits: {wait}{saved}"
-    slower = choice.seconds / choice.degrees["dp"] / (best.seconds / best.degrees["dp"])
-    if slower < 1.005:
+    slower = best.tokens_per_s / choice.tokens_per_s
+    if slower < 1 + _AS_FAST:
         return f"as fast as the best{saved}"
-    causes = {
-        f"waits {waits:.0%} of the step for transfers {link}": choice.exposed_s / choice.degrees["dp"]
-        - best.exposed_s / best.degrees["dp"],
-        "computes more: ranks with unequal work, small kernels, or recomputation": choice.compute_s
-        / choice.degrees["dp"]
-        - best.compute_s / best.degrees["dp"],
-    }
-    return f"{slower:.2f} times the best's time: {max(causes, key=causes.__getitem__)}{saved}"
+    more = (choice.exposed_s / choice.tokens_per_step - best.exposed_s / best.tokens_per_step) > (
+        choice.compute_s / choice.tokens_per_step - best.compute_s / best.tokens_per_step
+    )
+    cause = f"waits {waits:.0%} of the step for transfers {link}" if more else _more_work(choice, best)
+    return f"{slower - 1:.0%} slower: {cause}{saved}"
+
+
+def _more_work(choice: Choice, best: Choice) -> str:
+    """Why a choice computes longer than the best."""
+    if choice.switches.recompute != best.switches.recompute:
+        return "it recomputes more"
+    return "its kernels are smaller, or its ranks' work is less equal"
 
 
 def _speed(hardware: Hardware, level: str) -> float:
