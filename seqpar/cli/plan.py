@@ -191,9 +191,9 @@ def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
     )
     console.print(
         "ranks: dp, ring, ulysses, tp. MFU: the model's FLOPs without recomputation, of visible pairs only, over "
-        f"{gpu.peak_flops / 1e12:.3g} TFLOP/s. waits: the share of a step in which a GPU computes nothing. GB in, GB out: "
-        "activations that a GPU sends in a step, inside its host and to others. memory: GB of a GPU. longest: tokens of "
-        "a sequence that fits.",
+        f"{gpu.peak_flops / 1e12:.3g} TFLOP/s. waits: the share of a step in which a GPU computes nothing. GB in, GB "
+        "out: activations that a GPU sends in a step, inside its host and to others. memory: GB of a GPU. longest: "
+        "tokens of a sequence that fits.",
         highlight=False,
     )
 
