@@ -451,8 +451,8 @@ def test_magi_attention(how: str, gpus: int) -> None:
 )
 def test_deepspeed_ulysses(tokens: int, gpus: int, ms: float) -> None:
     """Its tables 2 and 3: global batch 8, all recomputed. Two assumptions, the same for all rows: 32 sequence ranks (it
-    has 32 heads and names no degree), and all pairs computed, as its count of FLOPs does: 165 TFLOP/s of 312 with half
-    of the pairs skipped would be 96 executed."""
+    has 32 heads and names no degree), and all pairs computed, as its count of FLOPs does. With half of them skipped the
+    predictions would be 36 to 53 % below its times."""
     setting = Setting(MODELS["gpt-7b"], A100, Mask.full(), tokens, ulysses=32, replicas=gpus // 32)
     one = step(setting, Switches("full", chunked_loss=False), tokens**2)
     source = "DeepSpeed-Ulysses, arXiv 2309.14509 v2, tables 2 and 3"
@@ -460,11 +460,11 @@ def test_deepspeed_ulysses(tokens: int, gpus: int, ms: float) -> None:
 
 
 def test_llama3_context_parallelism() -> None:
-    """Throughput of 128K tokens with CP 16 over 8K tokens, of one layer, TP 8. Pipeline bubbles are alike in both. Its
-    TFLOP/s are taken to count all pairs: the paper does not say."""
+    """Throughput of 128K tokens with CP 16 over 8K tokens, of one layer, TP 8. Pipeline bubbles are alike in both. The
+    paper does not say whether its TFLOP/s count hidden pairs: both ways are within the tolerance."""
     model = MODELS["llama3-405b"]
 
-    def rate(tokens: int, ring: int) -> float:
+    def rate(tokens: int, ring: int, pairs: float) -> float:
         setting = Setting(model, H100, Mask.causal(), tokens, tensor=8, ring=ring, gather=True, layout="zigzag")
         taken = 0.0
         rank = RankTimeline(setting)
@@ -472,11 +472,13 @@ def test_llama3_context_parallelism() -> None:
             timeline = Timeline()
             run(timeline)
             taken += timeline.run().seconds
-        flops = model.model_flops(tokens, tokens**2) - 6 * model.vocab * model.hidden * tokens
+        flops = model.model_flops(tokens, pairs * tokens**2) - 6 * model.vocab * model.hidden * tokens
         return flops / model.layers / taken / setting.ranks
 
     source = "The Llama 3 Herd of Models, arXiv 2407.21783, table 4: 380 and 400 TFLOP/s a GPU"
-    compare("CP 16 over CP 1", source, rate(131072, 16) / rate(8192, 1), 380 / 400)
+    for pairs in (1.0, 0.5):
+        ratio = rate(131072, 16, pairs) / rate(8192, 1, pairs)
+        compare(f"CP 16 over CP 1, {pairs:.0%} of the pairs counted", source, ratio, 380 / 400)
 
 
 TRL = "huggingface/trl #6845 and #6846, 8xH100, FSDP2, all-gather CP 8, all recomputed, offloaded, chunked loss"
