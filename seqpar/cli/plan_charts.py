@@ -22,7 +22,11 @@ def draw_charts(made: Plan, folder: Path) -> list[Path]:
 
     make_folder(folder)
     choices = made.choices[:_MOST]
-    names = [f"{c.strategy} {' '.join(str(n) for n in c.degrees.values())}" for c in choices]
+    names = [
+        f"{i}  {c.strategy if c.context == c.strategy else f'{c.strategy} + {c.context}'}  "
+        + " ".join(str(n) for n in c.degrees.values())
+        for i, c in enumerate(choices, start=1)
+    ]
     title = f"{made.model.name}, {made.seq_len:,} tokens, {made.ranks:,} x {made.hardware.name}"
     return [
         _bars(
@@ -62,17 +66,17 @@ def _bars(
     parts: dict[str, list[float]],
     limit: float | None = None,
 ) -> Path:
-    figure, axes = pyplot.subplots(figsize=(8, 0.9 + 0.36 * len(names)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 1.1 + 0.36 * len(names)), layout="constrained")
     left = [0.0] * len(names)
     for (name, values), color in zip(parts.items(), _COLORS, strict=False):
         axes.barh(names, values, left=left, label=name, color=color)
         left = [a + b for a, b in zip(left, values, strict=True)]
     if limit is not None:
-        axes.axvline(limit, color="black", linewidth=1, linestyle="--", label="of the GPU")
+        axes.axvline(limit, color="black", linewidth=1, linestyle="--", label="the GPU has")
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     axes.set_title(f"{title}\nstrategy and dp, ring, ulysses, tp ranks, best first", fontsize=10)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return path

@@ -39,6 +39,7 @@ class Choice:
         mfu: the model's FLOPs without recomputation, of visible pairs only, divided by the ranks' peak.
         compute_s: seconds of a step in which the slowest rank computes.
         exposed_s: seconds of a step in which it waits.
+        parameters_s: seconds of a step in which weights and gradients are on the way, alone on their links.
         bytes_sent: bytes of activations that one rank sends in a step, by level.
         parameter_bytes_sent: bytes of weights and their gradients that one rank sends in a step.
         memory_bytes: the peak on one rank.
@@ -58,6 +59,7 @@ class Choice:
     mfu: float
     compute_s: float
     exposed_s: float
+    parameters_s: float
     bytes_sent: Mapping[str, int]
     parameter_bytes_sent: int
     memory_bytes: int
@@ -293,6 +295,10 @@ class StepCost:
             self._backward[recompute] = self._layer(build, (_E + _E_GRADIENT) * self._weights)
         return self._backward[recompute]
 
+    def parameters_seconds(self) -> float:
+        """The gathers and the reduce-scatter of a layer's weights, alone on their links."""
+        return max(parameter_links(self.setting, (2 * _E + _E_GRADIENT) * self._weights).values())
+
     def loss_seconds(self) -> float:
         """The head's GEMMs and the passes over the logits, forward and backward."""
         s, m = self.setting, self.setting.model
@@ -346,6 +352,7 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         mfu=m.model_flops(sequences * s.seq_len, sequences * pairs) / (seconds * s.ranks * s.hardware.peak_flops),
         compute_s=m.layers * compute + rest,
         exposed_s=max(0.0, round(m.layers * (layer - compute), 9)),
+        parameters_s=m.layers * cost.parameters_seconds(),
         bytes_sent={x: m.layers * (sent.get(x, 0) + sent_back.get(x, 0)) for x in LEVELS},
         parameter_bytes_sent=int(parameter_bytes),
         memory_bytes=int(used.total),
@@ -416,10 +423,12 @@ def _reason(choice: Choice, best: Choice, hardware: Hardware) -> str:
         return f"does not fit: needs {need:.0f} of {have:.0f} GB, most of it for {words[part]}"
     waits = choice.exposed_s / choice.seconds
     busiest = max(LEVELS, key=lambda x: choice.bytes_sent[x] / _speed(hardware, x))
-    link = _LEVEL_WORDS[busiest]
+    what = f"for transfers {_LEVEL_WORDS[busiest]}"
+    if choice.parameters_s > choice.compute_s:
+        what = "for weights and gradients, whose transfers take longer than the computation"
     saved = f"; {choice.switches}" if str(choice.switches) else ""
     if choice is best:
-        wait = f"waits {waits:.0%} of the step for transfers {link}" if waits >= 0.005 else "all transfers are hidden"
+        wait = f"waits {waits:.0%} of the step {what}" if waits >= 0.005 else "all transfers are hidden"
         return f"fastest that fits: {wait}{saved}"
     slower = best.tokens_per_s / choice.tokens_per_s
     if slower < 1 + _AS_FAST:
@@ -427,7 +436,7 @@ def _reason(choice: Choice, best: Choice, hardware: Hardware) -> str:
     more = (choice.exposed_s / choice.tokens_per_step - best.exposed_s / best.tokens_per_step) > (
         choice.compute_s / choice.tokens_per_step - best.compute_s / best.tokens_per_step
     )
-    cause = f"waits {waits:.0%} of the step for transfers {link}" if more else _more_work(choice, best)
+    cause = f"waits {waits:.0%} of the step {what}" if more else _more_work(choice, best)
     return f"{slower - 1:.0%} slower: {cause}{saved}"
 
 
