@@ -19,7 +19,7 @@ from seqpar import Mask
 from seqpar.cli.launch import CommandError
 from seqpar.cli.plan import plan as plan_command
 from seqpar.cli.plan import read_tokens
-from seqpar.layout import LAYOUTS
+from seqpar.layout import LAYOUTS, SequenceSharding
 from seqpar.planner.choose import StepCost, step
 from seqpar.planner.hardware import HARDWARE, Hardware, hardware_of
 from seqpar.planner.layer import BETWEEN, WITHIN, RankTimeline, Setting
@@ -28,7 +28,6 @@ from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS, ModelShape, model_of
 from seqpar.planner.pairs import computed_pairs, visible_pairs
 from seqpar.planner.simulate import Result, Task, Timeline, simulate
-from seqpar.schedule import SequenceSharding
 
 from .pool import Pool, on_ranks
 from .test_activation_memory import PaperLayer, saved_bytes
@@ -100,7 +99,7 @@ def test_a_ring_whose_transfers_take_longer_than_its_kernels() -> None:
     message = 2 * 2 * tokens // 4 * heads * dim
     gpu = replace(
         H100,
-        attention={"test": replace(H100.rate(None), forward=4.0 * pairs * dim)},
+        attention={"test": replace(H100.rate(None), forward=4.0 * pairs * dim, carries=True)},
         p2p=message / 3,
         peer=message / 3,
         latency=0.0,
@@ -544,7 +543,7 @@ def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
     # Between hosts a ring sends fewer bytes than an all-to-all as long as the KV heads are few.
     slow = seqpar.plan("llama3-8b", 65536, 32, {"base": "h100", "network": 2e9}, replicas=1)
     ring, ulysses = (next(c for c in slow.choices if c.strategy == name) for name in ("ring", "ulysses"))
-    assert ring.exposed_s > 0.3 * ring.seconds and "transfers between hosts" in ring.reason
+    assert ring.exposed_s > 0.3 * ring.seconds and "for weights and gradients" in ring.reason
     assert ulysses.exposed_s > ring.exposed_s
 
 

@@ -57,7 +57,7 @@ def measure_machine() -> Hardware:
         name="this machine",
         peak_flops=gemm,
         gemm_flops=gemm,
-        attention={kernel: AttentionRate(rate.forward, backward)},
+        attention={kernel: AttentionRate(rate.forward, backward, kernel in ("triton", "reference"))},
         memory_bytes=memory,
         memory_bandwidth=_copy_rate(device) * scale,
         p2p=links["p2p"] * scale,

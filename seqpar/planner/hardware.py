@@ -28,10 +28,16 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """FLOP/s of an attention kernel on long sequences with head_dim 128, bfloat16."""
+    """FLOP/s of an attention kernel on long sequences with head_dim 128, bfloat16.
+
+    Attributes:
+        forward, backward: FLOP/s.
+        carries: whether a step's kernel carries on from the step before, in float32. The results of others are merged.
+    """
 
     forward: float
     backward: float
+    carries: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +253,9 @@ def _of_mapping(value: Mapping[str, Any]) -> Hardware:
         check_choice("hardware field", name, names)
     if "attention" in values:
         values["attention"] = {
-            kernel: rate if isinstance(rate, AttentionRate) else AttentionRate(float(rate[0]), float(rate[1]))
+            kernel: rate
+            if isinstance(rate, AttentionRate)
+            else AttentionRate(float(rate[0]), float(rate[1]), *rate[2:])
             for kernel, rate in values["attention"].items()
         }
     for name, number in values.items():

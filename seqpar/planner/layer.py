@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..heads import Heads
-from ..layout import Layout
+from ..keys import ShardKeys
+from ..layout import Layout, SequenceSharding
 from ..mask import Mask
 from ..mesh import AttentionGroups, ranks_per_host
-from ..schedule import AttentionPlan, Exchange, SequenceSharding, ShardKeys, Step, Transfer
+from ..schedule import AttentionPlan, Exchange, Step, Transfer
 from ..strategies.call import AttentionCall
 from ..strategies.remote import RemoteSteps, Returns
 from ..strategies.ring import halves
@@ -38,7 +39,9 @@ LEVELS = (WITHIN, BETWEEN)
 # arXiv 2506.13996).
 STATE_BYTES = 18.0
 _META = torch.device("meta")
-_E, _E_GRADIENT = 2, 4  # bytes of an element in bfloat16, and of a gradient that is still to be summed
+_E = 2  # bytes of an element in bfloat16
+# Of an element of out, or dq: the step's, and the float32 result read and written.
+_MERGE_BYTES = _E + 4 + 4
 
 
 @dataclass(frozen=True)
@@ -335,6 +338,9 @@ class RankTimeline:
         flops = (10.0 if backward else 4.0) * pairs * s.batch * len(heads.queries) * s.model.head_dim
         rate = self._rate.backward if backward else self._rate.forward
         timeline.compute(name, s.hardware.kernel + flops / rate)
+        if step and not self._rate.carries:
+            elements = self._tokens * s.batch * len(heads.queries) * s.model.head_dim
+            timeline.compute("merge", _MERGE_BYTES * elements / s.hardware.memory_bandwidth)
 
     def _ring_forward(self, timeline: Timeline, heads: Heads, k: Tensor, v: Tensor) -> None:
         """``ring_forward`` without its tensors."""

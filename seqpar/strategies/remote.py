@@ -56,7 +56,7 @@ class RemoteSteps:
         self.parts = call.parts(heads, k)
         self._plan = plan = call.plan
         self._transport = sent_by or transport(call)
-        self._own = [KeyValues(*(of_heads(x, part.kv_in(heads)) for x in (k, v))) for part in self.parts]
+        self._own = [_KeyValues(*(of_heads(x, part.kv_in(heads)) for x in (k, v))) for part in self.parts]
         # Also the steps in which this rank has no messages: all ranks start theirs in the same order, ahead of the same
         # kernels and returns.
         numbers = range(len(self.parts))
@@ -182,7 +182,7 @@ def of_heads(x: Tensor, heads: range) -> Tensor:
     return x if len(heads) == x.shape[-2] else x[..., heads.start : heads.stop, :]
 
 
-class KeyValues:
+class _KeyValues:
     """K/V of some rows of one rank, and the messages that hold rows of them."""
 
     def __init__(self, k: Tensor, v: Tensor, both: Tensor | None = None) -> None:
@@ -210,10 +210,10 @@ class KeyValues:
 class Transport(Protocol):
     """How K/V and their gradients are sent. The planner has one of its own, which notes what is sent."""
 
-    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], Any]:
+    def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], Any]:
         """Start a fetch. The returned function waits for it, and returns what the steps need of it."""
 
-    def start_step(self, step: Step, own: KeyValues, fetched: Any) -> Callable[[], KV]:
+    def start_step(self, step: Step, own: _KeyValues, fetched: Any) -> Callable[[], KV]:
         """Start a step. The returned function waits for it, and returns its K/V, or this rank's own if it has none."""
 
     def start_return(
@@ -244,19 +244,19 @@ class _Messages:
     def __init__(self, plan: AttentionPlan, groups: AttentionGroups) -> None:
         self._plan, self._groups = plan, groups
 
-    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], dict[int, KeyValues]]:
+    def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], dict[int, _KeyValues]]:
         sends = {t.peer: own.message(t.at) for t in fetch.sends}
         batch, _, heads, dim = own.k.shape
         received = {t.peer: own.k.new_empty(2, batch, len(t.rows), heads, dim) for t in fetch.receives}
         pending = self._fetch_exchange(fetch, sends, received)
 
-        def wait() -> dict[int, KeyValues]:
+        def wait() -> dict[int, _KeyValues]:
             pending.wait()
-            return {owner: KeyValues(both[0], both[1], both) for owner, both in received.items()}
+            return {owner: _KeyValues(both[0], both[1], both) for owner, both in received.items()}
 
         return wait
 
-    def start_step(self, step: Step, own: KeyValues, fetched: dict[int, KeyValues] | None) -> Callable[[], KV]:
+    def start_step(self, step: Step, own: _KeyValues, fetched: dict[int, _KeyValues] | None) -> Callable[[], KV]:
         sources = {**(fetched or {}), self._plan.rank: own}
         like = own.k[None].expand(2, *own.k.shape)
         sends: dict[int, Tensor] = {}
@@ -351,7 +351,7 @@ class _Collectives:
     def __init__(self, plan: AttentionPlan, groups: AttentionGroups) -> None:
         self._plan, self._groups = plan, groups
 
-    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], Tensor]:
+    def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], Tensor]:
         assert self._groups.across is not None
         gathered, pending = start_all_gather(self._message(own), self._groups.across)  # [hosts, 2, b, longest, n, d]
 
@@ -361,7 +361,7 @@ class _Collectives:
 
         return wait
 
-    def start_step(self, step: Step, own: KeyValues, fetched: Tensor | None) -> Callable[[], KV]:
+    def start_step(self, step: Step, own: _KeyValues, fetched: Tensor | None) -> Callable[[], KV]:
         assert self._groups.within is not None
         by_host = self._message(own)[None] if fetched is None else fetched  # [hosts, 2, b, longest, n, d]
         gathered, pending = start_all_gather(by_host, self._groups.within)  # [ranks of a host, hosts, 2, ...]
@@ -410,7 +410,7 @@ class _Collectives:
 
         return accumulate
 
-    def _message(self, own: KeyValues) -> Tensor:
+    def _message(self, own: _KeyValues) -> Tensor:
         """This rank's K/V, ``[2, b, longest, n, d]``."""
         return own.message(Selection(((0, own.k.shape[1]),)), self._plan.longest)
 
