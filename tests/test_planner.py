@@ -373,8 +373,8 @@ RING_FLASH = "ring-flash-attention README @8996282, 8,192 tokens a GPU, 32 / 8 h
 H800 = replace(H100, name="h800", p2p=200e9, peer=200e9, all_to_all=200e9, all_gather=200e9)
 SLOWER = pytest.mark.xfail(
     strict=True,
-    reason="these rings take longer than their kernels, their transfers and one fused merge a step explain: striped ones "
-    "also shift and copy keys, and their merges are several kernels; the same code with fewer ring ranks is predicted",
+    reason="these rings take longer than their kernels, their transfers and one fused merge a step explain: striped "
+    "ones also shift and copy keys, and merges are several kernels; the same code with fewer ring ranks is predicted",
 )
 
 

@@ -1,7 +1,7 @@
 """``seqpar plan --measure``: this machine as hardware of the planner, measured in seconds.
 
-Two processes measure the links. On a CPU the elements are float32, twice as large as the planner's, so half of the
-measured bytes a second go into the table.
+Two processes measure the links. Without a GPU, a core of the CPU counts as one. There the elements are float32, twice as
+large as the planner's, so half of the measured bytes a second go into the table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEADLINE_S = 60.0
 def measure_machine() -> Hardware:
     """The rates of this machine: products, attention, memory, and messages between two of its processes."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    torch.set_num_threads(cores())
+    torch.set_num_threads(1)
     kernel = next(status.name for status in backends() if status.available)
     rate = _attention_rate(cast("BackendName", kernel), device)
     gemm = _matrix_rate(device)
@@ -50,8 +50,8 @@ def measure_machine() -> Hardware:
         memory: float = torch.cuda.get_device_properties(device).total_memory
         gpus = torch.cuda.device_count()
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        gpus = 1 << 20  # processes of this machine
+        gpus = cores()
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / gpus
     return replace(
         HARDWARE["h100"],
         name="this machine",
