@@ -1,7 +1,7 @@
 """``seqpar plan --measure``: this machine as hardware of the planner, measured in seconds.
 
-Two processes measure the links. Without a GPU, a core of the CPU counts as one. There the elements are float32, twice as
-large as the planner's, so half of the measured bytes a second go into the table.
+Two processes measure the links. Without a GPU, a core of the CPU counts as one. There the elements are float32, twice
+as large as the planner's, so half of the measured bytes a second go into the table.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Here they are given tensors without data (torch's "meta" device), and transports
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -152,8 +152,8 @@ class _Place:
         timeline: Timeline,
         name: str,
         stream: str,
-        sent: Iterable[tuple[str, float]],
-        received: Iterable[tuple[str, float]],
+        sent: Sequence[tuple[str, float]],
+        received: Sequence[tuple[str, float]],
         within: float | None = None,
     ) -> int | None:
         """Messages that are sent and received together.
@@ -166,17 +166,23 @@ class _Place:
             within: bytes/s within the host; by default those of messages to so many peers.
         """
         hardware = self.setting.hardware
-        bytes_of: list[dict[str, float]] = []
-        peers = 0
-        for messages in (list(sent), list(received)):
-            bytes_of.append({level: sum(n for x, n in messages if x == level) for level in LEVELS})
-            peers = max(peers, sum(level == WITHIN and n > 0 for level, n in messages))
-        for level, n in bytes_of[0].items():
-            timeline.sent[level] += int(n)
-        fastest = min(within or hardware.p2p, hardware.peer * max(1, peers))
-        speeds = {WITHIN: fastest, BETWEEN: hardware.network}
-        links = {level: max(x[level] for x in bytes_of) / speeds[level] for level in LEVELS}
-        return timeline.start(name, stream, {x: s for x, s in links.items() if s}, hardware.latency)
+        totals, peers = dict.fromkeys(LEVELS, 0.0), 1
+        for messages in (sent, received):
+            by_level, near = dict.fromkeys(LEVELS, 0.0), 0
+            for level, size in messages:
+                by_level[level] += size
+                near += level == WITHIN
+            peers = max(peers, near)
+            for level, size in by_level.items():
+                totals[level] = max(totals[level], size)
+                if messages is sent:
+                    timeline.sent[level] += int(size)
+        links = {}
+        if totals[WITHIN]:
+            links[WITHIN] = totals[WITHIN] / min(within or hardware.p2p, hardware.peer * peers)
+        if totals[BETWEEN]:
+            links[BETWEEN] = totals[BETWEEN] / hardware.network
+        return timeline.start(name, stream, links, hardware.latency)
 
 
 class _RingMessages:
@@ -216,7 +222,8 @@ class _RingMessages:
             else:
                 peers = list(range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host))
                 peers.remove(plan.rank)
-            sent = received = [(place.level(ring=peer), size) for peer in peers]
+            sent = [(place.level(ring=peer), size) for peer in peers]
+            received = list(sent)
             within = place.setting.hardware.all_gather
         else:
             sent, received = (self._messages(x, row) for x in (planned.sends, planned.receives))
