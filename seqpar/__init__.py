@@ -30,6 +30,7 @@ from .layers import (
 from .layers.factory import ParallelAttention
 from .mask import Mask
 from .mesh import init_mesh
+from .planner import Hardware, ModelShape, Plan, plan
 from .sharding import Sharding, positions, shard, unshard
 from .strategies.checkpointing import keep_attention
 
@@ -47,12 +48,15 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "AttentionLayer",
     "ContextParallelAttention",
+    "Hardware",
     "HybridAttention",
     "LocalAttention",
     "Mask",
     "MegatronAttention",
     "MegatronMLP",
+    "ModelShape",
     "ParallelAttention",
+    "Plan",
     "RingAttention",
     "RotaryEmbedding",
     "Sharding",
@@ -68,6 +72,7 @@ __all__ = [
     "init_mesh",
     "keep_attention",
     "mask_planner",
+    "plan",
     "positions",
     "ring_attention",
     "shard",

@@ -456,10 +456,7 @@ class AttentionGroups:
             return 1
         if self.replicated:  # no messages
             return self.ring_size
-        hosts = ranks_by_host(self.ring)
-        size = len(hosts[0])
-        regular = all(host == tuple(range(i * size, (i + 1) * size)) for i, host in enumerate(hosts))
-        return size if regular and size > 1 else self.ring_size
+        return ranks_per_host(ranks_by_host(self.ring))
 
     @cached_property
     def within(self) -> Ranks | None:
@@ -473,6 +470,16 @@ class AttentionGroups:
         if self.per_host == self.ring_size:
             return None
         return _some_of(self.ring, range(self.ring_rank % self.per_host, self.ring_size, self.per_host))
+
+
+def ranks_per_host(hosts: Sequence[tuple[int, ...]]) -> int:
+    """How many consecutive ranks share a host, if as many do on each host; otherwise the number of all ranks.
+
+    ``hosts`` holds the ranks of each host.
+    """
+    size = len(hosts[0])
+    regular = all(host == tuple(range(i * size, (i + 1) * size)) for i, host in enumerate(hosts))
+    return size if regular and size > 1 else sum(map(len, hosts))
 
 
 def _some_of(ranks: Ranks | None, indices: range) -> Ranks | None:

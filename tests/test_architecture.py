@@ -12,7 +12,7 @@ FLOORS = (
     ("cache", "checks", "keys", "layout", "heads", "mask", "mesh", "opaque", "rendezvous", "triton_kernels"),
     ("schedule", "comm", "kernels"),
     ("strategies", "functional", "sharding"),
-    ("layers",),
+    ("layers", "planner"),
     ("hf", "cli"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -17,6 +17,7 @@ def main() -> None:
 
     from .demo import demo
     from .doctor import doctor
+    from .plan import plan
     from .train import train
 
     app = typer.Typer(
@@ -27,7 +28,7 @@ def main() -> None:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in (doctor, train, demo):
+    for command in (doctor, plan, train, demo):
         app.command()(command)
     try:
         app()

@@ -48,10 +48,12 @@ class RemoteSteps:
     without keys for this rank, K/V are this rank's own.
     """
 
-    def __init__(self, call: AttentionCall, heads: Heads, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, call: AttentionCall, heads: Heads, k: Tensor, v: Tensor, sent_by: Transport | None = None
+    ) -> None:
         self.parts = call.parts(heads, k)
         self._plan = plan = call.plan
-        self._transport = transport(call)
+        self._transport = sent_by or transport(call)
         self._own = [_KeyValues(*(of_heads(x, part.kv_in(heads)) for x in (k, v))) for part in self.parts]
         # Also the steps in which this rank has no messages: all ranks start theirs in the same order, ahead of the same
         # kernels and returns.
@@ -110,9 +112,9 @@ class Returns:
     once.
     """
 
-    def __init__(self, call: AttentionCall) -> None:
+    def __init__(self, call: AttentionCall, sent_by: Transport | None = None) -> None:
         self._plan = call.plan
-        self._transport = transport(call)
+        self._transport = sent_by or transport(call)
         self._step: list[Callable[[], None]] = []  # to wait for the last step, and add what was received
         self._fetch: list[Callable[[], None]] = []  # the same for the last fetch
         self._sums: list[dict[int, Tensor]] = [{}, {}]  # by owner, the gradients of the rows that this rank fetched
@@ -202,8 +204,8 @@ class _KeyValues:
             rows.copy_to(target, x)
 
 
-class _Transport(Protocol):
-    """How K/V and their gradients are sent."""
+class Transport(Protocol):
+    """How K/V and their gradients are sent. The planner has one of its own, which notes what is sent."""
 
     def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], Any]:
         """Start a fetch. The returned function waits for it, and returns what the steps need of it."""
@@ -228,7 +230,7 @@ class _Transport(Protocol):
         """Start to return the sums of a fetch. The returned function waits, and adds what was received to ``own``."""
 
 
-def transport(call: AttentionCall) -> _Transport:
+def transport(call: AttentionCall) -> Transport:
     """How the messages of a call are sent."""
     return _Collectives(call.plan, call.groups) if call.plan.dense else _Messages(call.plan, call.groups)
 

@@ -145,7 +145,7 @@ def ring_backward(
         backward(part, 0, *(of_heads(x, at) for x in (k, v, *dkv)), new_dq=new_dq, new_dkv=new_dkv)
 
     remote = RemoteSteps(call, heads, k, v)
-    first, *rest = [heads] if all(step.is_local for step in plan) else _halves(heads)
+    first, *rest = [heads] if all(step.is_local for step in plan) else halves(heads)
     for part in rest:  # computed at the end, when these hold the gradients of the remote steps
         of_heads(dq, part.queries_in(heads)).zero_()
         of_heads(dkv, part.kv_in(heads)).zero_()
@@ -170,7 +170,7 @@ def ring_backward(
     return dq, dkv[0], dkv[1], dsinks
 
 
-def _halves(heads: Heads) -> list[Heads]:
+def halves(heads: Heads) -> list[Heads]:
     """The heads in two parts that can be computed one after the other, if possible."""
     if heads.kv_index() is not None or len(heads.queries) < 2:
         return [heads]

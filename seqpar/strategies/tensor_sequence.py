@@ -160,13 +160,18 @@ def _rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
     return _cut(lengths, lambda span: Rows(span.start, len(span)), None)
 
 
+def pieces_of_chunk(ranks: int) -> int:
+    """In how many pieces each of ``ranks`` sends its chunk."""
+    return max(1, _PIECES // ranks)
+
+
 def _cut(lengths: Sequence[int], rows_at: Callable[[range], Rows], order: Tensor | None) -> ChunkRows:
     """The rows of every chunk and piece. ``rows_at`` is given indices in the sequence of all ranks, one after another.
 
     ``lengths`` are the ranks' tokens.
     """
     chunks, pieces = [], []
-    parts = max(1, _PIECES // len(lengths))
+    parts = pieces_of_chunk(len(lengths))
     for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
         spans = (split_range(length, parts, part) for part in range(parts))
         chunks.append(rows_at(range(start, start + length)))

@@ -1,0 +1,206 @@
+"""``seqpar plan``: which strategy is best for a model, a length and a cluster, predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ..planner import HARDWARE, MODELS, Choice, Plan
+from ..planner import plan as make_plan
+from ..planner.hardware import hardware_of
+from ..planner.layer import BETWEEN, WITHIN
+from ..planner.memory import RECOMPUTE
+from ..planner.mixes import MIXES, mask_of
+from .launch import BAD_OPTION, CommandError, bad_options
+from .trainer.report import write_csv
+
+_UNITS = {"k": 1 << 10, "m": 1 << 20}
+
+
+def plan(
+    model: Annotated[str, typer.Option(help=f"A Hugging Face config.json, or one of {', '.join(MODELS)}.")],
+    seq_len: Annotated[str, typer.Option(help="Tokens of a sequence, such as 131072, 128K or 1M (K is 1,024).")],
+    gpus: Annotated[int, typer.Option(help="How many GPUs.")],
+    hardware: Annotated[str, typer.Option(help=f"A YAML or JSON file, or one of {', '.join(HARDWARE)}.")] = "h100",
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine instead. Takes seconds.")] = False,
+    mask: Annotated[
+        str,
+        typer.Option(help=f"causal, full, window:4096, documents:8192 (of one length) or mix:{{{','.join(MIXES)}}}."),
+    ] = "causal",
+    batch: Annotated[int, typer.Option(help="Sequences that each replica computes at a time.")] = 1,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel replicas. By default all numbers are compared.")] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="The attention kernel, one that the hardware has rates of.")
+    ] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(RECOMPUTE)}. By default the cheapest that fits.")
+    ] = None,
+    offload: Annotated[bool | None, typer.Option(help="Offload saved activations to the host.")] = None,
+    chunked_loss: Annotated[bool, typer.Option(help="Compute logits some tokens at a time.")] = True,
+    tiled_mlp: Annotated[bool | None, typer.Option(help="Compute the MLP some tokens at a time.")] = None,
+    state_bytes: Annotated[float, typer.Option(help="Bytes a weight of weights, gradients and optimizer.")] = 18.0,
+    top: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write the choices to a CSV file.")] = None,
+    charts: Annotated[Path | None, typer.Option(help="Write PNG charts into a folder.")] = None,
+) -> None:
+    """Predict which strategy and split of the GPUs is best, and why. Nothing is downloaded, no GPU is needed."""
+    with bad_options():
+        tokens = read_tokens(seq_len)
+        if measure:
+            from .measure import measure_machine
+
+            machine = measure_machine()
+        else:
+            machine = hardware_of(hardware)
+        made = make_plan(
+            model,
+            tokens,
+            gpus,
+            machine,
+            mask_of(mask, tokens),
+            batch=batch,
+            replicas=dp,
+            kernel=kernel,
+            recompute=recompute,
+            offload=offload,
+            chunked_loss=chunked_loss,
+            tiled_mlp=tiled_mlp,
+            state_bytes=state_bytes,
+        )
+    if csv is not None:
+        _write(lambda: write_csv(csv, [_row(choice) for choice in made.choices]), csv)
+    if charts is not None:
+        from .plan_charts import draw_charts
+
+        _write(lambda: draw_charts(made, charts), charts)
+    if as_json:
+        typer.echo(json.dumps(made.as_dict(), indent=2))
+    else:
+        _print(made, mask, kernel, top)
+
+
+def read_tokens(text: str) -> int:
+    """The tokens that such words as "128K" and "1M" stand for.
+
+    Raises:
+        ValueError: it is not a whole number of tokens.
+    """
+    digits, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in _UNITS else (text, "")
+    try:
+        tokens = float(digits.replace("_", "").replace(",", "")) * _UNITS.get(unit, 1)
+    except ValueError:
+        tokens = -1.0
+    if tokens < 1 or tokens != int(tokens):
+        raise ValueError(f"seq-len={text!r}: expected a number of tokens such as 131072, 128K or 1M")
+    return int(tokens)
+
+
+def _name(choice: Choice) -> str:
+    """The strategy, with that of attention under tensor parallelism."""
+    return choice.strategy if choice.context in (choice.strategy, "local") else f"{choice.strategy} + {choice.context}"
+
+
+def _digits(x: float) -> str:
+    """Three digits, or all of a larger number."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def _write(write: Any, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write()
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror or error}; name a path that can be written", BAD_OPTION) from error
+
+
+def _row(choice: Choice) -> dict[str, Any]:
+    """A choice as a row of a CSV file, units in the names."""
+    return {
+        "strategy": choice.strategy,
+        "context": choice.context,
+        **choice.degrees,
+        "layout": choice.layout,
+        "fits": choice.fits,
+        "seconds": choice.seconds,
+        "tokens_per_s": choice.tokens_per_s,
+        "mfu": choice.mfu,
+        "exposed_s": choice.exposed_s,
+        **{f"bytes_sent_{level}": n for level, n in choice.bytes_sent.items()},
+        "parameter_bytes_sent": choice.parameter_bytes_sent,
+        "memory_bytes": choice.memory_bytes,
+        "longest_seq_len": choice.longest_seq_len,
+        "recompute": choice.switches.recompute,
+        "offload": choice.switches.offload,
+        "chunked_loss": choice.switches.chunked_loss,
+        "tiled_mlp": choice.switches.tiled_mlp,
+        "reason": choice.reason,
+    }
+
+
+def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
+    console, gpu = Console(), made.hardware
+    kernel = kernel or next(iter(gpu.attention))
+    console.print(
+        f"[bold]{made.model.name}[/], {made.model.parameters / 1e9:.1f} billion weights; {made.seq_len:,} tokens a "
+        f"sequence, mask {mask}; {made.ranks:,} x {gpu.name}, {gpu.gpus_per_host} a host; attention kernel {kernel}",
+        highlight=False,
+    )
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("strategy")  # the only one that wraps
+    table.add_column("ranks", no_wrap=True)
+    for name in ("step s", "tokens/s", "MFU", "waits", "GB in", "GB out", "memory", "longest"):
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    for number, choice in enumerate(made.choices[:top], start=1):
+        table.add_row(
+            str(number),
+            _name(choice),
+            " ".join(str(choice.degrees[x]) for x in ("dp", "ring", "ulysses", "tp")),
+            _digits(choice.seconds),
+            f"{choice.tokens_per_s:,.0f}",
+            f"{choice.mfu:.0%}",
+            f"{choice.exposed_s / choice.seconds:.0%}",
+            *(_digits(choice.bytes_sent[level] / 1e9) for level in (WITHIN, BETWEEN)),
+            _digits(choice.memory_bytes / 1e9),
+            human_tokens(choice.longest_seq_len),
+            style=None if choice.fits else "dim",
+        )
+    console.print(table)
+    for number, choice in enumerate(made.choices[:top], start=1):
+        console.print(f"{number:2} {choice.layout}; {choice.reason}", highlight=False)
+    if len(made.choices) > top:
+        console.print(f"{len(made.choices) - top} more with --top {len(made.choices)}", highlight=False)
+    best = made.best
+    parts = ", ".join(
+        f"{name} {getattr(best.memory, name) / 1e9:.1f}"
+        for name in ("states", "gathered", "activations", "working", "logits", "reserved")
+    )
+    console.print(f"memory of the first row in GB: {parts}", highlight=False)
+    paper = {name: n / 1e9 for name, n in made.paper_activation_bytes.items()}
+    console.print(
+        "activations of one layer on one device by Korthikanti et al., in GB: "
+        f"{paper['none']:.4g}, without the scores {paper['selective']:.4g}, recomputed {paper['full']:.4g}",
+        highlight=False,
+    )
+    console.print(
+        "ranks: dp, ring, ulysses, tp. MFU: the model's FLOPs without recomputation, of visible pairs only, over "
+        f"{gpu.peak_flops / 1e12:.3g} TFLOP/s. waits: the share of a step in which a GPU computes nothing. GB in, GB "
+        "out: activations that a GPU sends in a step, inside its host and to others. memory: GB of a GPU. longest: "
+        "tokens of a sequence that fits.",
+        highlight=False,
+    )
+
+
+def human_tokens(n: int) -> str:
+    """Such as "1.4M", K being 1,024."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if n >= size:
+            return f"{n / size:.1f}{unit}".replace(".0", "")
+    return str(n)

@@ -1,0 +1,82 @@
+"""The charts of ``seqpar plan --charts``: where the time of each choice goes, and its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..planner import Choice, Plan
+from .trainer.report import make_folder
+
+_MOST = 10
+_PARTS = ("states", "gathered", "activations", "working", "reserved")
+_COLORS = ("#1f5fa8", "#6aa5d9", "#e0903a", "#b04a3c", "#8a8a8a")
+
+
+def draw_charts(made: Plan, folder: Path) -> list[Path]:
+    """Draw the first choices: seconds a step by what they are spent on, and memory by what it holds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    make_folder(folder)
+    choices = made.choices[:_MOST]
+    names = [
+        f"{i}  {c.strategy if c.context == c.strategy else f'{c.strategy} + {c.context}'}  "
+        + " ".join(str(n) for n in c.degrees.values())
+        for i, c in enumerate(choices, start=1)
+    ]
+    title = f"{made.model.name}, {made.seq_len:,} tokens, {made.ranks:,} x {made.hardware.name}"
+    return [
+        _bars(
+            pyplot,
+            folder / "seconds.png",
+            title,
+            names,
+            "GPU seconds for a million tokens",
+            {
+                "computes": [c.compute_s * _scale(c, made) for c in choices],
+                "waits": [(c.seconds - c.compute_s) * _scale(c, made) for c in choices],
+            },
+        ),
+        _bars(
+            pyplot,
+            folder / "memory.png",
+            title,
+            names,
+            "GB on one GPU",
+            {part: [getattr(c.memory, part) / 1e9 for c in choices] for part in _PARTS},
+            made.hardware.memory_bytes / 1e9,
+        ),
+    ]
+
+
+def _scale(choice: Choice, made: Plan) -> float:
+    """GPU seconds for a million tokens, for each second of a step."""
+    return made.ranks * 1e6 / (choice.tokens_per_s * choice.seconds)
+
+
+def _bars(
+    pyplot: Any,
+    path: Path,
+    title: str,
+    names: list[str],
+    unit: str,
+    parts: dict[str, list[float]],
+    limit: float | None = None,
+) -> Path:
+    figure, axes = pyplot.subplots(figsize=(9, 1.1 + 0.36 * len(names)), layout="constrained")
+    left = [0.0] * len(names)
+    for (name, values), color in zip(parts.items(), _COLORS, strict=False):
+        axes.barh(names, values, left=left, label=name, color=color)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    if limit is not None:
+        axes.axvline(limit, color="black", linewidth=1, linestyle="--", label="the GPU has")
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.set_title(f"{title}\nstrategy and dp, ring, ulysses, tp ranks, best first", fontsize=10)
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,274 @@
+"""What a GPU and its links can do: a table of five, each number with its source, and hardware that a user describes.
+
+Sources, by the short names of the comments below:
+
+* sheet: the vendors' data sheets, as collected in stas00/ml-engineering (compute/accelerator, network). Dense rates.
+* MAMF: the best matrix product that ml-engineering's mamf-finder measured, bfloat16.
+* FA2: Dao-AILab/flash-attention, assets/flash2_{a100,h100}_fwd_bwd_benchmark.png: head_dim 128, causal, 16k tokens.
+* FA3: the same repository, assets/flash3_fp16_fwd.png (arXiv 2407.08608, figure 5): head_dim 128, causal, 16k tokens.
+* cuDNN: NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training, cuDNN 9.19 on H200: Llama 3.1, causal, 32k tokens.
+* NCCL slide: NVIDIA GTC25 S72583, nccl-tests all-to-all, bus bandwidth.
+
+Rates of attention count the visible pairs only, 4 FLOPs a pair and element of head_dim in forward and 10 in backward.
+A rate that was published for forward and backward together is divided by ``1 / r = (1 / f + 2.5 / b) / 3.5``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..checks import check_choice
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """FLOP/s of an attention kernel on long sequences with head_dim 128, bfloat16.
+
+    Attributes:
+        forward, backward: FLOP/s.
+        carries: whether a step's kernel carries on from the step before, in float32. The results of others are merged.
+    """
+
+    forward: float
+    backward: float
+    carries: bool = False
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU, its host and its network. Bandwidths are bytes/s in one direction, of one GPU.
+
+    Attributes:
+        name: what it is called.
+        peak_flops: FLOP/s of dense bfloat16 products on the data sheet; MFU divides by it.
+        gemm_flops: FLOP/s of a large matrix product.
+        attention: by kernel, the rates of attention. The first one is used unless another is named.
+        memory_bytes: bytes of device memory.
+        memory_bandwidth: bytes/s of device memory, reads and writes together.
+        p2p: bytes/s sent to ranks of the same host, point to point.
+        peer: bytes/s sent to a single rank of the same host.
+        all_to_all, all_gather: bytes/s sent to ranks of the same host in these collectives.
+        network: bytes/s sent to other hosts.
+        host_link: bytes/s between device memory and the host's.
+        host_memory: bytes of the host's memory, a GPU.
+        latency: seconds that a transfer takes besides its bytes.
+        kernel: seconds that a kernel of attention takes besides its FLOPs.
+        tile: queries, and keys, that a kernel of attention computes at a time.
+        gpus_per_host: GPUs that share the fast links.
+        reserved_bytes: bytes of device memory that CUDA, NCCL and the allocator take.
+    """
+
+    name: str
+    peak_flops: float
+    gemm_flops: float
+    attention: Mapping[str, AttentionRate]
+    memory_bytes: float
+    memory_bandwidth: float
+    p2p: float
+    peer: float
+    all_to_all: float
+    all_gather: float
+    network: float
+    host_link: float
+    host_memory: float
+    latency: float
+    kernel: float
+    tile: int = 128
+    gpus_per_host: int = 8
+    reserved_bytes: float = 4 * GIB
+
+    def rate(self, kernel: str | None) -> AttentionRate:
+        """The rates of ``kernel``; None is the first of the table.
+
+        Raises:
+            ValueError: no rates of this kernel are known.
+        """
+        kernel = kernel or next(iter(self.attention))
+        check_choice("kernel", kernel, self.attention)
+        return self.attention[kernel]
+
+
+# One GPU of 8 with 400 Gb/s each: 46 to 48 of 50 GB/s arrive (nccl-tests #290; 48 on the NCCL slide at 32 GPUs).
+_NDR = 48e9
+# nccl-tests: 15.2 us for 8 bytes on 8 H200; 15.6 to 20.5 us for 1 KiB on 8 B200 (ml-engineering, network). The other
+# GPUs have no published figure there and take the same.
+_LATENCY = 20e-6
+# cuDNN on H200, causal: 0.142 ms for 2,048 tokens, 0.100 ms of which the rate of 32k tokens explains.
+_KERNEL = 40e-6
+# PCIe 5 x16, measured on H200: 55.4 of 63 GB/s, 88 % (ml-engineering). PCIe 4 x16: 88 % of 31.
+_PCIE5, _PCIE4 = 55e9, 27e9
+# Hosts of 8 GPUs with 1.9 TB (ALST, arXiv 2506.13996).
+_HOST_MEMORY = 1.9e12 / 8
+# The same paper: CUDA about 1 GiB, NCCL several GiB a GPU: reserved_bytes.
+
+_H100 = Hardware(
+    "h100",
+    peak_flops=989e12,  # sheet
+    gemm_flops=794.5e12,  # MAMF
+    attention={
+        # FA3 forward; backward 561 at 8k, pytorch-labs/tritonbench #1256.
+        "flash3": AttentionRate(616e12, 561e12),
+        # cuDNN 9.1 forward of the FA3 chart; backward of cuDNN 9.19 on H200, which has the same processors.
+        "cudnn": AttentionRate(539e12, 581e12),
+        # 335 forward (FA3 chart), 328 both ways (FA2).
+        "flash2": AttentionRate(335e12, 325e12),
+    },
+    memory_bytes=80e9,  # sheet
+    memory_bandwidth=3.35e12,  # sheet
+    p2p=376e9,  # p2pBandwidthLatencyTest, of 450 (ml-engineering)
+    peer=376e9,
+    all_to_all=320e9,  # NCCL slide
+    all_gather=361e9,  # nccl-tests on H200, which has the same links (ml-engineering)
+    network=_NDR,
+    host_link=_PCIE5,
+    host_memory=_HOST_MEMORY,
+    latency=_LATENCY,
+    kernel=_KERNEL,
+)
+
+HARDWARE: dict[str, Hardware] = {
+    "a100": Hardware(
+        "a100",
+        peak_flops=312e12,  # sheet, SXM 80 GB
+        gemm_flops=271.2e12,  # MAMF
+        # 205 forward (ring-flash-attention's single GPU, 8k), 189 both ways (FA2).
+        attention={"flash2": AttentionRate(205e12, 183e12)},
+        memory_bytes=80e9,  # sheet
+        memory_bandwidth=2.0e12,  # sheet
+        p2p=274e9,  # p2pBandwidthLatencyTest, of 300 (ml-engineering)
+        peer=274e9,
+        all_to_all=210e9,  # NCCL slide
+        all_gather=235e9,  # all-reduce bus bandwidth at 16 GiB (ml-engineering)
+        network=24e9,  # 200 Gb/s a GPU: NCCL slide, 32 GPUs
+        host_link=_PCIE4,
+        host_memory=_HOST_MEMORY,
+        latency=_LATENCY,
+        kernel=_KERNEL,
+    ),
+    "h100": _H100,
+    "h200": replace(
+        _H100,
+        name="h200",
+        attention={"cudnn": AttentionRate(688e12, 581e12), **_H100.attention, },
+        memory_bytes=141e9,  # sheet
+        memory_bandwidth=4.8e12,  # sheet
+        p2p=396e9,  # nvbandwidth (ml-engineering)
+        peer=396e9,
+    ),
+    "b200": Hardware(
+        "b200",
+        peak_flops=2250e12,  # sheet
+        gemm_flops=1745e12,  # MAMF
+        # Dao-AILab/flash-attention #2280: B200, head_dim 128, 8k, causal.
+        attention={"flash4": AttentionRate(1418e12, 1209e12)},
+        memory_bytes=180e9,  # sheet, usable
+        memory_bandwidth=8.0e12,  # sheet
+        p2p=659e9,  # batch_isend_irecv on 8 B200, 16 GiB (ml-engineering)
+        peer=659e9,
+        all_to_all=660e9,  # likewise
+        all_gather=668e9,  # likewise
+        network=_NDR,
+        host_link=_PCIE5,
+        host_memory=_HOST_MEMORY,
+        latency=_LATENCY,
+        kernel=_KERNEL,
+    ),
+    "mi300x": Hardware(
+        "mi300x",
+        peak_flops=1307e12,  # sheet
+        gemm_flops=668.4e12,  # MAMF
+        # The only absolute figure found: AITER forward, head_dim 256, 4k, causal, 273 (derived from 1.008 ms). Backward
+        # over forward as AITER's multi-head attention on MI355X at 16k, 1109 / 1247 (HazyResearch/HipKittens).
+        attention={"aiter": AttentionRate(273e12, 243e12)},
+        memory_bytes=192e9,  # sheet
+        memory_bandwidth=5.3e12,  # sheet
+        p2p=313e9,  # RCCL all-reduce bus bandwidth on 8 GPUs (ml-engineering); its links sum up to 448
+        peer=48e9,  # what RCCL counts as usable of a 64 GB/s link (ROCm/rccl #1210)
+        all_to_all=313e9,  # as p2p: no figure of its own was found
+        all_gather=313e9,  # likewise
+        network=_NDR,
+        host_link=_PCIE5,
+        host_memory=_HOST_MEMORY,
+        latency=_LATENCY,
+        kernel=_KERNEL,
+    ),
+}  # fmt: skip
+
+
+def hardware_of(value: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
+    """The hardware of a name, of a YAML or JSON file, or of a mapping with the fields of ``Hardware``.
+
+    A file or a mapping may name a ``base`` of the table, whose fields it replaces.
+
+    Raises:
+        ValueError: no such name, file or field.
+    """
+    if isinstance(value, Hardware):
+        return value
+    if isinstance(value, Mapping):
+        return _of_mapping(value)
+    if isinstance(value, Path) or value.endswith((".yaml", ".yml", ".json")):
+        return _of_mapping({"name": Path(value).stem, **read_mapping("hardware", Path(value))})
+    name = value.lower()
+    check_choice("hardware", name, HARDWARE)
+    return HARDWARE[name]
+
+
+def read_mapping(argument: str, path: Path) -> dict[str, Any]:
+    """The mapping that a JSON or YAML file holds.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else.
+    """
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            value = json.loads(text)
+        else:
+            import yaml
+
+            value = yaml.safe_load(text)
+    except ImportError as error:
+        raise ValueError(f"{argument}={path}: reading YAML needs PyYAML; install pyyaml, or write JSON") from error
+    except OSError as error:
+        raise ValueError(f"{argument}={path}: {error.strerror or error}") from error
+    except Exception as error:  # the errors of json and of yaml
+        raise ValueError(f"{argument}={path}: cannot be parsed: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{argument}={path}: expected a mapping of names to values")
+    return value
+
+
+def _of_mapping(value: Mapping[str, Any]) -> Hardware:
+    values = dict(value)
+    base = values.pop("base", None)
+    names = [f.name for f in fields(Hardware)]
+    for name in values:
+        check_choice("hardware field", name, names)
+    if "attention" in values:
+        values["attention"] = {
+            kernel: rate
+            if isinstance(rate, AttentionRate)
+            else AttentionRate(float(rate[0]), float(rate[1]), *rate[2:])
+            for kernel, rate in values["attention"].items()
+        }
+    for name, number in values.items():
+        if name not in ("name", "attention"):
+            try:
+                values[name] = int(number) if name in ("gpus_per_host", "tile") else float(number)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"hardware: {name}={number!r}: expected a number") from error
+            if values[name] < 0 or (values[name] == 0 and name not in ("latency", "kernel", "reserved_bytes")):
+                raise ValueError(f"hardware: {name}={number!r}: expected a positive number")
+    if base is not None:
+        return replace(hardware_of(base), **values)
+    optional = {"tile", "gpus_per_host", "reserved_bytes"}
+    if missing := [name for name in names if name not in values and name not in optional]:
+        raise ValueError(f"hardware: {', '.join(missing)} missing; give them, or name a base: {', '.join(HARDWARE)}")
+    return Hardware(**values)
