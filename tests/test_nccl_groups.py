@@ -17,6 +17,7 @@ from seqpar.heads import Heads
 from seqpar.kernels.base import Score
 from seqpar.layout import LAYOUTS, Layout, SequenceSharding
 from seqpar.schedule import AttentionPlan
+from seqpar.strategies import call as calls
 from seqpar.strategies import remote, ring
 from seqpar.strategies.call import AttentionCall
 
@@ -32,19 +33,21 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
         groups.append(operations + [Operation(False, ranks[peer]) for peer, _ in receives])
         return Pending()
 
-    heads = Heads.of_model(1, 1)
+    number = 4 if plan.sharding.ring <= 4 else 1  # with few ranks, heads are sent in chunks
+    heads = Heads.of_model(number, number)
     stub = SimpleNamespace(forward=_no_forward, backward=_no_backward, reads_delta=False)
     first = plan.rank // plan.per_host * plan.per_host
     within = range(first, first + plan.per_host)
     across = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
     call: Any = AttentionCall(
-        groups=SimpleNamespace(within=within, across=across, gather=plan.gather, chunks=1),
+        groups=SimpleNamespace(within=within, across=across, gather=plan.gather, chunks=None),
         sharding=plan.sharding, plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
         return_lse=False,
     )  # fmt: skip
     tokens = len(plan.sharding.ring_positions(plan.rank))
-    x, lse = torch.zeros(1, tokens, 1, 1), torch.zeros(1, 1, tokens)
+    x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
+        mock.patch.dict(calls._CHUNK_BYTES, cpu=1),
         mock.patch.object(remote, "exchange", record),
         mock.patch.object(remote, "make_ready"),
         mock.patch.object(ring, "select", return_value=stub),
@@ -84,7 +87,16 @@ def check(mask: Mask, ranks: int, layout: Layout, gather: bool, per_host: int | 
 
 @pytest.mark.parametrize(
     ("ranks", "per_host"),
-    [(8, 8), (9, 9), (8, 2), (8, 4), *(pytest.param(72, n, marks=pytest.mark.slow) for n in (72, 8))],
+    [
+        (2, 2),
+        (3, 3),
+        (4, 2),
+        (8, 8),
+        (9, 9),
+        (8, 2),
+        (8, 4),
+        *(pytest.param(72, n, marks=pytest.mark.slow) for n in (72, 8)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -31,6 +31,8 @@ from .call import AttentionCall
 
 # The K/V of this many remote steps, or chunks of heads of a step, are on the way at a time.
 _AHEAD = 2
+# With ``chunks=``, which asks for less memory.
+_AHEAD_IN_GIVEN_CHUNKS = 1
 
 KV = tuple[Tensor, Tensor]
 
@@ -64,15 +66,16 @@ class RemoteSteps:
         self._to_fetch = deque((number, i) for number in numbers for i in range(plan.fetches))
         self._fetching: deque[Callable[[], Any]] = deque()
         self._fetched: tuple[tuple[int, int], Any] | None = None  # the part and the fetch, and what was fetched
+        self._ahead = _AHEAD if call.groups.chunks is None else _AHEAD_IN_GIVEN_CHUNKS
         # An all-gather starts the step of its next chunk, which needs the next fetch, before the kernel of this one.
         for _ in range(2 if plan.gather else 1):
             self._start_fetch()
-        while self._to_start and len(self._started) < _AHEAD and not self._waits_for_fetch():
+        while self._to_start and len(self._started) < self._ahead and not self._waits_for_fetch():
             self._start_step()
 
     def __iter__(self) -> Iterator[tuple[int, Heads, int, Tensor, Tensor]]:
         for number, i in self._tasks:
-            while self._to_start and len(self._started) <= _AHEAD:
+            while self._to_start and len(self._started) <= self._ahead:
                 if self._started and self._waits_for_fetch() and not self._plan.gather:
                     break  # the step that needs it waits for it, not those before
                 self._start_step()
