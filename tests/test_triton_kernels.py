@@ -62,7 +62,11 @@ def test_the_gpu_benchmark_runs() -> None:
 
 @lru_cache(maxsize=1)
 def _inspections() -> dict[str, CompletedProcess[str]]:
+    # The rest of the table takes minutes: python -m seqpar.triton_kernels.inspect --what all
     calls = {target: ["--target", target] for target in TARGETS}
+    calls["sm_100"] += ["--dtype", "bfloat16"]  # float32 uses the same tiles as sm_90
+    calls["others"] = ["--target", "sm_120", "--target", "gfx950", "--head-dim", "128", "--dtype", "bfloat16"]
+    calls["unaligned"] = ["--target", "sm_90", "--what", "unaligned", "--head-dim", "128"]
     calls["features"] = ["--target", "sm_90", "--what", "features"]
     calls["small"] = [word for target in TARGETS for word in ("--target", target)] + ["--what", "small"]
     inspect = ["-m", "seqpar.triton_kernels.inspect", "--json"]
@@ -73,12 +77,15 @@ def _rows(run: CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("what", [*TARGETS, "features", "small"])
+ROWS = {"sm_80": 20, "sm_90": 21, "sm_100": 12, "gfx942": 18, "others": 7, "unaligned": 4, "features": 32, "small": 16}
+
+
+@pytest.mark.parametrize("what", ROWS)
 def test_compiles_without_spills_and_with_matrix_instructions(what: str) -> None:
     run = _inspections()[what]
     assert run.returncode in (0, 1), run.stderr[-4000:]
     rows = _rows(run)
-    assert len(rows) >= (18 if what in TARGETS else 10)
+    assert len(rows) == ROWS[what]
     wrong = [row for row in rows if row["wrong"]]
     assert len(wrong) == 0 and run.returncode == 0, "\n".join(str(row) for row in wrong)
 
@@ -88,6 +95,17 @@ def test_half_precision_uses_the_newest_matrix_instructions(target: str, instruc
     rows = _rows(_inspections()[target])
     used = {row["matrix"] for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] <= 128}
     assert used == {instruction}
+
+
+def test_the_products_of_the_backward() -> None:
+    """One kernel has five products in one loop; the pair has four in one, and three in each of two loops."""
+    rows = _rows(_inspections()["sm_90"])
+    half = [row for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] <= 128]
+    products = {
+        kernel: {row["products"] for row in half if row["kernel"] == kernel} for kernel in ("backward", "dkdv", "dq")
+    }
+    assert products == {"backward": {5}, "dkdv": {4}, "dq": {6}}
+    assert not any(row["synchronous"] or row["reloaded"] for row in half)
 
 
 def test_compiling_raises_in_the_interpreter() -> None:

@@ -129,6 +129,11 @@ def score_arguments(score: Score, heads: int) -> dict[str, Any]:
     }
 
 
+def score_values(score: Score) -> tuple[float, ...]:
+    """What :func:`score_arguments` and :func:`score_constants` depend on, besides the tensors and the seed."""
+    return score.softmax_scale, score.softcap, score.dropout_p, score.head_offset
+
+
 def score_constants(score: Score) -> dict[str, bool]:
     """Fields of :class:`Constants` that say how scores are computed; any of them makes ``configs.choose`` ``heavy``."""
     return {"SOFTCAP": score.softcap > 0, "ALIBI": score.alibi_slopes is not None, "DROPOUT": score.dropout_p > 0}
@@ -264,7 +269,7 @@ def load_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.const
 def stream_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr):
     """As :func:`load_rows`, for the tiles that a loop reads: by TMA if C.TMA, which always fills with 0."""
     if C.TMA:
-        return rows.X.load([rows.batch, start, rows.head, 0]).reshape(BLOCK, C.BLOCK_D)
+        return rows.X.load([rows.batch, rows.head, start, 0]).reshape(BLOCK, C.BLOCK_D)
     else:
         return load_rows(rows, start, C, BLOCK, BOUND)
 
@@ -315,19 +320,31 @@ def _add_columns(rows, x, start, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def add_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...``.
+def add_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr, NEW: tl.constexpr):
+    """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...``; store it if NEW, where there is nothing to add to.
 
     Wide tiles go in two halves of the columns: the old values need registers beside the accumulators, and so only half
     as many at a time.
     """
-    if C.BLOCK_D >= 64:
+    if NEW:
+        store_rows(rows, x, start, C, BLOCK)
+    elif C.BLOCK_D >= 64:
         HALF: tl.constexpr = C.BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(x, [BLOCK, 2, HALF]), [0, 2, 1]))
         _add_columns(rows, left, start, C, 0, BLOCK, HALF)
         _add_columns(rows, right, start, C, HALF, BLOCK, HALF)
     else:
         _add_columns(rows, x, start, C, 0, BLOCK, C.BLOCK_D)
+
+
+@triton.jit
+def reduce_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...``, to which other programs add too, in any order."""
+    if TMA:
+        rows.X.atomic_add([rows.batch, rows.head, start, 0], x.reshape(1, 1, BLOCK, C.BLOCK_D))
+    else:
+        pointers = _store_pointers(rows, start, 0, BLOCK, C.BLOCK_D)
+        tl.atomic_add(pointers, x, mask=_in_bounds(rows, start, C, 0, BLOCK, C.BLOCK_D), sem="relaxed")
 
 
 @triton.jit
