@@ -23,6 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import seqpar.triton_kernels
 import seqpar.triton_kernels.backward as backward_module
+import seqpar.triton_kernels.forward as forward_module
 from seqpar.kernels import base
 from seqpar.kernels.base import Score
 from seqpar.kernels.triton import TritonBackend
@@ -336,6 +337,13 @@ def test_programs_that_share_the_query_heads_of_a_kv_head(monkeypatch: pytest.Mo
     monkeypatch.setattr(backward_module, "keys_launch", launch)
     p.check(2)
     assert used == [1, 1, group, group]  # deterministic, two steps; not deterministic, two steps
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_the_order_of_programs_on_gpus_of_several_dies(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    for module in (forward_module, backward_module):
+        monkeypatch.setattr(module, "dies", lambda hip: 8)
+    problem(rules=MASKS["window"], heads=heads).check(1)
 
 
 def test_query_ranges_hold_exactly_the_queries_that_see_a_tile() -> None:

@@ -30,7 +30,18 @@ from torch import Tensor
 
 from . import tune
 from .configs import Config, choose, processors
-from .launch import Launch, Repeated, describable, descriptors, layout_key, padded, precision, strides, unit_stride
+from .launch import (
+    Launch,
+    Repeated,
+    describable,
+    descriptors,
+    dies,
+    layout_key,
+    padded,
+    precision,
+    strides,
+    unit_stride,
+)
 from .preprocess import bounds_and_ranges, statistics
 from .tiles import (
     LOG2E,
@@ -47,6 +58,7 @@ from .tiles import (
     dropout_keep,
     load_positions,
     load_rows,
+    program_index,
     reduce_rows,
     score_arguments,
     score_constants,
@@ -175,7 +187,7 @@ def backward_kernel(
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
     MEMBERS: tl.constexpr = C.GROUP // SPLIT
-    program = tl.program_id(0)
+    program = program_index(C)
     tile = program % tiles
     first_head = program // tiles * MEMBERS % heads
     kv_head = first_head // C.GROUP
@@ -282,7 +294,7 @@ def dq_kernel(
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
-    program = tl.program_id(0)
+    program = program_index(C)
     q_start = (tiles - 1 - program % tiles) * BLOCK_M
     head = program // tiles % heads
     batch = program // tiles // heads
@@ -349,6 +361,7 @@ def _arguments(
         GROUP=heads // k.shape[2],
         PRECISION=precision(q.dtype, allow_tf32, hip),
         TMA=tma,
+        DIES=dies(hip),
         **score_constants(score),
     )
     return {
@@ -512,7 +525,8 @@ def attention_backward(
     dense = [unit_stride(x) for x in (dq, dk, dv)]
     dout, q, k, v = (unit_stride(x) for x in (dout, q, k, v))
     operands = Operands(dout, q, k, v, statistics(lse, delta), intervals, *dense)
-    asked = deterministic, allow_tf32, config, dq_config
+    mask = tune.mask_class(intervals) if tune.wanted(q) else None
+    asked = deterministic, allow_tf32, config, dq_config, mask
     features = score.softcap > 0, score.alibi_slopes is None, score.dropout_p > 0
     key = layout_key(q.get_device(), (asked, features), (q, k, v, dout, dense[0]))
     choice = _choices.get(key)
@@ -568,26 +582,30 @@ def _choose(
     allow_tf32: bool | None,
     config: Config | None,
     dq_config: Config | None,
+    mask: str | None,
 ) -> _Choice:
+    """``mask``: its class if tiles are to be tuned."""
     q, k = operands.q, operands.k
     features = score_constants(score)
+    heavy = any(features.values())
+    streamed = {"backward": (q, operands.dout, operands.dq), "dkdv": (q, operands.dout), "dq": (k, operands.v)}
+    tma = {kernel: all(describable(x) for x in tiled) for kernel, tiled in streamed.items()}
 
-    def chosen(kernel: str, *tiled: Tensor) -> Config | None:
-        tma = all(describable(x) for x in tiled)
-        return choose(kernel, q.device, q.shape[-1], q.dtype, heavy=any(features.values()), tma=tma)
+    def chosen(kernel: str) -> Config | None:
+        return choose(kernel, q.device, q.shape[-1], q.dtype, heavy=heavy, tma=tma[kernel])
 
-    one = None if deterministic else chosen("backward", q, operands.dout, operands.dq)
-    if config is not None or dq_config is not None or not tune.wanted(q):
-        keys_config = config or one or chosen("dkdv", q, operands.dout)
+    one = None if deterministic else chosen("backward")
+    if config is not None or dq_config is not None or mask is None:
+        keys_config = config or one or chosen("dkdv")
         assert keys_config is not None
         if one is not None:
             return _Choice(keys_config, None, _split(k, q.shape[2], keys_config.block_n))
-        return _Choice(keys_config, dq_config or chosen("dq", k, operands.v), 1)
+        return _Choice(keys_config, dq_config or chosen("dq"), 1)
     names = ("backward",) if one else ("dkdv", "dq")
     # Candidates run many times: on scratch gradients.
     dq, dk, dv = (torch.zeros_like(x) for x in (operands.dq, operands.dk, operands.dv))
     scratch = operands._replace(dq=dq, dk=dk, dv=dv)
-    flags = "".join(str(feature) for feature in features.values())
+    flags = f"{''.join(str(feature) for feature in features.values())} {mask}"
 
     def candidate(kernel: str, config: Config) -> Launch:
         if kernel == "dq":
@@ -596,7 +614,7 @@ def _choose(
         tables = bounds_and_ranges(operands.intervals.lo, operands.intervals.hi, k.shape[1], config.block_n)
         return keys_launch(scratch, score, *tables, config, with_dq=one is not None, split=split, allow_tf32=allow_tf32)
 
-    best = [tune.tuned(name, q, k, flags, partial(candidate, name)) for name in names]
+    best = [tune.tuned(name, q, k, flags, partial(candidate, name), heavy=heavy, tma=tma[name]) for name in names]
     return _Choice(best[0], None, _split(k, q.shape[2], best[0].block_n)) if one else _Choice(best[0], best[1], 1)
 
 

@@ -34,6 +34,7 @@ class Config:
         num_warps: warps of one program.
         num_stages: depth of the pipeline that loads tiles ahead of the loop.
         tma: read the tiles of the inner loop by TMA, Hopper's bulk copy engine, where their layout allows it.
+        instruction: rows of a matrix instruction on ROCm, 16 or 32; 0 leaves it to Triton.
     """
 
     block_m: int
@@ -41,12 +42,18 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     tma: bool = False
+    instruction: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
         """Triton's compile options."""
         # Scores are scaled and shifted in one fused multiply-add, whatever Triton's default.
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        return options | ({"matrix_instr_nonkdim": self.instruction} if self.instruction else {})
+
+
+def _rocm(block_m: int, block_n: int) -> Config:
+    return Config(block_m, block_n, 4, 1, instruction=16)
 
 
 _INTERPRETED = Config(64, 64)
@@ -80,7 +87,8 @@ _TABLE: dict[tuple[str, int], dict[str, tuple[Config | None, ...]]] = {
     },
     ("gfx942", 2): {
         "forward": (Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(64, 32, 4, 1)),
-        "dkdv": (Config(64, 64, 4, 1), Config(32, 64, 4, 1), Config(16, 32, 4, 1)),
+        # With rows of 16, not 32, two programs at head_dim 128 fit the registers of a processor at a time, not one.
+        "dkdv": (_rocm(64, 64), _rocm(32, 64), _rocm(16, 32)),
         "dq": (Config(128, 64, 8, 1), Config(128, 32, 8, 1), Config(64, 16, 4, 1)),
     },
     ("sm_80", 4): {
@@ -184,16 +192,23 @@ def table() -> Iterator[tuple[str, str, int, torch.dtype]]:
                     yield architecture, kernel, head_dim, dtype
 
 
-def candidates(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> list[Config]:
-    """Configurations for autotuning: the table's, and its neighbours, some of which may not fit the GPU."""
-    first = choose(kernel, device, head_dim, dtype)
+def candidates(
+    kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, heavy: bool = False, tma: bool = True
+) -> list[Config]:
+    """Configurations for autotuning: the table's, and its neighbours, some of which may not fit the GPU.
+
+    Arguments as for :func:`choose`.
+    """
+    first = choose(kernel, device, head_dim, dtype, heavy=heavy, tma=tma)
     assert first is not None
     tried = [first]
     for block_m in sorted({first.block_m, max(16, first.block_m // 2), min(128, first.block_m * 2)}):
         for block_n in sorted({first.block_n, max(16, first.block_n // 2), min(128, first.block_n * 2)}):
             for num_warps in (4, 8):
                 for num_stages in sorted({max(1, first.num_stages - 1), first.num_stages, first.num_stages + 1}):
-                    config = Config(block_m, block_n, num_warps, num_stages, first.tma)
+                    config = replace(
+                        first, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages
+                    )
                     if config not in tried:
                         tried.append(config)
     return tried

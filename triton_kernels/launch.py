@@ -225,11 +225,23 @@ def precision(dtype: torch.dtype, allow_tf32: bool | None, hip: bool | None = No
     if hip is None:
         hip = torch.version.hip is not None
     if hip:
-        return "tf32" if allow_tf32 and _rocm_has_tf32() else "ieee"
+        # Of ROCm's architectures only gfx942 multiplies in tf32; Triton rejects it for the others.
+        return "tf32" if allow_tf32 and _rocm_name().startswith("gfx942") else "ieee"
     return "tf32" if allow_tf32 else "tf32x3"
 
 
+def dies(hip: bool | None = None) -> int:
+    """How many dies the GPU has, each with a cache of its own, to which it deals the programs in turn.
+
+    Args:
+        hip: whether to compile for MI300X and MI350X; None looks at this machine's GPUs.
+    """
+    if hip is None:
+        hip = torch.version.hip is not None and _rocm_name().startswith(("gfx94", "gfx95"))
+    return 8 if hip else 1
+
+
 @lru_cache(maxsize=1)
-def _rocm_has_tf32() -> bool:
-    """Whether this machine's GPUs multiply in tf32. Of ROCm's only gfx942 does; Triton rejects it for the others."""
-    return torch.cuda.is_available() and "gfx942" in getattr(torch.cuda.get_device_properties(0), "gcnArchName", "")
+def _rocm_name() -> str:
+    """The architecture of this machine's ROCm GPUs; "" if there are none."""
+    return getattr(torch.cuda.get_device_properties(0), "gcnArchName", "") if torch.cuda.is_available() else ""

@@ -6,13 +6,13 @@ lower case are values in registers.
     BLOCK_M, BLOCK_N   queries and keys in a tile
     D, BLOCK_D         head_dim, and the power of two that holds it
     GROUP              query heads per KV head
-    s, p               scores and probabilities of one tile, [BLOCK_M, BLOCK_N]; dkdv_kernel transposes both
+    s, p               scores and probabilities of one tile, [BLOCK_M, BLOCK_N]; backward_kernel transposes both
     m, l, acc          online softmax: running maximum (base 2) and sum, [BLOCK_M]; output before the division by l,
                        [BLOCK_M, BLOCK_D]
     row, column        local indices of the tile's queries, [BLOCK_M], and keys, [BLOCK_N]
     i, j               global positions of the same; ALiBi and dropout depend on them, nothing else does
     lo, hi             first and one-past-last local key index of each query, [BLOCK_M]
-    begin, end         range of keys (in dkdv_kernel: of queries) outside which the whole tile is masked
+    begin, end         range of keys (in backward_kernel: of queries) outside which the whole tile is masked
     inner_begin,       range of keys (queries) inside which nothing of the tile is masked
       inner_end
     head, kv_head      local head indices; ``head // GROUP == kv_head``
@@ -103,6 +103,7 @@ class Constants:
     DROPOUT: bool = False
     PRECISION: str = "ieee"
     TMA: bool = False
+    DIES: int = 1
 
 
 def score_arguments(score: Score, heads: int) -> dict[str, Any]:
@@ -185,6 +186,20 @@ class Tiles(NamedTuple):
     count: tl.tensor
     skip_from: tl.tensor
     skip_to: tl.tensor
+
+
+@triton.jit
+def program_index(C: tl.constexpr):
+    """The program's index, such that programs on the same die of the GPU have neighbouring ones.
+
+    The tiles of one head read the same keys and values, and so should share a cache. A GPU of several dies (MI300X: 8)
+    has a cache on each, and deals the programs to the dies in turn.
+    """
+    program = tl.program_id(0)
+    if C.DIES > 1:
+        share = tl.num_programs(0) // C.DIES
+        program = tl.where(program < share * C.DIES, program % C.DIES * share + program // C.DIES, program)
+    return program
 
 
 @triton.jit
