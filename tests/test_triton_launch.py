@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import seqpar.triton_kernels.backward as backward_module
 import seqpar.triton_kernels.forward as forward_module
+import seqpar.triton_kernels.launch as launch_module
 import seqpar.triton_kernels.preprocess as preprocess
 from seqpar.kernels.base import Score
 from seqpar.schedule import KeyIntervals
@@ -149,6 +150,24 @@ def test_repeated_launches_keep_no_tensor(launches: Launches) -> None:
 
 
 def test_hooks_see_every_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, mask = inputs(), causal()
+    for known in (True, False):
+        monkeypatch.setattr(launch_module, "_KNOWN", known)
+        metadata = []
+        for hooked in (False, False, True):
+            with monkeypatch.context() as patch:
+                if hooked:
+                    patch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [lambda data: None])
+                attention_forward(*tensors, mask, SCORE, config=TILES)
+            (launch,) = launches.made
+            metadata.append((launch[6], launch[7]))  # and the hook
+            launches.take()
+        assert metadata[2][0].get()["name"] == "forward_kernel"
+        assert metadata[2][1] is triton.knobs.runtime.launch_enter_hook
+        assert metadata[1] == (None, None) or not known
+
+
+def test_hooks_before_a_launch_see_every_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(forward_module.forward_kernel, "pre_run_hooks", [lambda *_, **__: seen.append(1)])
     tensors, mask = inputs(), causal()

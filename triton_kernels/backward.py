@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tune
-from .configs import Config, choose, processors
+from .configs import Config, choose, for_split, processors
 from .launch import (
     Launch,
     Repeated,
@@ -599,7 +599,8 @@ def _choose(
         keys_config = config or one or chosen("dkdv")
         assert keys_config is not None
         if one is not None:
-            return _Choice(keys_config, None, _split(k, q.shape[2], keys_config.block_n))
+            split = _split(k, q.shape[2], keys_config.block_n)
+            return _Choice(keys_config if config or split == 1 else for_split(keys_config), None, split)
         return _Choice(keys_config, dq_config or chosen("dq"), 1)
     names = ("backward",) if one else ("dkdv", "dq")
     # Candidates run many times: on scratch gradients.

@@ -182,6 +182,12 @@ def choose(
     return config if config is None or tma or not config.tma else entry("sm_86", kernel, head_dim, dtype, heavy)
 
 
+def for_split(config: Config) -> Config:
+    """``config`` of "backward", for programs that share the query heads of a KV head: they add ``dk`` and ``dv`` with
+    atomics, and the addresses take registers that large tiles read by pointers do not leave."""
+    return config if config.tma else replace(config, block_m=min(config.block_m, 32))
+
+
 def table() -> Iterator[tuple[str, str, int, torch.dtype]]:
     """All entries, as (architecture, kernel, head_dim, dtype), for ahead-of-time compilation."""
     for architecture, size in _TABLE:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .backward import Operands, dq_launch, keys_launch
 from .compiled import TARGETS, Resources, compile_for, resources
-from .configs import Config, entry, table, table_config
+from .configs import Config, entry, for_split, table, table_config
 from .forward import forward_launch
 from .launch import Launch
 from .merge import merge_launch
@@ -135,7 +135,7 @@ def feature_cases(targets: list[str]) -> Iterator[Case]:
                     )
         if architecture.startswith("sm"):
             for head_dim in (64, 128):
-                config = table_config(architecture, "backward", head_dim, dtype)
+                config = for_split(table_config(architecture, "backward", head_dim, dtype))
                 launch = attention("backward", head_dim, dtype, config, split=4)
                 yield Case(target, "backward", head_dim, dtype, "split", launch)
         for feature, options in FORWARD_FEATURES.items():
