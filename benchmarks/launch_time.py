@@ -27,7 +27,7 @@ from rich.table import Table
 import seqpar.triton_kernels.backward as backward
 import seqpar.triton_kernels.forward as forward
 from seqpar.kernels.base import Score
-from seqpar.schedule import KeyIntervals
+from seqpar.keys import KeyIntervals
 from seqpar.triton_kernels import attention_backward, attention_forward, delta
 from seqpar.triton_kernels.compiled import StubDriver
 from seqpar.triton_kernels.configs import table_config

@@ -24,7 +24,7 @@ import seqpar.triton_kernels.forward as forward_module
 import seqpar.triton_kernels.launch as launch_module
 import seqpar.triton_kernels.preprocess as preprocess
 from seqpar.kernels.base import Score
-from seqpar.schedule import KeyIntervals
+from seqpar.keys import KeyIntervals
 from seqpar.triton_kernels import Config, attention_backward, attention_forward, delta
 from seqpar.triton_kernels.compiled import StubDriver
 
