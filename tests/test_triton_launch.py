@@ -22,10 +22,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import seqpar.triton_kernels.backward as backward_module
 import seqpar.triton_kernels.forward as forward_module
 import seqpar.triton_kernels.launch as launch_module
+import seqpar.triton_kernels.merge as merge
 import seqpar.triton_kernels.preprocess as preprocess
+import seqpar.triton_kernels.rotary as rotary
 from seqpar.kernels.base import Score
 from seqpar.keys import KeyIntervals
-from seqpar.triton_kernels import Config, attention_backward, attention_forward, delta
+from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from seqpar.triton_kernels.compiled import StubDriver
 
 LENGTH, HEADS, KV_HEADS = 128, 2, 1
@@ -58,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     triton.runtime.driver.set_active(StubDriver("sm_90", lambda *arguments: seen.made.append(arguments)))
     kernels = (
         forward_module.forward_kernel, backward_module.backward_kernel, backward_module.dq_kernel,
-        preprocess.delta_kernel, preprocess.statistics_kernel,
+        preprocess.delta_kernel, preprocess.statistics_kernel, merge.merge_kernel, rotary.rotary_kernel,
     )  # fmt: skip
     for kernel in kernels:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
@@ -70,7 +72,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         monkeypatch.setattr(kernel, "run", run)
     repeated = (
         forward_module._launches, backward_module._keys_launches, backward_module._dq_launches,
-        preprocess._delta_launches, preprocess._statistics_launches,
+        preprocess._delta_launches, preprocess._statistics_launches, merge._launches, rotary._launches,
     )  # fmt: skip
     for one in repeated:
         monkeypatch.setattr(one, "_ready", {})
@@ -200,6 +202,23 @@ def test_the_steps_of_a_backward_share_what_they_have_in_common(launches: Launch
     attention_backward(q, q, k, v, lse, row_delta, mask, score, dq, dk, dv, deterministic=deterministic, config=TILES,
                        dq_config=TILES)  # fmt: skip
     assert len(launches.take()) == kernels + 1  # of another lse
+
+
+def test_elementwise_launches_are_not_bound_again(launches: Launches) -> None:
+    acc, out, lse = torch.zeros(1, 64, 2, 16), torch.zeros(1, 64, 2, 16).bfloat16(), torch.zeros(1, 2, 64)
+    table = torch.ones(1, 64, 8)
+    for work in (
+        lambda: merge_(acc, lse, out, lse),
+        lambda: apply_rotary(out, table, table),
+        lambda: delta(out, out, lse),
+        lambda: delta(out, out),
+    ):
+        before = launches.bound
+        for _ in range(3):
+            work()
+        first, second, third = launches.take()
+        assert launches.bound - before == 1
+        assert second[:4] == third[:4] == first[:4] and len(second) == len(first)
 
 
 def test_what_is_remembered_dies_with_its_tensors() -> None:
