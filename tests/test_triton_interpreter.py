@@ -317,7 +317,7 @@ def test_large_scores_neither_overflow_nor_turn_to_nan() -> None:
 
 def test_the_probabilities_of_rows_past_the_last_key_do_not_reach_dq() -> None:
     """exp(0 - lse) overflows where every score is very negative."""
-    p = problem(50, score=Score(0.2))
+    p = problem(50, rules=MASKS["full"], score=Score(0.2))
     p.q, p.k = 4 + 0.1 * p.q, -4 + 0.1 * p.k  # scores of about -100
     p.check(1)
 
