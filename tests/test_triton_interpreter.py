@@ -346,6 +346,31 @@ def test_the_order_of_programs_on_gpus_of_several_dies(monkeypatch: pytest.Monke
     problem(rules=MASKS["window"], heads=heads).check(1)
 
 
+def test_deterministic_algorithms_take_the_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, used = problem(20), []
+    keys_launch = backward_module.keys_launch
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        used.append(kwargs["with_dq"])
+        return keys_launch(*args, **kwargs)
+
+    monkeypatch.setattr(backward_module, "keys_launch", launch)
+    out, lse = p.forward()
+    output = base.OutputGrad(p.dout, out, lse, delta(out, p.dout))
+    for backend, wanted in (
+        (TritonBackend(), False),
+        (TritonBackend(), True),
+        (TritonBackend(deterministic=True), False),
+    ):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            grads = [torch.zeros_like(x) for x in (p.q, p.k, p.v)]
+            backend.backward(p.q, p.k, p.v, output, p.intervals(), p.score, *grads)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert used == [True, False, False]
+
+
 def test_query_ranges_hold_exactly_the_queries_that_see_a_tile() -> None:
     block, length = 16, LENGTH
     for rules in MASKS.values():

@@ -171,11 +171,14 @@ def test_hooks_see_every_launch(launches: Launches, monkeypatch: pytest.MonkeyPa
 
 def test_hooks_before_a_launch_see_every_launch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(forward_module.forward_kernel, "pre_run_hooks", [lambda *_, **__: seen.append(1)])
+    hooks: list[Any] = []
+    monkeypatch.setattr(forward_module.forward_kernel, "pre_run_hooks", hooks)
     tensors, mask = inputs(), causal()
-    for _ in range(3):
-        attention_forward(*tensors, mask, Score(0.1), config=TILES)
-    assert len(seen) == 3 == len(launches.take())
+    for hooked in (False, False, True, True):
+        hooks[:] = [lambda *_, **__: seen.append(1)] if hooked else []
+        attention_forward(*tensors, mask, SCORE, config=TILES)
+    assert len(seen) == 2
+    assert len(launches.take()) == 4
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

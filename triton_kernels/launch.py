@@ -74,13 +74,12 @@ class Repeated:
         device = first.get_device()
         key = layout_key(device, values, inputs)
         ready = self._ready.get(key)
-        if ready is not None and (device < 0 or device == torch.cuda.current_device()):
+        if ready is not None and not ready.hooks and (device < 0 or device == torch.cuda.current_device()):
             ready(inputs)
             return
         launch = make()
         compiled = launch()
-        # Neither an interpreted kernel nor one that is still being compiled; and nothing that has to see each launch.
-        if isinstance(compiled, CompiledKernel) and not launch.kernel.pre_run_hooks:
+        if isinstance(compiled, CompiledKernel):  # neither an interpreted kernel nor one that is still being compiled
             ready = _Ready.of(launch, compiled, self._inputs, inputs)
             if ready is not None:
                 if len(self._ready) >= _MOST_READY:
@@ -119,6 +118,7 @@ class _Ready:
     ) -> None:
         """``inputs``, ``tiled``: places among the arguments, and of their tensors among the inputs."""
         self._compiled, self._grid = compiled, grid
+        self.hooks: list[Any] = compiled.src.fn.pre_run_hooks  # which Triton's way calls before a launch
         self._arguments, self._inputs, self._tiled = arguments, inputs, tiled
 
     @classmethod

@@ -96,7 +96,7 @@ class TritonBackend:
                 dv,
                 new_dq=new_dq,
                 new_dkv=new_dkv,
-                deterministic=self.deterministic,
+                deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled(),
             )
 
 
