@@ -44,6 +44,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from seqpar.kernels import BACKENDS
 from seqpar.kernels.base import Backend, OutputGrad, Score
 from seqpar.kernels.library import LibraryBackend
+from seqpar.kernels.triton import TritonBackend
 from seqpar.keys import KeyIntervals
 from seqpar.layout import shard_positions
 from seqpar.mask import Mask
@@ -145,7 +146,8 @@ def check(report: Report, smoke: bool) -> None:
     limit = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}
     # Fewer head_dims for the rarer dtypes: compiling is most of the time here.
     head_dims = {torch.bfloat16: [40, 64, 128, 256], torch.float16: [64, 128], torch.float32: [64]}
-    backends = [BACKENDS["triton"], *libraries(smoke)]
+    pair = [] if smoke else [TritonBackend(deterministic=True)]  # its backward is another kernel
+    backends = [BACKENDS["triton"], *pair, *libraries(smoke)]
     for dtype in dtypes:
         for head_dim in [32] if smoke else head_dims[dtype]:
             for name in list(rules)[: 2 if smoke else None]:
@@ -166,7 +168,7 @@ def check(report: Report, smoke: bool) -> None:
                         except Exception as error:  # of one backend: the others are measured all the same
                             failure = f"{type(error).__name__}: {str(error)[:200]}"
                         row = {
-                            "backend": backend.name,
+                            "backend": backend.name + (" deterministic" if backend in pair else ""),
                             "dtype": _name(dtype),
                             "head_dim": head_dim,
                             "mask": name,

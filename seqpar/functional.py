@@ -144,7 +144,7 @@ def attention(
             positions (Press et al., 2021).
         dropout_p: the probability of dropping an attention weight. What is dropped depends on the seed, the batch
             row, the head and the two global positions, and not on the strategy or the number of ranks.
-        deterministic: use only kernels whose gradients have the same bits in every run.
+        deterministic: use only kernels whose gradients have the same bits in every run; they are slower.
         backend: "auto" or one of ``seqpar.backends()``. If the named backend lacks a requested feature, the call falls
             back to the next one that has it (see ``seqpar.trace``).
         return_lse: also return the log-sum-exp of the scores, sinks included.

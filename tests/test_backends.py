@@ -129,6 +129,15 @@ def test_a_sink_of_minus_infinity_is_no_sink(backend: BackendName) -> None:
     assert gradients[-1][0] == 0
 
 
+def test_triton_is_made_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "unavailable", lambda self: None)
+    monkeypatch.setattr(TritonBackend, "unsupported", lambda self, q, k, score, **_: None)
+    q = torch.zeros(1, 4, 2, 8)
+    for deterministic in (False, True):
+        backend = select("triton", q, q, Score(1.0), deterministic=deterministic)
+        assert isinstance(backend, TritonBackend) and backend.deterministic == deterministic
+
+
 def test_present_backends_are_deterministic() -> None:
     """Two runs of forward and backward give the same bits."""
     made = torch.Generator().manual_seed(0)

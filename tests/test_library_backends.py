@@ -22,6 +22,7 @@ from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
+from seqpar.kernels.triton import TritonBackend
 from seqpar.keys import KeyIntervals
 from seqpar.layout import CPU, LAYOUTS, SequenceSharding
 from seqpar.schedule import AttentionPlan, attention_plan
@@ -473,3 +474,11 @@ def test_a_step_on_a_gpu_that_is_left_with_the_reference_warns() -> None:
             backend = _uncut(q, q, q, Score(1.0))
     assert backend.name == "reference"
     _warn_of_reference.cache_clear()
+
+
+def test_a_deterministic_library_falls_back_to_deterministic_kernels() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    library = flash.FlashAttention2Backend(lambda *_: TritonBackend())
+    for backend in (library, library.made_deterministic()):
+        assert isinstance(backend, flash.FlashAttention2Backend)
+        assert backend._other(q, q, q, Score(1.0)).deterministic == backend.deterministic

@@ -19,7 +19,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("run by test_triton_kernels.py in a process with TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
 import seqpar.triton_kernels
+import seqpar.triton_kernels.backward as backward_module
+import seqpar.triton_kernels.forward as forward_module
 from seqpar.kernels import base
 from seqpar.kernels.base import Score
 from seqpar.kernels.triton import TritonBackend
@@ -34,6 +38,7 @@ from .reference import Rule, Rules, combined_mask, dense_gradients, dropout_keep
 torch.set_num_threads(1)
 LENGTH = 80
 TILES = Config(32, 32)
+BOTH = True, False  # deterministic or not
 MASKS: dict[str, Rules] = {
     "full": (Rule("full"),),
     "causal": (Rule("causal"),),
@@ -105,7 +110,7 @@ class Problem:
         """The kernel's backward over all keys."""
         attention_backward(self.dout, self.q, self.k, self.v, lse, row_delta, self.intervals(), self.score, *gradients)
 
-    def check(self, steps: int = 1, config: Config = TILES) -> None:
+    def check(self, steps: int = 1, config: Config = TILES, deterministic: tuple[bool, ...] = (False,)) -> None:
         """Forward and backward over the keys in ``steps`` steps, against the oracle."""
         # Steps of unequal length; the keys of one step need not be neighbours.
         parts = [torch.arange(step, len(self.k_positions), steps) for step in range(steps)]
@@ -125,17 +130,22 @@ class Problem:
         assert torch.equal(lse == -torch.inf, expected["lse"] == -torch.inf)
         found = {"out": out, "lse": lse.masked_fill(lse == -torch.inf, 0)}
         expected["lse"] = expected["lse"].masked_fill(expected["lse"] == -torch.inf, 0)
-        # Gradients are added to what the buffers hold.
-        dq, dk, dv = (torch.full_like(x, 3.0, dtype=torch.float32) for x in (self.q, self.k, self.v))
         row_delta = delta(out, self.dout, self.dlse)
-        for keys in parts:
-            dkeys, dvalues = dk[:, keys], dv[:, keys]
-            attention_backward(
-                self.dout, self.q, self.k[:, keys], self.v[:, keys], lse, row_delta, self.intervals(keys), self.score,
-                dq, dkeys, dvalues, dkdv_config=config, dq_config=config,
-            )  # fmt: skip
-            dk[:, keys], dv[:, keys] = dkeys, dvalues
-        found |= {"dq": dq - 3, "dk": dk - 3, "dv": dv - 3}
+        self.compare(found, expected)
+        for exact in deterministic:
+            # The first step writes what the buffers hold; all others add to it.
+            dq, dk, dv = (torch.full_like(x, torch.nan, dtype=torch.float32) for x in (self.q, self.k, self.v))
+            for step, keys in enumerate(parts):
+                dkeys, dvalues = dk[:, keys], dv[:, keys]
+                attention_backward(
+                    self.dout, self.q, self.k[:, keys], self.v[:, keys], lse, row_delta, self.intervals(keys),
+                    self.score, dq, dkeys, dvalues, new_dq=step == 0, new_dkv=True, deterministic=exact, config=config,
+                    dq_config=config,
+                )  # fmt: skip
+                dk[:, keys], dv[:, keys] = dkeys, dvalues
+            self.compare({"dq": dq, "dk": dk, "dv": dv}, expected)
+
+    def compare(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         for name in found:
             error = (found[name] - expected[name]).abs().max().item()
             scale = max(1.0, expected[name].abs().max().item())
@@ -150,7 +160,7 @@ def problem(length: int = LENGTH, **options: Any) -> Problem:
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask: str, steps: int) -> None:
-    problem(rules=MASKS[mask]).check(steps)
+    problem(rules=MASKS[mask]).check(steps, deterministic=BOTH if steps == 1 else (False,))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (4, 4)])
@@ -160,7 +170,9 @@ def test_heads(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("head_dim", [1, 16, 40, 64, 96, 128, 256])
 def test_head_dims(head_dim: int) -> None:
-    problem(70, batch=1, heads=2, kv_heads=1, head_dim=head_dim, score=Score(head_dim**-0.5)).check(2)
+    problem(70, batch=1, heads=2, kv_heads=1, head_dim=head_dim, score=Score(head_dim**-0.5)).check(
+        2, deterministic=BOTH
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -188,18 +200,23 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str) -> None:
-    problem(rules=MASKS["documents"], score=FEATURES[feature]).check(2)
+    problem(rules=MASKS["documents"], score=FEATURES[feature]).check(2, deterministic=BOTH)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (33, 7), (7, 65), (64, 64)])
 def test_lengths_of_queries_and_keys(lengths: tuple[int, int]) -> None:
     q_positions = torch.arange(lengths[0]) * 3 + 2
-    Problem(q_positions, torch.arange(lengths[1]), batch=1).check(1)
+    Problem(q_positions, torch.arange(lengths[1]), batch=1).check(1, deterministic=BOTH)
 
 
 @pytest.mark.parametrize("config", [Config(16, 64), Config(64, 16), Config(32, 32, tma=True)])
-def test_configurations(config: Config) -> None:
-    problem(rules=(Rule("sliding_window", (30, 0)),), score=FEATURES["dropout"]).check(2, config)
+def test_configurations(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+    def reduce(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
+        old = self.create_descriptor_load(descriptor, indices, None)
+        return self.create_descriptor_store(descriptor, TensorHandle(old.data + value.data, old.dtype), indices)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", reduce, raising=False)  # it has none
+    problem(rules=(Rule("sliding_window", (30, 0)),), score=FEATURES["dropout"]).check(2, config, BOTH)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -299,6 +316,62 @@ def test_large_scores_neither_overflow_nor_turn_to_nan() -> None:
     grads = [torch.zeros_like(x) for x in (p.q, p.k, p.v)]
     p.backward(lse, delta(out, p.dout), *grads)
     assert all(bool(g.isfinite().all()) for g in grads)
+
+
+def test_the_probabilities_of_rows_past_the_last_key_do_not_reach_dq() -> None:
+    """exp(0 - lse) overflows where every score is very negative."""
+    p = problem(50, rules=MASKS["full"], score=Score(0.2))
+    p.q, p.k = 4 + 0.1 * p.q, -4 + 0.1 * p.k  # scores of about -100
+    p.check(1)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 6])
+def test_programs_that_share_the_query_heads_of_a_kv_head(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    p = problem(40, batch=1, heads=6, kv_heads=6 // group, rules=MASKS["window"])
+    used = []
+    keys_launch = backward_module.keys_launch
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        used.append(kwargs["split"])
+        return keys_launch(*args, **kwargs)
+
+    monkeypatch.setattr(backward_module, "processors", lambda device: 8)
+    monkeypatch.setattr(backward_module, "_choices", {})
+    monkeypatch.setattr(backward_module, "keys_launch", launch)
+    p.check(2, deterministic=BOTH)
+    assert used == [1, 1, group, group]  # deterministic, two steps; not deterministic, two steps
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_the_order_of_programs_on_gpus_of_several_dies(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    for module in (forward_module, backward_module):
+        monkeypatch.setattr(module, "dies", lambda hip: 8)
+    problem(rules=MASKS["window"], heads=heads).check(1, deterministic=BOTH)
+
+
+def test_deterministic_algorithms_take_the_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, used = problem(20), []
+    keys_launch = backward_module.keys_launch
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        used.append(kwargs["with_dq"])
+        return keys_launch(*args, **kwargs)
+
+    monkeypatch.setattr(backward_module, "keys_launch", launch)
+    out, lse = p.forward()
+    output = base.OutputGrad(p.dout, out, lse, delta(out, p.dout))
+    for backend, wanted in (
+        (TritonBackend(), False),
+        (TritonBackend(), True),
+        (TritonBackend(deterministic=True), False),
+    ):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            grads = [torch.zeros_like(x) for x in (p.q, p.k, p.v)]
+            backend.backward(p.q, p.k, p.v, output, p.intervals(), p.score, *grads)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert used == [True, False, False]
 
 
 def test_query_ranges_hold_exactly_the_queries_that_see_a_tile() -> None:

@@ -62,7 +62,12 @@ def test_the_gpu_benchmark_runs() -> None:
 
 @lru_cache(maxsize=1)
 def _inspections() -> dict[str, CompletedProcess[str]]:
+    # The rest of the table takes minutes: python -m seqpar.triton_kernels.inspect --what all
     calls = {target: ["--target", target] for target in TARGETS}
+    for target in ("sm_80", "sm_100"):
+        calls[target] += ["--dtype", "bfloat16"]  # float32 uses the same tiles as sm_90
+    calls["others"] = ["--target", "sm_120", "--target", "gfx950", "--head-dim", "128", "--dtype", "bfloat16"]
+    calls["unaligned"] = ["--target", "sm_90", "--what", "unaligned", "--head-dim", "128"]
     calls["features"] = ["--target", "sm_90", "--what", "features"]
     calls["small"] = [word for target in TARGETS for word in ("--target", target)] + ["--what", "small"]
     inspect = ["-m", "seqpar.triton_kernels.inspect", "--json"]
@@ -73,12 +78,15 @@ def _rows(run: CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("what", [*TARGETS, "features", "small"])
+ROWS = {"sm_80": 11, "sm_90": 21, "sm_100": 12, "gfx942": 18, "others": 7, "unaligned": 4, "features": 32, "small": 16}
+
+
+@pytest.mark.parametrize("what", ROWS)
 def test_compiles_without_spills_and_with_matrix_instructions(what: str) -> None:
     run = _inspections()[what]
     assert run.returncode in (0, 1), run.stderr[-4000:]
     rows = _rows(run)
-    assert len(rows) >= (18 if what in TARGETS else 10)
+    assert len(rows) == ROWS[what]
     wrong = [row for row in rows if row["wrong"]]
     assert len(wrong) == 0 and run.returncode == 0, "\n".join(str(row) for row in wrong)
 
@@ -88,6 +96,17 @@ def test_half_precision_uses_the_newest_matrix_instructions(target: str, instruc
     rows = _rows(_inspections()[target])
     used = {row["matrix"] for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] <= 128}
     assert used == {instruction}
+
+
+def test_the_products_of_the_backward() -> None:
+    """One kernel has five products in one loop; the pair has four in one, and three in each of two loops."""
+    rows = _rows(_inspections()["sm_90"])
+    half = [row for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] <= 128]
+    products = {
+        kernel: {row["products"] for row in half if row["kernel"] == kernel} for kernel in ("backward", "dkdv", "dq")
+    }
+    assert products == {"backward": {5}, "dkdv": {4}, "dq": {6}}
+    assert not any(row["synchronous"] or row["reloaded"] for row in half)
 
 
 def test_compiling_raises_in_the_interpreter() -> None:
@@ -105,6 +124,32 @@ def test_choosing_a_configuration() -> None:
         table_config("sm_80", "dq", 300, torch.float16)
     cpu = torch.device("cpu")
     assert candidates("forward", cpu, 64, torch.float16)[0] == choose("forward", cpu, 64, torch.float16)
+
+
+def test_the_architecture_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqpar.triton_kernels import configs
+
+    names = {
+        (8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_86", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100",
+        (11, 0): "sm_86", (12, 0): "sm_86",
+    }  # fmt: skip
+    for index, (capability, name) in enumerate(names.items()):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert configs.architecture(torch.device("cuda", 100 + index)) == name
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    chosen = [configs.choose("dq", torch.device("cuda"), 64, torch.bfloat16, tma=tma) for tma in (True, False)]
+    assert [None if c is None else c.tma for c in chosen] == [True, False]  # no TMA: no tiles that are made for it
+    assert configs.choose("backward", torch.device("cuda"), 64, torch.float32) is None
+
+
+def test_float32_products_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqpar.triton_kernels import launch
+
+    assert launch.precision(torch.float32, None, hip=False) == "tf32x3"
+    for name, expected in (("gfx942:sramecc+", "tf32"), ("gfx950", "ieee"), ("gfx90a", "ieee"), ("", "ieee")):
+        monkeypatch.setattr(launch, "_rocm_name", lambda name=name: name)
+        assert launch.precision(torch.float32, True, hip=True) == expected
+        assert launch.precision(torch.float32, False, hip=True) == "ieee"
 
 
 def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +190,7 @@ def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, mo
         {"block_m": 4096},
         {"block_m": "64"},
         {"block_m": None},
+        {"block_m": 32.0},
         {"num_warps": 3},
         {"tma": [1]},
         {"block_n": 0},
@@ -171,9 +217,76 @@ def test_tuning_again_where_the_cache_is_damaged(
     stored = json.loads(tune.cache_file().read_text())
     tune.cache_file().write_text(json.dumps({key: {**fields, **damage} for key, fields in stored.items()}))
     monkeypatch.setattr(tune, "_best", {})
-    assert tune.tuned("forward", q, q, "", make, time) == best
+    assert repr(tune.tuned("forward", q, q, "", make, time)) == repr(best)
     assert json.loads(tune.cache_file().read_text()) == stored
     assert [path.name for path in tmp_path.iterdir()] == [tune.cache_file().name]
+
+
+def test_tuning_leaves_out_what_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import PTXASError
+
+    import seqpar.triton_kernels.tune as tune
+    from seqpar.triton_kernels.configs import candidates
+
+    monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
+    q = torch.empty(1, 64, 2, 64)
+    table, *others = candidates("forward", q.device, 64, q.dtype)
+    errors = [PTXASError("ptxas"), RuntimeError("PassManager::run failed"), AssertionError(), KeyError("option")]
+    raised = dict(zip(others, errors, strict=False))
+
+    def time(config: Any) -> float:
+        if config in raised:
+            raise raised[config]
+        return 2.0 if config == table else 1.0
+
+    monkeypatch.setattr(tune, "_best", {})
+    assert tune.tuned("forward", q, q, "", lambda config: config, time) == others[len(errors)]
+
+    def fails(config: Any) -> float:
+        raise error
+
+    error: Exception = PTXASError("ptxas")
+    assert tune.tuned("forward", q, q, "other", lambda config: config, fails) == table
+    error = torch.AcceleratorError("an illegal memory access was encountered")  # no candidate can be measured any more
+    with pytest.raises(torch.AcceleratorError):
+        tune.tuned("forward", q, q, "third", lambda config: config, fails)
+
+
+def test_ranks_agree_on_the_first_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    import seqpar.triton_kernels.tune as tune
+    from seqpar.triton_kernels.configs import candidates
+
+    store, q = dist.HashStore(), torch.empty(1, 64, 2, 64)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    first, second = candidates("forward", q.device, 64, q.dtype)[1:3]
+    timed = []
+
+    def on_rank(rank: int, fastest: Any) -> Any:
+        """What a rank with a home of its own finds, where ``fastest`` is."""
+
+        def time(config: Any) -> float:
+            timed.append(rank)
+            return 1.0 if config == fastest else 2.0
+
+        monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path / str(rank)))
+        monkeypatch.setattr(tune, "_best", {})
+        return tune.tuned("forward", q, q, "", lambda config: config, time)
+
+    assert on_rank(0, first) == first
+    assert on_rank(1, second) == first
+    assert set(timed) == {0}  # the other one has nothing to measure
+    store = dist.HashStore()  # the next job, whose ranks begin with what is in their files
+    assert on_rank(1, second) == first and set(timed) == {0}
+    # A rank that measured at the same time as another, and published later.
+    store = dist.HashStore()
+    (key,) = json.loads(tune.cache_file().read_text())
+    store.set(f"seqpar/tuning/{key}", json.dumps(vars(second)))
+    assert on_rank(0, first) == second
 
 
 def test_tuning_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

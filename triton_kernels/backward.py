@@ -1,15 +1,17 @@
-"""Backward: two kernels that add into float32 buffers; deterministic, because each element has one writer.
+"""Backward: a kernel with five products of tiles, or a deterministic pair with seven, that add into float32 buffers.
 
     p  = exp(s - lse)                 dv += p^T dout
     dp = dout v^T                     ds  = p * (dp - delta) * chain,   delta = rowsum(dout * out) - dlse
     dk += scale * ds^T q              dq += scale * ds k
 
-``dkdv_kernel`` holds a tile of keys and loops over queries, ``dq_kernel`` holds a tile of queries and loops over keys.
-Both recompute the scores: seven tile products instead of the five of FlashAttention-2's backward, whose single kernel
-needs atomics for ``dq`` and so adds in an order that changes from run to run.
+``backward_kernel`` holds a tile of keys and loops over queries. Each tile of queries is visited by many programs, and
+each adds to its ``dq`` with atomics, in an order that changes from run to run.
 
-The gradients are added to the buffers, not stored: the steps of a ring accumulate without a temporary. ``p`` needs only
-the finished ``lse`` (over all keys, sinks included), not the keys of other steps, so the backward needs no carry.
+Deterministic gradients need one writer for each element. There ``backward_kernel`` leaves ``dq`` to ``dq_kernel``, which
+holds a tile of queries, loops over keys, and computes the scores and ``dp`` once more.
+
+The gradients are added to the buffers: the steps of a ring accumulate without a temporary. New buffers are stored to
+instead, or filled with zeros where several programs add. ``p`` needs only the finished ``lse`` (over all keys, sinks included), not the keys of other steps, so the backward needs no carry.
 
 Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim. The names inside the
 kernels are explained in ``tiles.py``.
@@ -17,8 +19,9 @@ kernels are explained in ``tiles.py``.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,9 +29,20 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tune
-from .configs import Config, choose
-from .launch import Launch, descriptors, padded, precision, strides, unit_stride
-from .preprocess import padded_bounds, query_ranges, statistics_launch
+from .configs import Config, choose, for_split, processors
+from .launch import (
+    Launch,
+    Repeated,
+    describable,
+    descriptors,
+    dies,
+    layout_key,
+    padded,
+    precision,
+    strides,
+    unit_stride,
+)
+from .preprocess import bounds_and_ranges, statistics
 from .tiles import (
     LOG2E,
     UNSPECIALIZED,
@@ -44,8 +58,11 @@ from .tiles import (
     dropout_keep,
     load_positions,
     load_rows,
+    program_index,
+    reduce_rows,
     score_arguments,
     score_constants,
+    score_values,
     stream_line,
     stream_rows,
     tanh,
@@ -55,7 +72,7 @@ from .tiles import (
 
 
 class _KeyTile(NamedTuple):
-    """The tile of keys that a program of ``dkdv_kernel`` holds."""
+    """The tile of keys that a program of ``backward_kernel`` holds."""
 
     k: tl.tensor  # [BLOCK_N, BLOCK_D]
     v: tl.tensor  # [BLOCK_N, BLOCK_D]
@@ -64,15 +81,20 @@ class _KeyTile(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """The queries of one head, which ``dkdv_kernel`` reads tile by tile."""
+    """The queries of one head, which ``backward_kernel`` reads tile by tile."""
 
     Q: HeadRows
     DOUT: HeadRows
+    DQ: HeadRows
     LSE: Line
     DELTA: Line
-    LO: Line
-    HI: Line
+    LO: tl.tensor  # pointers to the first query's bounds
+    HI: tl.tensor
     POSITIONS: tl.tensor
+    begin: tl.tensor  # see tiles.py
+    end: tl.tensor
+    inner_begin: tl.tensor
+    inner_end: tl.tensor
 
 
 class _QueryTile(NamedTuple):
@@ -103,21 +125,23 @@ def _probabilities(qk, lse, i, j, score, C: tl.constexpr):
 
 
 @triton.jit
-def _accumulate_dkdv(dk, dv, keys, queries, score, tiles, C: tl.constexpr, MASKED: tl.constexpr):
-    """Add the gradients of ``tiles`` of one head's queries. Scores are transposed: ``[BLOCK_N, BLOCK_M]``."""
-    for n in range(0, tiles.count):
-        q_start = tile_start(tiles, n, C.BLOCK_M, MASKED)
+def _accumulate(dk, dv, keys, queries, score, softmax_scale, C: tl.constexpr, WITH_DQ: tl.constexpr):
+    """Add the gradients of one head's queries. Scores are transposed: ``[BLOCK_N, BLOCK_M]``."""
+    # What does not change from tile to tile is computed again in each: kept in registers, it would not fit them. (The
+    # halves of k and v that three tf32 products need are too much to compute again.)
+    AGAIN: tl.constexpr = C.PRECISION != "tf32x3"
+    for q_start in tl.range(queries.begin // C.BLOCK_M * C.BLOCK_M, queries.end, C.BLOCK_M, disable_licm=AGAIN):
         row = q_start + tl.arange(0, C.BLOCK_M)
-        q = stream_rows(queries.Q, q_start, C, C.BLOCK_M, MASKED)  # [BLOCK_M, BLOCK_D]
+        q = stream_rows(queries.Q, q_start, C, C.BLOCK_M, True)  # [BLOCK_M, BLOCK_D]
         lse = stream_line(queries.LSE, q_start, C, C.BLOCK_M)
         i = load_positions(queries.POSITIONS, row, queries.Q.length, C)
         qk = tl.dot(keys.k, tl.trans(q), input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_M]
         p, chain = _probabilities(qk, lse[None, :], i[None, :], keys.j[:, None], score, C)
-        if MASKED:
-            hi = stream_line(queries.HI, q_start, C, C.BLOCK_M)
-            lo = stream_line(queries.LO, q_start, C, C.BLOCK_M)
+        # Not in a loop of their own: two loops need more registers than one with a branch.
+        if (q_start < queries.inner_begin) | (q_start + C.BLOCK_M > queries.inner_end):
+            lo, hi = tl.load(queries.LO + row), tl.load(queries.HI + row)
             p = tl.where((keys.column[:, None] >= lo[None, :]) & (keys.column[:, None] < hi[None, :]), p, 0.0)
-        dout = stream_rows(queries.DOUT, q_start, C, C.BLOCK_M, MASKED)  # [BLOCK_M, BLOCK_D]
+        dout = stream_rows(queries.DOUT, q_start, C, C.BLOCK_M, True)  # [BLOCK_M, BLOCK_D]
         dp = tl.dot(keys.v, tl.trans(dout), input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_M]
         if C.DROPOUT:
             keep = dropout_keep(score, i[None, :], keys.j[:, None])
@@ -128,17 +152,25 @@ def _accumulate_dkdv(dk, dv, keys, queries, score, tiles, C: tl.constexpr, MASKE
         dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
         # Loaded only now: during the products above, delta would occupy registers.
         delta = stream_line(queries.DELTA, q_start, C, C.BLOCK_M)
-        ds = p * (dp - delta[None, :]) * chain
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=C.PRECISION)
+        ds = (p * (dp - delta[None, :]) * chain).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=C.PRECISION)
+        if WITH_DQ:
+            if C.TMA:
+                # Transposed: sm_90 then reads both factors from shared memory, and none through registers.
+                dq = tl.trans(tl.dot(tl.trans(keys.k), ds, input_precision=C.PRECISION))  # [BLOCK_M, BLOCK_D]
+            else:
+                dq = tl.dot(tl.trans(ds), keys.k, input_precision=C.PRECISION)
+            reduce_rows(queries.DQ, dq * softmax_scale, q_start, C, C.BLOCK_M, C.TMA)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def dkdv_kernel(
+def backward_kernel(
     Q, stride_qb, stride_qs, stride_qh,        # [b, q, h, d], pointer or descriptor
     K, stride_kb, stride_ks, stride_kh,        # [b, k, n, d]
     V, stride_vb, stride_vs, stride_vh,        # [b, k, n, d]
     DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, d], pointer or descriptor
+    DQ, stride_dqb, stride_dqs, stride_dqh,    # WITH_DQ: [b, q, h, d], float32, pointer or descriptor
     DK, stride_dkb, stride_dks, stride_dkh,    # [b, k, n, d], float32
     DV, stride_dvb, stride_dvs, stride_dvh,    # [b, k, n, d], float32
     STATISTICS, BOUNDS, RANGES,                # see tiles.py
@@ -146,16 +178,20 @@ def dkdv_kernel(
     ALIBI_SLOPES, stride_slopes,               # [h] or [b, h]
     softmax_scale, scale, cap, keep_scale, dropout_threshold, seed, head_offset,
     heads, q_len, q_padded, k_len, tiles, row_sets,
-    C: tl.constexpr,
+    C: tl.constexpr, WITH_DQ: tl.constexpr, NEW: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys of one KV head, with all its query heads: grid ``batch * kv_heads * tiles``."""
+    """One tile of keys of one KV head and ``1 / SPLIT`` of its query heads: grid ``batch * kv_heads * SPLIT * tiles``.
+
+    NEW: DK and DV hold no values. SPLIT > 1: several programs add to each of their tiles.
+    """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
-    program = tl.program_id(0)
-    kv_heads = heads // C.GROUP
+    MEMBERS: tl.constexpr = C.GROUP // SPLIT
+    program = program_index(C)
     tile = program % tiles
-    kv_head = program // tiles % kv_heads
-    batch = program // tiles // kv_heads
+    first_head = program // tiles * MEMBERS % heads
+    kv_head = first_head // C.GROUP
+    batch = program // tiles * MEMBERS // heads
     k_start = tile * BLOCK_N
     column = k_start + tl.arange(0, BLOCK_N)
 
@@ -164,9 +200,15 @@ def dkdv_kernel(
     of_hi = RANGES + row_set * 2 * tiles + tile
     of_lo = of_hi + row_sets * 2 * tiles
     begin, end = tl.load(of_hi), tl.load(of_lo + tiles)
-    if begin >= end:
-        return  # no query sees these keys
-    inner, edges = tile_split(begin, end, tl.load(of_hi + tiles), tl.load(of_lo), C.BLOCK_M)
+    # Two conditions: the outer one is decided when the kernel is compiled.
+    if not NEW:
+        if begin >= end:
+            return  # no query sees these keys
+    inner_begin, inner_end = tl.load(of_hi + tiles), tl.load(of_lo)
+    # Rows past the last key: their probabilities are of nothing, may overflow, and must be 0 where they are multiplied.
+    inner_end = tl.where(k_start + BLOCK_N <= k_len, inner_end, 0)
+    HI = BOUNDS + tl.cast(row_set, tl.int64) * q_padded
+    LO = HI + tl.cast(row_sets, tl.int64) * q_padded
 
     K = HeadRows(K, batch, kv_head, (stride_kb, stride_ks, stride_kh), k_len)
     V = HeadRows(V, batch, kv_head, (stride_vb, stride_vs, stride_vh), k_len)
@@ -176,28 +218,36 @@ def dkdv_kernel(
     keys = _KeyTile(k, v, column, j)
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    # The query heads of the group are summed in registers: dk and dv have one writer, and k and v are read once.
-    for member in range(0, C.GROUP):
-        head = kv_head * C.GROUP + member
+    # The query heads of the group are summed in registers, so that k and v are read once.
+    for member in range(0, MEMBERS):
+        head = first_head + member
         slope = tl.load(ALIBI_SLOPES + batch * stride_slopes + head) * LOG2E if C.ALIBI else 0.0
         score = HeadScore(scale, cap, slope, keep_scale, dropout_threshold, seed, batch, head + head_offset)
         statistics = (batch * heads + head) * 2
         queries = _Queries(
             HeadRows(Q, batch, head, (stride_qb, stride_qs, stride_qh), q_len),
             HeadRows(DOUT, batch, head, (stride_db, stride_ds, stride_dh), q_len),
+            HeadRows(DQ, batch, head, (stride_dqb, stride_dqs, stride_dqh), q_len),
             Line(STATISTICS, statistics, q_padded),
             Line(STATISTICS, statistics + 1, q_padded),
-            Line(BOUNDS, row_set + row_sets, q_padded),
-            Line(BOUNDS, row_set, q_padded),
+            LO,
+            HI,
             Q_POSITIONS,
+            begin,
+            end,
+            inner_begin,
+            inner_end,
         )
-        dk, dv = _accumulate_dkdv(dk, dv, keys, queries, score, inner, C, False)
-        dk, dv = _accumulate_dkdv(dk, dv, keys, queries, score, edges, C, True)
+        dk, dv = _accumulate(dk, dv, keys, queries, score, softmax_scale, C, WITH_DQ)
 
     DK = HeadRows(DK, batch, kv_head, (stride_dkb, stride_dks, stride_dkh), k_len)
     DV = HeadRows(DV, batch, kv_head, (stride_dvb, stride_dvs, stride_dvh), k_len)
-    add_rows(DV, dv, k_start, C, BLOCK_N)
-    add_rows(DK, dk * softmax_scale, k_start, C, BLOCK_N)
+    if SPLIT > 1:
+        reduce_rows(DV, dv, k_start, C, BLOCK_N, False)
+        reduce_rows(DK, dk * softmax_scale, k_start, C, BLOCK_N, False)
+    else:
+        add_rows(DV, dv, k_start, C, BLOCK_N, NEW)
+        add_rows(DK, dk * softmax_scale, k_start, C, BLOCK_N, NEW)
 
 
 @triton.jit
@@ -236,12 +286,15 @@ def dq_kernel(
     ALIBI_SLOPES, stride_slopes,               # [h] or [b, h]
     softmax_scale, scale, cap, keep_scale, dropout_threshold, seed, head_offset,
     heads, q_len, q_padded, k_len, tiles,
-    C: tl.constexpr,
+    C: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head: grid ``batch * heads * tiles``. Tiles and intervals as in the forward."""
+    """One tile of queries of one head: grid ``batch * heads * tiles``. Tiles and intervals as in the forward.
+
+    NEW: DQ holds no values.
+    """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
-    program = tl.program_id(0)
+    program = program_index(C)
     q_start = (tiles - 1 - program % tiles) * BLOCK_M
     head = program // tiles % heads
     batch = program // tiles // heads
@@ -252,8 +305,9 @@ def dq_kernel(
     LO += batch * stride_rows
     HI += batch * stride_rows
     begin, end = tl.load(LO + q_start), tl.load(HI + q_last)
-    if begin >= end:
-        return  # these queries see no key
+    if not NEW:
+        if begin >= end:
+            return  # these queries see no key
     lo = tl.load(LO + row_in)
     hi = tl.load(HI + row_in)
     inner, edges = tile_split(begin, end, tl.load(LO + q_last), tl.load(HI + q_start), C.BLOCK_N)
@@ -276,102 +330,144 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     dq = _accumulate_dq(dq, queries, keys, score, inner, C, False)
     dq = _accumulate_dq(dq, queries, keys, score, edges, C, True)
-    add_rows(DQ, dq * softmax_scale, q_start, C, BLOCK_M)
+    add_rows(DQ, dq * softmax_scale, q_start, C, BLOCK_M, NEW)
 
 
-def backward_launches(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    intervals: Intervals,
-    score: Score,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    allow_tf32: bool | None = None,
-    hip: bool | None = None,
-    dkdv_config: Config | None = None,
-    dq_config: Config | None = None,
-) -> tuple[Launch, Launch, Launch]:
-    """The launches behind :func:`attention_backward`: of the statistics, ``dk, dv`` and ``dq``, in this order."""
-    batch, q_len, heads, head_dim = q.shape
-    k_len, kv_heads = k.shape[1:3]
-    features = score_constants(score)
-    dkdv_config = dkdv_config or choose("dkdv", q.device, head_dim, q.dtype, heavy=any(features.values()))
-    dq_config = dq_config or choose("dq", q.device, head_dim, q.dtype, heavy=any(features.values()))
-    statistics_first, statistics = statistics_launch(lse, delta)
-    q_padded = statistics.shape[1]
-    lo, hi = intervals.lo.contiguous(), intervals.hi.contiguous()
-    shared = {
-        **strides(q=q, k=k, v=v, d=dout),
+class Operands(NamedTuple):
+    """The tensors of a backward on which no configuration depends: see :func:`attention_backward`."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    statistics: Tensor  # from preprocess.statistics
+    intervals: Intervals
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def _arguments(
+    operands: Operands, score: Score, config: Config, tma: bool, allow_tf32: bool | None, hip: bool | None
+) -> dict[str, Any]:
+    """Arguments that both kernels take."""
+    dout, q, k, v, statistics, intervals, dq, dk, dv = operands
+    heads, head_dim = q.shape[2:]
+    constants = Constants(
+        D=head_dim,
+        BLOCK_D=padded(head_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        GROUP=heads // k.shape[2],
+        PRECISION=precision(q.dtype, allow_tf32, hip),
+        TMA=tma,
+        DIES=dies(hip),
+        **score_constants(score),
+    )
+    return {
+        **strides(q=q, k=k, v=v, d=dout, dq=dq, dk=dk, dv=dv),
         **score_arguments(score, heads),
         "softmax_scale": score.softmax_scale,
         "Q_POSITIONS": intervals.q_positions,
         "K_POSITIONS": intervals.k_positions,
         "heads": heads,
-        "q_len": q_len,
-        "q_padded": q_padded,
-        "k_len": k_len,
+        "q_len": q.shape[1],
+        "q_padded": statistics.shape[1],
+        "k_len": k.shape[1],
+        "C": constants,
     }
 
-    def constants(config: Config, tma: bool) -> Constants:
-        return Constants(
-            D=head_dim,
-            BLOCK_D=padded(head_dim),
-            BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n,
-            GROUP=heads // kv_heads,
-            PRECISION=precision(q.dtype, allow_tf32, hip),
-            TMA=tma,
-            **features,
-        )
 
-    block_m, block_n = dkdv_config.block_m, dkdv_config.block_n
-    tiles = triton.cdiv(k_len, block_n)
-    bounds = padded_bounds(lo, hi, k_len, q_padded)
-    streamed, tma = descriptors(
-        dkdv_config,
-        {"Q": (q, block_m), "DOUT": (dout, block_m)},
-        {"STATISTICS": (statistics, block_m), "BOUNDS": (bounds, block_m)},
-    )
-    dkdv_arguments = {
-        **shared,
-        **strides(dk=dk, dv=dv),
+def keys_launch(
+    operands: Operands,
+    score: Score,
+    bounds: Tensor,
+    ranges: Tensor,
+    config: Config,
+    *,
+    with_dq: bool = False,
+    new: bool = False,
+    split: int = 1,
+    allow_tf32: bool | None = None,
+    hip: bool | None = None,
+) -> Launch:
+    """The launch of ``backward_kernel``.
+
+    Args:
+        operands: with every tensor already allocated.
+        score: as for :func:`attention_backward`.
+        bounds: from ``preprocess.padded_bounds``.
+        ranges: from ``preprocess.query_ranges``, for tiles of ``config.block_n``.
+        config: tile sizes.
+        with_dq: add to ``dq`` too, in no certain order.
+        new: ``dk`` and ``dv`` hold no values.
+        split: how many programs share the query heads of a KV head.
+        allow_tf32: as for the forward.
+        hip: whether the GPU is one of ROCm's; None asks PyTorch.
+    """
+    dout, q, k, v, statistics, _, dq, dk, dv = operands
+    batch, k_len, kv_heads, _ = k.shape
+    tiles = triton.cdiv(k_len, config.block_n)
+    tiled = {"Q": (q, config.block_m), "DOUT": (dout, config.block_m)}
+    if with_dq:
+        tiled["DQ"] = dq, config.block_m
+    streamed, tma = descriptors(config, tiled, {"STATISTICS": (statistics, config.block_m)})
+    arguments = {
+        **_arguments(operands, score, config, tma, allow_tf32, hip),
+        "DQ": None,
         **streamed,
+        "BOUNDS": bounds,
         "K": k,
         "V": v,
         "DK": dk,
         "DV": dv,
-        "RANGES": query_ranges(bounds.view(2, -1, q_padded), k_len, block_n),
-        "row_sets": lo.shape[0],
+        "RANGES": ranges,
+        "row_sets": bounds.shape[0] // 2,
         "tiles": tiles,
-        "C": constants(dkdv_config, tma),
+        "WITH_DQ": with_dq,
+        "NEW": new,
+        "SPLIT": split,
     }
-    dkdv_launch = Launch(dkdv_kernel, batch * kv_heads * tiles, dkdv_arguments, dkdv_config)
+    return Launch(backward_kernel, batch * kv_heads * split * tiles, arguments, config)
 
-    block_m, block_n = dq_config.block_m, dq_config.block_n
-    tiles = triton.cdiv(q_len, block_m)
-    streamed, tma = descriptors(dq_config, {"K": (k, block_n), "V": (v, block_n)})
-    dq_arguments = {
-        **shared,
-        **strides(dq=dq),
+
+def dq_launch(
+    operands: Operands,
+    score: Score,
+    config: Config,
+    *,
+    new: bool = False,
+    allow_tf32: bool | None = None,
+    hip: bool | None = None,
+) -> Launch:
+    """The launch of ``dq_kernel``; arguments as for :func:`keys_launch`."""
+    dout, q, k, v, statistics, intervals, dq, _, _ = operands
+    batch, q_len, heads, _ = q.shape
+    tiles = triton.cdiv(q_len, config.block_m)
+    streamed, tma = descriptors(config, {"K": (k, config.block_n), "V": (v, config.block_n)})
+    arguments = {
+        **_arguments(operands, score, config, tma, allow_tf32, hip),
         **streamed,
         "Q": q,
         "DOUT": dout,
         "STATISTICS": statistics,
         "DQ": dq,
-        "LO": lo,
-        "HI": hi,
-        "stride_rows": 0 if lo.shape[0] == 1 else q_len,
+        "LO": intervals.lo.contiguous(),
+        "HI": intervals.hi.contiguous(),
+        "stride_rows": 0 if intervals.lo.shape[0] == 1 else q_len,
         "tiles": tiles,
-        "C": constants(dq_config, tma),
+        "NEW": new,
     }
-    dq_launch = Launch(dq_kernel, batch * heads * tiles, dq_arguments, dq_config)
-    return statistics_first, dkdv_launch, dq_launch
+    return Launch(dq_kernel, batch * heads * tiles, arguments, config)
+
+
+_keys_launches = Repeated(
+    "Q", "K", "V", "DOUT", "DQ", "DK", "DV", "STATISTICS", "BOUNDS", "RANGES", "Q_POSITIONS", "K_POSITIONS",
+    "ALIBI_SLOPES", "seed",
+)  # fmt: skip
+_dq_launches = Repeated(
+    "Q", "K", "V", "DOUT", "DQ", "STATISTICS", "LO", "HI", "Q_POSITIONS", "K_POSITIONS", "ALIBI_SLOPES", "seed"
+)
 
 
 def attention_backward(
@@ -387,13 +483,16 @@ def attention_backward(
     dk: Tensor,
     dv: Tensor,
     *,
+    new_dq: bool = False,
+    new_dkv: bool = False,
+    deterministic: bool = False,
     allow_tf32: bool | None = None,
-    dkdv_config: Config | None = None,
+    config: Config | None = None,
     dq_config: Config | None = None,
 ) -> None:
     """Add the gradients of :func:`~.forward.attention_forward` over these keys to ``dq, dk, dv``.
 
-    Deterministic. The gradient of the sinks follows from ``lse`` and ``delta`` without a kernel.
+    The gradient of the sinks follows from ``lse`` and ``delta`` without a kernel.
 
     Args:
         dout: ``[batch, q_len, heads, head_dim]`` in the dtype of ``q``.
@@ -407,33 +506,122 @@ def attention_backward(
         dq: float32, shape of ``q``; added to in place.
         dk: float32, shape of ``k``; added to in place.
         dv: float32, shape of ``v``; added to in place.
+        new_dq: whether ``dq`` holds no values yet, and is written instead.
+        new_dkv: whether ``dk, dv`` hold no values yet, and are written instead.
+        deterministic: whether the gradients must have the same bits in every run.
         allow_tf32: as for the forward.
-        dkdv_config: tile sizes of ``dk, dv``; None takes them from the table.
-        dq_config: tile sizes of ``dq``; None takes them from the table.
+        config: tile sizes of ``backward_kernel``; None takes them from the table.
+        dq_config: tile sizes of ``dq_kernel``, which runs if deterministic; None takes them from the table.
 
     Raises:
         ValueError: a ``softmax_scale`` that is not positive.
     """
+    gradients = (dq, new_dq), (dk, new_dkv), (dv, new_dkv)
     if q.numel() == 0 or k.numel() == 0:
+        for x, new in gradients:
+            if new:
+                x.zero_()
         return
-    buffers = [unit_stride(x) for x in (dq, dk, dv)]
+    dense = [unit_stride(x) for x in (dq, dk, dv)]
     dout, q, k, v = (unit_stride(x) for x in (dout, q, k, v))
-    launches = partial(
-        backward_launches, dout, q, k, v, lse.contiguous(), delta.contiguous(), intervals, score, allow_tf32=allow_tf32
-    )
-    if tune.wanted(q) and dkdv_config is None and dq_config is None:
-        scratch = [torch.zeros_like(x) for x in buffers]
-        flags = f"{score.softcap > 0}{score.alibi_slopes is not None}{score.dropout_p > 0}"
+    operands = Operands(dout, q, k, v, statistics(lse, delta), intervals, *dense)
+    mask = tune.mask_class(intervals) if tune.wanted(q) else None
+    asked = deterministic, allow_tf32, config, dq_config, mask
+    features = score.softcap > 0, score.alibi_slopes is None, score.dropout_p > 0
+    key = layout_key(q.get_device(), (asked, features), (q, k, v, dout, dense[0]))
+    choice = _choices.get(key)
+    if choice is None:
+        if len(_choices) >= 4096:
+            _choices.clear()
+        choice = _choices[key] = _choose(operands, score, *asked)
+    keys_config, other_config, split = choice
+    with_dq = other_config is None
+    # Where several programs add to an element, none can be the first to write it.
+    zeroed = [*(dense[:1] if with_dq and new_dq else []), *(dense[1:] if split > 1 and new_dkv else [])]
+    for x in zeroed:
+        x.zero_()
+    store_dkv = new_dkv and split == 1
 
-        def candidate(config: Config, which: int) -> Launch:
-            made = launches(*scratch, dkdv_config=config, dq_config=config)
-            made[0]()  # the statistics, which the timed kernel reads
-            return made[which]
-
-        dkdv_config = tune.tuned("dkdv", q, k, flags, lambda config: candidate(config, 1))
-        dq_config = tune.tuned("dq", q, k, flags, lambda config: candidate(config, 2))
-    for launch in launches(*buffers, dkdv_config=dkdv_config, dq_config=dq_config):
-        launch()
-    for given, used in zip((dq, dk, dv), buffers, strict=True):
+    bounds, ranges = bounds_and_ranges(intervals.lo, intervals.hi, k.shape[1], keys_config.block_n)
+    values = score_values(score), precision(q.dtype, allow_tf32)
+    positions = intervals.q_positions, intervals.k_positions, score.alibi_slopes, score.dropout_seed
+    _keys_launches(
+        (q, k, v, dout, dense[0] if with_dq else None, *dense[1:], operands.statistics, bounds, ranges, *positions),
+        (values, keys_config, with_dq, store_dkv, split),
+        lambda: keys_launch(
+            operands, score, bounds, ranges, keys_config, with_dq=with_dq, new=store_dkv, split=split,
+            allow_tf32=allow_tf32,
+        ),
+    )  # fmt: skip
+    if other_config is not None:
+        _dq_launches(
+            (q, k, v, dout, dense[0], operands.statistics, intervals.lo, intervals.hi, *positions),
+            (values, other_config, new_dq),
+            lambda: dq_launch(operands, score, other_config, new=new_dq, allow_tf32=allow_tf32),
+        )  # fmt: skip
+    for (given, _), used in zip(gradients, dense, strict=True):
         if used is not given:
             given.copy_(used)
+
+
+class _Choice(NamedTuple):
+    """How a backward is computed: tile sizes of both kernels (None if the first computes ``dq`` too), and the split."""
+
+    keys: Config
+    dq: Config | None
+    split: int
+
+
+_choices: dict[Hashable, _Choice] = {}  # by everything that they depend on
+
+
+def _choose(
+    operands: Operands,
+    score: Score,
+    deterministic: bool,
+    allow_tf32: bool | None,
+    config: Config | None,
+    dq_config: Config | None,
+    mask: str | None,
+) -> _Choice:
+    """``mask``: its class if tiles are to be tuned."""
+    q, k = operands.q, operands.k
+    features = score_constants(score)
+    heavy = any(features.values())
+    streamed = {"backward": (q, operands.dout, operands.dq), "dkdv": (q, operands.dout), "dq": (k, operands.v)}
+    tma = {kernel: all(describable(x) for x in tiled) for kernel, tiled in streamed.items()}
+
+    def chosen(kernel: str) -> Config | None:
+        return choose(kernel, q.device, q.shape[-1], q.dtype, heavy=heavy, tma=tma[kernel])
+
+    one = None if deterministic else chosen("backward")
+    if config is not None or dq_config is not None or mask is None:
+        keys_config = config or one or chosen("dkdv")
+        assert keys_config is not None
+        if one is not None:
+            split = _split(k, q.shape[2], keys_config.block_n)
+            return _Choice(keys_config if config or split == 1 else for_split(keys_config), None, split)
+        return _Choice(keys_config, dq_config or chosen("dq"), 1)
+    names = ("backward",) if one else ("dkdv", "dq")
+    # Candidates run many times: on scratch gradients.
+    dq, dk, dv = (torch.zeros_like(x) for x in (operands.dq, operands.dk, operands.dv))
+    scratch = operands._replace(dq=dq, dk=dk, dv=dv)
+    flags = f"{''.join(str(feature) for feature in features.values())} {mask}"
+
+    def candidate(kernel: str, config: Config) -> Launch:
+        if kernel == "dq":
+            return dq_launch(scratch, score, config, allow_tf32=allow_tf32)
+        split = _split(k, q.shape[2], config.block_n) if one else 1
+        tables = bounds_and_ranges(operands.intervals.lo, operands.intervals.hi, k.shape[1], config.block_n)
+        return keys_launch(scratch, score, *tables, config, with_dq=one is not None, split=split, allow_tf32=allow_tf32)
+
+    best = [tune.tuned(name, q, k, flags, partial(candidate, name), heavy=heavy, tma=tma[name]) for name in names]
+    return _Choice(best[0], None, _split(k, q.shape[2], best[0].block_n)) if one else _Choice(best[0], best[1], 1)
+
+
+def _split(k: Tensor, heads: int, block: int) -> int:
+    """How many programs share the query heads of a KV head, so that there are two for each processor of the GPU."""
+    batch, k_len, kv_heads, _ = k.shape
+    programs, group = batch * kv_heads * triton.cdiv(k_len, block), heads // kv_heads
+    wanted = 2 * processors(k.device)
+    return next((n for n in range(1, group) if group % n == 0 and n * programs >= wanted), group)

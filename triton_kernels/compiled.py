@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
 }
 # Shared memory of one block, bytes (CUDA programming guide, table of compute capabilities; CDNA3 LDS).
 SHARED_LIMIT = {
@@ -35,7 +37,11 @@ SHARED_LIMIT = {
     "sm_100": 227 << 10,
     "sm_120": 99 << 10,
     "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
 }
+# Warps that one processor runs at a time (same tables). Its blocks share a little more shared memory than one can have.
+_WARPS = {"sm_80": 64, "sm_86": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48, "gfx942": 32, "gfx950": 32}
+_TENSOR_COLUMNS = 512
 _MATRIX = {"cuda": r"\b(mma|wgmma|tcgen05)\.(sync|mma)\S*", "hip": r"\bv_mfma_\w+"}
 
 
@@ -48,20 +54,36 @@ class Resources:
         spilled_bytes: per thread.
         shared_bytes: shared memory per block.
         matrix: family of its matrix instructions ("mma", "wgmma", "tcgen05", "mfma"), "" for none.
+        occupancy: blocks that run on one processor at a time, by registers, shared memory and warps.
+        products: products of tiles in its code.
+        synchronous: products among them that warps wait for at once though the hardware has asynchronous ones (wgmma).
+        reloaded: tiles that go from shared memory through registers into such a product, which could read them there.
+        tensor_columns: columns of tensor memory (sm_100), of 512.
     """
 
     registers: int
     spilled_bytes: int
     shared_bytes: int
     matrix: str
+    occupancy: int = 0
+    products: int = 0
+    synchronous: int = 0
+    reloaded: int = 0
+    tensor_columns: int = 0
 
-    def fits_shared(self, target: str) -> bool:
-        """Whether the GPU has that much shared memory for a block."""
-        return self.shared_bytes <= SHARED_LIMIT[target]
+    def fits(self, target: str) -> bool:
+        """Whether the GPU has that much shared memory and tensor memory for a block."""
+        return self.shared_bytes <= SHARED_LIMIT[target] and self.tensor_columns <= _TENSOR_COLUMNS
 
 
-def compile_for(launch: Launch, target: str) -> Any:
+def compile_for(launch: Launch, target: str, *, aligned: bool = True) -> Any:
     """Compile ``launch`` for ``target`` as a call with these arguments would; tensors may be on the meta device.
+
+    Args:
+        launch: the kernel and its arguments.
+        target: a key of ``TARGETS``.
+        aligned: whether tensors start, and integers are, multiples of 16 as far as the arguments say; False compiles
+            the variant for tensors and strides of which nothing is known.
 
     Raises:
         RuntimeError: under ``TRITON_INTERPRET=1``, where Triton interprets kernels instead of compiling them.
@@ -88,7 +110,7 @@ def compile_for(launch: Launch, target: str) -> Any:
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        if isinstance(value, Tensor) or (_specialized(parameter, value) and value % 16 == 0):
+        if aligned and (isinstance(value, Tensor) or (_specialized(parameter, value) and value % 16 == 0)):
             attributes[(index,)] = [["tt.divisibility", 16]]
     return triton.compile(
         ASTSource(kernel, signature, constants, attributes), target=TARGETS[target], options=launch.config.options
@@ -99,11 +121,61 @@ def _specialized(parameter: Any, value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and not parameter.do_not_specialize
 
 
+class StubDriver:
+    """Triton's driver on a machine without a GPU, for tensors on the CPU: compiles kernels, and runs none.
+
+    ``triton.runtime.driver.set_active(StubDriver("sm_90", launch))`` makes Triton use it.
+    """
+
+    def __init__(self, target: str, launch: Callable[..., None]) -> None:
+        """``launch`` takes what the driver's own would: the three sizes of the grid, ..., the kernel's arguments."""
+        self.launcher_cls = lambda source, metadata: launch
+        self.utils = self
+        self._target = target
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        return None, kernel, 255, 0, 1024  # module, function, registers, spills, threads
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_LIMIT[self._target], "multiprocessor_count": 132}
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self._target]
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def resources(compiled: Any, target: str) -> Resources:
     """The resources of a kernel compiled for ``target``."""
-    if "cubin" in compiled.asm:
-        return _cuda_resources(compiled)
-    return _hip_resources(compiled.asm["amdgcn"], compiled.metadata.shared)
+    found = _cuda_resources(compiled) if "cubin" in compiled.asm else _hip_resources(compiled)
+    code = compiled.asm["ttgir"]
+    asynchronous = re.findall(r"ttng\.warp_group_dot .*", code)
+    others = re.findall(r"(?:= tt\.dot |ttng\.tc_gen5_mma).*", code)
+    tiles = re.findall(r"ttg\.local_load .* -> tensor<\d+x\d+x", code)
+    return replace(
+        found,
+        occupancy=_occupancy(found, compiled.metadata.num_warps, target),
+        products=len(asynchronous) + len(others),
+        synchronous=sum("isAsync = true" not in product for product in asynchronous),
+        reloaded=len(tiles) if asynchronous else 0,
+        tensor_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
+    )
+
+
+def _occupancy(found: Resources, warps: int, target: str) -> int:
+    """Blocks on one processor: the registers of a thread come in steps of 8, and CUDA takes 1 KB of each block."""
+    registers = -(-max(found.registers, 1) // 8) * 8
+    if target.startswith("gfx"):  # four SIMDs with 512 registers a lane each
+        by_registers = 4 * min(8, 512 // registers) // warps
+        total, reserved = SHARED_LIMIT[target], 0
+    else:
+        by_registers = 65536 // (registers * 32 * warps)
+        total, reserved = SHARED_LIMIT[target] + 1024, 1024
+    return min(by_registers, _WARPS[target] // warps, total // (found.shared_bytes + reserved or 1))
 
 
 def _cuda_resources(compiled: Any) -> Resources:
@@ -123,7 +195,9 @@ def _cuda_resources(compiled: Any) -> Resources:
     )
 
 
-def _hip_resources(assembly: str, shared: int) -> Resources:
+def _hip_resources(compiled: Any) -> Resources:
+    assembly = compiled.asm["amdgcn"]
+
     def field(name: str) -> int:
         found = re.search(rf"\.{name}:\s+(\d+)", assembly)
         if found is None:
@@ -133,7 +207,7 @@ def _hip_resources(assembly: str, shared: int) -> Resources:
     return Resources(
         registers=field("vgpr_count"),
         spilled_bytes=field("private_segment_fixed_size"),
-        shared_bytes=shared,
+        shared_bytes=compiled.metadata.shared,
         matrix=_family(assembly, _MATRIX["hip"]),
     )
 

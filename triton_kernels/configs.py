@@ -5,9 +5,9 @@ float32 at head_dim 256: tf32x3 keeps a high and a low half of each operand, whi
 ``python -m seqpar.triton_kernels.inspect`` prints the resources of each. Which one a call uses:
 
 * ``head_dim`` is rounded up to 64, 128 or 256.
-* Compute capability 9.x uses ``sm_90``, 10.x ``sm_100``. Every other CUDA GPU uses ``sm_80``, which stays within the
-  99 KB of shared memory that desktop cards (Ampere, Ada, Blackwell) have. Every ROCm GPU uses ``gfx942``, which stays
-  within 64 KB.
+* Compute capability 8.0 uses ``sm_80``, 9.0 ``sm_90``, 10.x ``sm_100``. Every other CUDA GPU uses ``sm_86``, which stays
+  within the 99 KB of shared memory that desktop cards (Ampere, Ada, Blackwell) have; so does a call whose tensors TMA
+  cannot read. Every ROCm GPU uses ``gfx942``, which stays within 64 KB.
 * float32 on CUDA uses the same small tiles on every architecture, because it computes three tf32 products for each
   product (see ``launch.precision``).
 
@@ -34,6 +34,7 @@ class Config:
         num_warps: warps of one program.
         num_stages: depth of the pipeline that loads tiles ahead of the loop.
         tma: read the tiles of the inner loop by TMA, Hopper's bulk copy engine, where their layout allows it.
+        instruction: rows of a matrix instruction on ROCm, 16 or 32; 0 leaves it to Triton.
     """
 
     block_m: int
@@ -41,36 +42,53 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     tma: bool = False
+    instruction: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
         """Triton's compile options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # Scores are scaled and shifted in one fused multiply-add, whatever Triton's default.
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        return options | ({"matrix_instr_nonkdim": self.instruction} if self.instruction else {})
+
+
+def _rocm(block_m: int, block_n: int) -> Config:
+    return Config(block_m, block_n, 4, 1, instruction=16)
 
 
 _INTERPRETED = Config(64, 64)
-_KERNELS = ("forward", "dkdv", "dq")
+_KERNELS = ("forward", "backward", "dkdv", "dq")
 _HEAD_DIMS = (64, 128, 256)
 # (architecture, bytes of an element) -> kernel -> configurations for head_dim 64, 128, 256
-_TABLE: dict[tuple[str, int], dict[str, tuple[Config, Config, Config]]] = {
+_TABLE: dict[tuple[str, int], dict[str, tuple[Config | None, ...]]] = {
     ("sm_80", 2): {
         "forward": (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 8, 2)),
+        "backward": (Config(32, 128, 8, 2), Config(64, 64, 8, 2), None),
         "dkdv": (Config(32, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
+        "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 16, 8, 2)),
+    },
+    ("sm_86", 2): {
+        "forward": (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 8, 2)),
+        "backward": (Config(32, 128, 8, 2), Config(32, 64, 8, 2), None),
+        "dkdv": (Config(32, 128, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
         "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 16, 8, 2)),
     },
     ("sm_90", 2): {
         "forward": (Config(128, 64, 4, 3, True), Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True)),
-        "dkdv": (Config(64, 128, 8, 2, True), Config(64, 128, 8, 2, True), Config(16, 64, 8, 2, True)),
+        "backward": (Config(128, 128, 8, 2, True), Config(64, 128, 8, 2, True), Config(32, 64, 8, 2, True)),
+        "dkdv": (Config(128, 128, 8, 2, True), Config(64, 128, 8, 2, True), Config(32, 64, 8, 2, True)),
         "dq": (Config(128, 64, 8, 2, True), Config(128, 64, 8, 2, True), Config(64, 32, 8, 2, True)),
     },
     ("sm_100", 2): {
         "forward": (Config(128, 64, 4, 3, True), Config(128, 128, 8, 2, True), Config(128, 32, 8, 2, True)),
-        "dkdv": (Config(64, 128, 8, 2, True), Config(64, 128, 8, 1, True), Config(32, 32, 8, 1, True)),
+        "backward": (Config(64, 128, 8, 2, True), Config(64, 128, 8, 1, True), Config(32, 64, 8, 1, True)),
+        "dkdv": (Config(64, 128, 8, 1, True), Config(64, 128, 8, 1, True), Config(64, 64, 8, 1, True)),
         "dq": (Config(128, 64, 4, 2, True), Config(128, 64, 8, 2, True), Config(64, 64, 8, 1, True)),
     },
     ("gfx942", 2): {
         "forward": (Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(64, 32, 4, 1)),
-        "dkdv": (Config(64, 64, 4, 1), Config(32, 64, 4, 1), Config(16, 32, 4, 1)),
+        # With rows of 16, not 32, two programs at head_dim 128 fit the registers of a processor at a time, not one.
+        "dkdv": (_rocm(64, 64), _rocm(32, 64), _rocm(16, 32)),
         "dq": (Config(128, 64, 8, 1), Config(128, 32, 8, 1), Config(64, 16, 4, 1)),
     },
     ("sm_80", 4): {
@@ -96,8 +114,35 @@ def architecture(device: torch.device) -> str:
 
 
 @lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """How many thread blocks of an attention kernel the GPU runs at a time, about; 1 on a CPU."""
+    return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=64)
 def _cuda_architecture(device: torch.device) -> str:
-    return {9: "sm_90", 10: "sm_100"}.get(torch.cuda.get_device_capability(device)[0], "sm_80")
+    capability = torch.cuda.get_device_capability(device)
+    return {(8, 0): "sm_80", (9, 0): "sm_90"}.get(capability, "sm_100" if capability[0] == 10 else "sm_86")
+
+
+@lru_cache(maxsize=1024)
+def entry(architecture: str, kernel: str, head_dim: int, dtype: torch.dtype, heavy: bool = False) -> Config | None:
+    """As :func:`table_config`; None for "backward" where no tile of that kernel fits the registers, so that "dkdv" and
+    "dq" have to do its work."""
+    size = dtype.itemsize
+    if size == 4 and architecture.startswith("sm"):
+        architecture = "sm_80"
+    column = next((i for i, limit in enumerate(_HEAD_DIMS) if head_dim <= limit), None)
+    if column is None:
+        raise ValueError(f"head_dim={head_dim}: expected at most {_HEAD_DIMS[-1]}")
+    kernels = _TABLE[architecture, size]
+    config = kernels[kernel][column] if kernel in kernels else None
+    if not heavy or config is None:
+        return config
+    if kernel in ("backward", "dkdv"):
+        return replace(config, block_m=max(16, config.block_m // 2))
+    warps = 8 if architecture.startswith("sm") else config.num_warps
+    return replace(config, block_n=max(16, config.block_n // 2), num_warps=warps)
 
 
 def table_config(architecture: str, kernel: str, head_dim: int, dtype: torch.dtype, heavy: bool = False) -> Config:
@@ -105,53 +150,71 @@ def table_config(architecture: str, kernel: str, head_dim: int, dtype: torch.dty
 
     Args:
         architecture: "sm_80", "sm_90", "sm_100" or "gfx942".
-        kernel: "forward", "dkdv" or "dq".
+        kernel: "forward", "backward", "dkdv" or "dq".
         head_dim: up to 256.
         dtype: of the inputs.
         heavy: whether scores need more registers than a scaled product does (softcap, ALiBi, dropout). The tile of the
             inner loop is then halved, and CUDA uses 8 warps.
 
     Raises:
-        ValueError: ``head_dim`` is above 256.
+        ValueError: ``head_dim`` is above 256, or the table has no such entry.
     """
-    size = dtype.itemsize
-    if size == 4 and architecture.startswith("sm"):
-        architecture = "sm_80"
-    column = next((i for i, limit in enumerate(_HEAD_DIMS) if head_dim <= limit), None)
-    if column is None:
-        raise ValueError(f"head_dim={head_dim}: expected at most {_HEAD_DIMS[-1]}")
-    config = _TABLE[architecture, size][kernel][column]
-    if not heavy:
-        return config
-    if kernel == "dkdv":
-        return replace(config, block_m=max(16, config.block_m // 2))
-    warps = 8 if architecture.startswith("sm") else config.num_warps
-    return replace(config, block_n=max(16, config.block_n // 2), num_warps=warps)
+    config = entry(architecture, kernel, head_dim, dtype, heavy)
+    if config is None:
+        raise ValueError(f"no configuration of {kernel} for {architecture}, head_dim={head_dim}, {dtype}")
+    return config
 
 
-def choose(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, heavy: bool = False) -> Config:
-    """The configuration for a call on ``device``; other arguments as for :func:`table_config`."""
+def choose(
+    kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, heavy: bool = False, tma: bool = True
+) -> Config | None:
+    """The configuration for a call on ``device``; None if :func:`entry` is None.
+
+    Args:
+        kernel, head_dim, dtype, heavy: as for :func:`table_config`.
+        device: where the tensors are.
+        tma: whether the tensors are laid out as TMA needs it. Tiles that TMA reads are too large to be read otherwise.
+    """
     name = architecture(device)
-    return _INTERPRETED if name == "interpreter" else table_config(name, kernel, head_dim, dtype, heavy)
+    if name == "interpreter":
+        return _INTERPRETED
+    config = entry(name, kernel, head_dim, dtype, heavy)
+    return config if config is None or tma or not config.tma else entry("sm_86", kernel, head_dim, dtype, heavy)
+
+
+def for_split(config: Config) -> Config:
+    """``config`` of "backward", for programs that share the query heads of a KV head: they add ``dk`` and ``dv`` with
+    atomics, and the addresses take registers that large tiles read by pointers do not leave."""
+    return config if config.tma else replace(config, block_m=min(config.block_m, 32))
 
 
 def table() -> Iterator[tuple[str, str, int, torch.dtype]]:
     """All entries, as (architecture, kernel, head_dim, dtype), for ahead-of-time compilation."""
     for architecture, size in _TABLE:
+        dtype = torch.bfloat16 if size == 2 else torch.float32
         for kernel in _KERNELS:
             for head_dim in _HEAD_DIMS:
-                yield architecture, kernel, head_dim, torch.bfloat16 if size == 2 else torch.float32
+                if entry(architecture, kernel, head_dim, dtype) is not None:
+                    yield architecture, kernel, head_dim, dtype
 
 
-def candidates(kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype) -> list[Config]:
-    """Configurations for autotuning: the table's, and its neighbours, some of which may not fit the GPU."""
-    first = choose(kernel, device, head_dim, dtype)
+def candidates(
+    kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, heavy: bool = False, tma: bool = True
+) -> list[Config]:
+    """Configurations for autotuning: the table's, and its neighbours, some of which may not fit the GPU.
+
+    Arguments as for :func:`choose`.
+    """
+    first = choose(kernel, device, head_dim, dtype, heavy=heavy, tma=tma)
+    assert first is not None
     tried = [first]
     for block_m in sorted({first.block_m, max(16, first.block_m // 2), min(128, first.block_m * 2)}):
         for block_n in sorted({first.block_n, max(16, first.block_n // 2), min(128, first.block_n * 2)}):
             for num_warps in (4, 8):
                 for num_stages in sorted({max(1, first.num_stages - 1), first.num_stages, first.num_stages + 1}):
-                    config = Config(block_m, block_n, num_warps, num_stages, first.tma)
+                    config = replace(
+                        first, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages
+                    )
                     if config not in tried:
                         tried.append(config)
     return tried

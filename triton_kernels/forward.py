@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import tune
 from .configs import Config, choose
-from .launch import Launch, descriptors, padded, precision, strides, unit_stride
+from .launch import Launch, Repeated, describable, descriptors, dies, padded, precision, strides, unit_stride
 from .tiles import (
     LN2,
     LOG2E,
@@ -49,8 +49,10 @@ from .tiles import (
     dropout_keep,
     load_positions,
     load_rows,
+    program_index,
     score_arguments,
     score_constants,
+    score_values,
     store_rows,
     stream_rows,
     tanh,
@@ -128,7 +130,7 @@ def forward_kernel(
     """One tile of queries of one head: grid ``batch * heads * tiles``."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
-    program = tl.program_id(0)
+    program = program_index(C)
     # Last queries first: under a causal mask they have the most keys, and what the GPU runs last should be short.
     q_start = (tiles - 1 - program % tiles) * BLOCK_M
     head = program // tiles % heads
@@ -214,7 +216,10 @@ def forward_launch(
     """The launch behind :func:`attention_forward`, with every tensor already allocated."""
     batch, q_len, heads, head_dim = q.shape
     features = score_constants(score)
-    config = config or choose("forward", q.device, head_dim, q.dtype, heavy=any(features.values()))
+    if config is None:
+        tma = describable(k) and describable(v)
+        config = choose("forward", q.device, head_dim, q.dtype, heavy=any(features.values()), tma=tma)
+        assert config is not None
     tiles = triton.cdiv(q_len, config.block_m)
     lo, hi = intervals.lo.contiguous(), intervals.hi.contiguous()
     streamed, tma = descriptors(config, {"K": (k, config.block_n), "V": (v, config.block_n)})
@@ -226,6 +231,7 @@ def forward_launch(
         GROUP=heads // k.shape[2],
         PRECISION=precision(q.dtype, allow_tf32, hip),
         TMA=tma,
+        DIES=dies(hip),
         **features,
     )
     arguments = {
@@ -253,6 +259,12 @@ def forward_launch(
         "SINKS": score.sinks is not None and last,
     }
     return Launch(forward_kernel, batch * heads * tiles, arguments, config)
+
+
+_launches = Repeated(
+    "Q", "K", "V", "ACC", "LSE_IN", "OUT", "LSE", "LO", "HI", "Q_POSITIONS", "K_POSITIONS",
+    "ALIBI_SLOPES", "SINK_LOGITS", "seed",
+)  # fmt: skip
 
 
 def attention_forward(
@@ -301,13 +313,26 @@ def attention_forward(
         lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)  # [b, h, q]
     if q.numel() == 0:
         return out, lse
-    launch = partial(
-        forward_launch, q, k, v, intervals, score, acc=acc, lse_in=lse_in, last=last, allow_tf32=allow_tf32
-    )
-    if config is None and tune.wanted(q):
-        # Candidates run many times: on scratch outputs, so that the carry stays as it is.
-        on_scratch = partial(launch, out=torch.empty_like(out), lse=torch.empty_like(lse))
-        flags = f"{acc is not None}{last}{score.softcap > 0}{score.alibi_slopes is not None}{score.dropout_p > 0}"
-        config = tune.tuned("forward", q, k, flags, lambda candidate: on_scratch(config=candidate))
-    launch(out=out, lse=lse, config=config)()
+    mask = tune.mask_class(intervals) if tune.wanted(q) else None
+
+    def make() -> Launch:
+        launch = partial(
+            forward_launch, q, k, v, intervals, score, acc=acc, lse_in=lse_in, last=last, allow_tf32=allow_tf32
+        )
+        best = config
+        if best is None and mask is not None:
+            # Candidates run many times: on scratch outputs, so that the carry stays as it is.
+            on_scratch = partial(launch, out=torch.empty_like(out), lse=torch.empty_like(lse))
+            flags = f"{acc is not None}{last}{score.softcap > 0}{score.alibi_slopes is not None}{score.dropout_p > 0}"
+            best = tune.tuned(
+                "forward", q, k, f"{flags} {mask}", lambda candidate: on_scratch(config=candidate),
+                heavy=any(score_constants(score).values()), tma=describable(k) and describable(v),
+            )  # fmt: skip
+        return launch(out=out, lse=lse, config=best)
+
+    inputs = (
+        q, k, v, acc, lse_in, out, lse, intervals.lo, intervals.hi, intervals.q_positions, intervals.k_positions,
+        score.alibi_slopes, score.sinks, score.dropout_seed,
+    )  # fmt: skip
+    _launches(inputs, (last, config, mask, precision(q.dtype, allow_tf32), score_values(score)), make)
     return out, lse

@@ -1,42 +1,46 @@
 """``python -m seqpar.triton_kernels.inspect``: compile every configuration, for GPUs that this machine does not have.
 
-Prints registers, spills, shared memory and matrix instructions of each kernel. Exits with 1 if a kernel spills more
-than ``SPILLS`` allows, exceeds the shared memory of its GPU or does not use the matrix unit. ``--json`` prints one
-object per kernel instead of the table.
+Prints registers, spills, shared memory, matrix instructions, products of tiles, tiles that go through registers into a
+product, and how many blocks fit a processor. Exits with 1 if a kernel spills more than ``SPILLS`` allows, exceeds the
+memory of its GPU, does not use the matrix unit, or on sm_90 waits for a product at once. ``--json`` prints one object per
+kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# Triton reads it when it is imported. On purpose: scores are scaled and shifted in one fused multiply-add.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-
 import torch
+import triton
 from torch import Tensor
 
-from .backward import backward_launches
-from .compiled import Resources, compile_for, resources
-from .configs import Config, table, table_config
+from .backward import Operands, dq_launch, keys_launch
+from .compiled import TARGETS, Resources, compile_for, resources
+from .configs import Config, entry, for_split, table, table_config
 from .forward import forward_launch
 from .launch import Launch
 from .merge import merge_launch
 from .preprocess import delta_launch, statistics_launch
 from .rotary import rotary_launch
 
+_NEW = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 # Bytes that CUDA's compiler may spill to local memory, by (kernel, head_dim, dtype); 0 for everything else.
 SPILLS = {
     # tf32x3 keeps a high and a low half of each operand: no tile of 256 columns fits the registers.
     ("forward", 256, torch.float32): 64,
     ("dq", 256, torch.float32): 256,
-    ("dkdv", 256, torch.float32): 384,
+    ("dkdv", 256, torch.float32): 480,
+    ("dq", 64, torch.float32): 8,  # sm_86
+    # What the compiler of Triton 3.6 to 3.8 makes of it; 3.9 spills nothing.
+    **({} if _NEW else {("backward", 256, torch.bfloat16): 24, ("dkdv", 256, torch.bfloat16): 24}),
 }
+UNALIGNED_SPILLS = 256
+_SAME_TABLE = {"sm_86": ("sm_120",), "gfx942": ("gfx950",)}  # targets that use another's configurations
 _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
 
 
@@ -90,20 +94,21 @@ class Case:
     dtype: torch.dtype
     feature: str
     launch: Launch
+    aligned: bool = True
 
     @property
     def needs_matrix(self) -> bool:
         """Whether the kernel computes products of tiles."""
-        return self.kernel in ("forward", "dkdv", "dq")
+        return self.kernel in ("forward", "backward", "dkdv", "dq")
 
 
 def table_cases(targets: list[str]) -> Iterator[Case]:
     """Every configuration in the table, with the plain kernel, on every target that uses it."""
     for architecture, kernel, head_dim, dtype in table():
         for target in targets:
-            uses = {architecture, *(("sm_86", "sm_120") if architecture == "sm_80" else ())}
+            uses = {architecture, *_SAME_TABLE.get(architecture, ())}
             if dtype == torch.float32 and architecture == "sm_80":
-                uses |= {"sm_90", "sm_100"}
+                uses |= {"sm_86", "sm_90", "sm_100", "sm_120"}
             if target in uses:
                 config = table_config(architecture, kernel, head_dim, dtype)
                 launch = attention(kernel, head_dim, dtype, config, hip=architecture.startswith("gfx"))
@@ -114,11 +119,13 @@ def feature_cases(targets: list[str]) -> Iterator[Case]:
     """Every feature at head_dim 64 and 128 in half precision."""
     dtype = torch.bfloat16
     for target in targets:
-        architecture = {"sm_86": "sm_80", "sm_120": "sm_80"}.get(target, target)
+        architecture = next((name for name, others in _SAME_TABLE.items() if target in others), target)
         for feature, score in SCORES.items():
-            for kernel in ("forward", "dkdv", "dq"):
+            for kernel in ("forward", "backward", "dkdv", "dq"):
                 for head_dim in (64, 128):
-                    config = table_config(architecture, kernel, head_dim, dtype, heavy=True)
+                    config = entry(architecture, kernel, head_dim, dtype, heavy=True)
+                    if config is None:
+                        continue
                     yield Case(
                         target,
                         kernel,
@@ -127,11 +134,29 @@ def feature_cases(targets: list[str]) -> Iterator[Case]:
                         feature,
                         attention(kernel, head_dim, dtype, config, score=score),
                     )
+        if architecture.startswith("sm"):
+            for head_dim in (64, 128):
+                config = for_split(table_config(architecture, "backward", head_dim, dtype))
+                launch = attention("backward", head_dim, dtype, config, split=4)
+                yield Case(target, "backward", head_dim, dtype, "split", launch)
         for feature, options in FORWARD_FEATURES.items():
             for head_dim in (64, 128):
                 config = table_config(architecture, "forward", head_dim, dtype)
                 launch = attention("forward", head_dim, dtype, config, **options)
                 yield Case(target, "forward", head_dim, dtype, feature, launch)
+
+
+def unaligned_cases(targets: list[str]) -> Iterator[Case]:
+    """Tensors of which nothing is known, as slices and odd strides make them: read by pointers, half of a word each."""
+    dtype = torch.bfloat16
+    for target in targets:
+        hip = target.startswith("gfx")
+        for kernel in ("forward", "backward", "dkdv", "dq"):
+            for head_dim in (64, 128):
+                config = entry("gfx942" if hip else "sm_86", kernel, head_dim, dtype)  # as ``choose`` does
+                if config is not None:
+                    launch = attention(kernel, head_dim, dtype, config, hip=hip)
+                    yield Case(target, kernel, head_dim, dtype, "unaligned", launch, aligned=False)
 
 
 def small_cases(targets: list[str]) -> Iterator[Case]:
@@ -150,9 +175,10 @@ def attention(
     score: MetaScore | None = None,
     carry: bool = False,
     last: bool = True,
+    split: int = 1,
     hip: bool = False,
 ) -> Launch:
-    """The launch of an attention kernel ("forward", "dkdv" or "dq") on tensors of the meta device."""
+    """The launch of an attention kernel ("forward", "backward", "dkdv", "dq") on tensors of the meta device."""
     intervals, score = MetaIntervals(), score or MetaScore()
     q = _empty(_BATCH, _SEQ, _HEADS, head_dim, dtype=dtype)
     k = _empty(_BATCH, _SEQ, _KV_HEADS, head_dim, dtype=dtype)
@@ -164,10 +190,11 @@ def attention(
             q, k, k, intervals, score, acc=acc, lse_in=lse_in, out=out, lse=lse, last=last, config=config, hip=hip
         )
     dq, dk, dv = _empty(*q.shape), _empty(*k.shape), _empty(*k.shape)
-    _, dkdv_launch, dq_launch = backward_launches(
-        q, q, k, k, lse, lse, intervals, score, dq, dk, dv, dkdv_config=config, dq_config=config, hip=hip
-    )
-    return dkdv_launch if kernel == "dkdv" else dq_launch
+    operands = Operands(q, q, k, k, _empty(2 * _BATCH * _HEADS, _SEQ), intervals, dq, dk, dv)
+    if kernel == "dq":
+        return dq_launch(operands, score, config, hip=hip)
+    bounds, ranges = _empty(2, _SEQ, dtype=torch.int32), _empty(2, 1, 2 * _SEQ // config.block_n, dtype=torch.int32)
+    return keys_launch(operands, score, bounds, ranges, config, with_dq=kernel == "backward", split=split, hip=hip)
 
 
 def elementwise_launches() -> dict[str, Launch]:
@@ -175,7 +202,7 @@ def elementwise_launches() -> dict[str, Launch]:
     x, acc = _empty(_BATCH, _SEQ, _HEADS, 128, dtype=torch.bfloat16), _empty(_BATCH, _SEQ, _HEADS, 128)
     lse, table = _empty(_BATCH, _HEADS, _SEQ), _empty(1, _SEQ, 64)
     return {
-        "statistics": statistics_launch(lse, lse)[0],
+        "statistics": statistics_launch(lse, lse, _empty(2 * _BATCH * _HEADS, _SEQ)),
         "delta": delta_launch(x, x, lse, lse),
         "merge": merge_launch(acc, lse, x, lse),
         "rotary": rotary_launch(x, x, table, table),
@@ -185,11 +212,18 @@ def elementwise_launches() -> dict[str, Launch]:
 def verdict(case: Case, found: Resources) -> str:
     """What is wrong with a compiled kernel; "" if nothing."""
     allowed = SPILLS.get((case.kernel, case.head_dim, case.dtype), 0) if not case.target.startswith("gfx") else 0
+    if not case.aligned:  # addresses of single numbers take many registers, and such calls are rare
+        allowed = UNALIGNED_SPILLS
     wrong = [] if found.spilled_bytes <= allowed else [f"spills {found.spilled_bytes} bytes"]
-    if not found.fits_shared(case.target):
-        wrong.append(f"{found.shared_bytes} bytes of shared memory")
+    if not found.fits(case.target):
+        wrong.append(f"{found.shared_bytes} bytes of shared memory, {found.tensor_columns} columns of tensor memory")
     if case.needs_matrix and not found.matrix:
         wrong.append("no matrix instructions")
+    if found.synchronous:
+        wrong.append(f"{found.synchronous} products are waited for at once")
+    # At head_dim 256 half of the warps' registers hold the accumulators, and Triton reloads one factor.
+    if found.reloaded and case.head_dim <= 128 and case.aligned:
+        wrong.append(f"{found.reloaded} tiles go through registers")
     return ", ".join(wrong)
 
 
@@ -197,7 +231,7 @@ def inspect(cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
     """Compile the cases and yield one row for each."""
     for case in cases:
         config = case.launch.config
-        found = resources(compile_for(case.launch, case.target), case.target)
+        found = resources(compile_for(case.launch, case.target, aligned=case.aligned), case.target)
         yield {
             "target": case.target,
             "kernel": case.kernel,
@@ -217,28 +251,36 @@ def _print(row: dict[str, Any]) -> None:
     print(
         f"{row['target']:7} {row['kernel']:15} {row['head_dim']:>4} {row['dtype']:9} {row['feature']:12} {tile:>8} "
         f"{options:9} {row['registers']:>5} {row['spilled_bytes']:>7} {row['shared_bytes']:>8} {row['matrix']:8} "
-        f"{row['wrong']}",
+        f"{row['products']:>8} {row['reloaded']:>8} {row['occupancy']:>9} {row['wrong']}",
         flush=True,
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m seqpar.triton_kernels.inspect", description=__doc__)
-    parser.add_argument("--target", action="append", metavar="ARCH", help="sm_80, sm_86, sm_90, sm_100, sm_120, gfx942")
-    parser.add_argument("--what", default="table", choices=("table", "features", "small", "all"))
+    parser.add_argument("--target", action="append", metavar="ARCH", help=", ".join(TARGETS))
+    parser.add_argument("--what", default="table", choices=("table", "features", "unaligned", "small", "all"))
+    parser.add_argument("--head-dim", action="append", type=int, help="64, 128, 256 (default: all)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: both")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args(argv)
-    targets = arguments.target or ["sm_80", "sm_90", "sm_100", "gfx942"]
-    chosen = {"table": table_cases, "features": feature_cases, "small": small_cases}
+    targets = arguments.target or list(TARGETS)
+    chosen = {"table": table_cases, "features": feature_cases, "unaligned": unaligned_cases, "small": small_cases}
     if not arguments.json:
         print(
             "target  kernel       head_dim dtype     feature          tile options   regs spilled   shared matrix   "
-            "wrong"
+            "products reloaded occupancy wrong"
         )
     wrong = 0
     for name, cases in chosen.items():
         if arguments.what in (name, "all"):
-            for row in inspect(cases(targets)):
+            wanted = (
+                case
+                for case in cases(targets)
+                if (not arguments.head_dim or case.head_dim in arguments.head_dim)
+                and (arguments.dtype is None or str(case.dtype) == f"torch.{arguments.dtype}")
+            )
+            for row in inspect(wanted):
                 wrong += bool(row["wrong"])
                 print(json.dumps(row), flush=True) if arguments.json else _print(row)
     return 1 if wrong else 0

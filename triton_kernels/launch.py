@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Config
@@ -26,15 +32,136 @@ class Launch:
     arguments: dict[str, Any]
     config: Config
 
-    def __call__(self) -> None:
-        """Run it on the current stream of the device that its tensors are on. An empty grid launches nothing."""
+    def __call__(self) -> Any:
+        """Run it on the current stream of the device that its tensors are on. An empty grid launches nothing.
+
+        Returns:
+            What Triton returns: the compiled kernel, or None in the interpreter.
+        """
         if self.grid == 0:
-            return
+            return None
         device = next(a.device for a in self.arguments.values() if isinstance(a, Tensor))
         # Triton launches on the current device, which need not be that of the tensors.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             arguments = {name: self.arguments[name] for name in self.kernel.arg_names}
-            self.kernel[(self.grid,)](**arguments, **self.config.options)
+            return self.kernel[(self.grid,)](**arguments, **self.config.options)
+
+
+class Repeated:
+    """Runs the launches of one kernel, and takes a short way where a launch is like an earlier one.
+
+    Triton's way binds every argument by name and looks at each one to find the compiled kernel; that, and making the
+    arguments, takes longer than many kernels run. Here, everything that decides about the arguments is a key: shapes,
+    strides and dtypes of the tensors, whether each starts at a multiple of 16 bytes (Triton compiles another variant
+    where it does not), and the caller's other values. A key that was seen before leads straight to the compiled kernel
+    and the arguments of then; only the tensors are put in their places.
+    """
+
+    def __init__(self, *inputs: str) -> None:
+        """``inputs``: the kernel's parameters that change from launch to launch: tensors, None, and integers."""
+        self._inputs = inputs
+        self._ready: dict[Hashable, _Ready] = {}
+
+    def __call__(self, inputs: tuple[Tensor | int | None, ...], values: Hashable, make: Callable[[], Launch]) -> None:
+        """Run a launch.
+
+        Args:
+            inputs: in the order of the parameters' names. The first is a tensor, on whose device the kernel runs.
+            values: every other value that the launch depends on.
+            make: returns the launch. Its tensors are those of ``inputs``, or copies of them.
+        """
+        first: Any = inputs[0]
+        device = first.get_device()
+        key = layout_key(device, values, inputs)
+        ready = self._ready.get(key)
+        if ready is not None and not ready.hooks and (device < 0 or device == torch.cuda.current_device()):
+            ready(inputs)
+            return
+        launch = make()
+        compiled = launch()
+        if isinstance(compiled, CompiledKernel):  # neither an interpreted kernel nor one that is still being compiled
+            ready = _Ready.of(launch, compiled, self._inputs, inputs)
+            if ready is not None:
+                if len(self._ready) >= _MOST_READY:
+                    self._ready.clear()
+                self._ready[key] = ready
+
+    def forget(self) -> None:
+        """Take Triton's way again the next time."""
+        self._ready.clear()
+
+
+# Versions whose launch of a compiled kernel is known; others are asked in the way that they document.
+_KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+_MOST_READY = 4096  # launches of one kernel that are remembered: about 2 KB each
+
+
+def layout_key(device: int, values: Hashable, inputs: tuple[Tensor | int | None, ...]) -> Hashable:
+    """Everything that Triton's choice of a compiled kernel, and the arguments other than the inputs, depend on."""
+    key: list[Hashable] = [device, values]
+    for x in inputs:
+        if isinstance(x, Tensor):
+            key += x.dtype, x.data_ptr() & 15, x.shape, x.stride()
+        else:
+            key.append(None if x is None else -(2**31) <= x < 2**31)  # an integer's type: 32 or 64 bits
+    if torch.version.hip is not None:
+        # There, Triton also asks whether 32 bits can address the memory.
+        key += (x.untyped_storage().nbytes() < 2**31 for x in inputs if isinstance(x, Tensor))
+    return tuple(key)
+
+
+class _Ready:
+    """A compiled kernel with its grid and arguments, without the inputs."""
+
+    def __init__(
+        self, compiled: Any, grid: int, arguments: list[Any], inputs: list[tuple[int, int]], tiled: list[Any]
+    ) -> None:
+        """``inputs``, ``tiled``: places among the arguments, and of their tensors among the inputs."""
+        self._compiled, self._grid = compiled, grid
+        self.hooks: list[Any] = compiled.src.fn.pre_run_hooks  # which Triton's way calls before a launch
+        self._arguments, self._inputs, self._tiled = arguments, inputs, tiled
+
+    @classmethod
+    def of(cls, launch: Launch, compiled: Any, names: tuple[str, ...], inputs: tuple[Any, ...]) -> _Ready | None:
+        """What ``launch`` was, or None if one of its tensors is none of the inputs, but a copy."""
+        arguments = [launch.arguments[name] for name in launch.kernel.arg_names]
+        places, tiled = [], []
+        for place, (name, value) in enumerate(zip(launch.kernel.arg_names, arguments, strict=True)):
+            given = names.index(name) if name in names else None
+            if isinstance(value, TensorDescriptor):
+                if given is None or value.base is not inputs[given]:
+                    return None
+                tiled.append((place, given, {**value.__dict__, "base": None}))
+            elif given is not None:
+                if value is not inputs[given]:
+                    return None
+                places.append((place, given))
+            elif isinstance(value, Tensor):
+                return None
+            if given is not None:
+                arguments[place] = None  # the memory of one call is not kept for the next
+        return cls(compiled, launch.grid, arguments, places, tiled)
+
+    def __call__(self, inputs: tuple[Any, ...]) -> None:
+        arguments = self._arguments.copy()
+        for place, given in self._inputs:
+            arguments[place] = inputs[given]
+        for place, given, fields in self._tiled:
+            # Without the checks of its constructor: the key says that this tensor passes them like the first.
+            descriptor = object.__new__(TensorDescriptor)
+            descriptor.__dict__.update(fields)
+            descriptor.base = inputs[given]
+            arguments[place] = descriptor
+        compiled = self._compiled
+        if not _KNOWN or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+            compiled[(self._grid, 1, 1)](*arguments)
+            return
+        # As the line above does it, without the names and the dictionary that only hooks ask for.
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        compiled.run(
+            self._grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+        )
 
 
 def strides(axes: str = "bsh", /, **tensors: Tensor | None) -> dict[str, int]:
@@ -72,19 +199,24 @@ def descriptors(
         multiples of 16 bytes); else the tensors themselves and False.
     """
     lines = lines or {}
-    if not config.tma or not all(_describable(x) for x, _ in tiles.values()):
+    if not config.tma or not all(describable(x) for x, _ in tiles.values()):
         return {name: x for name, (x, _) in (*tiles.items(), *lines.items())}, False
     described: dict[str, Any] = {}
     for name, (x, rows) in tiles.items():
         # An axis of size 1 may have any stride, also one that the descriptor rejects; 16 elements are always accepted.
-        axes = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
-        described[name] = TensorDescriptor(x, list(x.shape), [*axes, 1], [1, rows, 1, padded(x.shape[-1])])
+        batch, seq, heads = (
+            stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
+        )
+        # Heads before the sequence: Triton drops the leading axes of a box where they have size 1, and only those.
+        shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
+        described[name] = TensorDescriptor(x, shape, [batch, heads, seq, 1], [1, 1, rows, padded(x.shape[-1])])
     for name, (x, numbers) in lines.items():
         described[name] = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, numbers])
     return described, True
 
 
-def _describable(x: Tensor) -> bool:
+def describable(x: Tensor) -> bool:
+    """Whether ``x [batch, seq, heads, head_dim]`` is laid out as TMA needs it."""
     if 0 in x.shape or x.data_ptr() % 16:
         return False
     strides = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
@@ -101,14 +233,32 @@ def precision(dtype: torch.dtype, allow_tf32: bool | None, hip: bool | None = No
 
     For float32, tf32 is used only if asked for, by ``allow_tf32`` or by ``torch.set_float32_matmul_precision``.
     Otherwise CUDA computes three tf32 products, which keep about 22 of float32's 24 bits (Ootomo and Yokota, 2022) on
-    the matrix units, and ROCm one exact product, because its matrix units multiply float32.
+    the matrix units, and ROCm one exact product, because its matrix units multiply float32 (and few of them tf32).
     """
     if dtype != torch.float32:
         return "ieee"
     if allow_tf32 is None:
         allow_tf32 = torch.get_float32_matmul_precision() != "highest"
-    if allow_tf32:
-        return "tf32"
     if hip is None:
         hip = torch.version.hip is not None
-    return "ieee" if hip else "tf32x3"
+    if hip:
+        # Of ROCm's architectures only gfx942 multiplies in tf32; Triton rejects it for the others.
+        return "tf32" if allow_tf32 and _rocm_name().startswith("gfx942") else "ieee"
+    return "tf32" if allow_tf32 else "tf32x3"
+
+
+def dies(hip: bool | None = None) -> int:
+    """How many dies the GPU has, each with a cache of its own, to which it deals the programs in turn.
+
+    Args:
+        hip: whether to compile for MI300X and MI350X; None looks at this machine's GPUs.
+    """
+    if hip is None:
+        hip = torch.version.hip is not None and _rocm_name().startswith(("gfx94", "gfx95"))
+    return 8 if hip else 1
+
+
+@lru_cache(maxsize=1)
+def _rocm_name() -> str:
+    """The architecture of this machine's ROCm GPUs; "" if there are none."""
+    return getattr(torch.cuda.get_device_properties(0), "gcnArchName", "") if torch.cuda.is_available() else ""

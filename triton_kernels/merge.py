@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import Config
-from .launch import Launch, padded, strides, unit_stride
+from .launch import Launch, Repeated, padded, strides, unit_stride
 from .tiles import LN2, LOG2E, UNSPECIALIZED, Constants, HeadRows, load_rows, store_rows
 
 
@@ -73,6 +73,9 @@ def merge_launch(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, config:
     return Launch(merge_kernel, batch * heads * tiles, arguments, config)
 
 
+_launches = Repeated("ACC", "LSE", "OUT", "OUT_LSE")
+
+
 def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     """Merge the partial result ``(out, out_lse)`` into ``(acc, lse)`` in place.
 
@@ -90,4 +93,5 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name} has strides {x.stride()}: expected a dense last dimension, to update it in place")
     if acc.numel():
-        merge_launch(acc, lse, unit_stride(out), out_lse.contiguous())()
+        inputs = acc, lse, unit_stride(out), out_lse.contiguous()
+        _launches(inputs, None, lambda: merge_launch(*inputs))

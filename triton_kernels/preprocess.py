@@ -5,16 +5,49 @@ Shapes: b batch, q local queries, k keys of a step, h query heads, d head_dim.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .configs import Config
-from .launch import Launch, padded, strides, unit_stride
+from .launch import Launch, Repeated, padded, strides, unit_stride
 from .tiles import LOG2E, UNSPECIALIZED, Constants, HeadRows, load_rows
 
 _PAD = 128  # a multiple of every configuration's tile of queries
+_MOST_REMEMBERED = 64
+_T = TypeVar("_T")
+_remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def remembered(first: Tensor, second: Tensor, wanted: Hashable, make: Callable[[], _T]) -> _T:
+    """``make()``, which depends on these two tensors and on ``wanted``. Computed once while both live unchanged.
+
+    The steps of a ring share their queries, and calls share their mask: what is derived from them is not computed again
+    for each step.
+    """
+    owner, other = (x if x._base is None else x._base for x in (first, second))  # each step may make its own views
+    stream = None
+    if first.is_cuda:
+        # What a CUDA graph computes exists only when the graph runs; what a stream computes, only later on that stream.
+        if torch.cuda.is_current_stream_capturing():
+            return make()
+        stream = torch.cuda.current_stream(first.device).cuda_stream
+    # Inference tensors count no versions. They cannot be saved for a backward, so none is written between its steps.
+    states = [(x.data_ptr(), x.shape, x.stride(), 0 if x.is_inference() else x._version) for x in (first, second)]
+    key = (wanted, stream, *states)
+    found: dict[Hashable, tuple[Any, _T]] = _remembered.setdefault(owner, {})
+    entry = found.get(key)
+    if entry is None or entry[0]() is not other:
+        if len(found) >= _MOST_REMEMBERED:
+            found.clear()
+        found[key] = entry = weakref.ref(other), make()
+    return entry[1]
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -79,6 +112,10 @@ def delta_launch(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, 
     return Launch(delta_kernel, batch * heads * tiles, arguments, config)
 
 
+_delta_launches = Repeated("OUT", "DOUT", "DLSE", "DELTA")
+_statistics_launches = Repeated("LSE", "DELTA", "STATISTICS")
+
+
 def delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """``rowsum(dout * out) - dlse``, reading each input once.
 
@@ -93,23 +130,15 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     batch, q_len, heads, _ = out.shape
     result = out.new_empty(batch, heads, q_len, dtype=torch.float32)
     if out.numel():
-        delta_launch(unit_stride(out), unit_stride(dout), None if dlse is None else dlse.contiguous(), result)()
+        inputs = unit_stride(out), unit_stride(dout), None if dlse is None else dlse.contiguous(), result
+        _delta_launches(inputs, None, lambda: delta_launch(*inputs))
     return result
 
 
-def statistics_launch(lse: Tensor, delta: Tensor) -> tuple[Launch, Tensor]:
-    """What the loops of the backward load per query.
-
-    Args:
-        lse: float32 ``[batch, heads, q_len]``, contiguous.
-        delta: as ``lse``.
-
-    Returns:
-        The launch that fills ``statistics``, and ``statistics``, float32 ``[2 * batch * heads, q_padded]``.
-    """
+def statistics_launch(lse: Tensor, delta: Tensor, statistics: Tensor) -> Launch:
+    """The launch behind :func:`statistics`, with every tensor already allocated."""
     batch, heads, q_len = lse.shape
-    q_padded = triton.cdiv(q_len, _PAD) * _PAD
-    statistics = lse.new_empty(2 * batch * heads, q_padded)
+    q_padded = statistics.shape[1]
     config = Config(1024, 0, num_warps=4, num_stages=1)
     tiles = triton.cdiv(q_padded, config.block_m)
     arguments = {
@@ -121,7 +150,39 @@ def statistics_launch(lse: Tensor, delta: Tensor) -> tuple[Launch, Tensor]:
         "tiles": tiles,
         "BLOCK_M": config.block_m,
     }
-    return Launch(statistics_kernel, batch * heads * tiles, arguments, config), statistics
+    return Launch(statistics_kernel, batch * heads * tiles, arguments, config)
+
+
+def padded_queries(q_len: int) -> int:
+    """How many queries ``q_len`` are when filled up to whole tiles of any configuration."""
+    return triton.cdiv(q_len, _PAD) * _PAD
+
+
+def statistics(lse: Tensor, delta: Tensor) -> Tensor:
+    """What the loops of the backward load per query, for :func:`~.backward.attention_backward`'s ``lse`` and ``delta``.
+
+    Returns:
+        float32 ``[2 * batch * heads, q_padded]``.
+    """
+    batch, heads, q_len = lse.shape
+
+    def make() -> Tensor:
+        result = lse.new_empty(2 * batch * heads, padded_queries(q_len))
+        inputs = lse.contiguous(), delta.contiguous(), result
+        _statistics_launches(inputs, None, lambda: statistics_launch(*inputs))
+        return result
+
+    return remembered(delta, lse, "statistics", make)
+
+
+def bounds_and_ranges(lo: Tensor, hi: Tensor, k_len: int, block: int) -> tuple[Tensor, Tensor]:
+    """:func:`padded_bounds`, and :func:`query_ranges` of tiles of ``block`` keys."""
+
+    def make() -> tuple[Tensor, Tensor]:
+        bounds = padded_bounds(lo, hi, k_len, padded_queries(lo.shape[1]))
+        return bounds, query_ranges(bounds.view(2, *lo.shape[:1], -1), k_len, block)
+
+    return remembered(lo, hi, (k_len, block), make)
 
 
 def padded_bounds(lo: Tensor, hi: Tensor, k_len: int, q_padded: int) -> Tensor:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import Config
-from .launch import Launch, strides, unit_stride
+from .launch import Launch, Repeated, strides, unit_stride
 from .tiles import UNSPECIALIZED
 
 
@@ -83,6 +83,9 @@ def rotary_launch(
     return Launch(rotary_kernel, batch * tiles, arguments, config)
 
 
+_launches = Repeated("X", "OUT", "COS", "SIN")
+
+
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
@@ -91,7 +94,7 @@ class _Rotary(torch.autograd.Function):
         x = unit_stride(x)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if x.numel():
-            rotary_launch(x, out, cos, sin, inverse=inverse)()
+            _launches((x, out, cos, sin), inverse, lambda: rotary_launch(x, out, cos, sin, inverse=inverse))
         return out
 
     @staticmethod

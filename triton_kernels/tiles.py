@@ -6,13 +6,13 @@ lower case are values in registers.
     BLOCK_M, BLOCK_N   queries and keys in a tile
     D, BLOCK_D         head_dim, and the power of two that holds it
     GROUP              query heads per KV head
-    s, p               scores and probabilities of one tile, [BLOCK_M, BLOCK_N]; dkdv_kernel transposes both
+    s, p               scores and probabilities of one tile, [BLOCK_M, BLOCK_N]; backward_kernel transposes both
     m, l, acc          online softmax: running maximum (base 2) and sum, [BLOCK_M]; output before the division by l,
                        [BLOCK_M, BLOCK_D]
     row, column        local indices of the tile's queries, [BLOCK_M], and keys, [BLOCK_N]
     i, j               global positions of the same; ALiBi and dropout depend on them, nothing else does
     lo, hi             first and one-past-last local key index of each query, [BLOCK_M]
-    begin, end         range of keys (in dkdv_kernel: of queries) outside which the whole tile is masked
+    begin, end         range of keys (in backward_kernel: of queries) outside which the whole tile is masked
     inner_begin,       range of keys (queries) inside which nothing of the tile is masked
       inner_end
     head, kv_head      local head indices; ``head // GROUP == kv_head``
@@ -103,6 +103,7 @@ class Constants:
     DROPOUT: bool = False
     PRECISION: str = "ieee"
     TMA: bool = False
+    DIES: int = 1
 
 
 def score_arguments(score: Score, heads: int) -> dict[str, Any]:
@@ -127,6 +128,11 @@ def score_arguments(score: Score, heads: int) -> dict[str, Any]:
         "seed": score.dropout_seed,
         "head_offset": score.head_offset,
     }
+
+
+def score_values(score: Score) -> tuple[float, ...]:
+    """What :func:`score_arguments` and :func:`score_constants` depend on, besides the tensors and the seed."""
+    return score.softmax_scale, score.softcap, score.dropout_p, score.head_offset
 
 
 def score_constants(score: Score) -> dict[str, bool]:
@@ -180,6 +186,20 @@ class Tiles(NamedTuple):
     count: tl.tensor
     skip_from: tl.tensor
     skip_to: tl.tensor
+
+
+@triton.jit
+def program_index(C: tl.constexpr):
+    """The program's index, such that programs on the same die of the GPU have neighbouring ones.
+
+    The tiles of one head read the same keys and values, and so should share a cache. A GPU of several dies (MI300X: 8)
+    has a cache on each, and deals the programs to the dies in turn.
+    """
+    program = tl.program_id(0)
+    if C.DIES > 1:
+        share = tl.num_programs(0) // C.DIES
+        program = tl.where(program < share * C.DIES, program % C.DIES * share + program // C.DIES, program)
+    return program
 
 
 @triton.jit
@@ -264,7 +284,7 @@ def load_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.const
 def stream_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr):
     """As :func:`load_rows`, for the tiles that a loop reads: by TMA if C.TMA, which always fills with 0."""
     if C.TMA:
-        return rows.X.load([rows.batch, start, rows.head, 0]).reshape(BLOCK, C.BLOCK_D)
+        return rows.X.load([rows.batch, rows.head, start, 0]).reshape(BLOCK, C.BLOCK_D)
     else:
         return load_rows(rows, start, C, BLOCK, BOUND)
 
@@ -315,19 +335,31 @@ def _add_columns(rows, x, start, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def add_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...``.
+def add_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr, NEW: tl.constexpr):
+    """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...``; store it if NEW, where there is nothing to add to.
 
     Wide tiles go in two halves of the columns: the old values need registers beside the accumulators, and so only half
     as many at a time.
     """
-    if C.BLOCK_D >= 64:
+    if NEW:
+        store_rows(rows, x, start, C, BLOCK)
+    elif C.BLOCK_D >= 64:
         HALF: tl.constexpr = C.BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(x, [BLOCK, 2, HALF]), [0, 2, 1]))
         _add_columns(rows, left, start, C, 0, BLOCK, HALF)
         _add_columns(rows, right, start, C, HALF, BLOCK, HALF)
     else:
         _add_columns(rows, x, start, C, 0, BLOCK, C.BLOCK_D)
+
+
+@triton.jit
+def reduce_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr):
+    """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...``, to which other programs add too, in any order."""
+    if TMA:
+        rows.X.atomic_add([rows.batch, rows.head, start, 0], x.reshape(1, 1, BLOCK, C.BLOCK_D))
+    else:
+        pointers = _store_pointers(rows, start, 0, BLOCK, C.BLOCK_D)
+        tl.atomic_add(pointers, x, mask=_in_bounds(rows, start, C, 0, BLOCK, C.BLOCK_D), sem="relaxed")
 
 
 @triton.jit

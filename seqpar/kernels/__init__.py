@@ -144,7 +144,7 @@ def select(
     others = [other for other in order(q, carry) if not (other == "triton" and interpreted())]
     for candidate in (*named, *others):
         backend: Backend | None = BACKENDS[candidate]
-        if deterministic and isinstance(backend, LibraryBackend):
+        if deterministic and isinstance(backend, (LibraryBackend, TritonBackend)):
             backend = backend.made_deterministic()
         if backend is None or (deterministic and not backend.deterministic):
             continue
@@ -168,7 +168,7 @@ def _why_not(
             reasons[name] = backend.unavailable() or backend.unsupported(
                 q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim
             )
-            if deterministic and not backend.deterministic:
+            if deterministic and name != "triton" and not backend.deterministic:
                 reasons[name] = reasons[name] or "not deterministic"
     return "; ".join(f"{name}: {why}" for name, why in reasons.items())
 

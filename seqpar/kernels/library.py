@@ -30,6 +30,7 @@ from ..comm.trace import count_backend
 from ..keys import KeyIntervals
 from .bands import Abilities, Call, cut
 from .base import Backend, Carry, OutputGrad, Score, empty_carry, finish, merge_, row_delta
+from .triton import TritonBackend
 
 # A step that takes more calls runs on a kernel that takes the intervals as they are, if there is one.
 _MOST_CALLS = 8
@@ -265,6 +266,8 @@ class LibraryBackend(ABC):
     def _other(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
         """The backend for a step that takes too many calls."""
         other = self._fallback(q, k, v, score)
+        if self.deterministic and isinstance(other, TritonBackend):
+            other = other.made_deterministic()
         count_backend(other.name)
         return other
 

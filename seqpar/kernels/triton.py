@@ -19,8 +19,15 @@ class TritonBackend:
     """CUDA and ROCm GPUs, and CPU tensors under ``TRITON_INTERPRET=1`` for tests."""
 
     name = "triton"
-    deterministic = True
     reads_delta = True
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """``deterministic``: leave out the backward kernel that adds to ``dq`` in an order that changes."""
+        self.deterministic = deterministic
+
+    def made_deterministic(self) -> TritonBackend:
+        """This backend with gradients that have the same bits in every run."""
+        return TritonBackend(deterministic=True)
 
     def unavailable(self) -> str | None:
         return unavailable()
@@ -74,11 +81,23 @@ class TritonBackend:
 
         dout, _, lse, delta = output
         assert delta is not None
-        for x, new in ((dq, new_dq), (dk, new_dkv), (dv, new_dkv)):
-            if new:  # the kernels add
-                x.zero_()
         with _explain_errors():
-            attention_backward(dout, q, k, v, lse, delta, intervals.to(q.device), score, dq, dk, dv)
+            attention_backward(
+                dout,
+                q,
+                k,
+                v,
+                lse,
+                delta,
+                intervals.to(q.device),
+                score,
+                dq,
+                dk,
+                dv,
+                new_dq=new_dq,
+                new_dkv=new_dkv,
+                deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled(),
+            )
 
 
 @contextmanager
