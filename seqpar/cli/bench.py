@@ -81,7 +81,7 @@ def bench(
     ] = None,
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
     rounds: Annotated[int, typer.Option(help="Rounds of each case, in which everything runs once.")] = 7,
-    budget: Annotated[float, typer.Option(help="Seconds after which rounds are left out, down to three a case.")] = 200,
+    budget: Annotated[float, typer.Option(help="Seconds after which rounds are left out, down to three a case.")] = 150,
     charts: Annotated[bool, typer.Option(help="Draw PNG charts.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome trace of every rank and case.")] = False,
     out: Annotated[str, typer.Option(help="Folder for the CSV, the JSON, the charts and the traces.")] = "bench",

@@ -76,7 +76,7 @@ class BenchConfig:
     dtype: str | None = None
     device: str = "auto"
     rounds: int = 7
-    budget: float = 200.0
+    budget: float = 150.0
     charts: bool = True
     trace: bool = False
     out: str = "bench"
