@@ -185,11 +185,13 @@ def report(
         "memory above the inputs: of forward and backward, the largest rank's.[/]",
         highlight=False,
     )
-    refused: dict[str, str] = {}
+    refused: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        refused.update(result.refused)
-    for name, why in refused.items():
-        console.print(f"[bold]{name}[/] did not run: {why}", highlight=False)
+        for reason in result.refused.items():
+            refused.setdefault(reason, []).append(str(result.case))
+    for (name, why), where in refused.items():
+        cases = "" if len(where) == len(results) else f" ({'; '.join(where)})"
+        console.print(f"[bold]{name}[/] did not run: {why}{cases}", highlight=False)
     rows = [row for result in results for row in rows_of(result)]
     with (folder / "bench.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*facts, *(f.name for f in fields(Row))])
