@@ -1,4 +1,4 @@
-# make demo | test | test-fast | lint | docs | format | bench | clean
+# make demo | test | test-fast | lint | docs | format | bench | peers | clean
 #
 # The first target that runs creates .venv and installs everything: about two minutes with a warm pip cache.
 
@@ -9,12 +9,13 @@ TORCH ?= torch==2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_DEADLINE_S ?= 1500
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
 PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast lint docs format bench clean
+.PHONY: demo test test-fast lint docs format bench peers clean
 
 # Train a small model on one process and under every strategy on four, and compare the losses.
 demo: $(READY)
@@ -42,9 +43,16 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Compare the strategies with scaled_dot_product_attention on this machine.
+# Time kernels, masks, plans, collectives and the host, and compare with this machine's stored run. `seqpar bench`
+# compares the strategies with each other and with other packages.
 bench: $(READY)
-	$(BIN)/python benchmarks/strategies.py
+	mkdir -p output
+	$(BIN)/python -m pytest benchmarks/micro --quiet --benchmark-quiet --benchmark-max-time=0.3 \
+	  --benchmark-json=output/micro.json $(BENCH_ARGS)
+
+# The other packages of `seqpar bench` that install everywhere. DeepSpeed builds from source and needs torch for it.
+peers: $(READY)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation -r benchmarks/peers/requirements.txt
 
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv .venv

@@ -1,12 +1,13 @@
-"""List the packages: the folder ``triton_kernels/`` is installed as ``seqpar.triton_kernels``.
+"""List the packages that pyproject.toml cannot: folders at the top of the repository that are installed inside seqpar.
 
-A distribution named ``triton_kernels`` exists on PyPI, and transformers probes for it. Installing our folder under that
-top-level name would shadow it. Everything else about the package is in ``pyproject.toml``.
+``triton_kernels/`` is installed as ``seqpar.triton_kernels``: a distribution named ``triton_kernels`` exists on PyPI,
+and transformers probes for it. Installing our folder under that top-level name would shadow it. ``benchmarks/peers/``
+is installed as ``seqpar.peers``, for ``seqpar bench``. Everything else about the package is in ``pyproject.toml``.
 """
 
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["seqpar", "seqpar.*"]), "seqpar.triton_kernels"],
-    package_dir={"seqpar.triton_kernels": "triton_kernels"},
+    packages=[*find_packages(include=["seqpar", "seqpar.*"]), "seqpar.triton_kernels", "seqpar.peers"],
+    package_dir={"seqpar.triton_kernels": "triton_kernels", "seqpar.peers": "benchmarks/peers"},
 )

@@ -14,6 +14,7 @@ FLOORS = (
     ("strategies", "functional", "sharding"),
     ("layers", "planner"),
     ("hf", "cli"),
+    ("peers",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
@@ -21,7 +22,8 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 def modules() -> dict[str, Path]:
     """Every module of the package by its installed name, without the package's own ``__init__``."""
     found = {}
-    for folder, prefix in (("seqpar", "seqpar"), ("triton_kernels", "seqpar.triton_kernels")):
+    folders = {"seqpar": "seqpar", "triton_kernels": "seqpar.triton_kernels", "benchmarks/peers": "seqpar.peers"}
+    for folder, prefix in folders.items():
         for path in (ROOT / folder).rglob("*.py"):
             parts = [prefix, *path.relative_to(ROOT / folder).with_suffix("").parts]
             found[".".join(parts).removesuffix(".__init__")] = path

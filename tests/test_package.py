@@ -15,7 +15,7 @@ import pytest
 import seqpar
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "seqpar", "triton_kernels")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "seqpar", "triton_kernels", "benchmarks/peers")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "seqpar").rglob("*.py")}
     expected |= {f"seqpar/{path.relative_to(ROOT)}" for path in (ROOT / "triton_kernels").rglob("*.py")}
+    expected |= {f"seqpar/peers/{path.name}" for path in (ROOT / "benchmarks" / "peers").glob("*.py")}
     assert {name for name in names if name.startswith("seqpar/")} == expected | {"seqpar/py.typed"}
     metadata = zipfile.ZipFile(wheel).read(f"seqpar-{seqpar.__version__}.dist-info/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata

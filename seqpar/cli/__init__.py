@@ -15,6 +15,7 @@ def main() -> None:
     _check_needed()
     import typer
 
+    from .bench import bench
     from .demo import demo
     from .doctor import doctor
     from .plan import plan
@@ -28,7 +29,7 @@ def main() -> None:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in (doctor, plan, train, demo):
+    for command in (doctor, plan, bench, train, demo):
         app.command()(command)
     try:
         app()

@@ -20,7 +20,8 @@ All are shut down with the default group, or at exit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -33,7 +34,7 @@ from torch.distributed import distributed_c10d as c10d
 from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
 from ..rendezvous import group_timeout, meet
 
-Purpose = Literal["messages", "handshake"]
+Purpose = Literal["messages", "handshake", "nothing"]
 # NCCL ends the process when one of its operations takes longer than the timeout. Handshakes get this much more, so
 # that their own error, which names the ranks that are missing, comes first.
 _HANDSHAKE_MARGIN = timedelta(seconds=60)
@@ -41,6 +42,23 @@ _HANDSHAKE_MARGIN = timedelta(seconds=60)
 _Communicators = dict[tuple[Purpose, str, tuple[int, ...]], ProcessGroup]
 # By default group, so that they end with it.
 _made: MutableMapping[ProcessGroup, _Communicators] = WeakKeyDictionary()
+_sends_nothing = False
+
+
+@contextmanager
+def without_messages() -> Iterator[None]:
+    """Within the block attention's messages take no time and bring nothing: to measure its computation by itself.
+
+    All ranks of a group enter and leave together. Received keys are whatever is in memory.
+    """
+    global _sends_nothing
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
+
+    _sends_nothing = True
+    try:
+        yield
+    finally:
+        _sends_nothing = False
 
 
 def communicator(
@@ -67,6 +85,8 @@ def communicator(
         made: _Communicators = {}
         _made[world] = made
         weakref.finalize(world, _shut_down, made)
+    if _sends_nothing and purpose == "messages":
+        purpose = "nothing"
     key = (purpose, device.type, global_ranks(ranks))
     if key not in _made[world]:
         _made[world][key] = _make(ranks, device, purpose, patience)
@@ -75,7 +95,7 @@ def communicator(
 
 def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timedelta | None) -> ProcessGroup:
     parent, rank, size = parent_group(ranks), rank_in(ranks), size_of(ranks)
-    name = parent._get_backend(device).name()
+    name = "fake" if purpose == "nothing" else parent._get_backend(device).name()
     if type(parent) is not ProcessGroup or name not in ("gloo", "nccl", "fake"):
         if parent.size() == size:
             return parent  # only these backends can be made from their parts

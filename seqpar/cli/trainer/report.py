@@ -52,19 +52,19 @@ def human_count(n: float) -> str:
 
 def plot_loss(path: Path, losses: Sequence[float], title: str) -> None:
     """Draw one run's loss curve."""
-    pyplot = _pyplot()
+    pyplot = pyplot_without_display()
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(range(1, len(losses) + 1), losses, linewidth=1.5, color="#1f5fa8")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a byte)")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str) -> None:
     """Draw the loss curves of all runs in one panel, and in a second one their distance from the first run's."""
-    pyplot = _pyplot()
+    pyplot = pyplot_without_display()
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 2), layout="constrained"
     )
@@ -92,10 +92,10 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
     bottom.set_xlabel("step")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _pyplot() -> Any:
+def pyplot_without_display() -> Any:
     """matplotlib.pyplot without a display. Imported here: it takes half a second."""
     import matplotlib
 
@@ -105,6 +105,6 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=130)
-    _pyplot().close(figure)
+    pyplot_without_display().close(figure)

@@ -1,0 +1,40 @@
+"""DeepSpeed Ulysses: ``DistributedAttention`` around PyTorch's attention."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from seqpar.cli.comparison.peers import Peer, Setting, sdpa
+
+NAME = "DeepSpeed DistributedAttention"
+
+
+def make(setting: Setting) -> Peer:
+    local = sdpa(setting)  # all tokens of some heads, under any mask
+    if setting.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed.comm
+    from deepspeed.sequence.layer import DistributedAttention
+
+    if not deepspeed.comm.is_initialized():
+        # Its all-reduce over shared memory, which attention does not use, would be compiled now, for a minute.
+        backend: Any = import_module("deepspeed.comm.torch")
+        backend.build_shm_op = lambda: None
+        deepspeed.comm.init_distributed(
+            dist_backend="nccl" if setting.device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
+        )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+        return local(q, k, v)
+
+    layer = DistributedAttention(attend, setting.group, scatter_idx=2, gather_idx=1)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = layer(q, k, v, 0)
+        return out
+
+    return Peer(attention, setting.positions(), any_group=True)

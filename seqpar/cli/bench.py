@@ -1,0 +1,214 @@
+"""``seqpar bench``: strategies and other packages side by side on this machine, on the same inputs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..checks import check_int
+from ..mesh import init_mesh
+from ..planner.mixes import MIXES
+from .comparison.cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
+from .comparison.charts import draw_charts
+from .comparison.machine import machine_facts
+from .comparison.measure import measure
+from .comparison.peers import adapters
+from .comparison.results import PASSES, CaseResult, Row, rows_of, table_of, to_json
+from .launch import BAD_OPTION, CommandError, bad_options, cores, follow_launcher, launch, under_launcher
+from .plan import read_tokens
+from .trainer.report import make_folder
+
+_DEADLINE_S = 4 * 3600.0  # for everything
+_WIDTH = 132  # columns of the tables in a file
+_PATIENCE = timedelta(seconds=300)  # of one collective: a peer may leave a rank waiting for ever
+
+
+def bench(
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(PRESETS)}. Repeatable, as are the options below up to --peer."),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"One of {', '.join(strategy_names())}; the last four are context_parallel's.",
+            show_default="ring, ulysses, all_gather; hybrid too from 4 ranks",
+        ),
+    ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(help="contiguous, zigzag or striped.", show_default="contiguous for Ulysses, else zigzag"),
+    ] = None,
+    mask: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"causal, full, window:4096, documents:8192 (of one length) or mix:{{{','.join(MIXES)}}}.",
+            show_default="the preset's",
+        ),
+    ] = None,
+    seq_len: Annotated[
+        list[str] | None,
+        typer.Option(help="Tokens of the whole sequence, such as 4096 or 128K.", show_default="by device"),
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="The first of the started ranks, so many.", show_default="all")
+    ] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="auto or one of seqpar doctor's.")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="A file of benchmarks/peers.", show_default="all")] = None,
+    peers: Annotated[bool, typer.Option(help="Measure other packages too.")] = True,
+    nproc: Annotated[int, typer.Option(help="Ranks that this command starts; under torchrun, torchrun's count.")] = 2,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int | None, typer.Option(help="Query heads.", show_default="by device")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", show_default="the preset's")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="head_dim of v.", show_default="by device")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.", show_default="bfloat16 on CUDA, else float32")
+    ] = None,
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
+    rounds: Annotated[int, typer.Option(help="Rounds of each case, in which everything runs once.")] = 7,
+    budget: Annotated[float, typer.Option(help="Seconds after which rounds are left out, down to three a case.")] = 150,
+    charts: Annotated[bool, typer.Option(help="Draw PNG charts.")] = True,
+    trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome trace of every rank and case.")] = False,
+    out: Annotated[str, typer.Option(help="Folder for the CSV, the JSON, the charts and the traces.")] = "bench",
+) -> None:
+    """Compare strategies, layouts and other packages on this machine. The default takes less than five minutes."""
+    with bad_options():
+        config = BenchConfig(
+            presets=tuple(preset or ("causal",)),
+            strategies=tuple(strategy or ()),
+            layouts=tuple(layout or ()),
+            masks=tuple(mask or ()),
+            seq_lens=tuple(read_tokens(text) for text in seq_len or ()),
+            ranks=tuple(ranks or ()),
+            backends=tuple(backend or ("auto",)),
+            peers=(tuple(peer) if peer else None) if peers else (),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            rounds=rounds,
+            budget=budget,
+            charts=charts,
+            trace=trace,
+            out=out,
+        )
+    if under_launcher():
+        run_bench(config)
+        return
+    with bad_options():
+        check_int("nproc", nproc, 1)
+        config.check(nproc)
+        adapters(config.peers)
+        make_folder(Path(out))
+    launch(["-m", "seqpar.cli.comparison.worker", config.to_json()], nproc, _DEADLINE_S)
+
+
+def run_bench(config: BenchConfig) -> None:
+    """One rank of the comparison. Rank 0 prints the tables and writes the files.
+
+    Raises:
+        CommandError: bad options, or a strategy of seqpar whose results are wrong.
+    """
+    follow_launcher()
+    began = time.monotonic()
+    with bad_options():
+        config.check(int(os.environ["WORLD_SIZE"]))
+        modules = adapters(config.peers)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda = config.device != "cpu" and torch.cuda.device_count() >= local_ranks
+    if config.device == "cuda" and not cuda:
+        raise CommandError(
+            f"device='cuda': {torch.cuda.device_count()} GPU(s) for {local_ranks} rank(s); use --device cpu", BAD_OPTION
+        )
+    init_mesh(ring=-1, device_type="cuda" if cuda else "cpu", timeout=_PATIENCE)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    world, first = dist.get_world_size(), dist.get_rank() == 0
+    cases, folder = config.cases(world, device), Path(config.out)
+    if config.trace:
+        with bad_options():
+            make_folder(folder)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    facts = machine_facts(device)
+    if first:
+        console.print(
+            f"{facts['device']}, {cores()} core(s), {world} rank(s) on {world // local_ranks or 1} host(s), torch "
+            f"{facts['torch']}. {len(cases)} case(s); presets: "
+            + "; ".join(f"{name}: {PRESETS[name].about}" for name in config.presets),
+            highlight=False,
+        )
+    with _progress(console, first) as show:
+        results = measure(config, cases, device, modules, show, folder)
+    wrong = [f"{n}: {why}" for r in results for n, why in r.refused.items() if _is_ours(n) and why.startswith("WRONG")]
+    if first:
+        with bad_options():
+            make_folder(folder)
+        report(results, facts, folder, console, config.charts)
+        console.print(f"[dim]{time.monotonic() - began:.0f} s in all; everything is in {folder}[/]", highlight=False)
+    dist.barrier()
+    dist.destroy_process_group()
+    if wrong:
+        raise CommandError("; ".join(wrong))
+
+
+def _is_ours(name: str) -> bool:
+    return name.split(" ")[0] in (*strategy_names(), "local")
+
+
+def report(
+    results: Sequence[CaseResult], facts: dict[str, Any], folder: Path, console: Console, charts: bool = True
+) -> None:
+    """Print the tables and why some did not run, and write the CSV, the JSON and the charts."""
+    for result in results:
+        for run in PASSES:
+            console.print(table_of(result, run))
+    console.print(
+        "[dim]Share of the ideal: the time of the fastest attention of the whole sequence on one process with all "
+        "cores of its host, divided by the hosts (on CUDA: by the ranks), over this time; the median of the rounds' "
+        "ratios. Exposed messages: the time less that of the same call whose messages take no time. Sent, and peak "
+        "memory above the inputs: of forward and backward, the largest rank's.[/]",
+        highlight=False,
+    )
+    refused: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for reason in result.refused.items():
+            refused.setdefault(reason, []).append(str(result.case))
+    for (name, why), where in refused.items():
+        cases = "" if len(where) == len(results) else f" ({'; '.join(where)})"
+        console.print(f"[bold]{name}[/] did not run: {why}{cases}", highlight=False)
+    rows = [row for result in results for row in rows_of(result)]
+    with (folder / "bench.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*facts, *(f.name for f in fields(Row))])
+        writer.writeheader()
+        writer.writerows({**facts, **asdict(row)} for row in rows)
+    (folder / "bench.json").write_text(json.dumps(to_json(results, facts), indent=1) + "\n")
+    if charts and results:
+        draw_charts(results, folder, f"{facts['device']}, {results[-1].case.ranks} rank(s)")
+
+
+@contextmanager
+def _progress(console: Console, first: bool) -> Iterator[Callable[[str], None]]:
+    """A function that shows what rank 0 does now: in a line that changes, or where there is no terminal nowhere."""
+    if not first or not console.is_terminal:
+        yield lambda text: None
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda text: progress.update(task, description=text)

@@ -1,0 +1,1 @@
+"""What ``seqpar bench`` measures, how, and what it writes."""

@@ -1,0 +1,271 @@
+"""Everything that runs on a case: the ideal on one process, the strategies of seqpar, the peers.
+
+Each is an ``Attempt``: this rank's inputs, and the attention that is run on them. Making one, checking it and running
+it are collective among the ranks of the case.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...comm.communicator import without_messages
+from ...comm.trace import Trace, count_sent, trace
+from ...functional import attention
+from ...kernels import BACKENDS
+from ...mesh import Ranks
+from ...sharding import Sharding
+from ..trainer.memory import PeakMemory
+from .cases import Contender
+from .peers import Peer, RefusalError, Setting, make_peer, sdpa
+
+# The largest relative error of an output or a gradient, in the 2-norm. One device's own is below a tenth of it.
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+QUANTITIES = ("out", "dq", "dk", "dv")
+_LONGEST_SQUARE = 16384
+
+
+@dataclass(frozen=True)
+class Times:
+    """One run: seconds of forward and of all, and the CPU time of all threads."""
+
+    forward: float
+    both: float
+    cpu: float
+
+
+@dataclass
+class Attempt:
+    """One way to compute a case, on this rank.
+
+    Attributes:
+        name: in tables and charts.
+        kind: "ideal", "seqpar" or "peer".
+        attention: of q, k and v.
+        inputs: q, k, v (which take gradients) and dout, this rank's rows.
+        positions: global positions of these rows.
+        no_backward: why there is no backward, or None.
+        silent: the same attention without messages, where there is a way to leave them out.
+        block: makes the context in which it runs.
+    """
+
+    name: str
+    kind: str
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    inputs: list[Tensor]
+    positions: Tensor
+    layout: str = ""
+    backend: str = ""
+    no_backward: str | None = None
+    silent: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    block: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def run(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> tuple[Times, list[Tensor]]:
+        """Forward, and backward if there is one: the times, and out and the gradients."""
+        q, k, v, dout = self.inputs
+        device = q.device
+        marks = [_mark(device)]
+        cpu = time.process_time()
+        with self.block(), torch.set_grad_enabled(self.no_backward is None):
+            out = (attend or self.attention)(q, k, v)
+            marks.append(_mark(device))
+            if self.no_backward is None:
+                out.backward(dout)
+        marks.append(_mark(device))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times = Times(_between(marks[0], marks[1]), _between(marks[0], marks[2]), time.process_time() - cpu)
+        results = [out.detach()]
+        if self.no_backward is None:
+            for x in (q, k, v):
+                assert x.grad is not None
+                results.append(x.grad)
+                x.grad = None
+        return times, results
+
+    def errors(self, expected: Sequence[Tensor]) -> list[tuple[float, float]]:
+        """Of out and each gradient: this rank's squared error, and the squared norm of what was expected.
+
+        ``expected`` is of the whole sequence. A run that is not timed: it opens connections and compiles kernels.
+        """
+        _, results = self.run()
+        pairs = []
+        for result, full in zip(results, expected, strict=False):
+            right = full.index_select(1, self.positions.to(full.device)).to(torch.float64)
+            wrong = result.to(right.device, torch.float64) - right
+            pairs.append((float(wrong.square().sum()), float(right.square().sum())))
+        return pairs
+
+    def observe(self, ranks: Ranks | None) -> tuple[Trace, int]:
+        """One run that is not timed: what it sends, and the peak of its memory in bytes."""
+        counter = CountsMessages(ranks) if self.kind == "peer" and ranks is not None else nullcontext()
+        _return_freed_memory()
+        memory = PeakMemory(self.inputs[0].device)
+        with trace() as sent, counter:
+            self.run()
+        return sent, memory.bytes()
+
+
+def _return_freed_memory() -> None:
+    """Have the C library return what is freed, so that what an earlier run left does not hide what this one needs."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    seconds: float = end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+    return seconds
+
+
+class CountsMessages(TorchDispatchMode):
+    """Within the block: adds what torch.distributed's operators send to the open traces, as ``count_sent`` does."""
+
+    _TO_EACH = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
+    _DIVIDED = ("alltoall_base_", "alltoall_", "_reduce_scatter_base_", "reduce_scatter_", "dim_zero_all_to_all")
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ranks = ranks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        size = self._ranks.size()
+        if name == "send":
+            count_sent(sum(x.nbytes for x in args[0]), self._ranks, args[2])
+        elif name in self._TO_EACH and size > 1:
+            count_sent(_bytes_of(args[1]) * (size - 1), self._ranks, messages=size - 1)
+        elif name in self._DIVIDED and size > 1:
+            nbytes = _bytes_of(args[0] if name == "dim_zero_all_to_all" else args[1])
+            count_sent(nbytes * (size - 1) // size, self._ranks, messages=size - 1)
+        return func(*args, **(kwargs or {}))
+
+
+def _bytes_of(x: Any) -> int:
+    return x.nbytes if isinstance(x, Tensor) else sum(_bytes_of(y) for y in x)
+
+
+def local_inputs(setting: Setting, positions: Tensor | None) -> list[Tensor]:
+    """q, k, v and dout of some rows, or of all; contiguous, and q, k and v take gradients."""
+    full = setting.case.tensors(setting.device)
+    rows = full if positions is None else [x.index_select(1, positions.to(x.device)) for x in full]
+    return [x.contiguous().requires_grad_(i < 3) for i, x in enumerate(rows)]
+
+
+def one_process(setting: Setting) -> Iterator[tuple[str, Callable[[], Attempt]]]:
+    """What could be the ideal: PyTorch's attention, and seqpar's on one process with every backend of this machine."""
+    positions = torch.arange(setting.case.seq_len)
+
+    def with_sdpa() -> Attempt:
+        return Attempt("SDPA", "ideal", sdpa(setting), local_inputs(setting, None), positions)
+
+    yield "SDPA", with_sdpa
+    for name, backend in BACKENDS.items():
+        if name == "reference" or backend.unavailable() is not None:
+            continue
+
+        def with_backend(name: Any = name) -> Attempt:
+            mask = setting.mask
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                out: Tensor = attention(q, k, v, strategy="local", mask=mask, backend=name)
+                return out
+
+            inputs = local_inputs(setting, None)
+            with trace() as ran, torch.no_grad():
+                attend(*inputs[:3])
+            if name not in ran.backends:
+                raise RefusalError(f"{name} does not support this call")
+            return Attempt(f"local {name}", "ideal", attend, inputs, positions, backend=name)
+
+        yield f"local {name}", with_backend
+
+
+def strategy_attempt(setting: Setting, contender: Contender) -> Attempt:
+    """A strategy of seqpar."""
+    case, mask = setting.case, setting.mask
+    sharding = Sharding(case.seq_len, contender.layout, group=setting.group)  # type: ignore[arg-type]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attention(q, k, v, mask=mask, sharding=sharding, **contender.options)
+        return out
+
+    positions = setting.positions(contender.layout)  # type: ignore[arg-type]
+    return Attempt(
+        contender.name,
+        "seqpar",
+        attend,
+        local_inputs(setting, positions),
+        positions,
+        layout=contender.layout,
+        backend=contender.backend,
+        silent=attend if setting.group.size() > 1 else None,
+    )
+
+
+def peer_attempt(setting: Setting, module: Any, nothing: Any) -> Attempt:
+    """A peer. ``nothing`` is a group of the same ranks whose messages take no time.
+
+    Raises:
+        RefusalError: it cannot run here.
+    """
+    peer: Peer = make_peer(module, setting)
+    silent = None
+    if peer.any_group and setting.group.size() > 1:
+        silent = make_peer(module, replace(setting, group=nothing)).attention
+    return Attempt(
+        module.NAME,
+        "peer",
+        peer.attention,
+        local_inputs(setting, peer.positions),
+        peer.positions,
+        no_backward=peer.no_backward,
+        silent=silent,
+        block=peer.block,
+    )
+
+
+@contextmanager
+def silence(attempt: Attempt) -> Iterator[Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """The attempt's attention without messages, within the block."""
+    assert attempt.silent is not None
+    with without_messages() if attempt.kind == "seqpar" else nullcontext():
+        yield attempt.silent
+
+
+def reference(setting: Setting) -> list[Tensor]:
+    """out, dq, dk and dv of the whole sequence, by PyTorch's attention in float32.
+
+    Longer than 16,384 tokens under a mask that is neither causal nor full, the square of the mask is too large, and
+    seqpar's own attention on one process is the reference.
+    """
+    case = setting.case
+    if case.causal is not None or case.seq_len <= _LONGEST_SQUARE:
+        attend = sdpa(setting)
+    else:
+        mask = setting.mask
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, strategy="local", mask=mask)
+
+    # The inputs are rounded to the case's dtype, the computation is not.
+    precise = [x.detach().float().requires_grad_(i < 3) for i, x in enumerate(local_inputs(setting, None))]
+    _, results = Attempt("reference", "ideal", attend, precise, torch.arange(case.seq_len)).run()
+    return results

@@ -1,0 +1,227 @@
+"""What is measured: the options of ``seqpar bench``, its presets, and the attention of one case.
+
+Shapes: ``b`` batch, ``s`` tokens of the whole sequence, ``h`` heads, ``n`` KV heads, ``d`` head_dim of q and k, ``e``
+head_dim of v.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checks import check_choice, check_int
+from ...kernels import BACKENDS
+from ...layout import LAYOUTS
+from ...mask import Mask
+from ...planner.mixes import mask_of
+from ...strategies import COMMS, STRATEGIES
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A kind of attention that users have.
+
+    Attributes:
+        mask: as ``--mask`` takes it.
+        kv_share: query heads of each KV head.
+        qk_to_v: head_dim of q and k, divided by that of v.
+        about: what it stands for, and where its numbers come from.
+    """
+
+    mask: str
+    about: str
+    kv_share: int = 1
+    qk_to_v: float = 1.0
+
+
+PRESETS: dict[str, Preset] = {
+    "causal": Preset("causal", "one document, as many KV heads as heads"),
+    "packed": Preset(
+        "mix:magi",
+        "packed documents with the lengths of MagiAttention's distributed benchmark: 13.5 million documents, the most "
+        "of 200 to 2,000 tokens, with a tail to 196,608 that holds most of the work",
+    ),
+    "window": Preset("window:1024", "each token sees the last 1,024"),
+    "gqa": Preset("causal", "4 heads for each KV head, as in Llama 3 8B", kv_share=4),
+    "mla": Preset(
+        "causal", "q and k one and a half times as wide as v, as in DeepSeek-V3 (192 and 128)", qk_to_v=1.5
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """The options of ``seqpar bench``. An empty tuple or None leaves the choice to the preset or the device."""
+
+    presets: tuple[str, ...] = ("causal",)
+    strategies: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    masks: tuple[str, ...] = ()
+    seq_lens: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    backends: tuple[str, ...] = ("auto",)
+    peers: tuple[str, ...] | None = None
+    batch: int = 1
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    rounds: int = 7
+    budget: float = 150.0
+    charts: bool = True
+    trace: bool = False
+    out: str = "bench"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> BenchConfig:
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+        return BenchConfig(**values)
+
+    def check(self, world: int) -> None:
+        """
+        Raises:
+            TypeError, ValueError: an option is wrong, or does not fit ``world`` ranks.
+        """
+        for name, values, known in (
+            ("preset", self.presets, PRESETS),
+            ("strategy", self.strategies, strategy_names()),
+            ("layout", self.layouts, LAYOUTS),
+            ("backend", self.backends, ("auto", *BACKENDS)),
+        ):
+            for value in values:
+                check_choice(name, value, known)
+        check_choice("device", self.device, DEVICES)
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, DTYPES)
+        for name, number in (("batch", self.batch), ("rounds", self.rounds)):
+            check_int(name, number, 1)
+        for seq_len in self.seq_lens:
+            check_int("seq_len", seq_len, 1)
+        for n in self.ranks:
+            if not 1 <= n <= world:
+                raise ValueError(f"ranks={n}: expected 1 to {world}, the ranks that were started; raise --nproc")
+        for mask in self.masks:
+            mask_of(mask, 4096)
+        heads, kv_heads = self.heads or 8, self.kv_heads
+        if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+            raise ValueError(f"kv_heads={kv_heads}: expected a divisor of heads={heads}")
+
+    def cases(self, world: int, device: torch.device) -> list[Case]:
+        """Every combination of preset, mask, ranks and length, the shortest sequences first."""
+        cuda = device.type == "cuda"
+        seq_lens = self.seq_lens or ((8192, 16384, 32768) if cuda else (1024, 2048, 4096))
+        heads = self.heads or (32 if cuda else 8)
+        head_dim = self.head_dim or (128 if cuda else 64)
+        cases = []
+        for name, ranks, seq_len in product(self.presets, self.ranks or (world,), sorted(seq_lens)):
+            preset = PRESETS[name]
+            for mask in self.masks or (preset.mask,):
+                cases.append(
+                    Case(
+                        preset=name,
+                        mask=mask,
+                        seq_len=seq_len,
+                        ranks=ranks,
+                        batch=self.batch,
+                        heads=heads,
+                        kv_heads=self.kv_heads or max(1, heads // preset.kv_share),
+                        head_dim=round(head_dim * preset.qk_to_v),
+                        v_head_dim=head_dim,
+                        dtype=self.dtype or ("bfloat16" if cuda else "float32"),
+                    )
+                )
+        return cases
+
+    def contenders(self, ranks: int) -> list[Contender]:
+        """Strategies, layouts and backends. By default each strategy has the layout that balances a causal mask."""
+        strategies = self.strategies or ("ring", "ulysses", "all_gather", *(["hybrid"] if ranks >= 4 else []))
+        found = []
+        for strategy, backend in product(strategies, self.backends):
+            balanced = "contiguous" if strategy in ("ulysses", "a2a") else "zigzag"
+            found += [Contender(strategy, layout, backend) for layout in self.layouts or (balanced,)]
+        return found
+
+
+def strategy_names() -> tuple[str, ...]:
+    """The strategies of several ranks, and the ways of context_parallel to communicate, which stand for it."""
+    return (*(name for name in STRATEGIES if name not in ("local", "context_parallel")), *COMMS)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy of seqpar with a layout and a backend."""
+
+    strategy: str
+    layout: str
+    backend: str = "auto"
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy} {self.layout}" + (f" {self.backend}" if self.backend != "auto" else "")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of ``seqpar.attention`` that name the strategy."""
+        if self.strategy in STRATEGIES:
+            return {"strategy": self.strategy, "backend": self.backend}
+        return {"strategy": "context_parallel", "comm": self.strategy, "backend": self.backend}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention that everything runs on: the same inputs, mask and ranks."""
+
+    preset: str
+    mask: str
+    seq_len: int
+    ranks: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    seed: int = field(default=0)
+
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """q ``[b, s, h, d]``, k ``[b, s, n, d]``, v ``[b, s, n, e]``, dout ``[b, s, h, e]``, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seed)
+        widths = (self.head_dim, self.head_dim, self.v_head_dim, self.v_head_dim)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(self.batch, self.seq_len, n, d) for n, d in zip(heads, widths, strict=True)]
+        return [torch.randn(shape, generator=generator).to(device, DTYPES[self.dtype]) for shape in shapes]
+
+    def make_mask(self) -> Mask:
+        return mask_of(self.mask, self.seq_len)
+
+    @property
+    def causal(self) -> bool | None:
+        """Whether the mask is the causal one; None if it is neither causal nor full."""
+        return {"causal": True, "full": False}.get(self.mask)
+
+    def visible_pairs(self) -> int:
+        """Pairs of a query and a key that it sees, of all rows of the batch."""
+        lo, hi = self.make_mask().intervals(torch.arange(self.seq_len))
+        pairs = int((hi.clamp_max(self.seq_len) - lo.clamp_min(0)).clamp_min(0).sum())
+        return pairs * self.batch
+
+    def operations(self, backward: bool) -> float:
+        """Floating-point operations: 2 matrix products over the visible pairs in forward, 5 in backward."""
+        d, e = self.head_dim, self.v_head_dim
+        widths = (3 * d + 2 * e) if backward else (d + e)
+        return 2.0 * self.visible_pairs() * self.heads * widths
+
+    def __str__(self) -> str:
+        return f"{self.preset}, {self.seq_len:,} tokens, {self.ranks} rank(s), mask {self.mask}"

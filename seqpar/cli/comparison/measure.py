@@ -1,0 +1,297 @@
+"""Rounds in which everything runs once, one after another, so that a machine that slows down slows all of it.
+
+All ranks of a case make its attempts and run them together; what one rank cannot do, none does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...mesh import ranks_by_host
+from ..launch import cores
+from .attempts import (
+    QUANTITIES,
+    TOLERANCES,
+    Attempt,
+    Times,
+    one_process,
+    peer_attempt,
+    reference,
+    silence,
+    strategy_attempt,
+)
+from .cases import BenchConfig, Case
+from .machine import Clock
+from .peers import RefusalError, Setting
+from .results import BOTH, FORWARD, CaseResult, Sample
+from .timeline import record
+
+_FEWEST_ROUNDS = 3
+_PATIENCE = timedelta(hours=4)  # ranks that a case does not use wait for its end
+_PAUSE_S = 0.02  # until the threads of the run before have stopped spinning
+
+T = TypeVar("T")
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The first ``n`` ranks.
+
+    Attributes:
+        group: for tensors.
+        control: gloo, for what the ranks tell each other about the measurement.
+        nothing: a group of the same ranks whose messages take no time.
+        alone: a group of this rank by itself.
+    """
+
+    group: ProcessGroup
+    control: ProcessGroup
+    nothing: ProcessGroup
+    alone: ProcessGroup
+
+    @staticmethod
+    def make(sizes: Sequence[int]) -> dict[int, Groups]:
+        """By number of ranks. A call of all ranks."""
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
+
+        world: Any = dist.group.WORLD
+        alone = [dist.new_group([rank]) for rank in range(world.size())][world.rank()]
+        made = {}
+        for n in sizes:
+            ranks = list(range(n))
+            made[n] = Groups(
+                world if n == world.size() else dist.new_group(ranks),
+                dist.new_group(ranks, backend="gloo", timeout=_PATIENCE),
+                dist.new_group(ranks, backend="fake"),
+                alone,
+            )
+        return made
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        values: list[Any] = [None] * self.control.size()
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def together(self, make: Callable[[], T]) -> tuple[T | None, str | None]:
+        """What ``make`` returns, or why it raised on some rank: then no rank has it."""
+        value, reason = None, None
+        try:
+            value = make()
+        except RefusalError as error:
+            reason = str(error)
+        except Exception as error:
+            first = (str(error).strip() or repr(error)).splitlines()[0]
+            reason = f"{type(error).__name__}: {first[:200]}"
+        reasons = [r for r in self.gather(reason) if r is not None]
+        return (None, reasons[0]) if reasons else (value, None)
+
+
+class CaseMeasurement:
+    """One case on this rank. Every method is a call of all ranks of the case."""
+
+    def __init__(self, case: Case, groups: Groups, device: torch.device, config: BenchConfig, show: Show) -> None:
+        self.case, self.device, self._config, self._show = case, device, config, show
+        self._groups = groups
+        self._setting = Setting(case, groups.group, groups.alone, dist.get_world_size(), device)
+        self._rank = groups.control.rank()
+        self._hosts = ranks_by_host(groups.group)
+        self._on_host = max(map(len, self._hosts))  # ranks that share the cores of a host
+        self.result = CaseResult(case, [], {}, case.ranks if device.type == "cuda" else len(self._hosts))
+        self._attempts: list[tuple[Attempt | None, Sample]] = []  # None: rank 0 runs it alone
+
+    def prepare(self, peers: dict[str, Any]) -> None:
+        """Make, check and observe every attempt."""
+        self._show("the right answer")
+        expected, reason = self._groups.together(self._reference)
+        if expected is None:
+            raise RuntimeError(f"{self.case}: the reference cannot be computed: {reason}")
+        for name, make in one_process(self._setting):
+            self._add(name, "ideal", make, expected)
+        for contender in self._config.contenders(self.case.ranks):
+            self._add(contender.name, "seqpar", partial(strategy_attempt, self._setting, contender), expected)
+        for module in peers.values():
+            make_one = partial(peer_attempt, self._setting, module, self._groups.nothing)
+            self._add(module.NAME, "peer", make_one, expected)
+
+    def _reference(self) -> list[Tensor]:
+        """On rank 0 with all cores; the other ranks receive it."""
+        self._use_threads(alone=self._rank == 0)
+        case = self.case
+        if self._rank == 0:
+            results = [x.contiguous().cpu() for x in reference(self._setting)]
+        else:
+            shapes = [
+                (case.batch, case.seq_len, heads, width)
+                for heads, width in (
+                    (case.heads, case.v_head_dim),
+                    (case.heads, case.head_dim),
+                    (case.kv_heads, case.head_dim),
+                    (case.kv_heads, case.v_head_dim),
+                )
+            ]
+            results = [torch.empty(shape) for shape in shapes]
+        for x in results:
+            dist.broadcast(x, 0, group=self._groups.control)
+        return results
+
+    def _add(self, name: str, kind: str, make: Callable[[], Attempt], expected: list[Tensor]) -> None:
+        """Make an attempt, run it once, compare its results, and note what it sends and holds."""
+        self._show(f"{name}: first run")
+        alone = kind == "ideal"
+        absent = alone and self._rank != 0
+        self._use_threads(alone)
+        start = time.perf_counter()
+        attempt, reason = self._groups.together(lambda: None if absent else make())
+        if reason is None:
+            errors, reason = self._groups.together(lambda: [] if attempt is None else attempt.errors(expected))
+        if reason is not None:
+            self.result.refused[name] = reason
+            return
+        sample = Sample(name, kind, warmup_s=time.perf_counter() - start)
+        found = _relative_errors([e for e in self._groups.gather(errors) if e])
+        wrong = [quantity for quantity, error in found.items() if not error <= TOLERANCES[self.case.dtype]]
+        if wrong:
+            differ = ", ".join(f"{quantity} by {found[quantity]:.1e}" for quantity in wrong)
+            why = f"WRONG: differs from one device's: {differ}"
+            if kind != "peer" or "out" in wrong:
+                self.result.refused[name] = why
+                return
+            assert attempt is not None
+            attempt.no_backward = why  # its forward is right, and is timed
+        sample.error = max(error for quantity, error in found.items() if quantity not in wrong)
+        if attempt is not None:
+            sample.layout, sample.backend = attempt.layout, attempt.backend
+            if attempt.no_backward is not None:
+                self.result.refused[f"{name}, backward,"] = attempt.no_backward
+        ranks = None if alone else self._groups.group
+        observed, reason = self._groups.together(lambda: None if attempt is None else attempt.observe(ranks))
+        if reason is not None:
+            self.result.refused[name] = reason
+            return
+        mine = (0, 0, 0) if observed is None else (observed[0].bytes_sent, observed[0].bytes_between_hosts, observed[1])
+        most = [max(column) for column in zip(*self._groups.gather(mine), strict=True)]
+        sample.bytes_sent, sample.bytes_between_hosts, sample.peak_memory = most
+        self._attempts.append((attempt, sample))
+        self.result.samples.append(sample)
+
+    def _use_threads(self, alone: bool) -> None:
+        """Rank 0 takes the cores of the other ranks of its host while it runs alone."""
+        torch.set_num_threads(max(1, cores() // (1 if alone else self._on_host)))
+
+    def rounds(self, until: float) -> None:
+        """At least three rounds, and more as long as rank 0's clock (``time.monotonic``) is before ``until``."""
+        clock, cpu = Clock.now(), time.process_time()
+        for number in range(self._config.rounds):
+            turn = number % max(1, len(self._attempts))
+            begun = time.monotonic()
+            for attempt, sample in self._attempts[turn:] + self._attempts[:turn]:
+                self._show(f"round {number + 1} of {self._config.rounds}: {sample.name}")
+                self._once(attempt, sample)
+            again = time.monotonic() + (time.monotonic() - begun) < until or number + 1 < _FEWEST_ROUNDS
+            if not self._groups.gather(again)[0]:
+                break
+        by_rank = self._groups.gather(time.process_time() - cpu)
+        spent = sum(by_rank[rank] for rank in self._hosts[0])
+        self.result.busy_share = Clock.now().busy_share_since(clock, spent)
+
+    def _once(self, attempt: Attempt | None, sample: Sample) -> None:
+        self._use_threads(sample.kind == "ideal")
+        times = self._timed(attempt, silent=False)
+        both = sample.kind != "peer" or attempt is None or attempt.no_backward is None
+        sample.seconds[FORWARD].append(max(t.forward for t in times))
+        sample.cpu.append(sum(t.cpu for t in times))
+        if both:
+            sample.seconds[BOTH].append(max(t.both for t in times))
+        if attempt is not None and attempt.silent is not None:
+            times = self._timed(attempt, silent=True)
+            sample.silent[FORWARD].append(max(t.forward for t in times))
+            if both:
+                sample.silent[BOTH].append(max(t.both for t in times))
+
+    def _timed(self, attempt: Attempt | None, silent: bool) -> list[Times]:
+        """One run; the times by rank, of the ranks that ran."""
+        time.sleep(_PAUSE_S)
+        dist.barrier(self._groups.control)
+        mine = None
+        if attempt is not None:
+            if silent:
+                with silence(attempt) as attend:
+                    mine, _ = attempt.run(attend)
+            else:
+                mine, _ = attempt.run()
+        return [t for t in self._groups.gather(mine) if t is not None]
+
+    def profile(self, folder: Path | None) -> None:
+        """A step of every distributed attempt, for the timelines; with ``folder``, their Chrome traces in it."""
+        for attempt, sample in self._attempts:
+            if sample.kind == "ideal" or attempt is None:
+                continue
+            self._show(f"{sample.name}: profile")
+            self._use_threads(False)
+            chrome = None
+            if folder is not None:
+                word = sample.name.replace(" ", "-").replace(",", "").replace("+", "and")
+                chrome = folder / f"{self.case.preset}-{self.case.seq_len}-{word}-rank{self._rank}.json"
+            dist.barrier(self._groups.control)
+            timeline, _ = self._groups.together(partial(record, attempt.run, self.device, chrome))
+            if timeline is not None:
+                self.result.timelines[sample.name] = self._groups.gather(timeline)
+
+
+def _relative_errors(by_rank: list[list[tuple[float, float]]]) -> dict[str, float]:
+    """By quantity, the relative error over all ranks' rows in the 2-norm."""
+    errors = {}
+    for name, parts in zip(QUANTITIES, zip(*by_rank, strict=True), strict=False):
+        error, norm = (sum(part[i] for part in parts) for i in range(2))
+        errors[name] = float((error / max(norm, 1e-300)) ** 0.5)
+    return errors
+
+
+def measure(
+    config: BenchConfig, cases: Sequence[Case], device: torch.device, peers: dict[str, Any], show: Show, out: Path
+) -> list[CaseResult]:
+    """Every case, one after another. A call of all ranks; ranks that a case does not use wait for it.
+
+    Returns:
+        On rank 0, the results; on the other ranks, what they know of them.
+    """
+    world = dist.get_world_size()
+    groups = Groups.make(sorted({world, *(case.ranks for case in cases)}))
+    results = []
+    began = time.monotonic()
+    weights = [_weight(case) for case in cases]
+    for i, case in enumerate(cases):
+        if dist.get_rank() < case.ranks:
+            share = weights[i] / sum(weights[i:])
+            until = time.monotonic() + max(0.0, began + config.budget - time.monotonic()) * share
+            one = CaseMeasurement(case, groups[case.ranks], device, config, partial(_show_of, case, show))
+            one.prepare(peers)
+            one.rounds(until)
+            if config.trace or (config.charts and i + 1 == len(cases)):
+                one.profile(out if config.trace else None)
+            results.append(one.result)
+            torch.cuda.empty_cache()
+        groups[world].gather(None)
+    return results
+
+
+def _show_of(case: Case, show: Show, text: str) -> None:
+    show(f"{case}: {text}")
+
+
+def _weight(case: Case) -> float:
+    """What a case costs, beside others: its pairs, and as much as 1,000 tokens of causal attention for the rest."""
+    return case.visible_pairs() + 5e5
