@@ -59,7 +59,7 @@ Overlap = Literal["auto", "ring", "symm_mem", "none"]
 OVERLAPS: tuple[str, ...] = get_args(Overlap)
 
 # The full sequence is sent in at least this many pieces: a chunk of P ranks in about _PIECES / P.
-_PIECES = 8
+_PIECES = 16
 
 
 @dataclass(frozen=True, eq=False)

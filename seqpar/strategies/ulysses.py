@@ -56,7 +56,7 @@ from ..layout import SequenceSharding, split_range
 from ..mesh import Ranks
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
-MAX_CHUNKS = 4
+MAX_CHUNKS = 8
 # A chunk has at least as many products of a query's and a key's elements, counted without a mask, so that its attention
 # takes much longer than to start an all-to-all: about 20 ms on a CPU core, and 0.1 ms on a GPU.
 _CHUNK_WORK = {"cpu": 1 << 29, "cuda": 1 << 34}
