@@ -31,8 +31,9 @@ from .call import AttentionCall
 
 # The K/V of this many remote steps, or chunks of heads of a step, are on the way at a time.
 _AHEAD = 2
-# With ``chunks=``, which asks for less memory.
-_AHEAD_IN_GIVEN_CHUNKS = 1
+# With ``chunks=``, which asks for less memory. Also in an all-gather over several hosts: there, the start of a chunk
+# waits for its fetch.
+_AHEAD_AT_LEAST = 1
 
 KV = tuple[Tensor, Tensor]
 
@@ -66,7 +67,8 @@ class RemoteSteps:
         self._to_fetch = deque((number, i) for number in numbers for i in range(plan.fetches))
         self._fetching: deque[Callable[[], Any]] = deque()
         self._fetched: tuple[tuple[int, int], Any] | None = None  # the part and the fetch, and what was fetched
-        self._ahead = _AHEAD if call.groups.chunks is None else _AHEAD_IN_GIVEN_CHUNKS
+        few = call.groups.chunks is not None or (plan.gather and plan.fetches > 0)
+        self._ahead = _AHEAD_AT_LEAST if few else _AHEAD
         # An all-gather starts the step of its next chunk, which needs the next fetch, before the kernel of this one.
         for _ in range(2 if plan.gather else 1):
             self._start_fetch()
