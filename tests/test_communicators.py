@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -252,19 +253,42 @@ class FakeNccl:
 
     class Options:
         is_high_priority_stream = False
+        global_ranks_in_group: list[int]
+        _timeout: timedelta
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         self.options, self.where = options, (rank, size)
 
 
-def test_nccl_gets_a_high_priority_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FakeNccl]:
+    """What makes an NCCL backend of two ranks."""
     monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(communicators, "global_ranks", lambda ranks: (4, 6))
     monkeypatch.setattr(communicators, "rank_in", lambda ranks: 1)
     monkeypatch.setattr(communicators, "size_of", lambda ranks: 2)
-    backend = communicators._nccl(dist.HashStore(), object(), timedelta(seconds=9))
+    anything: Any = object()
+    return lambda: communicators._nccl(dist.HashStore(), anything, timedelta(seconds=9))
+
+
+def test_nccl_gets_a_high_priority_stream(fake_nccl: Callable[[], FakeNccl]) -> None:
+    backend = fake_nccl()
     assert backend.options.is_high_priority_stream and backend.where == (1, 2)
     assert backend.options.global_ranks_in_group == [4, 6] and backend.options._timeout == timedelta(seconds=9)
+    assert not vars(backend.options.config)  # NCCL's own defaults
+
+
+def test_nccl_gets_as_many_sms_as_asked_for(fake_nccl: Callable[[], FakeNccl], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQPAR_NCCL_MIN_CTAS", "2")
+    monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", "8")
+    assert vars(fake_nccl().options.config) == {"min_ctas": 2, "max_ctas": 8}
+    for bad in ("0", "-1", "many", "65", ""):
+        monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", bad)
+        with pytest.raises(ValueError, match=f"SEQPAR_NCCL_MAX_CTAS='{bad}': expected the number of SMs"):
+            fake_nccl()
 
 
 def test_global_ranks(pool: Pool) -> None:

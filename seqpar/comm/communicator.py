@@ -19,6 +19,7 @@ All are shut down with the default group, or at exit.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -132,9 +133,17 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
 
 
 def _nccl(store: dist.Store, ranks: Ranks, timeout: timedelta) -> Any:
-    """An NCCL backend whose kernels start before waiting kernels of other streams."""
+    """An NCCL backend whose kernels start before waiting kernels of other streams, on as many SMs as the user says."""
     options = c10d.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    for name in ("min_ctas", "max_ctas"):
+        if (value := os.environ.get(f"SEQPAR_NCCL_{name.upper()}")) is not None:
+            if not (value.isdecimal() and 1 <= int(value) <= 64):
+                raise ValueError(
+                    f"SEQPAR_NCCL_{name.upper()}={value!r}: expected the number of SMs that NCCL uses for attention's "
+                    "transfers, 1 to 64, the same on every rank; or leave it unset"
+                )
+            setattr(options.config, name, int(value))
     options._timeout = timeout
     options.global_ranks_in_group = list(global_ranks(ranks))
     return c10d.ProcessGroupNCCL(store, rank_in(ranks), size_of(ranks), options)

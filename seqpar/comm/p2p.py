@@ -11,22 +11,29 @@ from torch import Tensor
 from ..mesh import Ranks
 from ..rendezvous import ADVICE
 from .communicator import communicator
+from .streams import posting_stream
 from .trace import count_sent
 
 Message = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent to it or received from it
 
 
 class Pending:
-    """Messages that have been started and not waited for. Holds their buffers until then."""
+    """Messages that have been started and not waited for. Holds their buffers until then.
+
+    Buffers on a ``TransferStream`` are held by it from then on, until their readers have been launched.
+    """
 
     def __init__(self, works: Sequence[dist.Work | None] = (), buffers: Sequence[Tensor] = ()) -> None:
         self._works = works
         self._buffers = buffers
+        self._posted_from = posting_stream()
+        # A message to this rank itself is not sent, but written on the stream that messages are posted from.
+        self._written = self._posted_from.position() if self._posted_from and buffers and not works else None
 
     @staticmethod
-    def all(parts: Sequence[Pending]) -> Pending:
-        """The messages of all ``parts`` together."""
-        return Pending([work for part in parts for work in part._works], [x for part in parts for x in part._buffers])
+    def all(parts: Sequence[Pending], buffers: Sequence[Tensor]) -> Pending:
+        """The messages of all ``parts`` together, in ``buffers``."""
+        return Pending([work for part in parts for work in part._works], buffers)
 
     def wait(self) -> None:
         """Wait until all messages are sent and received. On CUDA, the current stream waits instead of the host."""
@@ -36,6 +43,10 @@ class Pending:
                     work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"messages of attention did not arrive; {ADVICE}") from error
+        if self._written is not None:
+            torch.cuda.current_stream().wait_event(self._written)
+        if self._posted_from is not None:
+            self._posted_from.hold(self._buffers)
         self._works, self._buffers = (), ()
 
 

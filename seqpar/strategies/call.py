@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels.base import Score
 from ..keys import KeyIntervals
@@ -34,6 +35,7 @@ class AttentionCall:
         heads: the heads of q, k and v. Under tensor parallelism, some of the model's.
         return_lse: whether the caller gets the log-sum-exp, which is differentiable then.
         fixed_chunks: whether an all-to-all has as many chunks at every length, as an operator's results require.
+        kv_ready: when its keys and values were ready to be sent, in forward and so in backward.
     """
 
     groups: AttentionGroups
@@ -45,6 +47,7 @@ class AttentionCall:
     heads: Heads
     return_lse: bool
     fixed_chunks: bool = False
+    kv_ready: ReadyEvents = field(default_factory=ReadyEvents, init=False, repr=False)
     _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
     def parts(self, heads: Heads, k: Tensor) -> list[Heads]:

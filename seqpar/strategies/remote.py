@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
+from ..comm.streams import TransferStream
 from ..comm.trace import count_step
 from ..heads import Heads
 from ..keys import GatheredKeys, Selection
@@ -69,6 +70,7 @@ class RemoteSteps:
         self._fetched: tuple[tuple[int, int], Any] | None = None  # the part and the fetch, and what was fetched
         few = call.groups.chunks is not None or (plan.gather and plan.fetches > 0)
         self._ahead = _AHEAD_AT_LEAST if few else _AHEAD
+        self._stream = TransferStream((k, v), call.kv_ready) if self._tasks else TransferStream()
         # An all-gather starts the step of its next chunk, which needs the next fetch, before the kernel of this one.
         for _ in range(2 if plan.gather else 1):
             self._start_fetch()
@@ -77,11 +79,15 @@ class RemoteSteps:
 
     def __iter__(self) -> Iterator[tuple[int, Heads, int, Tensor, Tensor]]:
         for number, i in self._tasks:
+            if self._plan.gather:  # the next chunk takes the memory of the last one, whose kernel it waits for
+                self._stream.release()
             while self._to_start and len(self._started) <= self._ahead:
                 if self._started and self._waits_for_fetch() and not self._plan.gather:
                     break  # the step that needs it waits for it, not those before
                 self._start_step()
+            self._stream.release()
             yield number, self.parts[number], i, *self._started.popleft()()
+        self._stream.release()
 
     def _waits_for_fetch(self) -> bool:
         """Whether the next step to start needs a fetch that has not been waited for."""
@@ -92,7 +98,8 @@ class RemoteSteps:
     def _start_fetch(self) -> None:
         if self._to_fetch:
             number, index = self._to_fetch.popleft()
-            self._fetching.append(self._transport.start_fetch(self._plan.fetch(index), self._own[number]))
+            with self._stream.posting():
+                self._fetching.append(self._transport.start_fetch(self._plan.fetch(index), self._own[number]))
 
     def _start_step(self) -> None:
         """Start the transfers of the next step."""
@@ -102,12 +109,14 @@ class RemoteSteps:
         if waits:
             assert fetch is not None
             self._start_fetch()  # the next one
-            self._fetched = (number, fetch), self._fetching.popleft()()
+            with self._stream.posting():  # the kernels do not wait for the fetch
+                self._fetched = (number, fetch), self._fetching.popleft()()
         fetched = self._fetched[1] if fetch is not None and self._fetched is not None else None
         step = self._plan[i]
         if step.receives and number == 0:
             count_step()
-        self._started.append(self._transport.start_step(step, self._own[number], fetched))
+        with self._stream.posting():
+            self._started.append(self._transport.start_step(step, self._own[number], fetched))
 
 
 class Returns:
@@ -466,7 +475,8 @@ def _exchange(
         )
         for peers in planned.groups
     ]
-    return Pending.all(groups)
+    # Also the message to this rank itself, which is not sent.
+    return Pending.all(groups, [*sends.values(), *received.values()])
 
 
 def _with_rows(like: Tensor, rows: int) -> Tensor:
