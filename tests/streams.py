@@ -69,6 +69,9 @@ class Stream:
     def record_event(self) -> Event:
         return Event(dict(self.clock))
 
+    def synchronize(self) -> None:
+        """The host waits."""
+
     def wait_event(self, event: Event) -> None:
         for name, count in event.clock.items():
             self.clock[name] = max(self.clock.get(name, 0), count)

@@ -62,6 +62,11 @@ def without_messages() -> Iterator[None]:
         _sends_nothing = False
 
 
+def sends_nothing() -> bool:
+    """Whether messages bring nothing now: inside ``without_messages``."""
+    return _sends_nothing
+
+
 def communicator(
     ranks: Ranks, device: torch.device, purpose: Purpose = "messages", patience: timedelta | None = None
 ) -> ProcessGroup:

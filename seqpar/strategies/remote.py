@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, make_ready
+from ..comm.pulls import shared_memory, start_pulls
 from ..comm.streams import TransferStream
 from ..comm.trace import count_step
 from ..heads import Heads
@@ -375,7 +376,12 @@ class _Collectives:
     def start_step(self, step: Step, own: _KeyValues, fetched: Tensor | None) -> Callable[[], KV]:
         assert self._groups.within is not None
         by_host = self._message(own)[None] if fetched is None else fetched  # [hosts, 2, b, longest, n, d]
-        gathered, pending = start_all_gather(by_host, self._groups.within)  # [ranks of a host, hosts, 2, ...]
+        memory = shared_memory(self._groups.within, by_host.device)
+        gathered, pending = (  # [ranks of a host, hosts, 2, ...]
+            start_all_gather(by_host, self._groups.within)
+            if memory is None
+            else start_pulls(by_host, self._groups.within, memory)
+        )
         views = [self._rank_of(gathered, t)[:, :, : len(t.rows)] for t in step.receives]
         del by_host, fetched, gathered
 
