@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import seqpar
 from seqpar import kernels
 from seqpar.comm import p2p, streams
-from seqpar.strategies import autograd
+from seqpar.strategies import autograd, ulysses
 from seqpar.strategies import call as calls
 
 from .fake_cuda import fake_cuda
@@ -61,6 +61,7 @@ def one_rank(per_host: int) -> Iterator[Simulator]:
         with (
             mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(per_host)),
             mock.patch.dict(calls._CHUNK_BYTES, cuda=1),
+            mock.patch.dict(ulysses._CHUNK_WORK, cuda=1),
             fake_cuda(),
             torch.no_grad(),
             simulated() as simulator,
@@ -97,7 +98,7 @@ def attend(simulator: Simulator, layers: int = 2, mask: str = "full", restored: 
         mock.patch("seqpar.strategies.operators._get_current_dispatch_mode", return_value=None),
     ):
         for _ in range(layers):
-            q, k, v = (torch.empty(1, 16, n, 4, device="cuda", dtype=torch.bfloat16) for n in (16, 8, 8))
+            q, k, v = (torch.empty(1, 16, n, 4, device="cuda", dtype=torch.bfloat16) for n in (64, 32, 32))
             simulator.run("projections", [], [q, k, v])
             out = seqpar.attention(q, k, v, mask=masks[mask], sharding=sharding, **options)
             del q, k, v
@@ -154,6 +155,19 @@ def test_transfers_wait_for_nothing_but_their_keys() -> None:
         for transfer in early:  # the keys of backward are those of forward
             assert not transfer.is_after(before_backward) and not transfer.is_after(after)
             assert not backward[0].is_after(transfer)
+
+
+def test_chunks_of_ulysses_wait_for_no_kernel_behind_them() -> None:
+    """Four chunks, forward: q, k and v of all chunks arrive while the output of others is sent back."""
+    with one_rank(WORLD) as simulator:
+        attend(simulator, layers=1, strategy="ulysses")
+        kernels, exchanges = simulator.named("attend"), simulator.named("all-to-all")
+        assert len(kernels) == 4
+        incoming = [max(i for i, x in enumerate(exchanges) if kernel.is_after(x)) for kernel in kernels]
+        assert incoming == [0, 1, 2, 4]  # then 3, 5, 6 and 7 are the outputs
+        for number, index in enumerate(incoming):
+            after = [exchanges[index].is_after(kernel) for kernel in kernels]
+            assert after == [i <= number - 3 for i in range(4)]
 
 
 def test_kernels_do_not_wait_for_other_hosts() -> None:

@@ -44,7 +44,7 @@ class Pending:
         except RuntimeError as error:
             raise RuntimeError(f"messages of attention did not arrive; {ADVICE}") from error
         if self._written is not None:
-            torch.cuda.current_stream().wait_event(self._written)
+            torch.cuda.current_stream(self._buffers[0].device).wait_event(self._written)
         if self._posted_from is not None:
             self._posted_from.hold(self._buffers)
         self._works, self._buffers = (), ()

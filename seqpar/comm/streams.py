@@ -14,9 +14,12 @@ still do. ``TransferStream`` holds every message until its kernels have been lau
 only then may the memory be given to a later message. ``Tensor.record_stream`` would be safe too, but it frees memory
 only after the GPU has got there: the host, which is far ahead, would meanwhile allocate the messages of all steps.
 
-    rank's kernels   | own kv   | kv of 1  | kv of 0  | kv of 3  |
-    kv of 1, 0, 3    1 ...... 0 ...... 3 ......                       posted before any kernel, into three buffers
-    kv of the next                            ^ waits for "kv of 1"   into the first of them
+Rank 5 of a ring of 8. The first transfers wait for k and v only; that of step 5 for the kernel of step 1, the memory
+of which it is given:
+
+    kernels      | own kv | step 1 | step 2 | step 3 | step 4 | step 5 |
+    transfers    | step 1 | step 2 | step 3 | step 4 | step 5 |
+    in memory    | a      | b      | c      | d      | a      |
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class ReadyEvents:
         if key not in self._events:
             for old in [k for k, (held, _) in self._events.items() if any(x.expired() for x in held)]:
                 del self._events[old]
-            self._events[key] = references, _event_now()
+            self._events[key] = references, _event_now(tensors[0].device)
         return self._events[key][1]
 
 
@@ -91,7 +94,7 @@ class TransferStream:
     def release(self) -> None:
         """Let later messages use the memory of those that are held. The kernels that read them have been launched."""
         if self._held and self._stream is not None:
-            self._stream.wait_event(_event_now())
+            self._stream.wait_event(_event_now(self._held[0].device))
         self._held.clear()
 
 
@@ -104,8 +107,8 @@ def posting_stream() -> TransferStream | None:
     return stream
 
 
-def _event_now() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.current_stream().record_event()
+def _event_now(device: torch.device) -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return event
 
 

@@ -21,6 +21,9 @@ computed, the next one is on its way to this rank, and the output of the previou
     compute      |            | attend 0   | attend 1   | attend 2   |
     to_sequence  |            |            | out of 0   | out of 1   | out of 2   |
 
+On a GPU two chunks are on their way to this rank. A transfer waits for the kernels that were launched before it was
+posted, so the one after the next is posted before the kernel of this chunk. It has the time of two kernels.
+
 [Note: shared KV heads] With more ranks than KV heads, every rank receives a whole KV head, however many ranks there
 are. So autograd keeps the sequence shards of k and v, which shrink with the ranks, and backward exchanges them again,
 together with dout. If no two ranks read the same KV head, both take the same memory, and the head shards are kept.
@@ -35,6 +38,7 @@ several tensors side by side. Messages are ``[tokens, b, w, d]``: those of all r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -57,6 +61,9 @@ from ..mesh import Ranks
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
 MAX_CHUNKS = 8
+# So many chunks are on their way to this rank at a time. On a GPU the host is ahead: the transfer of a chunk waits for
+# the kernels that were launched before it was posted.
+_AHEAD = {"cpu": 1, "cuda": 2}
 # A chunk has at least as many products of a query's and a key's elements, counted without a mask, so that its attention
 # takes much longer than to start an all-to-all: about 20 ms on a CPU core, and 0.1 ms on a GPU.
 _CHUNK_WORK = {"cpu": 1 << 29, "cuda": 1 << 34}
@@ -98,11 +105,9 @@ def ulysses_forward(exchange: HeadExchange, attend: Attend, q: Tensor, k: Tensor
     chunks = exchange.chunks
     chunk_kv: list[Tensor] = []
     outgoing: list[Incoming] = []
-    incoming = exchange.to_heads(chunks[0], q, k, v)
-    for i, chunk in enumerate(chunks):
-        shard = incoming.wait()  # [t, b, w, d]
-        if i + 1 < len(chunks):
-            incoming = exchange.to_heads(chunks[i + 1], q, k, v)
+    arriving = _arriving(chunks, lambda chunk: exchange.to_heads(chunk, q, k, v), q.device)
+    for chunk in chunks:
+        shard = next(arriving)  # [t, b, w, d]
         chunk_q, *new_kv = chunk.split(shard)  # [b, t, h, d], [b, t, n, d]
         chunk_kv = new_kv or chunk_kv
         chunk_out, chunk_lse = attend(chunk.heads, chunk_q, *chunk_kv)
@@ -150,11 +155,9 @@ def ulysses_backward(
 
     chunk_kv: list[Tensor] = []
     outgoing: list[Incoming] = []
-    incoming = to_heads(chunks[0])
+    arriving = _arriving(chunks, to_heads, like.device)
     for i, (chunk, (shard, out, lse)) in enumerate(_by_chunk(chunks, saved)):
-        chunk_dout, *received_kv = chunk.split(incoming.wait())  # [b, t, h, d], [b, t, n, d]
-        if i + 1 < len(chunks):
-            incoming = to_heads(chunks[i + 1])
+        chunk_dout, *received_kv = chunk.split(next(arriving))  # [b, t, h, d], [b, t, n, d]
         chunk_q, *kept_kv = chunk.split(shard)
         chunk_kv = received_kv or kept_kv or chunk_kv
         at = chunk.heads.queries_in(exchange.full_chunk.heads)
@@ -178,6 +181,19 @@ def ulysses_backward(
     for sent in outgoing:
         sent.wait()
     return dq, dk, dv, dsinks
+
+
+def _arriving(
+    chunks: Sequence[HeadChunk], to_heads: Callable[[HeadChunk], Incoming], device: torch.device
+) -> Iterator[Tensor]:
+    """The head shard of each chunk ``[t, b, w, d]``, while those of the next chunks are on their way."""
+    ahead = _AHEAD.get(device.type, 1)
+    started = deque(to_heads(chunk) for chunk in chunks[:ahead])
+    for i in range(len(chunks)):
+        arrived = [started.popleft().wait()]
+        if i + ahead < len(chunks):
+            started.append(to_heads(chunks[i + ahead]))
+        yield arrived.pop()  # so that the caller has the only reference
 
 
 def _by_chunk(chunks: Sequence[HeadChunk], saved: Sequence[Tensor]) -> Iterator[tuple[HeadChunk, Sequence[Tensor]]]:
