@@ -92,7 +92,8 @@ def check_dropout(value: object) -> float:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless the shapes, dtypes and devices of one rank's ``q, k, v`` fit together.
 
-    Shapes: ``q [batch, seq, heads, head_dim]``; ``k`` and ``v [batch, seq, kv_heads, head_dim]``.
+    Shapes: ``q [batch, seq, heads, head_dim]``, ``k [batch, seq, kv_heads, head_dim]``, ``v [batch, seq, kv_heads,
+    v_head_dim]``.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -109,13 +110,16 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}; convert them to the same")
         if x.device != q.device:
             raise ValueError(f"{name}: device {x.device} differs from q's {q.device}; move them to the same")
-    if v.shape != k.shape:
-        raise ValueError(f"v: shape {tuple(v.shape)} differs from k's {tuple(k.shape)}; they must be equal")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: shape {tuple(v.shape)} does not fit k's {tuple(k.shape)}; they may differ in the last dimension only "
+            "([batch, seq, kv_heads, head_dim] and [batch, seq, kv_heads, v_head_dim])"
+        )
     for axis, name in ((0, "batch"), (1, "length"), (3, "head_dim")):
         if q.shape[axis] != k.shape[axis]:
             raise ValueError(
                 f"{name}: q {tuple(q.shape)} has {q.shape[axis]} and k {tuple(k.shape)} has {k.shape[axis]}; "
-                f"q, k and v need the same {name} (self-attention over one sequence, [batch, seq, heads, head_dim])"
+                f"they need the same {name} (self-attention over one sequence, [batch, seq, heads, head_dim])"
             )
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
@@ -123,8 +127,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"heads={heads}, kv_heads={kv_heads}: the number of heads of q must be a multiple of the number of heads "
             "of k and v (grouped-query attention)"
         )
-    if head_dim < 1:
-        raise ValueError(f"head_dim={head_dim}: expected at least 1")
+    for name, size in (("head_dim", head_dim), ("v_head_dim", v.shape[3])):
+        if size < 1:
+            raise ValueError(f"{name}={size}: expected at least 1")
 
 
 def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:

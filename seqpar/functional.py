@@ -1,6 +1,6 @@
 """The attention function: check this rank's input, agree with the other ranks, compute.
 
-Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
+Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of q and k.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class _AttentionHeader(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    v_head_dim: int
     dtype: torch.dtype
     mask_or_options: Fingerprint
     dropout_seed: int
@@ -128,7 +129,8 @@ def attention(
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64. Under autocast
             q, k and v are cast as by ``F.scaled_dot_product_attention``: to autocast's dtype, except float64.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
-        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens. In latent attention (DeepSeek) ``v_head_dim`` is
+            another than ``head_dim``; nothing is padded that is sent.
         strategy: "local", "ring", "ulysses", "context_parallel" or "hybrid".
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
@@ -155,7 +157,7 @@ def attention(
             its all-gather; ``ulysses_size`` for hybrid and "a2a+p2p" on a plain group.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
+        ``out [batch, seq, heads, v_head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
         ``lse [batch, heads, seq]`` in float32 (float64 for float64). A query that sees no key has 0 and -inf.
 
     Raises:
@@ -282,10 +284,10 @@ def _eager(
         mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse)
         gradient = gradient_state(q, k, v, sinks)
         header = _AttentionHeader(
-            length, batch, num_heads, k.shape[2], head_dim, q.dtype, mask_or_options, seed, gradient
+            length, batch, num_heads, k.shape[2], head_dim, v.shape[3], q.dtype, mask_or_options, seed, gradient
         )
         headers = all_gather_header(lambda: header, sequence)
-        check_same(headers, "batch", "heads", "kv_heads", "head_dim", "dtype", "mask_or_options")
+        check_same(headers, "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "mask_or_options")
         if not draw_seed:
             check_same(headers, "dropout_seed")
         seq_len = check_lengths([header.length for header in headers], layout, seq_len)
@@ -367,12 +369,12 @@ def ring_attention(
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
         return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
         options: the other arguments of ``attention``.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]``, or ``(out, lse)``.
+        ``out [batch, seq, heads, v_head_dim]``, or ``(out, lse)``.
     """
     return attention(q, k, v, strategy="ring", return_lse=return_lse, **options)
 
@@ -393,12 +395,12 @@ def ulysses_attention(
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
         return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
         options: the other arguments of ``attention``.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]``, or ``(out, lse)``.
+        ``out [batch, seq, heads, v_head_dim]``, or ``(out, lse)``.
     """
     return attention(q, k, v, strategy="ulysses", return_lse=return_lse, **options)
 
@@ -440,14 +442,14 @@ def context_parallel_attention(
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
         comm: "all_gather", "p2p" (ring), "a2a" (Ulysses) or "a2a+p2p" (hybrid).
         ulysses_size: for "a2a+p2p" on a plain group, the ranks of each all-to-all.
         return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
         options: the other arguments of ``attention``.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]``, or ``(out, lse)``.
+        ``out [batch, seq, heads, v_head_dim]``, or ``(out, lse)``.
     """
     return attention(
         q, k, v, strategy="context_parallel", comm=comm, ulysses_size=ulysses_size, return_lse=return_lse, **options
@@ -488,13 +490,13 @@ def hybrid_attention(
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        v: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
+        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
         ulysses_size: on a plain group, the ranks of each all-to-all.
         return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
         options: the other arguments of ``attention``.
 
     Returns:
-        ``out [batch, seq, heads, head_dim]``, or ``(out, lse)``.
+        ``out [batch, seq, heads, v_head_dim]``, or ``(out, lse)``.
     """
     return attention(q, k, v, strategy="hybrid", ulysses_size=ulysses_size, return_lse=return_lse, **options)
 

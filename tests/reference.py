@@ -407,6 +407,7 @@ class Problem:
 
     Attributes:
         rules: the mask, for some length; ``fitted_rules`` is the one for ``seq_len``.
+        v_head_dim: that of v and of the output; None: that of q and k.
         alibi: the shape of the ALiBi slopes: "heads" or "batch" (``[batch, heads]``); "" for none.
         lse_gradient: whether the loss depends on ``lse`` as well as on ``out``.
     """
@@ -416,6 +417,7 @@ class Problem:
     heads: int = 4
     kv_heads: int = 4
     head_dim: int = 8
+    v_head_dim: int | None = None
     rules: Rules = (Rule("causal"),)
     dtype: torch.dtype = torch.float32
     softmax_scale: float | None = None
@@ -448,8 +450,10 @@ class Problem:
         def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-        shape, kv_shape = ((self.batch, self.seq_len, n, self.head_dim) for n in (self.heads, self.kv_heads))
-        tensors = {"q": normal(*shape), "k": normal(*kv_shape), "v": normal(*kv_shape), "dout": normal(*shape)}
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "dout": self.heads}
+        dims = {"q": self.head_dim, "k": self.head_dim, "v": v_head_dim, "dout": v_head_dim}
+        tensors = {name: normal(self.batch, self.seq_len, heads[name], dims[name]) for name in heads}
         if self.lse_gradient:
             tensors["dlse"] = normal(self.batch, self.heads, self.seq_len, dtype=statistics)
         if self.sinks:
@@ -538,6 +542,7 @@ def random_problem(seed: int, **fixed: Any) -> Problem:
         alibi=chance.choice(("", "", "heads", "batch")),
         dropout_p=chance.choice((0.0, 0.0, 0.25)),
         lse_gradient=chance.random() < 0.3,
+        v_head_dim=chance.choice((None, 4, 10, 24)),
         seed=seed,
     )
     return replace(problem, **fixed)

@@ -50,10 +50,12 @@ class Kernels:
 
     Attributes:
         like_a_kernel: whether to round inside as the real kernels do.
+        capability: of the GPU.
         calls: how often each entry was called.
     """
 
     like_a_kernel: bool = False
+    capability: tuple[int, int] = (9, 0)
     calls: Counter[str] = field(default_factory=Counter)
 
     # Arithmetic
@@ -106,6 +108,24 @@ class Kernels:
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     # What the entries have in common
+
+    def check_dims(self, library: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """The head_dims that a library's own checks let pass, in forward and in backward.
+
+        ``flash_api.cpp`` of flash-attn 2, of PyTorch's copy and of FlashAttention-3, ``_validate_head_dims`` of
+        FlashAttention-4's ``interface.py``, and cuDNN's documentation.
+        """
+        d, e = q.shape[-1], v.shape[-1]
+        assert k.shape[-1] == d
+        most = 256 if self.capability[0] == 9 else 128
+        known = {
+            "flash": d == e <= 256,
+            "flash_attn": d == e <= 256,
+            "flash_attn_3": d == e <= 256 or (128 < d <= 192 and 96 < e <= 128),
+            "flash_attn_4": max(d, e) <= most or (d, e) in ((192, 128), (256, 256)),
+            "cudnn": max(d, e) <= 128 or (d, e) == (192, 128),
+        }
+        assert known[library], f"{library}: head_dim {d} of q and k, {e} of v"
 
     def run(
         self, tensors: tuple[Tensor, ...], cu: tuple[Tensor | None, Tensor | None], longest: tuple[Any, Any],
@@ -214,6 +234,7 @@ def as_in_flash_2(q_len: int, k_len: int, causal: bool, left: int, right: int) -
 def _flash_2(kernels: Kernels) -> ModuleType:
     def run(name: str, tensors: tuple[Tensor, ...], cu: Any, longest: Any, o: dict[str, Any]) -> tuple[Tensor, ...]:
         kernels.calls[name] += 1
+        kernels.check_dims("flash_attn", *tensors[:3])
         assert o["dropout_p"] == 0.0 and o["alibi_slopes"] is None
         sizes = (tensors[0].shape[1], tensors[1].shape[1]) if cu[0] is None else longest
         band = as_in_flash_2(sizes[0], sizes[1], o["causal"], o["window_size_left"], o["window_size_right"])
@@ -268,6 +289,7 @@ def _flash_2(kernels: Kernels) -> ModuleType:
 def _flash_3(kernels: Kernels) -> ModuleType:
     def run(name: str, tensors: tuple[Tensor, ...], o: dict[str, Any], causal: bool) -> tuple[Tensor, ...]:
         kernels.calls[name] += 1
+        kernels.check_dims("flash_attn_3", *tensors[:3])
         cu = o["cu_seqlens_q"], o["cu_seqlens_k"]
         longest = o["max_seqlen_q"], o["max_seqlen_k"]
         sizes = (tensors[0].shape[1], tensors[1].shape[1]) if cu[0] is None else longest
@@ -313,6 +335,7 @@ def _flash_3(kernels: Kernels) -> ModuleType:
 def _flash_4(kernels: Kernels) -> ModuleType:
     def run(name: str, tensors: tuple[Tensor, ...], o: dict[str, Any]) -> tuple[Tensor, ...]:
         kernels.calls[name] += 1
+        kernels.check_dims("flash_attn_4", *tensors[:3])
         left, right = (
             -1 if o[f"window_size_{side}"] is None else o[f"window_size_{side}"] for side in ("left", "right")
         )
@@ -403,6 +426,7 @@ def _torch_flash(kernels: Kernels) -> tuple[Any, Any]:
         name: str, tensors: tuple[Tensor, ...], cu: Any, longest: tuple[int, int], causal: bool, o: dict[str, Any]
     ) -> tuple[Tensor, ...]:
         kernels.calls[name if cu[0] is None else f"packed {name}"] += 1
+        kernels.check_dims("flash", *tensors[:3])
         left, right = (
             -1 if o[f"window_size_{side}"] is None else o[f"window_size_{side}"] for side in ("left", "right")
         )
@@ -439,9 +463,10 @@ def _torch_flash(kernels: Kernels) -> tuple[Any, Any]:
 def _cudnn(kernels: Kernels, lse_dims: int) -> tuple[Any, Any]:
     def run(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float | None) -> tuple[Tensor, ...]:
         kernels.calls[name] += 1
+        kernels.check_dims("cudnn", *tensors[:3])
         q, k, v, *rest = tensors
-        batch, heads, q_len, dim = q.shape
-        assert k.shape[2] > 1 and dim <= 192 and (not causal or q_len == k.shape[2])
+        batch, heads, q_len, _ = q.shape
+        assert k.shape[2] > 1 and (not causal or q_len == k.shape[2])
         assert scale is not None
         last_first = [x.transpose(1, 2) for x in (q, k, v, *rest[:2])]
         assert all(x.stride(2) == x.shape[3] for x in last_first), "heads beside each other"
@@ -499,7 +524,7 @@ def stand_ins(
     like_a_kernel: bool = False, capability: tuple[int, int] = (9, 0), lse_dims: int = 4
 ) -> Iterator[Kernels]:
     """All libraries installed, with CPU tensors for those of a GPU of this compute capability."""
-    kernels = Kernels(like_a_kernel)
+    kernels = Kernels(like_a_kernel, capability)
     modules = {module.__name__: module for module in (_flash_2(kernels), _flash_3(kernels), _flash_4(kernels))}
     modules |= {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
     sparse: Any = ModuleType("flash_attn.cute.block_sparsity")

@@ -48,6 +48,8 @@ from .strategies import STRATEGIES, WORLDS
 
 # While editing, two sizes have a case of every strategy, mask, head count, feature and dtype.
 EVERY_WORLD = [pytest.param(world, marks=() if world in (2, 4) else pytest.mark.slow) for world in WORLDS]
+# Of v, beside 8 of q and k: the same, less, more.
+V_HEAD_DIMS = (None, 4, 12, 5)
 Results = dict[str, Tensor]  # out, lse, dq, dk, dv and, with sinks, dsinks
 
 
@@ -188,6 +190,8 @@ def random_case(seed: int, **fixed: Any) -> Case:
     if problem.dtype.itemsize == 2:
         # Gradients of very few products do not average out the rounding of ``out``.
         problem = replace(problem, seq_len=max(problem.seq_len, 13), head_dim=max(problem.head_dim, 8))
+        if problem.v_head_dim is not None:
+            problem = replace(problem, v_head_dim=max(problem.v_head_dim, 8))
     return replace(Case(problem, chance.choice([*STRATEGIES]), chance.choice(LAYOUTS)), **fixed)
 
 
@@ -195,12 +199,16 @@ def test_local(batch: Batch) -> None:
     batch.check_here([random_case(seed, strategy="local", layout="contiguous") for seed in range(300)], verify_local)
 
 
-@pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=rules_id)
+@pytest.mark.parametrize(
+    ("rules", "v_head_dim"),
+    [*zip([*RULES, *BATCH_RULES], cycle((None, 8, None, 24)), strict=False)],
+    ids=lambda x: rules_id(x) if isinstance(x, tuple) else f"v{x}",
+)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_backends_on_long_sequences(rules: Rules, backend: str) -> None:
+def test_backends_on_long_sequences(rules: Rules, v_head_dim: int | None, backend: str) -> None:
     """Long enough for full, causal and masked tiles in one call."""
     longer = tuple(times(rule, 11) for rule in rules)
-    problem = Problem(seq_len=601, batch=rows_of(rules), heads=4, kv_heads=2, head_dim=16, rules=longer)
+    problem = Problem(601, rows_of(rules), 4, 2, head_dim=16, v_head_dim=v_head_dim, rules=longer)
     verify_local(Case(problem, "local", backend=backend))
 
 
@@ -218,10 +226,10 @@ def times(rule: Rule, factor: int) -> Rule:
 @pytest.mark.parametrize("world", EVERY_WORLD)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_masks(batch: Batch, strategy: str, world: int) -> None:
-    """Every mask in every layout, with grouped heads, and a length that no number of ranks divides."""
+    """Every mask in every layout, grouped heads, other head_dims of v, and a length that no number of ranks divides."""
     cases = [
-        Case(Problem(53, rows_of(rules), heads=6, kv_heads=3, rules=rules), strategy, layout)
-        for layout, rules in product(LAYOUTS, RULES)
+        Case(Problem(53, rows_of(rules), heads=6, kv_heads=3, v_head_dim=v_head_dim, rules=rules), strategy, layout)
+        for (layout, rules), v_head_dim in zip(product(LAYOUTS, RULES), cycle(V_HEAD_DIMS), strict=False)
     ]
     batch.check(world, attend_on_rank, cases, verify)
 
@@ -231,8 +239,8 @@ def test_masks(batch: Batch, strategy: str, world: int) -> None:
 def test_heads(batch: Batch, strategy: str, world: int) -> None:
     """Every pair of head counts in every layout, with a length that every number of ranks divides."""
     cases = [
-        Case(Problem(48, heads=heads, kv_heads=kv_heads), strategy, layout)
-        for layout, (heads, kv_heads) in product(LAYOUTS, HEADS)
+        Case(Problem(48, heads=heads, kv_heads=kv_heads, v_head_dim=v_head_dim), strategy, layout)
+        for (layout, (heads, kv_heads)), v_head_dim in zip(product(LAYOUTS, HEADS), cycle(V_HEAD_DIMS), strict=False)
     ]
     batch.check(world, attend_on_rank, cases, verify)
 
@@ -322,8 +330,13 @@ def test_mesh(batch: Batch, mesh: tuple[int, int, int, int]) -> None:
 def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -> None:
     """Keys and values are sent once to each host that needs them, and shared there."""
     cases = [
-        Case(Problem(53, rows_of(rules), heads=6, kv_heads=3, rules=rules), strategy, layout, per_host=per_host)
-        for layout, rules in zip(cycle(LAYOUTS), RULES, strict=False)
+        Case(
+            Problem(53, rows_of(rules), heads=6, kv_heads=3, v_head_dim=v_head_dim, rules=rules),
+            strategy,
+            layout,
+            per_host=per_host,
+        )
+        for layout, rules, v_head_dim in zip(cycle(LAYOUTS), RULES, cycle(V_HEAD_DIMS), strict=False)
     ]
     cases += [random_case(2000 * world + seed, strategy=strategy, per_host=per_host) for seed in range(12)]
     batch.check(world, attend_on_rank, cases, verify)

@@ -84,8 +84,8 @@ def test_a_gpu_left_with_the_reference_warns_once(gpu: FakeTensorMode, monkeypat
     with pytest.warns(RuntimeWarning, match=r"triton: torch.float64 \(float16, bfloat16 and float32 only\)") as warned:
         assert [chosen("auto", torch.float64) for _ in range(2)] == ["reference"] * 2
     assert len(warned) == 1
-    with pytest.warns(RuntimeWarning, match="head_dim=512"):
-        assert chosen("triton", torch.bfloat16, 512) == "reference"
+    with pytest.warns(RuntimeWarning, match="head_dim=1024"):
+        assert chosen("triton", torch.bfloat16, 1024) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert chosen("reference", torch.float64, 32) == "reference"  # as asked for

@@ -44,7 +44,8 @@ BAD: dict[str, Bad] = {
     "no heads": (lambda: attend(tensor(2, 8, 0, 16), tensor(2, 8, 0, 16)), ValueError, ["heads=0", "kv_heads=0"]),
     "head_dim": (lambda: attend(k=tensor(2, 8, 4, 8)), ValueError, ["head_dim", "16", "(2, 8, 4, 8)", "same"]),
     "no head_dim": (lambda: attend(tensor(2, 8, 4, 0), tensor(2, 8, 4, 0)), ValueError, ["head_dim=0", "at least 1"]),
-    "v unlike k": (lambda: attend(v=tensor(2, 8, 4, 8)), ValueError, ["v", "(2, 8, 4, 8)", "k", "equal"]),
+    "v unlike k": (lambda: attend(v=tensor(2, 8, 2, 16)), ValueError, ["v", "(2, 8, 2, 16)", "k's", "last dimension"]),
+    "no v_head_dim": (lambda: attend(v=tensor(2, 8, 4, 0)), ValueError, ["v_head_dim=0", "at least 1"]),
     "length": (lambda: attend(k=tensor(2, 9, 4, 16)), ValueError, ["length", "8", "9", "same"]),
     "batch": (lambda: attend(k=tensor(3, 8, 4, 16)), ValueError, ["batch", "2", "3", "same"]),
     "three dimensions": (
@@ -256,6 +257,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "heads": (lambda rank: {"q": tensor(2, 8, 8 if rank == 2 else 4, 16)}, "heads"),
     "kv_heads": (lambda rank: {"k": tensor(2, 8, 2 if rank == 2 else 4, 16)}, "kv_heads"),
     "head_dim": (lambda rank: dict.fromkeys("qk", tensor(2, 8, 4, 8 * (1 + (rank == 2)))), "head_dim"),
+    "v_head_dim": (lambda rank: {"v": tensor(2, 8, 4, 8 * (1 + (rank == 2)))}, "v_head_dim"),
     "dtype": (
         lambda rank: dict.fromkeys("qk", tensor(dtype=torch.bfloat16 if rank == 2 else torch.float32)),
         "torch.bfloat16",

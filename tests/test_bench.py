@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,8 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
     counted, _ = ring.observe(group)
     with silence(ring) as attend:
         _, silent = ring.run(attend)
+    wide = Setting(replace(CASE, head_dim=24), group, group, group.size(), CPU)  # as in the preset mla
+    _, latent = strategy_attempt(wide, Contender("ring", "zigzag")).run()
     peer = peer_attempt(place, right, group)
     peer_error = max(error for error, _ in peer.errors(measurement._reference()))
     torch.set_num_threads(1)
@@ -270,6 +273,7 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
         "samples": {sample.name: sample for sample in measurement.result.samples},
         "sent": counted.bytes_sent,
         "silent": [tuple(x.shape) for x in silent],
+        "latent": [x.shape[3] for x in latent],
         "peer_error": peer_error,
     }
 
@@ -294,6 +298,7 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
         assert samples["all-gather + SDPA"].bytes_sent == 4 * shard
         assert samples["ring zigzag"].bytes_sent == max(a["sent"] for a in answers) > 0
         assert answer["silent"] == [(1, 32, 4, 16)] * 4
+        assert answer["latent"] == [16, 24, 24, 16]
         assert answer["peer_error"] < 1e-8
 
 

@@ -40,6 +40,7 @@ class Case:
     heads: int = 8
     kv_heads: int = 8
     dtype: torch.dtype = torch.float32
+    v_head_dim: int = HEAD_DIM
 
     def __str__(self) -> str:
         words = [*map(str, self.options.values()), self.layout, rules_id(self.rules)]
@@ -56,6 +57,16 @@ class Case:
     def d_kv(self) -> int:
         """Elements of a token's keys."""
         return self.kv_heads * HEAD_DIM
+
+    @property
+    def d_out(self) -> int:
+        """Elements of a token's output."""
+        return self.heads * self.v_head_dim
+
+    @property
+    def d_v(self) -> int:
+        """Elements of a token's values."""
+        return self.kv_heads * self.v_head_dim
 
     @property
     def e(self) -> int:
@@ -88,8 +99,8 @@ class Sent:
 @on_ranks
 def count_bytes(group: ProcessGroup, case: Case) -> Sent:
     generator = torch.Generator().manual_seed(0)
-    heads = (case.heads, case.kv_heads, case.kv_heads)
-    tensors = (torch.randn(BATCH, TOKENS, n, HEAD_DIM, generator=generator).to(case.dtype) for n in heads)
+    shapes = (case.heads, HEAD_DIM), (case.kv_heads, HEAD_DIM), (case.kv_heads, case.v_head_dim)
+    tensors = (torch.randn(BATCH, TOKENS, *shape, generator=generator).to(case.dtype) for shape in shapes)
     q, k, v = (seqpar.shard(x, group=group, layout=case.layout).requires_grad_() for x in tensors)
     out: Any = None
 
@@ -166,17 +177,20 @@ HYBRID = [{"strategy": "hybrid"}, {"strategy": "context_parallel", "comm": "a2a+
 
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_full_mask(batch: Batch, world: int) -> None:
-    """Ring and all-gather: (P-1)/P x N x 2 d_kv x e forward; in backward k, v again, and dk, dv in float32."""
-    heads = ((8, torch.float32), (2, torch.bfloat16), (1, torch.float64))
+    """Ring and all-gather: (P-1)/P x N x (d_k + d_v) x e forward; in backward k, v again, and dk, dv in float32.
+
+    d_k and d_v are the elements of a token's keys and values, 2 d_kv together where these have the same head_dim.
+    """
+    heads = ((8, torch.float32, HEAD_DIM), (2, torch.bfloat16, 3), (1, torch.float64, 7))
     cases = [
-        Case(options, layout=layout, kv_heads=kv_heads, dtype=dtype)
-        for options, layout, (kv_heads, dtype) in product(RING + GATHER, LAYOUTS, heads)
+        Case(options, layout=layout, kv_heads=kv_heads, dtype=dtype, v_head_dim=v_head_dim)
+        for options, layout, (kv_heads, dtype, v_head_dim) in product(RING + GATHER, LAYOUTS, heads)
     ]
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
         tokens = BATCH * TOKENS * (world - 1) // world
-        forward = tokens * 2 * case.d_kv * case.e
-        backward = forward + tokens * 2 * case.d_kv * case.e_partial
+        forward = tokens * (case.d_kv + case.d_v) * case.e
+        backward = forward + tokens * (case.d_kv + case.d_v) * case.e_partial
         assert [sent.traced for sent in by_rank] == [(forward, backward)] * world
         steps = 1 if case.options in GATHER else world - 1
         assert [sent.steps for sent in by_rank] == [(steps, steps)] * world
@@ -186,15 +200,16 @@ def test_full_mask(batch: Batch, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_ulysses(batch: Batch, world: int) -> None:
-    """(P-1)/P² x N x (2 d + 2 d_kv) x e, forward and backward, under any mask."""
-    heads = ((8, torch.float32), (world, torch.bfloat16))
+    """(P-1)/P² x N x (2 d + 2 d_kv) x e, forward and backward, under any mask; q, k, v and out each count their own."""
+    heads = ((8, torch.float32, HEAD_DIM), (world, torch.bfloat16, HEAD_DIM), (world, torch.bfloat16, 6))
     cases = [
-        Case(options, rules, layout, kv_heads=kv_heads, dtype=dtype)
-        for options, rules, layout, (kv_heads, dtype) in product(ULYSSES, (FULL, CAUSAL), LAYOUTS, heads)
+        Case(options, rules, layout, kv_heads=kv_heads, dtype=dtype, v_head_dim=v_head_dim)
+        for options, rules, layout, (kv_heads, dtype, v_head_dim) in product(ULYSSES, (FULL, CAUSAL), LAYOUTS, heads)
     ]
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
-        total = BATCH * TOKENS * (world - 1) * (2 * case.d + 2 * case.d_kv) * case.e // world**2
+        elements = case.d + case.d_out + case.d_kv + case.d_v
+        total = BATCH * TOKENS * (world - 1) * elements * case.e // world**2
         assert [sent.traced for sent in by_rank] == [(total, total)] * world
 
     check(batch, world, cases, verify)
@@ -206,12 +221,15 @@ def test_ulysses_with_few_kv_heads(batch: Batch, world: int) -> None:
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
         tokens = BATCH * TOKENS * (world - 1) // world  # N / P of this rank, to P - 1 ranks
-        queries = tokens * case.d * case.e // world
-        forward = 2 * queries + tokens * 2 * case.d_kv * case.e
-        backward = forward + tokens * 2 * case.d_kv * case.e_partial  # k, v again
+        queries = tokens * (case.d + case.d_out) * case.e // world
+        forward = queries + tokens * (case.d_kv + case.d_v) * case.e
+        backward = forward + tokens * (case.d_kv + case.d_v) * case.e_partial  # k, v again
         assert [sent.traced for sent in by_rank] == [(forward, backward)] * world
 
-    check(batch, world, [Case({"strategy": "ulysses"}, kv_heads=1, dtype=torch.bfloat16)], verify)
+    cases = [
+        Case({"strategy": "ulysses"}, kv_heads=1, dtype=torch.bfloat16, v_head_dim=v_head_dim) for v_head_dim in (4, 3)
+    ]
+    check(batch, world, cases, verify)
 
 
 @pytest.mark.parametrize(
@@ -337,13 +355,13 @@ def test_only_what_the_mask_needs(batch: Batch, world: int) -> None:
     """Ring and all-gather send the keys that some query of the receiver sees, and their gradients back; no more."""
     shared = [fitted(rules, TOKENS) for rules in RULES if rows_of(rules) == 1]
     cases = [
-        Case(options, rules, layout, dtype=torch.bfloat16)
-        for options, rules, layout in product(RING[:1] + GATHER, shared, LAYOUTS)
+        Case(options, rules, layout, dtype=torch.bfloat16, v_head_dim=v_head_dim)
+        for options, rules, layout, v_head_dim in product(RING[:1] + GATHER, shared, LAYOUTS, (HEAD_DIM, 2))
     ]
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
         rows = visible_rows(case.rules, world, case.layout)
-        elements = BATCH * 2 * case.d_kv  # of one row of k and v
+        elements = BATCH * (case.d_kv + case.d_v)  # of one row of k and v
         for rank, sent in enumerate(by_rank):
             sends, receives = sum(rows[rank]), sum(other[rank] for other in rows)
             forward = sends * elements * case.e

@@ -128,7 +128,7 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
     for step in range(4):
         seq_len = 33 + 5 * step
         sharding, mask = Sharding(seq_len, "striped", group=group), documents(seq_len, step)
-        full = [torch.randn(2, seq_len, heads, 4, dtype=torch.float64) for heads in (6, 2, 2)]
+        full = [torch.randn(2, seq_len, *shape, dtype=torch.float64) for shape in ((6, 4), (2, 4), (2, 6))]
         results = []
         for run in (loss, compiled):
             q, k, v = (sharding.shard(x).requires_grad_() for x in full)
@@ -152,7 +152,8 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
     call = AttentionOptions(options.pop("strategy"), tuple(options.items()), return_lse=True)
     sharding = Sharding(22, "zigzag", group=group)
     torch.manual_seed(group.rank())
-    q, k, v = (torch.randn(1, sharding.seq_local, heads, 4, requires_grad=True) for heads in (6, 2, 2))
+    shapes = (6, 4), (2, 4), (2, 3)
+    q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
     sinks = torch.randn(6, requires_grad=True)
     torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, Mask.causal(), sharding, ANY_RANKS, call))
 

@@ -37,8 +37,9 @@ GIB = 1 << 30
 A100, H100 = HARDWARE["a100"], HARDWARE["h100"]
 
 
-def attention_shape(heads: int, kv_heads: int, head_dim: int) -> ModelShape:
-    return ModelShape("attention", 1, heads * head_dim, heads, kv_heads, head_dim, 4 * heads * head_dim, 64)
+def attention_shape(heads: int, kv_heads: int, head_dim: int, v_head_dim: int = 0) -> ModelShape:
+    hidden = heads * head_dim
+    return ModelShape("attention", 1, hidden, heads, kv_heads, head_dim, 4 * hidden, 64, v_head_dim=v_head_dim)
 
 
 def attention(setting: Setting) -> tuple[Result, Result]:
@@ -160,7 +161,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "ulysses": {"strategy": "ulysses"},
     "hybrid": {"strategy": "hybrid", "ulysses_size": 4},
 }
-BATCH, HEAD_DIM, PER_HOST = 2, 8, 8
+BATCH, HEAD_DIM, V_HEAD_DIM, PER_HOST = 2, 8, 4, 8
 
 
 class Idle:
@@ -168,9 +169,9 @@ class Idle:
 
     reads_delta = False
 
-    def forward(self, q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         batch, tokens, heads, _d = q.shape
-        return torch.empty_like(q), q.new_empty(batch, heads, tokens, dtype=torch.float32)
+        return q.new_empty(batch, tokens, heads, v.shape[3]), q.new_empty(batch, heads, tokens, dtype=torch.float32)
 
     def backward(self, *_: Any, **__: Any) -> None:
         pass
@@ -179,7 +180,7 @@ class Idle:
 def counted(group: ProcessGroup, mask: Mask, layout: Any, tokens: int, heads: int, options: Any) -> list[Any]:
     """What this rank sends inside its host and to others, in forward and in backward."""
     sharding = seqpar.Sharding(tokens, layout, group=group)
-    shapes = [(BATCH, sharding.seq_local, n, HEAD_DIM) for n in (heads, 2, 2)]
+    shapes = [(BATCH, sharding.seq_local, *x) for x in ((heads, HEAD_DIM), (2, HEAD_DIM), (2, V_HEAD_DIM))]
     q, k, v = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
     with seqpar.trace() as forward:
         out = seqpar.attention(q, k, v, mask=mask, sharding=sharding, **options)
@@ -207,7 +208,7 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
         with simulated(world, rank, PER_HOST, monkeypatch) as group:
             expected = counted(group, mask, layout, tokens, heads, STRATEGIES[strategy])
         setting = Setting(
-            attention_shape(heads, 2, HEAD_DIM),
+            attention_shape(heads, 2, HEAD_DIM, V_HEAD_DIM),
             replace(H100, gpus_per_host=PER_HOST),
             mask,
             tokens,
@@ -579,6 +580,15 @@ def test_models_and_hardware_from_files(tmp_path: Path) -> None:
         assert replace(model_of(value), name="llama3-8b") == MODELS["llama3-8b"]
     assert MODELS["llama3-8b"].parameters == pytest.approx(8.03e9, rel=1e-3)
     assert MODELS["llama3-405b"].parameters == pytest.approx(405.8e9, rel=2e-3)
+    latent = {  # DeepSeek-V3's, and its report's 187 million weights of one layer's attention
+        "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 61,
+        "intermediate_size": 18432, "vocab_size": 129280, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }  # fmt: skip
+    shape = model_of(latent)
+    assert (shape.head_dim, shape.v_head_dim, shape.d, shape.d_out) == (192, 128, 128 * 192, 128 * 128)
+    assert shape.attention_parameters == pytest.approx(187.1e6, rel=1e-3)
+    assert seqpar.plan(latent, 65536, 64).best.strategy
     assert MODELS["qwen3-30b-a3b"].parameters == pytest.approx(30.5e9, rel=1e-2)
     (tmp_path / "mine.json").write_text(json.dumps({"base": "h100", "network": 12e9}))
     mine = hardware_of(tmp_path / "mine.json")

@@ -54,7 +54,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 class Problem:
     """Random inputs for queries and keys at given global positions, and their attention by the oracle.
 
-    Shapes: b batch, q queries, k keys, h heads, n kv_heads, d head_dim.
+    Shapes: b batch, q queries, k keys, h heads, n kv_heads, d head_dim of q and k, e head_dim of v.
     """
 
     q_positions: Tensor
@@ -64,6 +64,7 @@ class Problem:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 32
+    v_head_dim: int | None = None
     dtype: torch.dtype = torch.float32
     score: Score = field(default_factory=lambda: Score(0.2))
 
@@ -75,8 +76,9 @@ class Problem:
 
         self.q = normal(self.batch, len(self.q_positions), self.heads, self.head_dim)  # [b, q, h, d]
         self.k = normal(self.batch, len(self.k_positions), self.kv_heads, self.head_dim)  # [b, k, n, d]
-        self.v = normal(self.batch, len(self.k_positions), self.kv_heads, self.head_dim)  # [b, k, n, d]
-        self.dout = normal(*self.q.shape)
+        v_head_dim = self.v_head_dim or self.head_dim
+        self.v = normal(self.batch, len(self.k_positions), self.kv_heads, v_head_dim)  # [b, k, n, e]
+        self.dout = normal(*self.q.shape[:3], v_head_dim)  # [b, q, h, e]
         self.dlse = normal(self.batch, self.heads, len(self.q_positions)).float()  # [b, h, q]
 
     def intervals(self, keys: Tensor | None = None) -> KeyIntervals:
@@ -175,6 +177,13 @@ def test_head_dims(head_dim: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dims", [(24, 16), (16, 40), (192, 128), (512, 512)])
+def test_head_dims_of_values(dims: tuple[int, int]) -> None:
+    """Values of another head_dim than queries and keys, and 512: in two steps."""
+    p = problem(48, batch=1, heads=2, kv_heads=1, head_dim=dims[0], v_head_dim=dims[1], score=Score(dims[0] ** -0.5))
+    p.check(2, deterministic=BOTH)
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_float16(mask: str, steps: int) -> None:
@@ -209,14 +218,19 @@ def test_lengths_of_queries_and_keys(lengths: tuple[int, int]) -> None:
     Problem(q_positions, torch.arange(lengths[1]), batch=1).check(1, deterministic=BOTH)
 
 
-@pytest.mark.parametrize("config", [Config(16, 64), Config(64, 16), Config(32, 32, tma=True)])
-def test_configurations(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+@pytest.mark.parametrize(
+    ("config", "v_head_dim"),
+    [(Config(16, 64), None), (Config(64, 16), 16), (Config(32, 32, tma=True), None), (Config(32, 32, tma=True), 64)],
+    ids=["16x64", "64x16", "tma", "tma and wide values"],
+)
+def test_configurations(monkeypatch: pytest.MonkeyPatch, config: Config, v_head_dim: int | None) -> None:
     def reduce(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> Any:
         old = self.create_descriptor_load(descriptor, indices, None)
         return self.create_descriptor_store(descriptor, TensorHandle(old.data + value.data, old.dtype), indices)
 
     monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", reduce, raising=False)  # it has none
-    problem(rules=(Rule("sliding_window", (30, 0)),), score=FEATURES["dropout"]).check(2, config, BOTH)
+    rules = (Rule("sliding_window", (30, 0)),)
+    problem(rules=rules, v_head_dim=v_head_dim, score=FEATURES["dropout"]).check(2, config, BOTH)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])

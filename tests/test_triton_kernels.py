@@ -63,7 +63,11 @@ def test_the_gpu_benchmark_runs() -> None:
 @lru_cache(maxsize=1)
 def _inspections() -> dict[str, CompletedProcess[str]]:
     # The rest of the table takes minutes: python -m seqpar.triton_kernels.inspect --what all
-    calls = {target: ["--target", target] for target in TARGETS}
+    usual = [word for head_dim in (64, 128, 256) for word in ("--head-dim", str(head_dim))]
+    wide = ["--head-dim", "192", "--head-dim", "512", "--dtype", "bfloat16"]  # 192 beside 128 of v
+    calls = {target: ["--target", target, *usual] for target in TARGETS}
+    calls["wide, sm_90"] = ["--target", "sm_90", "--target", "sm_100", *wide]
+    calls["wide, sm_80"] = ["--target", "sm_80", "--target", "gfx942", *wide]
     for target in ("sm_80", "sm_100"):
         calls[target] += ["--dtype", "bfloat16"]  # float32 uses the same tiles as sm_90
     calls["others"] = ["--target", "sm_120", "--target", "gfx950", "--head-dim", "128", "--dtype", "bfloat16"]
@@ -78,7 +82,10 @@ def _rows(run: CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-ROWS = {"sm_80": 11, "sm_90": 21, "sm_100": 12, "gfx942": 18, "others": 7, "unaligned": 4, "features": 32, "small": 16}
+ROWS = {
+    "sm_80": 11, "sm_90": 21, "sm_100": 12, "gfx942": 18, "wide, sm_90": 14, "wide, sm_80": 12, "others": 7,
+    "unaligned": 4, "features": 32, "small": 16,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", ROWS)
@@ -120,8 +127,15 @@ def test_choosing_a_configuration() -> None:
 
     assert table_config("sm_90", "forward", 96, torch.float16) == table_config("sm_90", "forward", 128, torch.bfloat16)
     assert table_config("sm_100", "dq", 64, torch.float32) == table_config("sm_80", "dq", 64, torch.float32)
-    with pytest.raises(ValueError, match=r"head_dim=300: .*at most 256"):
-        table_config("sm_80", "dq", 300, torch.float16)
+    assert table_config("sm_90", "dq", 192, torch.float16, v_head_dim=128) == table_config(
+        "sm_90", "dq", 130, torch.float16, v_head_dim=64
+    )
+    assert table_config("sm_90", "dq", 64, torch.float16, v_head_dim=192) == table_config(
+        "sm_90", "dq", 256, torch.float16
+    )
+    for head_dim, v_head_dim, dtype, largest in ((576, 512, torch.float16, 512), (64, 300, torch.float32, 256)):
+        with pytest.raises(ValueError, match=rf"head_dim={max(head_dim, v_head_dim)}: .*at most {largest}"):
+            table_config("sm_80", "dq", head_dim, dtype, v_head_dim=v_head_dim)
     cpu = torch.device("cpu")
     assert candidates("forward", cpu, 64, torch.float16)[0] == choose("forward", cpu, 64, torch.float16)
 

@@ -13,8 +13,8 @@ holds a tile of queries, loops over keys, and computes the scores and ``dp`` onc
 The gradients are added to the buffers: the steps of a ring accumulate without a temporary. New buffers are stored to
 instead, or filled with zeros where several programs add. ``p`` needs only the finished ``lse`` (over all keys, sinks included), not the keys of other steps, so the backward needs no carry.
 
-Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim. The names inside the
-kernels are explained in ``tiles.py``.
+Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
+of v. The names inside the kernels are explained in ``tiles.py``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .launch import (
     descriptors,
     dies,
     layout_key,
-    padded,
     precision,
     strides,
     unit_stride,
+    widths,
 )
 from .preprocess import bounds_and_ranges, statistics
 from .tiles import (
@@ -75,7 +75,7 @@ class _KeyTile(NamedTuple):
     """The tile of keys that a program of ``backward_kernel`` holds."""
 
     k: tl.tensor  # [BLOCK_N, BLOCK_D]
-    v: tl.tensor  # [BLOCK_N, BLOCK_D]
+    v: tl.tensor  # [BLOCK_N, BLOCK_DV]
     column: tl.tensor  # [BLOCK_N]
     j: tl.tensor  # [BLOCK_N]
 
@@ -101,7 +101,7 @@ class _QueryTile(NamedTuple):
     """The tile of queries that a program of ``dq_kernel`` holds."""
 
     q: tl.tensor  # [BLOCK_M, BLOCK_D]
-    dout: tl.tensor  # [BLOCK_M, BLOCK_D]
+    dout: tl.tensor  # [BLOCK_M, BLOCK_DV]
     lse: tl.tensor  # [BLOCK_M], base 2, as are the next
     delta: tl.tensor
     lo: tl.tensor
@@ -130,6 +130,7 @@ def _accumulate(dk, dv, keys, queries, score, softmax_scale, C: tl.constexpr, WI
     # What does not change from tile to tile is computed again in each: kept in registers, it would not fit them. (The
     # halves of k and v that three tf32 products need are too much to compute again.)
     AGAIN: tl.constexpr = C.PRECISION != "tf32x3"
+    CV: tl.constexpr = C.values
     for q_start in tl.range(queries.begin // C.BLOCK_M * C.BLOCK_M, queries.end, C.BLOCK_M, disable_licm=AGAIN):
         row = q_start + tl.arange(0, C.BLOCK_M)
         q = stream_rows(queries.Q, q_start, C, C.BLOCK_M, True)  # [BLOCK_M, BLOCK_D]
@@ -141,7 +142,7 @@ def _accumulate(dk, dv, keys, queries, score, softmax_scale, C: tl.constexpr, WI
         if (q_start < queries.inner_begin) | (q_start + C.BLOCK_M > queries.inner_end):
             lo, hi = tl.load(queries.LO + row), tl.load(queries.HI + row)
             p = tl.where((keys.column[:, None] >= lo[None, :]) & (keys.column[:, None] < hi[None, :]), p, 0.0)
-        dout = stream_rows(queries.DOUT, q_start, C, C.BLOCK_M, True)  # [BLOCK_M, BLOCK_D]
+        dout = stream_rows(queries.DOUT, q_start, CV, C.BLOCK_M, True)  # [BLOCK_M, BLOCK_DV]
         dp = tl.dot(keys.v, tl.trans(dout), input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_M]
         if C.DROPOUT:
             keep = dropout_keep(score, i[None, :], keys.j[:, None])
@@ -168,11 +169,11 @@ def _accumulate(dk, dv, keys, queries, score, softmax_scale, C: tl.constexpr, WI
 def backward_kernel(
     Q, stride_qb, stride_qs, stride_qh,        # [b, q, h, d], pointer or descriptor
     K, stride_kb, stride_ks, stride_kh,        # [b, k, n, d]
-    V, stride_vb, stride_vs, stride_vh,        # [b, k, n, d]
-    DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, d], pointer or descriptor
+    V, stride_vb, stride_vs, stride_vh,        # [b, k, n, e]
+    DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, e], pointer or descriptor
     DQ, stride_dqb, stride_dqs, stride_dqh,    # WITH_DQ: [b, q, h, d], float32, pointer or descriptor
     DK, stride_dkb, stride_dks, stride_dkh,    # [b, k, n, d], float32
-    DV, stride_dvb, stride_dvs, stride_dvh,    # [b, k, n, d], float32
+    DV, stride_dvb, stride_dvs, stride_dvh,    # [b, k, n, e], float32
     STATISTICS, BOUNDS, RANGES,                # see tiles.py
     Q_POSITIONS, K_POSITIONS,                  # int32 [q], [k]
     ALIBI_SLOPES, stride_slopes,               # [h] or [b, h]
@@ -186,6 +187,8 @@ def backward_kernel(
     """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    CV: tl.constexpr = C.values
     MEMBERS: tl.constexpr = C.GROUP // SPLIT
     program = program_index(C)
     tile = program % tiles
@@ -213,11 +216,11 @@ def backward_kernel(
     K = HeadRows(K, batch, kv_head, (stride_kb, stride_ks, stride_kh), k_len)
     V = HeadRows(V, batch, kv_head, (stride_vb, stride_vs, stride_vh), k_len)
     k = load_rows(K, k_start, C, BLOCK_N, True)
-    v = load_rows(V, k_start, C, BLOCK_N, True)
+    v = load_rows(V, k_start, CV, BLOCK_N, True)
     j = tl.load(K_POSITIONS + column, mask=column < k_len, other=0) if C.ALIBI or C.DROPOUT else column
     keys = _KeyTile(k, v, column, j)
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
     # The query heads of the group are summed in registers, so that k and v are read once.
     for member in range(0, MEMBERS):
         head = first_head + member
@@ -243,16 +246,17 @@ def backward_kernel(
     DK = HeadRows(DK, batch, kv_head, (stride_dkb, stride_dks, stride_dkh), k_len)
     DV = HeadRows(DV, batch, kv_head, (stride_dvb, stride_dvs, stride_dvh), k_len)
     if SPLIT > 1:
-        reduce_rows(DV, dv, k_start, C, BLOCK_N, False)
+        reduce_rows(DV, dv, k_start, CV, BLOCK_N, False)
         reduce_rows(DK, dk * softmax_scale, k_start, C, BLOCK_N, False)
     else:
-        add_rows(DV, dv, k_start, C, BLOCK_N, NEW)
+        add_rows(DV, dv, k_start, CV, BLOCK_N, NEW)
         add_rows(DK, dk * softmax_scale, k_start, C, BLOCK_N, NEW)
 
 
 @triton.jit
 def _accumulate_dq(dq, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.constexpr):
     """Add the gradient of ``tiles`` of keys."""
+    CV: tl.constexpr = C.values
     for n in range(0, tiles.count):
         k_start = tile_start(tiles, n, C.BLOCK_N, MASKED)
         column = k_start + tl.arange(0, C.BLOCK_N)
@@ -263,7 +267,7 @@ def _accumulate_dq(dq, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
         if MASKED:
             seen = (column[None, :] >= queries.lo[:, None]) & (column[None, :] < queries.hi[:, None])
             p = tl.where(seen, p, 0.0)
-        v = stream_rows(keys.V, k_start, C, C.BLOCK_N, MASKED)  # [BLOCK_N, BLOCK_D]
+        v = stream_rows(keys.V, k_start, CV, C.BLOCK_N, MASKED)  # [BLOCK_N, BLOCK_DV]
         dp = tl.dot(queries.dout, tl.trans(v), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
         if C.DROPOUT:
             keep = dropout_keep(score, queries.i[:, None], j[None, :])
@@ -277,8 +281,8 @@ def _accumulate_dq(dq, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
 def dq_kernel(
     Q, stride_qb, stride_qs, stride_qh,        # [b, q, h, d]
     K, stride_kb, stride_ks, stride_kh,        # [b, k, n, d], pointer or descriptor
-    V, stride_vb, stride_vs, stride_vh,        # [b, k, n, d], pointer or descriptor
-    DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, d]
+    V, stride_vb, stride_vs, stride_vh,        # [b, k, n, e], pointer or descriptor
+    DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, e]
     DQ, stride_dqb, stride_dqs, stride_dqh,    # [b, q, h, d], float32
     STATISTICS,                                # see tiles.py
     LO, HI, stride_rows,                       # int32 [1 or b, q]
@@ -294,6 +298,7 @@ def dq_kernel(
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
+    CV: tl.constexpr = C.values
     program = program_index(C)
     q_start = (tiles - 1 - program % tiles) * BLOCK_M
     head = program // tiles % heads
@@ -319,7 +324,7 @@ def dq_kernel(
     DQ = HeadRows(DQ, batch, head, (stride_dqb, stride_dqs, stride_dqh), q_len)
     STATISTICS += (tl.cast(batch, tl.int64) * heads + head) * 2 * q_padded + row
     q = load_rows(Q, q_start, C, BLOCK_M, True)
-    dout = load_rows(DOUT, q_start, C, BLOCK_M, True)
+    dout = load_rows(DOUT, q_start, CV, BLOCK_M, True)
     lse = tl.load(STATISTICS)
     delta = tl.load(STATISTICS + q_padded)
     i = tl.load(Q_POSITIONS + row_in) if C.ALIBI or C.DROPOUT else row
@@ -352,10 +357,9 @@ def _arguments(
 ) -> dict[str, Any]:
     """Arguments that both kernels take."""
     dout, q, k, v, statistics, intervals, dq, dk, dv = operands
-    heads, head_dim = q.shape[2:]
+    heads = q.shape[2]
     constants = Constants(
-        D=head_dim,
-        BLOCK_D=padded(head_dim),
+        **widths(q, v),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         GROUP=heads // k.shape[2],
@@ -495,7 +499,7 @@ def attention_backward(
     The gradient of the sinks follows from ``lse`` and ``delta`` without a kernel.
 
     Args:
-        dout: ``[batch, q_len, heads, head_dim]`` in the dtype of ``q``.
+        dout: ``[batch, q_len, heads, v_head_dim]`` in the dtype of ``q``.
         q: as for the forward.
         k: as for the forward.
         v: as for the forward.
@@ -585,14 +589,14 @@ def _choose(
     mask: str | None,
 ) -> _Choice:
     """``mask``: its class if tiles are to be tuned."""
-    q, k = operands.q, operands.k
+    q, k, v_head_dim = operands.q, operands.k, operands.v.shape[-1]
     features = score_constants(score)
     heavy = any(features.values())
     streamed = {"backward": (q, operands.dout, operands.dq), "dkdv": (q, operands.dout), "dq": (k, operands.v)}
     tma = {kernel: all(describable(x) for x in tiled) for kernel, tiled in streamed.items()}
 
     def chosen(kernel: str) -> Config | None:
-        return choose(kernel, q.device, q.shape[-1], q.dtype, heavy=heavy, tma=tma[kernel])
+        return choose(kernel, q.device, q.shape[-1], q.dtype, v_head_dim=v_head_dim, heavy=heavy, tma=tma[kernel])
 
     one = None if deterministic else chosen("backward")
     if config is not None or dq_config is not None or mask is None:
@@ -615,7 +619,10 @@ def _choose(
         tables = bounds_and_ranges(operands.intervals.lo, operands.intervals.hi, k.shape[1], config.block_n)
         return keys_launch(scratch, score, *tables, config, with_dq=one is not None, split=split, allow_tf32=allow_tf32)
 
-    best = [tune.tuned(name, q, k, flags, partial(candidate, name), heavy=heavy, tma=tma[name]) for name in names]
+    best = [
+        tune.tuned(name, q, k, flags, partial(candidate, name), v_head_dim=v_head_dim, heavy=heavy, tma=tma[name])
+        for name in names
+    ]
     return _Choice(best[0], None, _split(k, q.shape[2], best[0].block_n)) if one else _Choice(best[0], best[1], 1)
 
 

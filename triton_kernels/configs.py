@@ -1,10 +1,12 @@
 """Tile sizes by architecture, kernel, dtype and head_dim.
 
 Every configuration in the table compiles without spilling registers and fits the shared memory of its GPUs, except
-float32 at head_dim 256: tf32x3 keeps a high and a low half of each operand, which spills at every tile size.
+float32 at head_dim 256: tf32x3 keeps a high and a low half of each operand, which spills at every tile size. On sm_90
+the forward at head_dim 512 spills 16 bytes. There, the tiles of the backward are too small for Hopper's asynchronous
+products: ``dk`` and ``dv`` of 64 keys alone would fill the registers.
 ``python -m seqpar.triton_kernels.inspect`` prints the resources of each. Which one a call uses:
 
-* ``head_dim`` is rounded up to 64, 128 or 256.
+* The head_dims of q and k and of v are rounded up to 64, 128, 256, or 512 for both, or 256 and 128.
 * Compute capability 8.0 uses ``sm_80``, 9.0 ``sm_90``, 10.x ``sm_100``. Every other CUDA GPU uses ``sm_86``, which stays
   within the 99 KB of shared memory that desktop cards (Ampere, Ada, Blackwell) have; so does a call whose tensors TMA
   cannot read. Every ROCm GPU uses ``gfx942``, which stays within 64 KB.
@@ -58,48 +60,147 @@ def _rocm(block_m: int, block_n: int) -> Config:
 
 _INTERPRETED = Config(64, 64)
 _KERNELS = ("forward", "backward", "dkdv", "dq")
-_HEAD_DIMS = (64, 128, 256)
-# (architecture, bytes of an element) -> kernel -> configurations for head_dim 64, 128, 256
+# The head_dims of q and k, and of v, up to which a column of the table is for: the first that fits both.
+_COLUMNS = ((64, 64), (128, 128), (256, 128), (256, 256), (512, 512))
+# What stands for each column when the table is compiled ahead of time. 192 and 128 are DeepSeek-V3's.
+_COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+# (architecture, bytes of an element) -> kernel -> configurations for each column
 _TABLE: dict[tuple[str, int], dict[str, tuple[Config | None, ...]]] = {
     ("sm_80", 2): {
-        "forward": (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 8, 2)),
-        "backward": (Config(32, 128, 8, 2), Config(64, 64, 8, 2), None),
-        "dkdv": (Config(32, 128, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 8, 2)),
-        "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 16, 8, 2)),
+        "forward": (
+            Config(128, 64, 8, 3),
+            Config(128, 32, 8, 3),
+            Config(128, 64, 8, 2),
+            Config(64, 32, 8, 2),
+            Config(32, 32, 8, 2),
+        ),
+        "backward": (Config(32, 128, 8, 2), Config(64, 64, 8, 2), None, None, None),
+        "dkdv": (
+            Config(32, 128, 8, 2),
+            Config(64, 64, 8, 2),
+            Config(32, 64, 8, 2),
+            Config(32, 32, 8, 2),
+            Config(16, 32, 8, 1),
+        ),
+        "dq": (
+            Config(128, 64, 8, 2),
+            Config(64, 64, 8, 2),
+            Config(64, 32, 8, 2),
+            Config(64, 16, 8, 2),
+            Config(32, 16, 8, 1),
+        ),
     },
     ("sm_86", 2): {
-        "forward": (Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(64, 32, 8, 2)),
-        "backward": (Config(32, 128, 8, 2), Config(32, 64, 8, 2), None),
-        "dkdv": (Config(32, 128, 8, 2), Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
-        "dq": (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 16, 8, 2)),
+        "forward": (
+            Config(128, 64, 8, 3),
+            Config(128, 32, 8, 3),
+            Config(128, 32, 8, 2),
+            Config(64, 32, 8, 2),
+            Config(32, 16, 8, 1),
+        ),
+        "backward": (Config(32, 128, 8, 2), Config(32, 64, 8, 2), None, None, None),
+        "dkdv": (
+            Config(32, 128, 8, 2),
+            Config(32, 64, 8, 2),
+            Config(32, 64, 8, 2),
+            Config(32, 32, 8, 2),
+            Config(16, 16, 8, 1),
+        ),
+        "dq": (
+            Config(128, 64, 8, 2),
+            Config(64, 64, 8, 2),
+            Config(64, 32, 8, 2),
+            Config(64, 16, 8, 2),
+            Config(16, 16, 8, 1),
+        ),
     },
     ("sm_90", 2): {
-        "forward": (Config(128, 64, 4, 3, True), Config(128, 128, 8, 2, True), Config(128, 64, 8, 2, True)),
-        "backward": (Config(128, 128, 8, 2, True), Config(64, 128, 8, 2, True), Config(32, 64, 8, 2, True)),
-        "dkdv": (Config(128, 128, 8, 2, True), Config(64, 128, 8, 2, True), Config(32, 64, 8, 2, True)),
-        "dq": (Config(128, 64, 8, 2, True), Config(128, 64, 8, 2, True), Config(64, 32, 8, 2, True)),
+        "forward": (
+            Config(128, 64, 4, 3, True),
+            Config(128, 128, 8, 2, True),
+            Config(128, 64, 8, 2, True),
+            Config(128, 64, 8, 2, True),
+            Config(64, 16, 8, 2, True),
+        ),
+        "backward": (
+            Config(128, 128, 8, 2, True),
+            Config(64, 128, 8, 2, True),
+            Config(32, 64, 8, 2, True),
+            Config(32, 64, 8, 2, True),
+            None,
+        ),
+        "dkdv": (
+            Config(128, 128, 8, 2, True),
+            Config(64, 128, 8, 2, True),
+            Config(64, 64, 8, 2, True),
+            Config(32, 64, 8, 2, True),
+            Config(32, 32, 8, 1),
+        ),
+        "dq": (
+            Config(128, 64, 8, 2, True),
+            Config(128, 64, 8, 2, True),
+            Config(128, 32, 8, 2, True),
+            Config(64, 32, 8, 2, True),
+            Config(32, 32, 8, 2, True),
+        ),
     },
     ("sm_100", 2): {
-        "forward": (Config(128, 64, 4, 3, True), Config(128, 128, 8, 2, True), Config(128, 32, 8, 2, True)),
-        "backward": (Config(64, 128, 8, 2, True), Config(64, 128, 8, 1, True), Config(32, 64, 8, 1, True)),
-        "dkdv": (Config(64, 128, 8, 1, True), Config(64, 128, 8, 1, True), Config(64, 64, 8, 1, True)),
-        "dq": (Config(128, 64, 4, 2, True), Config(128, 64, 8, 2, True), Config(64, 64, 8, 1, True)),
+        "forward": (
+            Config(128, 64, 4, 3, True),
+            Config(128, 128, 8, 2, True),
+            Config(128, 64, 8, 2, True),
+            Config(128, 32, 8, 2, True),
+            Config(64, 16, 8, 2, True),
+        ),
+        "backward": (
+            Config(64, 128, 8, 2, True),
+            Config(64, 128, 8, 1, True),
+            Config(64, 64, 8, 1),
+            Config(32, 64, 8, 1, True),
+            None,
+        ),
+        "dkdv": (
+            Config(64, 128, 8, 1, True),
+            Config(64, 128, 8, 1, True),
+            Config(64, 64, 8, 1),
+            Config(64, 64, 8, 1, True),
+            Config(32, 32, 8, 1),
+        ),
+        "dq": (
+            Config(128, 64, 4, 2, True),
+            Config(128, 64, 8, 2, True),
+            Config(64, 64, 8, 1, True),
+            Config(64, 64, 8, 1, True),
+            Config(32, 32, 8, 1, True),
+        ),
     },
     ("gfx942", 2): {
-        "forward": (Config(128, 64, 4, 1), Config(128, 64, 4, 1), Config(64, 32, 4, 1)),
+        "forward": (
+            Config(128, 64, 4, 1),
+            Config(128, 64, 4, 1),
+            Config(64, 32, 4, 1),
+            Config(64, 32, 4, 1),
+            Config(64, 16, 8, 1),
+        ),
         # With rows of 16, not 32, two programs at head_dim 128 fit the registers of a processor at a time, not one.
-        "dkdv": (_rocm(64, 64), _rocm(32, 64), _rocm(16, 32)),
-        "dq": (Config(128, 64, 8, 1), Config(128, 32, 8, 1), Config(64, 16, 4, 1)),
+        "dkdv": (_rocm(64, 64), _rocm(32, 64), _rocm(16, 64), _rocm(16, 32), _rocm(16, 16)),
+        "dq": (
+            Config(128, 64, 8, 1),
+            Config(128, 32, 8, 1),
+            Config(64, 16, 4, 1),
+            Config(64, 16, 4, 1),
+            Config(16, 16, 4, 1),
+        ),
     },
     ("sm_80", 4): {
-        "forward": (Config(32, 64, 8, 1), Config(16, 64, 8, 1), Config(16, 16, 8, 1)),
-        "dkdv": (Config(32, 32, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
-        "dq": (Config(16, 32, 4, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1)),
+        "forward": (Config(32, 64, 8, 1), Config(16, 64, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), None),
+        "dkdv": (Config(32, 32, 4, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), None),
+        "dq": (Config(16, 32, 4, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), None),
     },
     ("gfx942", 4): {
-        "forward": (Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1)),
-        "dkdv": (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
-        "dq": (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1)),
+        "forward": (Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1), None),
+        "dkdv": (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1), None),
+        "dq": (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1), None),
     },
 }
 
@@ -126,15 +227,24 @@ def _cuda_architecture(device: torch.device) -> str:
 
 
 @lru_cache(maxsize=1024)
-def entry(architecture: str, kernel: str, head_dim: int, dtype: torch.dtype, heavy: bool = False) -> Config | None:
+def entry(
+    architecture: str,
+    kernel: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    heavy: bool = False,
+    v_head_dim: int | None = None,
+) -> Config | None:
     """As :func:`table_config`; None for "backward" where no tile of that kernel fits the registers, so that "dkdv" and
     "dq" have to do its work."""
     size = dtype.itemsize
     if size == 4 and architecture.startswith("sm"):
         architecture = "sm_80"
-    column = next((i for i, limit in enumerate(_HEAD_DIMS) if head_dim <= limit), None)
-    if column is None:
-        raise ValueError(f"head_dim={head_dim}: expected at most {_HEAD_DIMS[-1]}")
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    largest = most_head_dim(dtype)
+    if max(head_dim, v_head_dim) > largest:
+        raise ValueError(f"head_dim={max(head_dim, v_head_dim)}: expected at most {largest}")
+    column = next(i for i, (d, e) in enumerate(_COLUMNS) if head_dim <= d and v_head_dim <= e)
     kernels = _TABLE[architecture, size]
     config = kernels[kernel][column] if kernel in kernels else None
     if not heavy or config is None:
@@ -145,41 +255,63 @@ def entry(architecture: str, kernel: str, head_dim: int, dtype: torch.dtype, hea
     return replace(config, block_n=max(16, config.block_n // 2), num_warps=warps)
 
 
-def table_config(architecture: str, kernel: str, head_dim: int, dtype: torch.dtype, heavy: bool = False) -> Config:
+def most_head_dim(dtype: torch.dtype) -> int:
+    """The largest head_dim that there are tiles for."""
+    return 512 if dtype.itemsize == 2 else 256
+
+
+def table_config(
+    architecture: str,
+    kernel: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    heavy: bool = False,
+    v_head_dim: int | None = None,
+) -> Config:
     """The configuration in the table.
 
     Args:
         architecture: "sm_80", "sm_90", "sm_100" or "gfx942".
         kernel: "forward", "backward", "dkdv" or "dq".
-        head_dim: up to 256.
+        head_dim: of q and k, up to :func:`most_head_dim`.
         dtype: of the inputs.
         heavy: whether scores need more registers than a scaled product does (softcap, ALiBi, dropout). The tile of the
             inner loop is then halved, and CUDA uses 8 warps.
+        v_head_dim: of v; by default that of q and k.
 
     Raises:
-        ValueError: ``head_dim`` is above 256, or the table has no such entry.
+        ValueError: a head_dim is too large, or the table has no such entry.
     """
-    config = entry(architecture, kernel, head_dim, dtype, heavy)
+    config = entry(architecture, kernel, head_dim, dtype, heavy, v_head_dim)
     if config is None:
         raise ValueError(f"no configuration of {kernel} for {architecture}, head_dim={head_dim}, {dtype}")
     return config
 
 
 def choose(
-    kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, heavy: bool = False, tma: bool = True
+    kernel: str,
+    device: torch.device,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    v_head_dim: int | None = None,
+    heavy: bool = False,
+    tma: bool = True,
 ) -> Config | None:
     """The configuration for a call on ``device``; None if :func:`entry` is None.
 
     Args:
-        kernel, head_dim, dtype, heavy: as for :func:`table_config`.
+        kernel, head_dim, dtype, v_head_dim, heavy: as for :func:`table_config`.
         device: where the tensors are.
         tma: whether the tensors are laid out as TMA needs it. Tiles that TMA reads are too large to be read otherwise.
     """
     name = architecture(device)
     if name == "interpreter":
         return _INTERPRETED
-    config = entry(name, kernel, head_dim, dtype, heavy)
-    return config if config is None or tma or not config.tma else entry("sm_86", kernel, head_dim, dtype, heavy)
+    config = entry(name, kernel, head_dim, dtype, heavy, v_head_dim)
+    if config is None or tma or not config.tma:
+        return config
+    return entry("sm_86", kernel, head_dim, dtype, heavy, v_head_dim)
 
 
 def for_split(config: Config) -> Config:
@@ -188,24 +320,33 @@ def for_split(config: Config) -> Config:
     return config if config.tma else replace(config, block_m=min(config.block_m, 32))
 
 
-def table() -> Iterator[tuple[str, str, int, torch.dtype]]:
-    """All entries, as (architecture, kernel, head_dim, dtype), for ahead-of-time compilation."""
+def table() -> Iterator[tuple[str, str, tuple[int, int], torch.dtype]]:
+    """All entries, as (architecture, kernel, head_dims of q and k and of v, dtype), for ahead-of-time compilation."""
     for architecture, size in _TABLE:
         dtype = torch.bfloat16 if size == 2 else torch.float32
         for kernel in _KERNELS:
-            for head_dim in _HEAD_DIMS:
-                if entry(architecture, kernel, head_dim, dtype) is not None:
-                    yield architecture, kernel, head_dim, dtype
+            for dims in _COMPILED:
+                if max(dims) > most_head_dim(dtype) or (dims == (192, 128) and size == 4):  # as 256
+                    continue
+                if entry(architecture, kernel, dims[0], dtype, v_head_dim=dims[1]) is not None:
+                    yield architecture, kernel, dims, dtype
 
 
 def candidates(
-    kernel: str, device: torch.device, head_dim: int, dtype: torch.dtype, *, heavy: bool = False, tma: bool = True
+    kernel: str,
+    device: torch.device,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    v_head_dim: int | None = None,
+    heavy: bool = False,
+    tma: bool = True,
 ) -> list[Config]:
     """Configurations for autotuning: the table's, and its neighbours, some of which may not fit the GPU.
 
     Arguments as for :func:`choose`.
     """
-    first = choose(kernel, device, head_dim, dtype, heavy=heavy, tma=tma)
+    first = choose(kernel, device, head_dim, dtype, v_head_dim=v_head_dim, heavy=heavy, tma=tma)
     assert first is not None
     tried = [first]
     for block_m in sorted({first.block_m, max(16, first.block_m // 2), min(128, first.block_m * 2)}):

@@ -18,8 +18,8 @@ of ``m``, provided that ``l`` and ``acc`` are scaled by ``exp(m - m')``. With ``
 A step that is not the last updates ``acc`` and ``lse`` in place, and leaves rows whose interval is empty as they are.
 The last step folds in the sinks and rounds to the model's dtype, once.
 
-Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim. The names inside the
-kernel are explained in ``tiles.py``.
+Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
+of v. The names inside the kernel are explained in ``tiles.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import tune
 from .configs import Config, choose
-from .launch import Launch, Repeated, describable, descriptors, dies, padded, precision, strides, unit_stride
+from .launch import Launch, Repeated, describable, descriptors, dies, precision, strides, unit_stride, widths
 from .tiles import (
     LN2,
     LOG2E,
@@ -76,6 +76,7 @@ def _attend(acc, m, l, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
     # With a softcap or ALiBi the score is no multiple of q.k, and is scaled before its maximum is taken. Without them
     # the maximum is scaled instead, and the scores together with the subtraction, in one fused multiply-add.
     SCALED: tl.constexpr = C.SOFTCAP or C.ALIBI
+    CV: tl.constexpr = C.values
     for n in range(0, tiles.count):
         k_start = tile_start(tiles, n, C.BLOCK_N, MASKED)
         k = stream_rows(keys.K, k_start, C, C.BLOCK_N, MASKED)  # [BLOCK_N, BLOCK_D]
@@ -107,7 +108,7 @@ def _attend(acc, m, l, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
         # Dropout acts on the probabilities, after the sum: l and lse never see it.
         if C.DROPOUT:
             p = tl.where(dropout_keep(score, queries.i[:, None], j[None, :]), p * score.keep_scale, 0.0)
-        v = stream_rows(keys.V, k_start, C, C.BLOCK_N, MASKED)  # [BLOCK_N, BLOCK_D]
+        v = stream_rows(keys.V, k_start, CV, C.BLOCK_N, MASKED)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION)
         m = m_new
     return acc, m, l
@@ -117,9 +118,9 @@ def _attend(acc, m, l, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
 def forward_kernel(
     Q, stride_qb, stride_qs, stride_qh,             # [b, q, h, d]
     K, stride_kb, stride_ks, stride_kh,             # [b, k, n, d], pointer or descriptor
-    V, stride_vb, stride_vs, stride_vh,             # [b, k, n, d], pointer or descriptor
-    ACC, stride_ab, stride_as, stride_ah, LSE_IN,   # CARRY: [b, q, h, d] and [b, h, q], float32
-    OUT, stride_ob, stride_os, stride_oh, LSE,      # [b, q, h, d] and float32 [b, h, q]; may be ACC and LSE_IN
+    V, stride_vb, stride_vs, stride_vh,             # [b, k, n, e], pointer or descriptor
+    ACC, stride_ab, stride_as, stride_ah, LSE_IN,   # CARRY: [b, q, h, e] and [b, h, q], float32
+    OUT, stride_ob, stride_os, stride_oh, LSE,      # [b, q, h, e] and float32 [b, h, q]; may be ACC and LSE_IN
     LO, HI, stride_rows,                            # int32 [1 or b, q]
     Q_POSITIONS, K_POSITIONS,                       # int32 [q], [k]
     ALIBI_SLOPES, stride_slopes, SINK_LOGITS,       # [h] or [b, h]; [h]
@@ -129,7 +130,8 @@ def forward_kernel(
 ):  # fmt: skip
     """One tile of queries of one head: grid ``batch * heads * tiles``."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
-    BLOCK_D: tl.constexpr = C.BLOCK_D
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    CV: tl.constexpr = C.values
     program = program_index(C)
     # Last queries first: under a causal mask they have the most keys, and what the GPU runs last should be short.
     q_start = (tiles - 1 - program % tiles) * BLOCK_M
@@ -166,11 +168,11 @@ def forward_kernel(
     # The state of the online softmax: see [Note: the carry].
     if CARRY:
         ACC = HeadRows(ACC, batch, head, (stride_ab, stride_as, stride_ah), q_len)
-        acc = load_rows(ACC, q_start, C, BLOCK_M, True)
+        acc = load_rows(ACC, q_start, CV, BLOCK_M, True)
         m = tl.load(LSE_IN + first_statistic + row, mask=row < q_len, other=float("-inf")) * LOG2E
         l = tl.where(m == float("-inf"), 0.0, 1.0)
     else:
-        acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
         m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         l = tl.zeros([BLOCK_M], dtype=tl.float32)
 
@@ -192,7 +194,7 @@ def forward_kernel(
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)  # a row that saw no key: 0 / 1, not 0 / 0
     acc = acc / l[:, None]
-    store_rows(OUT, acc, q_start, C, BLOCK_M)
+    store_rows(OUT, acc, q_start, CV, BLOCK_M)
     lse = tl.where(seen, (m + tl.log2(l)) * LN2, float("-inf"))
     tl.store(LSE + row, lse, mask=row < q_len)
 
@@ -218,14 +220,15 @@ def forward_launch(
     features = score_constants(score)
     if config is None:
         tma = describable(k) and describable(v)
-        config = choose("forward", q.device, head_dim, q.dtype, heavy=any(features.values()), tma=tma)
+        config = choose(
+            "forward", q.device, head_dim, q.dtype, v_head_dim=v.shape[3], heavy=any(features.values()), tma=tma
+        )
         assert config is not None
     tiles = triton.cdiv(q_len, config.block_m)
     lo, hi = intervals.lo.contiguous(), intervals.hi.contiguous()
     streamed, tma = descriptors(config, {"K": (k, config.block_n), "V": (v, config.block_n)})
     constants = Constants(
-        D=head_dim,
-        BLOCK_D=padded(head_dim),
+        **widths(q, v),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         GROUP=heads // k.shape[2],
@@ -282,15 +285,15 @@ def attention_forward(
     """Attention of ``q`` over the keys of each query's interval, continued from ``carry``.
 
     Args:
-        q: ``[batch, q_len, heads, head_dim]``, float16, bfloat16 or float32, head_dim up to 256.
+        q: ``[batch, q_len, heads, head_dim]``, float16, bfloat16 or float32; see ``configs.py`` for the head_dims.
         k: ``[batch, k_len, kv_heads, head_dim]`` in the dtype of ``q``; query head ``h`` reads key/value head
             ``h // (heads // kv_heads)``.
-        v: as ``k``.
+        v: ``[batch, k_len, kv_heads, v_head_dim]``, likewise.
         intervals: int32 ``lo, hi [1 or batch, q_len]``, the first and one-past-last key of each query, neither falling
             along the queries; int32 global positions ``q_positions [q_len]`` and ``k_positions [k_len]``. All on the
             device of ``q``.
         score: how scores are computed, as ``seqpar.kernels.Score``; ``softmax_scale`` must be positive.
-        carry: float32 ``(acc [batch, q_len, heads, head_dim], lse [batch, heads, q_len])`` over the keys of earlier
+        carry: float32 ``(acc [batch, q_len, heads, v_head_dim], lse [batch, heads, q_len])`` over the keys of earlier
             steps: the normalised partial output and its log-sum-exp (natural logarithm; -inf for a query that has seen
             no key). Unless ``last``, the result is written into both, or into a copy of one that is not dense.
         last: whether no step follows: fold ``score.sinks`` in and round the output to ``q.dtype``.
@@ -309,7 +312,7 @@ def attention_forward(
     if acc is not None and lse_in is not None and not last:
         out, lse = acc, lse_in
     else:
-        out = torch.empty(q.shape, device=q.device, dtype=q.dtype if last else torch.float32)  # [b, q, h, d]
+        out = q.new_empty(batch, q_len, heads, v.shape[3], dtype=q.dtype if last else torch.float32)  # [b, q, h, e]
         lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)  # [b, h, q]
     if q.numel() == 0:
         return out, lse
@@ -326,7 +329,8 @@ def attention_forward(
             flags = f"{acc is not None}{last}{score.softcap > 0}{score.alibi_slopes is not None}{score.dropout_p > 0}"
             best = tune.tuned(
                 "forward", q, k, f"{flags} {mask}", lambda candidate: on_scratch(config=candidate),
-                heavy=any(score_constants(score).values()), tma=describable(k) and describable(v),
+                v_head_dim=v.shape[3], heavy=any(score_constants(score).values()),
+                tma=describable(k) and describable(v),
             )  # fmt: skip
         return launch(out=out, lse=lse, config=best)
 

@@ -29,13 +29,14 @@ from .preprocess import delta_launch, statistics_launch
 from .rotary import rotary_launch
 
 _NEW = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
-# Bytes that CUDA's compiler may spill to local memory, by (kernel, head_dim, dtype); 0 for everything else.
+# Bytes that CUDA's compiler may spill to local memory, by (kernel, largest head_dim, dtype); 0 for everything else.
 SPILLS = {
     # tf32x3 keeps a high and a low half of each operand: no tile of 256 columns fits the registers.
     ("forward", 256, torch.float32): 64,
     ("dq", 256, torch.float32): 256,
     ("dkdv", 256, torch.float32): 480,
     ("dq", 64, torch.float32): 8,  # sm_86
+    ("forward", 512, torch.bfloat16): 16,  # sm_90: the accumulator takes half of the registers
     # What the compiler of Triton 3.6 to 3.8 makes of it; 3.9 spills nothing.
     **({} if _NEW else {("backward", 256, torch.bfloat16): 24, ("dkdv", 256, torch.bfloat16): 24}),
 }
@@ -95,6 +96,7 @@ class Case:
     feature: str
     launch: Launch
     aligned: bool = True
+    v_head_dim: int | None = None
 
     @property
     def needs_matrix(self) -> bool:
@@ -104,15 +106,16 @@ class Case:
 
 def table_cases(targets: list[str]) -> Iterator[Case]:
     """Every configuration in the table, with the plain kernel, on every target that uses it."""
-    for architecture, kernel, head_dim, dtype in table():
+    for architecture, kernel, (head_dim, v_head_dim), dtype in table():
         for target in targets:
             uses = {architecture, *_SAME_TABLE.get(architecture, ())}
             if dtype == torch.float32 and architecture == "sm_80":
                 uses |= {"sm_86", "sm_90", "sm_100", "sm_120"}
             if target in uses:
-                config = table_config(architecture, kernel, head_dim, dtype)
-                launch = attention(kernel, head_dim, dtype, config, hip=architecture.startswith("gfx"))
-                yield Case(target, kernel, head_dim, dtype, "plain", launch)
+                config = table_config(architecture, kernel, head_dim, dtype, v_head_dim=v_head_dim)
+                hip = architecture.startswith("gfx")
+                launch = attention(kernel, head_dim, dtype, config, v_head_dim=v_head_dim, hip=hip)
+                yield Case(target, kernel, head_dim, dtype, "plain", launch, v_head_dim=v_head_dim)
 
 
 def feature_cases(targets: list[str]) -> Iterator[Case]:
@@ -172,6 +175,7 @@ def attention(
     dtype: torch.dtype,
     config: Config,
     *,
+    v_head_dim: int | None = None,
     score: MetaScore | None = None,
     carry: bool = False,
     last: bool = True,
@@ -182,15 +186,17 @@ def attention(
     intervals, score = MetaIntervals(), score or MetaScore()
     q = _empty(_BATCH, _SEQ, _HEADS, head_dim, dtype=dtype)
     k = _empty(_BATCH, _SEQ, _KV_HEADS, head_dim, dtype=dtype)
+    v = _empty(_BATCH, _SEQ, _KV_HEADS, v_head_dim or head_dim, dtype=dtype)
+    dout = _empty(_BATCH, _SEQ, _HEADS, v_head_dim or head_dim, dtype=dtype)
     lse = _empty(_BATCH, _HEADS, _SEQ)
     if kernel == "forward":
-        acc, lse_in = (_empty(*q.shape), lse) if carry else (None, None)
-        out = q if last else _empty(*q.shape)
+        acc, lse_in = (_empty(*dout.shape), lse) if carry else (None, None)
+        out = dout if last else _empty(*dout.shape)
         return forward_launch(
-            q, k, k, intervals, score, acc=acc, lse_in=lse_in, out=out, lse=lse, last=last, config=config, hip=hip
+            q, k, v, intervals, score, acc=acc, lse_in=lse_in, out=out, lse=lse, last=last, config=config, hip=hip
         )
-    dq, dk, dv = _empty(*q.shape), _empty(*k.shape), _empty(*k.shape)
-    operands = Operands(q, q, k, k, _empty(2 * _BATCH * _HEADS, _SEQ), intervals, dq, dk, dv)
+    dq, dk, dv = (_empty(*x.shape) for x in (q, k, v))
+    operands = Operands(dout, q, k, v, _empty(2 * _BATCH * _HEADS, _SEQ), intervals, dq, dk, dv)
     if kernel == "dq":
         return dq_launch(operands, score, config, hip=hip)
     bounds, ranges = _empty(2, _SEQ, dtype=torch.int32), _empty(2, 1, 2 * _SEQ // config.block_n, dtype=torch.int32)
@@ -211,7 +217,11 @@ def elementwise_launches() -> dict[str, Launch]:
 
 def verdict(case: Case, found: Resources) -> str:
     """What is wrong with a compiled kernel; "" if nothing."""
-    allowed = SPILLS.get((case.kernel, case.head_dim, case.dtype), 0) if not case.target.startswith("gfx") else 0
+    allowed = (
+        SPILLS.get((case.kernel, max(case.head_dim, case.v_head_dim or 0), case.dtype), 0)
+        if not case.target.startswith("gfx")
+        else 0
+    )
     if not case.aligned:  # addresses of single numbers take many registers, and such calls are rare
         allowed = UNALIGNED_SPILLS
     wrong = [] if found.spilled_bytes <= allowed else [f"spills {found.spilled_bytes} bytes"]
@@ -236,6 +246,7 @@ def inspect(cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
             "target": case.target,
             "kernel": case.kernel,
             "head_dim": case.head_dim,
+            "v_head_dim": case.v_head_dim or case.head_dim,
             "dtype": str(case.dtype).removeprefix("torch."),
             "feature": case.feature,
             "config": asdict(config),
@@ -249,7 +260,7 @@ def _print(row: dict[str, Any]) -> None:
     tile = f"{config['block_m']}x{config['block_n']}"
     options = f"{config['num_warps']}w {config['num_stages']}s{' tma' if config['tma'] else ''}"
     print(
-        f"{row['target']:7} {row['kernel']:15} {row['head_dim']:>4} {row['dtype']:9} {row['feature']:12} {tile:>8} "
+        f"{row['target']:7} {row['kernel']:15} {row['head_dim']:>4} {row['v_head_dim']:>4} {row['dtype']:9} {row['feature']:12} {tile:>8} "
         f"{options:9} {row['registers']:>5} {row['spilled_bytes']:>7} {row['shared_bytes']:>8} {row['matrix']:8} "
         f"{row['products']:>8} {row['reloaded']:>8} {row['occupancy']:>9} {row['wrong']}",
         flush=True,
@@ -260,7 +271,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m seqpar.triton_kernels.inspect", description=__doc__)
     parser.add_argument("--target", action="append", metavar="ARCH", help=", ".join(TARGETS))
     parser.add_argument("--what", default="table", choices=("table", "features", "unaligned", "small", "all"))
-    parser.add_argument("--head-dim", action="append", type=int, help="64, 128, 256 (default: all)")
+    parser.add_argument(
+        "--head-dim",
+        action="append",
+        type=int,
+        help="of q and k: 64, 128, 192 (beside 128 of v), 256, 512 (default: all)",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: both")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args(argv)
@@ -268,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     chosen = {"table": table_cases, "features": feature_cases, "unaligned": unaligned_cases, "small": small_cases}
     if not arguments.json:
         print(
-            "target  kernel       head_dim dtype     feature          tile options   regs spilled   shared matrix   "
+            "target  kernel      head_dim: q, v dtype     feature          tile options   regs spilled   shared matrix   "
             "products reloaded occupancy wrong"
         )
     wrong = 0

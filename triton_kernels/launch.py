@@ -223,6 +223,12 @@ def describable(x: Tensor) -> bool:
     return all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
 
 
+def widths(q: Tensor, v: Tensor) -> dict[str, Any]:
+    """Fields of ``tiles.Constants``: the head_dims of q and k, and of v, and the columns of the tiles that hold them."""
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    return {"D": head_dim, "BLOCK_D": padded(head_dim), "DV": v_head_dim, "BLOCK_DV": padded(v_head_dim)}
+
+
 def padded(head_dim: int) -> int:
     """The columns of a tile that holds a head: the next power of two, and at least the 16 that matrix units take."""
     return max(16, 1 << (head_dim - 1).bit_length())

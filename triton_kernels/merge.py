@@ -56,7 +56,7 @@ def merge_kernel(
 def merge_launch(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor, config: Config | None = None) -> Launch:
     """The launch behind :func:`merge_`."""
     batch, q_len, heads, head_dim = acc.shape
-    config = config or Config(32, 0, num_warps=4, num_stages=1)
+    config = config or Config(32 if head_dim <= 256 else 16, 0, num_warps=4, num_stages=1)
     tiles = triton.cdiv(q_len, config.block_m)
     arguments = {
         **strides(a=acc, o=out),

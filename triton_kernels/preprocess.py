@@ -95,7 +95,7 @@ def statistics_kernel(LSE, DELTA, STATISTICS, q_len, q_padded, tiles, BLOCK_M: t
 def delta_launch(out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor, config: Config | None = None) -> Launch:
     """The launch behind :func:`delta`, with every tensor already allocated."""
     batch, q_len, heads, head_dim = out.shape
-    config = config or Config(64, 0, num_warps=4, num_stages=1)
+    config = config or Config(64 if head_dim <= 256 else 16, 0, num_warps=4, num_stages=1)
     tiles = triton.cdiv(q_len, config.block_m)
     arguments = {
         **strides(o=out, d=dout),

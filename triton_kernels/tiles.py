@@ -4,11 +4,11 @@ Names, mostly those of the FlashAttention papers. Capitals are pointers (or TMA 
 lower case are values in registers.
 
     BLOCK_M, BLOCK_N   queries and keys in a tile
-    D, BLOCK_D         head_dim, and the power of two that holds it
+    D, BLOCK_D         head_dim of q and k, and the power of two that holds it; DV, BLOCK_DV likewise of v
     GROUP              query heads per KV head
     s, p               scores and probabilities of one tile, [BLOCK_M, BLOCK_N]; backward_kernel transposes both
     m, l, acc          online softmax: running maximum (base 2) and sum, [BLOCK_M]; output before the division by l,
-                       [BLOCK_M, BLOCK_D]
+                       [BLOCK_M, BLOCK_DV]
     row, column        local indices of the tile's queries, [BLOCK_M], and keys, [BLOCK_N]
     i, j               global positions of the same; ALiBi and dropout depend on them, nothing else does
     lo, hi             first and one-past-last local key index of each query, [BLOCK_M]
@@ -39,7 +39,7 @@ compile-time constants: where the tuple is assigned, Triton turns them into run-
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import triton
@@ -104,6 +104,13 @@ class Constants:
     PRECISION: str = "ieee"
     TMA: bool = False
     DIES: int = 1
+    DV: int = 0
+    BLOCK_DV: int = 0
+
+    @property
+    def values(self) -> Constants:
+        """The same for helpers that load and store rows of v and of the output; ``CV`` in the kernels."""
+        return replace(self, D=self.DV, BLOCK_D=self.BLOCK_DV)
 
 
 def score_arguments(score: Score, heads: int) -> dict[str, Any]:

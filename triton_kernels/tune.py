@@ -64,6 +64,7 @@ def tuned(
     make: Callable[[Config], Launch],
     time: Callable[[Launch], float] | None = None,
     *,
+    v_head_dim: int | None = None,
     heavy: bool = False,
     tma: bool = True,
 ) -> Config:
@@ -76,11 +77,13 @@ def tuned(
         flags: what else changes the kernel or how long it takes: the features in use, and the mask's class.
         make: returns the launch with a configuration, on outputs that may be overwritten any number of times.
         time: returns the milliseconds that a launch takes; None measures on the GPU.
+        v_head_dim: of v, where it is not that of q and k.
         heavy: as for ``configs.choose``.
         tma: as for ``configs.choose``.
     """
-    key = _key(kernel, q, k, f"{flags} tma{tma}")
-    allowed = candidates(kernel, q.device, q.shape[-1], q.dtype, heavy=heavy, tma=tma)
+    other_dim = f" v{v_head_dim}" if v_head_dim not in (None, q.shape[-1]) else ""
+    key = _key(kernel, q, k, f"{flags} tma{tma}{other_dim}")
+    allowed = candidates(kernel, q.device, q.shape[-1], q.dtype, v_head_dim=v_head_dim, heavy=heavy, tma=tma)
     if not _best:
         _best.update(_load())
     # A file may come from another version or be damaged. A tile that is not a candidate can read past its inputs.

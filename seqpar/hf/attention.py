@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import no_compile
@@ -82,17 +81,15 @@ def attention_forward(
     in_layer = causal, *_window_and_chunk(module, sliding_window)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
     query, key, value = _same_dtype(query, key, value)
-    v_head_dim = value.shape[-1]
-    if v_head_dim < query.shape[-1]:  # latent attention; zeros behind the values change nothing
-        value = F.pad(value, (0, query.shape[-1] - v_head_dim))
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [batch, seq, heads, head_dim]
+    # [batch, seq, heads, head_dim], v of which may be another
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
     with torch.autocast(query.device.type, enabled=False):
         if torch.compiler.is_compiling() and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
             out = _traced(module, q, k, v, seqpar, patch, in_layer, score, dropout, name)
         else:
             out = _eager(module, q, k, v, seqpar, patch, in_layer, score, dropout, name)
-    return out[..., :v_head_dim], None
+    return out, None
 
 
 def _traced(

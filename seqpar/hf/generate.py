@@ -334,7 +334,8 @@ def decode(
     Args:
         module: the attention layer.
         q: ``[b, new, h, d]``, the same on every rank.
-        k, v: ``[b, cached, n, d]``, this rank's part of the layer's cache.
+        k: ``[b, cached, n, d]``, this rank's part of the layer's cache.
+        v: ``[b, cached, n, v_head_dim]``, likewise.
         shard: the forward's.
         patch: the model's.
         mask: the layer's.
@@ -342,21 +343,21 @@ def decode(
         name: the layer's, for errors.
 
     Returns:
-        ``[b, new, h, d]`` in q's dtype, the same bits on every rank.
+        ``[b, new, h, v_head_dim]`` in q's dtype, the same bits on every rank.
     """
     positions = shard.cache.layers[module.layer_idx].attended
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
     # As many of the new tokens at a time as have _GATHERED_BYTES of partial results on all ranks together.
     new = q.shape[1]
-    span = max(1, _GATHERED_BYTES // (patch.ranks * q.shape[0] * q.shape[2] * (q.shape[3] + 1) * 4))
+    span = max(1, _GATHERED_BYTES // (patch.ranks * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4))
     outs = []
     for start in range(0, new, span):
         stop = min(start + span, new)
         queries = range(shard.start + start, shard.start + stop)
         intervals = _key_intervals(mask, shard, positions, queries, q.shape[2] // k.shape[2], q.device)
         part = None if intervals is None else _attend(q[:, start:stop], k, v, intervals, score, patch.backend)
-        merged = _merge_over_ranks(*(part or empty_carry(q[:, start:stop])), patch)
+        merged = _merge_over_ranks(*(part or empty_carry(q[:, start:stop], v.shape[3])), patch)
         outs.append(finish(merged, score, q.dtype)[0])
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
@@ -380,11 +381,11 @@ def _key_intervals(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str) -> Carry:
-    """This rank's partial result: float32 ``acc [b, new, h, d]`` and ``lse [b, h, new]``."""
+    """This rank's partial result: float32 ``acc [b, new, h, v_head_dim]`` and ``lse [b, h, new]``."""
     # The query heads of a kv head become consecutive queries, so that each key is read once for all of them.
     g = q.shape[2] // k.shape[2]
     q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
-    acc, lse = select(backend, q, k, score).forward(q, k, v, intervals, score, None, False)
+    acc, lse = select(backend, q, k, score, v_head_dim=v.shape[3]).forward(q, k, v, intervals, score, None, False)
     return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)
 
 

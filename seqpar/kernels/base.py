@@ -151,6 +151,11 @@ def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
     return acc, q.new_full((batch, heads, q_len), -torch.inf, dtype=dtype)
 
 
+def head_dims(head_dim: int, v_head_dim: int | None) -> str:
+    """For messages."""
+    return f"head_dim={head_dim}" + (f" of q and k, {v_head_dim} of v" if v_head_dim not in (None, head_dim) else "")
+
+
 def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     """Merge the partial result ``(out, out_lse)`` into ``(acc, lse)`` in place.
 

@@ -3,7 +3,8 @@
 The kernel has neither a carry nor key intervals. It does return ``lse``, and its backward accepts any ``out`` and
 ``lse``: so the gradient of one tile of a larger attention is a call with that attention's final ``out`` and ``lse``.
 
-Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim. The kernel wants heads before the sequence.
+Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim of q and k, e head_dim of v. The kernel wants
+heads before the sequence, and one head_dim: the narrower tensors get zeros, which change nothing, inside each call.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..keys import KeyIntervals
 from .base import Carry, OutputGrad, Score, empty_carry, finish, merge_
@@ -43,8 +45,6 @@ class CpuBackend:
                 return f"PyTorch's CPU flash kernel has no {name}"
         if score.alibi_slopes is not None:
             return "PyTorch's CPU flash kernel has no ALiBi"
-        if v_head_dim not in (None, q.shape[-1]):
-            return f"head_dim={q.shape[-1]} of q and k, {v_head_dim} of v (equal ones only)"
         if lse_gradient:
             return "PyTorch's CPU flash backward takes no gradient of lse"
         return None
@@ -52,7 +52,8 @@ class CpuBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        q_heads, k_heads, v_heads = _heads_first(q), _heads_first(k), _heads_first(v)
+        v_dim, width = v.shape[3], max(q.shape[3], v.shape[3])
+        q_heads, k_heads, v_heads = (_heads_first(x, width) for x in (q, k, v))
         for batch, tile in _tiles(intervals, q.shape[0]):
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             out, out_lse = _forward(
@@ -63,13 +64,15 @@ class CpuBackend:
                 tile.kind is Kind.CAUSAL,
                 attn_mask=_mask(intervals, batch, tile),
                 scale=score.softmax_scale,
-            )  # [b, h, q, d], [b, h, q]
+            )  # [b, h, q, width], [b, h, q]
+            out = out.transpose(1, 2)[..., :v_dim]  # [b, q, h, e]
             if carry is None and out_lse.shape == (q.shape[0], q.shape[2], q.shape[1]):
-                carry = out.transpose(1, 2), out_lse  # the first partial result, of all queries
+                # The first partial result, of all queries.
+                carry = out if v_dim == width else out.contiguous(), out_lse
                 continue
-            acc, lse = carry = carry or empty_carry(q)  # [b, q, h, d], [b, h, q]
-            merge_(acc[batch, queries], lse[batch, :, queries], out.transpose(1, 2), out_lse)
-        carry = carry or empty_carry(q)
+            acc, lse = carry = carry or empty_carry(q, v_dim)  # [b, q, h, e], [b, h, q]
+            merge_(acc[batch, queries], lse[batch, :, queries], out, out_lse)
+        carry = carry or empty_carry(q, v_dim)
         return finish(carry, score, q.dtype) if last else carry
 
     def backward(
@@ -88,7 +91,8 @@ class CpuBackend:
         new_dkv: bool = False,
     ) -> None:
         dout, out, lse, _ = output
-        dout_heads, q_heads, k_heads, v_heads, out_heads = (_heads_first(x) for x in (dout, q, k, v, out))
+        width = max(q.shape[3], v.shape[3])
+        dout_heads, q_heads, k_heads, v_heads, out_heads = (_heads_first(x, width) for x in (dout, q, k, v, out))
         targets = [x.transpose(1, 2) for x in (dq, dk, dv)]  # [b, h or n, q or k, d]: views
         new = [new_dq, new_dkv, new_dkv]
         for batch, tile in _tiles(intervals, q.shape[0]):
@@ -104,8 +108,9 @@ class CpuBackend:
                 tile.kind is Kind.CAUSAL,
                 attn_mask=_mask(intervals, batch, tile),
                 scale=score.softmax_scale,
-            )  # [b, h, q, d], [b, n, k, d], [b, n, k, d]
+            )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
             for i, (grad, target, rows) in enumerate(zip(grads, targets, (queries, keys, keys), strict=True)):
+                grad = grad[..., : target.shape[3]]
                 if new[i] and grad.shape == target.shape:
                     target.copy_(grad)  # the first gradient, of all rows
                 elif new[i]:
@@ -118,9 +123,13 @@ class CpuBackend:
                 target.zero_()
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """``[b, s, h, d]`` as float32 ``[b, h, s, d]``; a view of a float32 ``x``, because the kernel takes any strides."""
-    return x.float().transpose(1, 2)
+def _heads_first(x: Tensor, width: int) -> Tensor:
+    """``[b, s, h, d]`` as float32 ``[b, h, s, width]``, with zeros where ``x`` is narrower.
+
+    Else a view of a float32 ``x``, because the kernel takes any strides.
+    """
+    x = x.float()
+    return (functional.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x).transpose(1, 2)
 
 
 def _tiles(intervals: KeyIntervals, batch: int) -> Iterator[tuple[slice, Tile]]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .bands import Abilities
-from .library import LibraryBackend, Options, head_dims
+from .base import head_dims
+from .library import LibraryBackend, Options
 
 _forward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from .bands import Abilities
+from .base import head_dims
 from .block_lists import interval_arguments, takes_block_sizes
-from .library import LibraryBackend, Options, head_dims
+from .library import LibraryBackend, Options
 
 _forward: Any = torch.ops.aten._flash_attention_forward.default
 _backward: Any = torch.ops.aten._flash_attention_backward.default

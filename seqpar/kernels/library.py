@@ -29,7 +29,7 @@ from ..cache import upload
 from ..comm.trace import count_backend
 from ..keys import KeyIntervals
 from .bands import Abilities, Call, cut
-from .base import Backend, Carry, OutputGrad, Score, empty_carry, finish, merge_, row_delta
+from .base import Backend, Carry, OutputGrad, Score, empty_carry, finish, head_dims, merge_, row_delta
 from .triton import TritonBackend
 
 # A step that takes more calls runs on a kernel that takes the intervals as they are, if there is one.
@@ -291,11 +291,6 @@ def _options(launch: _Launch, intervals: KeyIntervals, score: Score) -> Options:
     call, cu_q, cu_k = launch
     taken = intervals if call.masked else None
     return Options(score.softmax_scale, score.softcap, call.left, call.right, cu_q, cu_k, *call.longest, taken)
-
-
-def head_dims(head_dim: int, v_head_dim: int) -> str:
-    """For messages."""
-    return f"head_dim={head_dim}" + (f" of q and k, {v_head_dim} of v" if v_head_dim != head_dim else "")
 
 
 def _rows(x: Tensor, call: Call, rows: slice, writable: bool = False) -> Tensor:

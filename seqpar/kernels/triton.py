@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..keys import KeyIntervals
-from .base import Carry, OutputGrad, Score
+from .base import Carry, OutputGrad, Score, head_dims
 from .elementwise import DTYPES, interpreted, targeted, unavailable
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512  # in half precision
 
 
 class TritonBackend:
@@ -37,10 +37,9 @@ class TritonBackend:
     ) -> str | None:
         if q.dtype not in DTYPES:
             return f"{q.dtype} (float16, bfloat16 and float32 only)"
-        if q.shape[-1] > _MAX_HEAD_DIM:
-            return f"head_dim={q.shape[-1]} (at most {_MAX_HEAD_DIM})"
-        if v_head_dim not in (None, q.shape[-1]):
-            return f"head_dim={q.shape[-1]} of q and k, {v_head_dim} of v (equal ones only)"
+        largest = _MAX_HEAD_DIM if q.dtype.itemsize == 2 else _MAX_HEAD_DIM // 2
+        if max(q.shape[-1], v_head_dim or 0) > largest:
+            return f"{head_dims(q.shape[-1], v_head_dim)} (at most {largest} in {q.dtype})"
         if not score.softmax_scale > 0:
             return f"softmax_scale={score.softmax_scale} (positive only)"
         if interpreted():

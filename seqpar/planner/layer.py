@@ -22,7 +22,7 @@ from ..mask import Mask
 from ..mesh import AttentionGroups, ranks_per_host
 from ..schedule import AttentionPlan, Exchange, Step, Transfer
 from ..strategies.call import AttentionCall
-from ..strategies.remote import RemoteSteps, Returns
+from ..strategies.remote import KV, Message, RemoteSteps, Returns, of_heads
 from ..strategies.ring import halves
 from ..strategies.tensor_sequence import pieces_of_chunk
 from ..strategies.ulysses import HeadChunk, HeadExchange, HeadSlices, Incoming, chunk_limit
@@ -192,24 +192,25 @@ class _RingMessages:
         self._timeline, self._place, self._plan = timeline, place, plan
 
     def start_fetch(self, fetch: Exchange, own: Any) -> Callable[[], Any]:
-        return self._start("fetch", "ring across hosts", fetch, _row_bytes(own.k, 2))
+        return self._start("fetch", "ring across hosts", fetch, _row_bytes(own.kv))
 
-    def start_step(self, step: Step, own: Any, fetched: Any) -> Callable[[], tuple[Tensor, Tensor]]:
-        wait = self._start("k, v", "ring", step, _row_bytes(own.k, 2))
+    def start_step(self, step: Step, own: Any, fetched: Any) -> Callable[[], KV]:
+        wait = self._start("k, v", "ring", step, _row_bytes(own.kv))
 
-        def waited() -> tuple[Tensor, Tensor]:
+        def waited() -> KV:
             wait()
-            return own.k, own.v
+            kv: KV = own.kv
+            return kv
 
         return waited
 
     def start_return(
-        self, step: Step, grad: Tensor | None, own: Tensor, sums: dict[int, Tensor], fetch: Exchange | None
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Any], fetch: Exchange | None
     ) -> Callable[[], None]:
-        return self._start("dk, dv", "ring", step, _row_bytes(own, 1), back=True)
+        return self._start("dk, dv", "ring", step, _row_bytes(own), back=True)
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Tensor], own: Tensor) -> Callable[[], None]:
-        return self._start("sums of dk, dv", "ring across hosts", fetch, _row_bytes(own, 1), back=True)
+    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Any], own: list[Tensor]) -> Callable[[], None]:
+        return self._start("sums of dk, dv", "ring across hosts", fetch, _row_bytes(own), back=True)
 
     def _start(self, name: str, stream: str, planned: Exchange, row: float, back: bool = False) -> Callable[[], None]:
         plan, place = self._plan, self._place
@@ -237,9 +238,9 @@ class _RingMessages:
         return [(self._place.level(ring=t.peer), len(t.rows) * row) for t in others]
 
 
-def _row_bytes(x: Tensor, tensors: int) -> int:
-    """Bytes of a message's row for each of ``tensors`` such as ``x [..., rows, n, d]``."""
-    return tensors * x.nbytes // max(1, x.shape[-3])
+def _row_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of a message's row of tensors ``[b, rows, n, d]``."""
+    return sum(x.nbytes for x in tensors) // max(1, tensors[0].shape[-3])
 
 
 @dataclass(frozen=True)
@@ -265,16 +266,18 @@ class _HeadMessages(HeadExchange):
 
     def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
         slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
-        widths = [sum(w) for w in zip(*(s.widths for s in slices), strict=True)]
-        one = x.shape[0] * x.shape[3] * x.element_size()
+        dims = [y.shape[3] for y, _ in zip((x, *kv), slices, strict=False)]
+        counts = zip(*(s.widths for s in slices), strict=True)
+        widths = [sum(n * d for n, d in zip(count, dims, strict=True)) for count in counts]
+        one = x.shape[0] * x.element_size()
         sent = [self.tokens * w * one for w in widths]
         received = [length * widths[self.rank] * one for length in self.lengths]
-        shard = x.new_empty(sum(self.lengths), x.shape[0], widths[self.rank], x.shape[3])
+        shard = x.new_empty(sum(self.lengths), x.shape[0], widths[self.rank])
         return self._start("to heads", sent, received, shard, sum(sent))
 
     def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
         shard, target = tensors[0]
-        one = shard.shape[0] * shard.shape[3] * shard.element_size() * len(tensors)
+        one = shard.shape[0] * sum(x.shape[3] for x, _ in tensors) * shard.element_size()
         sent = [length * shard.shape[2] * one for length in self.lengths]
         received = [self.tokens * w * one for w in slices.widths]
         return self._start("to sequence", sent, received, target, sum(sent))
@@ -342,11 +345,13 @@ class RankTimeline:
         if (pairs := self._pairs.get(step)) is None or not heads.queries:
             return
         s = self.setting
-        flops = (10.0 if backward else 4.0) * pairs * s.batch * len(heads.queries) * s.model.head_dim
+        d, e = s.model.head_dim, s.model.v_head_dim or s.model.head_dim
+        width = 3 * d + 2 * e if backward else d + e
+        flops = 2.0 * pairs * s.batch * len(heads.queries) * width
         rate = self._rate.backward if backward else self._rate.forward
         timeline.compute(name, s.hardware.kernel + flops / rate)
         if step and not self._rate.carries:
-            elements = self._tokens * s.batch * len(heads.queries) * s.model.head_dim
+            elements = self._tokens * s.batch * len(heads.queries) * (d if backward else e)
             timeline.compute("merge", _MERGE_BYTES * elements / s.hardware.memory_bandwidth)
 
     def _ring_forward(self, timeline: Timeline, heads: Heads, k: Tensor, v: Tensor) -> None:
@@ -360,14 +365,14 @@ class RankTimeline:
         """``ring_backward`` without its tensors."""
         messages = _RingMessages(timeline, self._place, self._plan)
         remote = RemoteSteps(self._call, heads, k, v, messages)
-        dkv = torch.empty(2, *k.shape, dtype=torch.float32, device=_META)
+        dkv = [torch.empty_like(x, dtype=torch.float32) for x in (k, v)]
         first, *rest = [heads] if all(step.is_local for step in self._plan) else halves(heads)
         self._attend(timeline, "gradients of own", 0, first, True)
         returns = Returns(self._call, messages)
         for _, part, i, *_ in remote:
             self._attend(timeline, f"gradients of step {i}", i, part, True)
             at = part.kv_in(heads)
-            returns.start(i, [], dkv[..., at.start : at.stop, :])
+            returns.start(i, [], [of_heads(x, at) for x in dkv])
         for part in rest:
             self._attend(timeline, "gradients of own", 0, part, True)
         returns.finish()
@@ -375,7 +380,8 @@ class RankTimeline:
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         s = self.setting
         heads = (len(self._heads.queries), len(self._heads.kv), len(self._heads.kv))
-        shapes = ((s.batch, self._tokens, n, s.model.head_dim) for n in heads)
+        dims = (s.model.head_dim, s.model.head_dim, s.model.v_head_dim or s.model.head_dim)
+        shapes = ((s.batch, self._tokens, n, dim) for n, dim in zip(heads, dims, strict=True))
         q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device=_META) for shape in shapes)
         return q, k, v
 
@@ -397,7 +403,9 @@ class RankTimeline:
         def attend(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             if not backward:
                 self._ring_forward(timeline, heads, k, v)
-            return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+            return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(
+                q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32
+            )
 
         last_kv: Tensor | None = None
 
@@ -413,7 +421,8 @@ class RankTimeline:
             exchange = _with_timeline(exchange, timeline)
             if exchange.shares_kv:
                 saved += [k, v]
-            run_ulysses_backward(exchange, attend_backward, saved, q, None, k.shape)
+            dout = q.new_empty(*q.shape[:3], v.shape[3])
+            run_ulysses_backward(exchange, attend_backward, saved, dout, None, q.shape, k.shape, v.shape)
 
     # The rest of a layer
 
@@ -509,11 +518,11 @@ class RankTimeline:
         """A layer; without ``attention``, all of it but attention."""
         m = self.setting.model
         self._memory_bound(timeline, "norm", 2 * m.hidden)
-        self._columns(timeline, "q, k, v", self._gemm(m.hidden, m.d + 2 * m.d_kv))
+        self._columns(timeline, "q, k, v", self._gemm(m.qkv_parameters, 1))
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
         if attention:
             self.attention(timeline)
-        self._rows(timeline, "output projection", self._gemm(m.d, m.hidden))
+        self._rows(timeline, "output projection", self._gemm(m.d_out, m.hidden))
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
         into, out = self._mlp_gemms()
         self._columns(timeline, "MLP", into)
@@ -529,10 +538,10 @@ class RankTimeline:
         self._memory_bound(timeline, "activation", (5 if m.gated else 3) * m.intermediate * m.active)
         self._columns(timeline, "MLP", into, True)
         self._memory_bound(timeline, "residual, norm", 8 * m.hidden)
-        self._rows(timeline, "output projection", self._gemm(m.d, m.hidden), True)
+        self._rows(timeline, "output projection", self._gemm(m.d_out, m.hidden), True)
         self.attention(timeline, True)
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
-        self._columns(timeline, "q, k, v", self._gemm(m.hidden, m.d + 2 * m.d_kv), True)
+        self._columns(timeline, "q, k, v", self._gemm(m.qkv_parameters, 1), True)
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
 
 

@@ -117,12 +117,12 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
     lse = 4 * m.heads
     if recompute == "keep_attention":
         # The layer's input, and the results of the operator: out and lse; with an all-to-all the head shards too.
-        elements = m.hidden + m.d
+        elements = m.hidden + m.d_out
         if setting.ulysses > 1:
-            elements += 2 * m.d + (0 if _shares_kv(setting) else 2 * m.d_kv)
+            elements += m.d + m.d_out + (0 if _shares_kv(setting) else m.d_kv + m.d_v)
         return float(tokens * (_E * elements + lse))
     # Two norms and their inputs; q, k, v and out, with an all-to-all as head shard and as sequence shard.
-    elements = 4 * m.hidden + (3 if setting.ulysses > 1 else 2) * m.d + 2 * m.d_kv
+    elements = 4 * m.hidden + m.d + (2 if setting.ulysses > 1 else 1) * m.d_out + m.d_kv + m.d_v
     if not tiled_mlp:
         elements += _mlp_width(m)
     return float(tokens * (_E * elements + lse))
@@ -175,8 +175,8 @@ def _working(s: Setting, switches: Switches) -> float:
     # Attention: dout, dq in float32 and rounded, dk and dv likewise; and the K/V on the way.
     ranks = s.ulysses * s.tensor
     kv_heads = max(1.0, m.kv_heads / ranks)
-    kv = 2.0 * tokens * ranks * kv_heads * m.head_dim  # elements of k and v of one rank of the ring
-    attention = tokens * ((2 * _E + 4) * m.d) + kv * (4 + _E)
+    kv = tokens * ranks * kv_heads * (m.d_kv + m.d_v) / m.kv_heads  # elements of k and v of one rank of the ring
+    attention = tokens * ((_E + 4) * m.d + _E * m.d_out) + kv * (4 + _E)
     if s.ring > 1 and s.gather:
         parts = min(4.0, kv_heads)
         attention += (s.ring - 1) * kv * (2 * _E + 2 * 4) / parts

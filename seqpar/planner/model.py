@@ -22,6 +22,9 @@ class ModelShape:
         tied: whether the embedding is the head.
         experts: MLPs of a layer; 0 if it has one.
         active_experts: how many of them a token passes through.
+        v_head_dim: head_dim of v; 0 if it is that of q and k.
+        q_rank, kv_rank, shared_dim: of latent attention (DeepSeek): q, and k and v, are projected by way of so many
+            numbers, and so many columns of k are the same for all heads. 0 for one matrix each.
     """
 
     name: str
@@ -36,6 +39,10 @@ class ModelShape:
     tied: bool = False
     experts: int = 0
     active_experts: int = 0
+    v_head_dim: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    shared_dim: int = 0
 
     @property
     def d(self) -> int:
@@ -48,14 +55,33 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def d_out(self) -> int:
+        """Elements of a token's output of attention."""
+        return self.heads * (self.v_head_dim or self.head_dim)
+
+    @property
+    def d_v(self) -> int:
+        """Elements of a token's values."""
+        return self.kv_heads * (self.v_head_dim or self.head_dim)
+
+    @property
     def active(self) -> int:
         """MLPs that a token passes through."""
         return self.active_experts if self.experts else 1
 
     @property
+    def qkv_parameters(self) -> int:
+        """Weights of the projections to q, k and v of one layer."""
+        q = self.q_rank * (self.hidden + self.d) if self.q_rank else self.hidden * self.d
+        if not self.kv_rank:
+            return q + self.hidden * (self.d_kv + self.d_v)
+        own = self.d_kv - self.kv_heads * self.shared_dim  # columns of k that each head has of its own
+        return q + self.hidden * (self.kv_rank + self.shared_dim) + self.kv_rank * (own + self.d_v)
+
+    @property
     def attention_parameters(self) -> int:
         """Weights of the projections of one layer."""
-        return self.hidden * (2 * self.d + 2 * self.d_kv)
+        return self.qkv_parameters + self.d_out * self.hidden
 
     @property
     def expert_parameters(self) -> int:
@@ -85,7 +111,7 @@ class ModelShape:
             tokens: how many tokens there are.
             pairs: how many pairs of a query and a key that it sees, in one layer.
         """
-        return 6.0 * self.multiplied_parameters * tokens + 12.0 * self.layers * self.d * pairs
+        return 6.0 * self.multiplied_parameters * tokens + 6.0 * self.layers * (self.d + self.d_out) * pairs
 
 
 def _gpt(name: str, heads: int, hidden: int, layers: int, vocab: int = 51200) -> ModelShape:
@@ -166,17 +192,24 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
         "starcoder2",
     )
     width = size("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
+    latent = bool(config.get("kv_lora_rank"))
+    shared = size("qk_rope_head_dim") if latent else 0
+    head_dim = size("qk_nope_head_dim") + shared if latent else size("head_dim", default=hidden // heads)
     return ModelShape(
         name,
         size("num_hidden_layers", "n_layer"),
         hidden,
         heads,
-        size("num_key_value_heads", default=heads),
-        size("head_dim", default=hidden // heads),
+        heads if latent else size("num_key_value_heads", default=heads),
+        head_dim,
         size("moe_intermediate_size", default=width) if experts > 1 else width,
         size("vocab_size"),
         gated=not gelu,
         tied=bool(config.get("tie_word_embeddings", gelu)),
         experts=experts if experts > 1 else 0,
         active_experts=size("num_experts_per_tok", "num_experts_per_token", default=1) if experts > 1 else 0,
+        v_head_dim=size("v_head_dim") if latent else 0,
+        q_rank=config.get("q_lora_rank") or 0 if latent else 0,
+        kv_rank=size("kv_lora_rank") if latent else 0,
+        shared_dim=shared,
     )

@@ -1,6 +1,6 @@
 """Forward and backward of every strategy, Ulysses around a ring, each of which may have one rank; and their autograd.
 
-Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
+Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of q and k, e head_dim of v.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
     Args:
         call: everything but the tensors.
         q: ``[b, s, h, d]``.
-        k, v: ``[b, s, n, d]``.
+        k: ``[b, s, n, d]``.
+        v: ``[b, s, n, e]``.
 
     Returns:
-        ``out [b, s, h, d]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
+        ``out [b, s, h, e]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
         ``lse`` is a tensor without a meaning unless ``call.return_lse``.
     """
     exchange = head_exchange(call, q.shape, q.device.type)
@@ -61,22 +62,23 @@ def attention_backward(
     dlse: Tensor | None,
     q_shape: Sequence[int],
     k_shape: Sequence[int],
+    v_shape: Sequence[int],
 ) -> Gradients:
     """Gradients of ``attention_forward``, in the dtypes of its arguments.
 
     Args:
         call: as given to ``attention_forward``.
         saved: what it returned after ``out`` and ``lse``.
-        dout: ``[b, s, h, d]``; None is zeros. Every rank takes part, whether or not its output has a gradient.
+        dout: ``[b, s, h, e]``; None is zeros. Every rank takes part, whether or not its output has a gradient.
         dlse: ``[b, h, s]``; None is zeros.
-        q_shape, k_shape: the shapes of its arguments.
+        q_shape, k_shape, v_shape: the shapes of its arguments.
 
     Returns:
         ``dq, dk, dv``, and ``dsinks [h]``, this rank's partial gradient; None without sinks.
     """
     exchange = head_exchange(call, q_shape, saved[0].device.type)
     like, sinks = saved[0], call.score.sinks
-    dout = like.new_zeros(*q_shape) if dout is None else dout.contiguous()
+    dout = like.new_zeros(*q_shape[:3], v_shape[3]) if dout is None else dout.contiguous()
     dlse = dlse if call.return_lse else None
     with torch.autocast(like.device.type, enabled=False):
         if exchange is None:
@@ -86,7 +88,7 @@ def attention_backward(
             if call.return_lse:
                 dlse = lse_gradient_to_heads(exchange, dout, dlse)
             ring = partial(ring_backward, call)
-            dq, dk, dv, dsinks = ulysses_backward(exchange, ring, saved, dout, dlse, torch.Size(k_shape))
+            dq, dk, dv, dsinks = ulysses_backward(exchange, ring, saved, dout, dlse, q_shape, k_shape, v_shape)
     if dsinks is not None and sinks is not None:
         dsinks = dsinks.to(sinks.dtype)
     return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks
@@ -130,9 +132,9 @@ class SequenceParallelAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """``q [b, s, h, d]``, ``k, v [b, s, n, d]`` to ``out [b, s, h, d]`` and ``lse [b, h, s]``."""
+        """``q [b, s, h, d]``, ``k [b, s, n, d]``, ``v [b, s, n, e]`` to ``out [b, s, h, e]`` and ``lse [b, h, s]``."""
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.shapes = call, (q.shape, k.shape)
+        ctx.call, ctx.shapes = call, (q.shape, k.shape, v.shape)
         out, lse, *saved = attention_forward(call, q, k, v)
         ctx.save_for_backward(*saved)
         if not call.return_lse:
@@ -142,7 +144,7 @@ class SequenceParallelAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        """``dout [b, s, h, d]`` and ``dlse [b, h, s]`` to the gradients of q, k, v and the sinks."""
+        """``dout [b, s, h, e]`` and ``dlse [b, h, s]`` to the gradients of q, k, v and the sinks."""
         return *attention_backward(ctx.call, ctx.saved_tensors, dout, dlse, *ctx.shapes), None
 
 

@@ -50,8 +50,8 @@ class AttentionCall:
     kv_ready: ReadyEvents = field(default_factory=ReadyEvents, init=False, repr=False)
     _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
-    def parts(self, heads: Heads, k: Tensor) -> list[Heads]:
-        """``heads`` in the chunks in which the K/V of a step, ``[b, k, n, d]``, are sent.
+    def parts(self, heads: Heads, k: Tensor, v: Tensor) -> list[Heads]:
+        """``heads`` in the chunks in which the K/V of a step, ``[b, k, n, d]`` and ``[b, k, n, e]``, are sent.
 
         While one chunk is computed, the next one is received, so that only the first transfer of all has nothing but
         the work on a rank's own keys to hide behind. All ranks have as many, however long their shards are.
@@ -60,8 +60,7 @@ class AttentionCall:
         if len(self.plan) == 1 or kv < 2 or heads.kv_index() is not None:
             return [heads]
         if (chunks := self.groups.chunks) is None:
-            batch, _, _, dim = k.shape
-            nbytes = 2 * batch * self.plan.longest * kv * dim * k.element_size()
+            nbytes = k.shape[0] * self.plan.longest * kv * (k.shape[3] + v.shape[3]) * k.element_size()
             most = -(-_MAX_CHUNKS // (len(self.plan) - 1))
             chunks = max(1, min(most, nbytes // _CHUNK_BYTES.get(k.device.type, 8 << 20)))
         each, chunks = len(heads.queries) // kv, min(chunks, kv)

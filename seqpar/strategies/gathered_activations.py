@@ -161,7 +161,9 @@ class GatheredAttention(torch.autograd.Function):
             projections = gathered.project(x, weights, full)
             k, v, gradients = differentiable(gathered.finish, *projections, *parameters)
             del projections
-            dq, dk, dv, dsinks = attention_backward(ctx.call, (q, k, v, out, lse), dout, None, q.shape, k.shape)
+            dq, dk, dv, dsinks = attention_backward(
+                ctx.call, (q, k, v, out, lse), dout, None, q.shape, k.shape, v.shape
+            )
             del k, v
             douts = gradients(dk, dv)
             del dk, dv, gradients

@@ -6,7 +6,8 @@ traced. Only constants, ``AttentionOptions``, are part of the compiled function.
 
 Eager calls do not take this way, because to dispatch an operator costs a tenth of a millisecond.
 
-Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim.
+Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim of q
+and k, e head_dim of v.
 """
 
 from __future__ import annotations
@@ -197,14 +198,14 @@ def attention_op(
     """``attention_forward`` as an operator.
 
     Args:
-        q, k, v: ``[b, s, h, d]`` and ``[b, s, n, d]``.
+        q, k, v: ``[b, s, h, d]``, ``[b, s, n, d]`` and ``[b, s, n, e]``.
         sinks: ``[h]``.
         alibi_slopes: ``[h]`` or ``[b, h]``.
         seed: of dropout, int64 ``[]`` on the host.
         mask, sharding, ranks, options: the call. Without ranks of its own, it is for those of the sharding.
 
     Returns:
-        ``out [b, s, h, d]``, ``lse [b, h, s]``, and with an all-to-all what the backward needs.
+        ``out [b, s, h, e]``, ``lse [b, h, s]``, and with an all-to-all what the backward needs.
     """
     groups, sequence = placement(sharding, ranks, options)
     _check(q, k, v, mask, groups, sharding, options.tensor_parallel)
@@ -232,11 +233,11 @@ def _(
 ) -> list[Tensor]:
     sharding, ranks = real(sharding), real(ranks)
     groups, sequence = placement(sharding, ranks, options)
-    batch, length, heads, dim = q.shape
+    (batch, length, heads, dim), v_dim = q.shape, v.shape[3]
     dtype = accumulator(q.dtype)
     lse = q.new_empty(batch, heads, length, dtype=dtype)
     exchange = head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)
-    results = [q.new_empty(q.shape), lse]
+    results = [q.new_empty(batch, length, heads, v_dim), lse]
     if exchange is None:
         return results
     if not options.return_lse:
@@ -244,9 +245,11 @@ def _(
     tokens = torch.library.get_ctx().new_dynamic_size()  # of the group: it changes with the sharding
     for chunk in exchange.chunks:
         queries, kv = len(chunk.heads.queries), len(chunk.heads.kv)
-        width = queries + 2 * kv if chunk.has_kv and not exchange.shares_kv else queries
-        results.append(q.new_empty(tokens, batch, width, dim))
-        results += [q.new_empty(batch, tokens, queries, dim), q.new_empty(batch, queries, tokens, dtype=dtype)]
+        width = queries * dim
+        if chunk.has_kv and not exchange.shares_kv:
+            width += kv * (dim + v_dim)
+        results.append(q.new_empty(tokens, batch, width))
+        results += [q.new_empty(batch, tokens, queries, v_dim), q.new_empty(batch, queries, tokens, dtype=dtype)]
     return results
 
 
@@ -257,6 +260,7 @@ def attention_backward_op(
     saved: Sequence[Tensor],
     q_shape: Sequence[int],
     k_shape: Sequence[int],
+    v_shape: Sequence[int],
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
@@ -269,18 +273,15 @@ def attention_backward_op(
 
     Args:
         saved: ``q, k, v, out, lse``, or with an all-to-all what the forward returned after ``lse``.
-        dout, dlse, q_shape, k_shape: as for ``attention_backward``.
+        dout, dlse, q_shape, k_shape, v_shape: as for ``attention_backward``.
         sinks, alibi_slopes, seed, mask, sharding, ranks, options: as for the forward.
     """
     groups, sequence = placement(sharding, ranks, options)
     heads = options.heads(q_shape, k_shape)
     call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options, True)
     saved = [x.contiguous() for x in saved]
-    gradients = attention_backward(call, saved, dout, dlse, q_shape, k_shape)
-    # In float32, dk and dv are parts of one tensor. The operator's results must not be.
-    return [
-        x.clone() if x.untyped_storage().nbytes() > x.nbytes else x.contiguous() for x in gradients if x is not None
-    ]
+    gradients = attention_backward(call, saved, dout, dlse, q_shape, k_shape, v_shape)
+    return [x.contiguous() for x in gradients if x is not None]
 
 
 @attention_backward_op.register_fake
@@ -290,6 +291,7 @@ def _(
     saved: Sequence[Tensor],
     q_shape: Sequence[int],
     k_shape: Sequence[int],
+    v_shape: Sequence[int],
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
@@ -298,7 +300,7 @@ def _(
     ranks: ParallelContext,
     options: AttentionOptions,
 ) -> list[Tensor]:
-    gradients = [saved[0].new_empty(shape) for shape in (q_shape, k_shape, k_shape)]
+    gradients = [saved[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
     return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
 
 
@@ -328,8 +330,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     q, k, v, sinks, alibi_slopes, seed, *ctx.call = inputs
     out, lse, *saved = output
     ctx.set_materialize_grads(False)
-    ctx.shapes = q.shape, k.shape
-    if saved and saved[0].shape[2] == saved[1].shape[2]:  # head shards without k and v: these are exchanged again
+    ctx.shapes = q.shape, k.shape, v.shape
+    if saved and saved[0].shape[2] == saved[1].shape[2] * q.shape[3]:  # no k and v: these are exchanged again
         saved += [k, v]
     ctx.save_for_backward(sinks, alibi_slopes, seed, *(saved or (q, k, v, out, lse)))
 

@@ -7,14 +7,15 @@ Where every rank needs all keys (``plan.dense``), both levels are collectives: a
 inside each host; the gradients return by a reduce-scatter inside each host, then one between hosts. Everywhere else
 they are messages between pairs of ranks.
 
-Shapes: b batch, k keys of a step, n KV heads, d head_dim. Messages hold k and v, or dk and dv, of some rows:
-``[2, b, rows, n, d]``.
+Shapes: b batch, k keys of a step, n KV heads, d head_dim of q and k, e head_dim of v. A message holds k and v, or dk
+and dv, of some rows: see ``Message``.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,8 @@ def connect(groups: AttentionGroups, device: torch.device) -> None:
 
 
 class RemoteSteps:
-    """The steps with remote keys, part by part: the part's number and heads, the step, and its K/V ``[b, k, n, d]``.
+    """The steps with remote keys, part by part: the part's number and heads, the step, and its K/V ``[b, k, n, d]``
+    and ``[b, k, n, e]``.
 
     The first transfers start when it is made, and those of the next steps whenever a step is asked for. In a step
     without keys for this rank, K/V are this rank's own.
@@ -56,10 +58,11 @@ class RemoteSteps:
     def __init__(
         self, call: AttentionCall, heads: Heads, k: Tensor, v: Tensor, sent_by: Transport | None = None
     ) -> None:
-        self.parts = call.parts(heads, k)
+        self.parts = call.parts(heads, k, v)
         self._plan = plan = call.plan
         self._transport = sent_by or transport(call)
-        self._own = [_KeyValues(*(of_heads(x, part.kv_in(heads)) for x in (k, v))) for part in self.parts]
+        at = [part.kv_in(heads) for part in self.parts]
+        self._own = [_KeyValues((of_heads(k, some), of_heads(v, some))) for some in at]
         # Also the steps in which this rank has no messages: all ranks start theirs in the same order, ahead of the same
         # kernels and returns.
         numbers = range(len(self.parts))
@@ -132,19 +135,19 @@ class Returns:
         self._transport = sent_by or transport(call)
         self._step: list[Callable[[], None]] = []  # to wait for the last step, and add what was received
         self._fetch: list[Callable[[], None]] = []  # the same for the last fetch
-        self._sums: list[dict[int, Tensor]] = [{}, {}]  # by owner, the gradients of the rows that this rank fetched
-        self._last: tuple[int, Sequence[Tensor]] | None = None
+        self._sums: list[dict[int, Any]] = [{}, {}]  # by owner, the gradients of the rows that this rank fetched
+        self._last: tuple[int, list[list[Tensor]]] | None = None
 
-    def start(self, index: int, grads: list[Tensor], own: Tensor) -> None:
+    def start(self, index: int, grads: list[Message], own: list[Tensor]) -> None:
         """Send the gradients of step ``index``, after those of the step before have been received.
 
         Args:
             index: the step.
             grads: what ``new_gradients`` made. Emptied, so that its memory can be freed.
-            own: ``[2, b, k, n, d]``, the gradients of this rank's own K/V. Received gradients are added to it.
+            own: dk and dv of this rank's own K/V, to which received gradients are added.
         """
         self._end_step()
-        targets = list(own) if self._plan.gather else [own]
+        targets = [[x] for x in own] if self._plan.gather else [own]
         self._last = index, targets
         fetch = self._plan.fetch_of(index)
         exchange_of = None if fetch is None else self._plan.fetch(fetch)
@@ -177,16 +180,41 @@ class Returns:
             self._fetch.pop(0)()
 
 
-def new_gradients(step: Step, step_k: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Empty tensors for the gradients of a step's remote keys: dk and dv in one message, or in a tensor each.
+class Message:
+    """Some rows of several tensors, such as k and v, one tensor after the other in one flat buffer.
+
+    Attributes:
+        flat: ``[elements]``, what is sent.
+        tensors: views of it, ``[..., rows, n, d]`` each. They may differ in d.
+    """
+
+    def __init__(
+        self, like: Sequence[Tensor], rows: int, *, dtype: torch.dtype | None = None, flat: Tensor | None = None
+    ) -> None:
+        """An empty message of ``rows`` rows of tensors shaped as ``like``; or what ``flat`` holds."""
+        shapes = [(*x.shape[:-3], rows, *x.shape[-2:]) for x in like]
+        sizes = [prod(shape) for shape in shapes]
+        self.rows = rows
+        self.flat = like[0].new_empty(sum(sizes), dtype=dtype) if flat is None else flat
+        parts = self.flat.split_with_sizes(sizes)
+        self.tensors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def narrow(self, start: int, length: int) -> list[Tensor]:
+        """Some of the rows of each tensor."""
+        return [x.narrow(-3, start, length) for x in self.tensors]
+
+
+def new_gradients(step: Step, step_k: Tensor, step_v: Tensor, dtype: torch.dtype) -> list[Message]:
+    """Empty messages for the gradients of a step's remote keys: one of dk and dv, or one of each.
 
     Those of an all-gather are copied once more before they are sent, so that dk can be freed before dv is copied.
     """
     if not step.receives:
         return []
+    rows, both = step_k.shape[1], (step_k, step_v)
     if isinstance(step.keys, GatheredKeys):
-        return [torch.empty_like(step_k, dtype=dtype) for _ in range(2)]
-    return [step_k.new_empty(2, *step_k.shape, dtype=dtype)]
+        return [Message([x], rows, dtype=dtype) for x in both]
+    return [Message(both, rows, dtype=dtype)]
 
 
 def of_heads(x: Tensor, heads: range) -> Tensor:
@@ -197,25 +225,24 @@ def of_heads(x: Tensor, heads: range) -> Tensor:
 class _KeyValues:
     """K/V of some rows of one rank, and the messages that hold rows of them."""
 
-    def __init__(self, k: Tensor, v: Tensor, both: Tensor | None = None) -> None:
-        self.k, self.v = k, v  # [b, k, n, d]
-        self._all_rows = both  # [2, b, k, n, d]
+    def __init__(self, kv: KV, message: Message | None = None) -> None:
+        self.kv = kv  # [b, k, n, d], [b, k, n, e]
+        self._all_rows = message
 
-    def message(self, rows: Selection, length: int | None = None) -> Tensor:
-        """``[2, b, rows, n, d]``; ``[2, b, length, n, d]`` with a ``length``, the last rows of which have any value."""
-        full = len(rows) == self.k.shape[1]
+    def message(self, rows: Selection, length: int | None = None) -> Message:
+        """The rows; with a ``length``, so many, the last of which have any value."""
+        full = len(rows) == self.kv[0].shape[1]
         if full and self._all_rows is not None:
             return self._all_rows
-        batch, _, heads, dim = self.k.shape
-        message = self.k.new_empty(2, batch, length or len(rows), heads, dim)
-        self.copy_rows(rows, message[:, :, : len(rows)])
+        message = Message(self.kv, length or len(rows))
+        self.copy_rows(rows, message.narrow(0, len(rows)))
         if full:
             self._all_rows = message  # every step of the ring sends it again
         return message
 
-    def copy_rows(self, rows: Selection, out: Tensor) -> None:
-        """Copy the rows into ``out [2, b, rows, n, d]``."""
-        for x, target in zip((self.k, self.v), out, strict=True):
+    def copy_rows(self, rows: Selection, out: Sequence[Tensor]) -> None:
+        """Copy the rows of k and of v into ``out``."""
+        for x, target in zip(self.kv, out, strict=True):
             rows.copy_to(target, x)
 
 
@@ -229,19 +256,19 @@ class Transport(Protocol):
         """Start a step. The returned function waits for it, and returns its K/V, or this rank's own if it has none."""
 
     def start_return(
-        self, step: Step, grad: Tensor | None, own: Tensor, sums: dict[int, Tensor], fetch: Exchange | None
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Any], fetch: Exchange | None
     ) -> Callable[[], None]:
         """Start to return a step's gradients. The returned function waits, and adds what was received.
 
         Args:
             step: the step.
-            grad: ``[..., k, n, d]``, the gradients of the step's keys; None if it has none.
-            own: ``[..., k, n, d]``, the gradients of this rank's K/V.
-            sums: by owner, those of the rows that this rank has fetched, ``[..., rows, n, d]``.
+            grad: the gradients of the step's keys, dk and dv or one of them; None if it has none.
+            own: those of this rank's K/V, ``[b, k, n, d]`` each.
+            sums: by owner, those of the rows that this rank has fetched.
             fetch: the fetch whose rows the step has; None if these are the senders' own.
         """
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Tensor], own: Tensor) -> Callable[[], None]:
+    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Any], own: list[Tensor]) -> Callable[[], None]:
         """Start to return the sums of a fetch. The returned function waits, and adds what was received to ``own``."""
 
 
@@ -258,53 +285,52 @@ class _Messages:
 
     def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], dict[int, _KeyValues]]:
         sends = {t.peer: own.message(t.at) for t in fetch.sends}
-        batch, _, heads, dim = own.k.shape
-        received = {t.peer: own.k.new_empty(2, batch, len(t.rows), heads, dim) for t in fetch.receives}
+        received = {t.peer: Message(own.kv, len(t.rows)) for t in fetch.receives}
         pending = self._fetch_exchange(fetch, sends, received)
 
         def wait() -> dict[int, _KeyValues]:
             pending.wait()
-            return {owner: _KeyValues(both[0], both[1], both) for owner, both in received.items()}
+            kv = {owner: (message.tensors[0], message.tensors[1]) for owner, message in received.items()}
+            return {owner: _KeyValues(kv[owner], message) for owner, message in received.items()}
 
         return wait
 
     def start_step(self, step: Step, own: _KeyValues, fetched: dict[int, _KeyValues] | None) -> Callable[[], KV]:
         sources = {**(fetched or {}), self._plan.rank: own}
-        like = own.k[None].expand(2, *own.k.shape)
-        sends: dict[int, Tensor] = {}
+        sends: dict[int, Message] = {}
         for peer, transfers in _by_peer(step.sends).items():
             if len(transfers) == 1:
                 sends[peer] = sources[transfers[0].owner].message(transfers[0].at)
                 continue
-            sends[peer] = _with_rows(like, sum(len(t.rows) for t in transfers))
-            for transfer, view in zip(transfers, _views(transfers, sends), strict=True):
-                sources[transfer.owner].copy_rows(transfer.at, view)
-        received = self._buffers(step.receives, sends, like)
+            sends[peer] = Message(own.kv, sum(len(t.rows) for t in transfers))
+            for transfer, views in zip(transfers, _views(transfers, sends), strict=True):
+                sources[transfer.owner].copy_rows(transfer.at, views)
+        received = self._buffers(step.receives, sends, own.kv)
         pending = self._step_exchange(step, sends, received)
 
         def wait() -> KV:
             pending.wait()
             if not received:
-                return own.k, own.v
+                return own.kv
             views = _views(step.receives, received)
             received.clear()
-            k, v = _sorted_keys(step, views)
-            return k, v
+            return _sorted_keys(step, views)
 
         return wait
 
     def start_return(
-        self, step: Step, grad: Tensor | None, own: Tensor, sums: dict[int, Tensor], fetch: Exchange | None
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Message], fetch: Exchange | None
     ) -> Callable[[], None]:
-        sends: dict[int, Tensor] = {}
+        sends: dict[int, Message] = {}
         if len(step.receives) == 1:
             assert grad is not None
             sends[step.receives[0].peer] = grad
         elif grad is not None:
             assert isinstance(step.keys, GatheredKeys)
-            sends = self._buffers(step.receives, {}, grad)
-            for i, view in enumerate(_views(step.receives, sends)):
-                step.keys.gather(i, grad, view)
+            sends = self._buffers(step.receives, {}, grad.tensors)
+            for i, views in enumerate(_views(step.receives, sends)):
+                for x, view in zip(grad.tensors, views, strict=True):
+                    step.keys.gather(i, x, view)
         # Gradients come from the ranks that K/V were sent to.
         received = self._buffers(step.sends, sends, own)
         pending = self._step_exchange(step, sends, received)
@@ -312,46 +338,49 @@ class _Messages:
 
         def accumulate() -> None:
             pending.wait()
-            for transfer, view in zip(step.sends, _views(step.sends, received), strict=True):
-                owner = transfer.owner
+            for transfer, views in zip(step.sends, _views(step.sends, received), strict=True):
+                owner, message = transfer.owner, received[transfer.peer]
                 if owner == self._plan.rank:
-                    transfer.rows.add_to(own, view)
-                elif owner not in sums and len(transfer.at) == fetched_rows[owner] and view.is_contiguous():
-                    sums[owner] = view
+                    _add_rows(transfer.rows, own, views)
+                elif owner not in sums and len(transfer.at) == fetched_rows[owner] == message.rows:
+                    sums[owner] = message
                 else:
                     if owner not in sums:
-                        sums[owner] = _with_rows(own, fetched_rows[owner]).zero_()
-                    transfer.at.add_to(sums[owner], view)
+                        sums[owner] = Message(own, fetched_rows[owner])
+                        sums[owner].flat.zero_()
+                    _add_rows(transfer.at, sums[owner].tensors, views)
             received.clear()
 
         return accumulate
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Tensor], own: Tensor) -> Callable[[], None]:
-        received = {t.peer: _with_rows(own, len(t.rows)) for t in fetch.sends}
+    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Message], own: list[Tensor]) -> Callable[[], None]:
+        received = {t.peer: Message(own, len(t.rows)) for t in fetch.sends}
         pending = self._fetch_exchange(fetch, dict(sums), received)
 
         def accumulate() -> None:
             pending.wait()
             for transfer in fetch.sends:
-                transfer.rows.add_to(own, received.pop(transfer.peer))
+                _add_rows(transfer.rows, own, received.pop(transfer.peer).tensors)
 
         return accumulate
 
-    def _buffers(self, transfers: Sequence[Transfer], own: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
+    def _buffers(
+        self, transfers: Sequence[Transfer], own: dict[int, Message], like: Sequence[Tensor]
+    ) -> dict[int, Message]:
         """By peer, an empty message for its transfers; for this rank itself, the message of ``own``, if it has one."""
         return {
             peer: own[peer]
             if peer == self._plan.rank and peer in own
-            else _with_rows(like, sum(len(t.rows) for t in part))
+            else Message(like, sum(len(t.rows) for t in part))
             for peer, part in _by_peer(transfers).items()
         }
 
-    def _fetch_exchange(self, fetch: Exchange, sends: dict[int, Tensor], received: dict[int, Tensor]) -> Pending:
+    def _fetch_exchange(self, fetch: Exchange, sends: dict[int, Message], received: dict[int, Message]) -> Pending:
         """Exchange messages with ranks of other hosts, in the groups of the fetch."""
         size = self._plan.per_host
         return _exchange(fetch, sends, received, lambda peer: peer // size, self._groups.across)
 
-    def _step_exchange(self, step: Step, sends: dict[int, Tensor], received: dict[int, Tensor]) -> Pending:
+    def _step_exchange(self, step: Step, sends: dict[int, Message], received: dict[int, Message]) -> Pending:
         """Exchange messages with ranks of this host, in the groups of the step."""
         size = self._plan.per_host
         return _exchange(step, sends, received, lambda peer: peer % size, self._groups.within)
@@ -365,7 +394,7 @@ class _Collectives:
 
     def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], Tensor]:
         assert self._groups.across is not None
-        gathered, pending = start_all_gather(self._message(own), self._groups.across)  # [hosts, 2, b, longest, n, d]
+        gathered, pending = start_all_gather(self._message(own), self._groups.across)  # [hosts, elements]
 
         def wait() -> Tensor:
             pending.wait()
@@ -375,66 +404,70 @@ class _Collectives:
 
     def start_step(self, step: Step, own: _KeyValues, fetched: Tensor | None) -> Callable[[], KV]:
         assert self._groups.within is not None
-        by_host = self._message(own)[None] if fetched is None else fetched  # [hosts, 2, b, longest, n, d]
+        by_host = self._message(own)[None] if fetched is None else fetched  # [hosts, elements]
         memory = shared_memory(self._groups.within, by_host.device)
-        gathered, pending = (  # [ranks of a host, hosts, 2, ...]
+        gathered, pending = (  # [ranks of a host, hosts, elements]
             start_all_gather(by_host, self._groups.within)
             if memory is None
             else start_pulls(by_host, self._groups.within, memory)
         )
-        views = [self._rank_of(gathered, t)[:, :, : len(t.rows)] for t in step.receives]
+        views = [self._rank_of(gathered, t, own.kv).narrow(0, len(t.rows)) for t in step.receives]
         del by_host, fetched, gathered
 
         def wait() -> KV:
             pending.wait()
-            if not views:
-                return own.k, own.v
-            k, v = _sorted_keys(step, views)
-            return k, v
+            return _sorted_keys(step, views) if views else own.kv
 
         return wait
 
     def start_return(
-        self, step: Step, grad: Tensor | None, own: Tensor, sums: dict[int, Tensor], fetch: Exchange | None
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Tensor], fetch: Exchange | None
     ) -> Callable[[], None]:
         plan, within = self._plan, self._groups.within
         assert within is not None
-        shape = *own.shape[:-3], plan.longest, *own.shape[-2:]
-        by_rank = own.new_empty(plan.per_host, plan.hosts, *shape)
+        elements = plan.longest * sum(x.shape[0] * x.shape[2] * x.shape[3] for x in own)
+        by_rank = own[0].new_empty(plan.per_host, plan.hosts, elements)
         by_rank[plan.rank % plan.per_host, plan.rank // plan.per_host].zero_()  # accumulated in ``own`` already
         for i, transfer in enumerate(step.receives):
             assert grad is not None and isinstance(step.keys, GatheredKeys)
-            step.keys.gather(i, grad, self._rank_of(by_rank, transfer)[..., : len(transfer.rows), :, :])
-        total, pending = start_reduce_scatter(by_rank, within)  # [hosts, ...]
+            views = self._rank_of(by_rank, transfer, own).narrow(0, len(transfer.rows))
+            for x, view in zip(grad.tensors, views, strict=True):
+                step.keys.gather(i, x, view)
+        total, pending = start_reduce_scatter(by_rank, within)  # [hosts, elements]
         del by_rank
 
         def accumulate() -> None:
             pending.wait()
             if fetch is None:
-                own.add_(total[0, ..., : own.shape[-3], :, :])
+                self._add(total[0], own)
             else:
                 sums[plan.rank] = total
 
         return accumulate
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Tensor], own: Tensor) -> Callable[[], None]:
+    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Tensor], own: list[Tensor]) -> Callable[[], None]:
         assert self._groups.across is not None
         total, pending = start_reduce_scatter(sums[self._plan.rank], self._groups.across)
 
         def accumulate() -> None:
             pending.wait()
-            own.add_(total[..., : own.shape[-3], :, :])
+            self._add(total, own)
 
         return accumulate
 
     def _message(self, own: _KeyValues) -> Tensor:
-        """This rank's K/V, ``[2, b, longest, n, d]``."""
-        return own.message(Selection(((0, own.k.shape[1]),)), self._plan.longest)
+        """This rank's K/V, ``[elements]``."""
+        return own.message(Selection(((0, own.kv[0].shape[1]),)), self._plan.longest).flat
 
-    def _rank_of(self, x: Tensor, transfer: Transfer) -> Tensor:
-        """What ``x [ranks of a host, hosts, ...]`` has of the owner of the rows."""
+    def _rank_of(self, x: Tensor, transfer: Transfer, like: Sequence[Tensor]) -> Message:
+        """What ``x [ranks of a host, hosts, elements]`` has of the owner of the rows."""
         host, local = divmod(transfer.owner, self._plan.per_host)
-        return x[local, host]
+        return Message(like, self._plan.longest, flat=x[local, host])
+
+    def _add(self, total: Tensor, own: list[Tensor]) -> None:
+        """Add gradients ``total [elements]`` of this rank's K/V."""
+        for x, received in zip(own, Message(own, self._plan.longest, flat=total).tensors, strict=True):
+            x.add_(received[:, : x.shape[1]])
 
 
 def _by_peer(transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:
@@ -444,47 +477,49 @@ def _by_peer(transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:
     return by_peer
 
 
-def _views(transfers: Sequence[Transfer], messages: dict[int, Tensor]) -> list[Tensor]:
-    """The rows of each transfer in the message of its peer, ``[..., rows, n, d]``."""
+def _views(transfers: Sequence[Transfer], messages: dict[int, Message]) -> list[list[Tensor]]:
+    """The rows of each transfer in the message of its peer, of each tensor."""
     views, offsets = [], dict.fromkeys(messages, 0)
     for transfer in transfers:
         message, offset = messages[transfer.peer], offsets[transfer.peer]
-        views.append(message.narrow(-3, offset, len(transfer.rows)))
+        views.append(message.narrow(offset, len(transfer.rows)))
         offsets[transfer.peer] += len(transfer.rows)
     return views
 
 
-def _sorted_keys(step: Step, received: list[Tensor]) -> Tensor:
-    """The received rows ``[2, b, rows, n, d]`` as one tensor, sorted by position. Empties ``received``."""
+def _add_rows(rows: Selection, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Add ``values`` to the rows of ``targets``, tensor by tensor."""
+    for target, x in zip(targets, values, strict=True):
+        rows.add_to(target, x)
+
+
+def _sorted_keys(step: Step, received: list[list[Tensor]]) -> KV:
+    """The received rows of k and of v, each as one tensor that is sorted by position. Empties ``received``."""
     if not isinstance(step.keys, GatheredKeys) or len(received) == 1:
-        return received.pop()
-    like = received[0]
-    rows = _with_rows(like, len(step.keys))  # [2, b, k, n, d]
+        k, v = received.pop()
+        return k, v
+    k, v = Message(received[0], len(step.keys)).tensors  # [b, k, n, d], [b, k, n, e]
     for i in range(len(step.receives)):
-        step.keys.scatter(i, received.pop(0), rows)
-    return rows
+        for target, x in zip((k, v), received.pop(0), strict=True):
+            step.keys.scatter(i, x, target)
+    return k, v
 
 
 def _exchange(
     planned: Exchange,
-    sends: dict[int, Tensor],
-    received: dict[int, Tensor],
+    sends: dict[int, Message],
+    received: dict[int, Message],
     index: Callable[[int], int],
     ranks: Any,
 ) -> Pending:
     """Exchange messages in the planned groups of peers. ``index`` is that of a rank of the ring in ``ranks``."""
     groups = [
         exchange(
-            [(index(peer), sends[peer]) for peer in peers if peer in sends],
-            [(index(peer), received[peer]) for peer in peers if peer in received],
+            [(index(peer), sends[peer].flat) for peer in peers if peer in sends],
+            [(index(peer), received[peer].flat) for peer in peers if peer in received],
             ranks,
         )
         for peers in planned.groups
     ]
     # Also the message to this rank itself, which is not sent.
-    return Pending.all(groups, [*sends.values(), *received.values()])
-
-
-def _with_rows(like: Tensor, rows: int) -> Tensor:
-    """An empty tensor shaped as ``like [..., k, n, d]``, of ``rows`` rows."""
-    return like.new_empty(*like.shape[:-3], rows, *like.shape[-2:])
+    return Pending.all(groups, [message.flat for message in (*sends.values(), *received.values())])

@@ -25,8 +25,9 @@ both have two levels. ``remote.py`` sends and receives.
 
 Bytes sent per rank of P, forward, full mask: (P-1)/P * N * 2 d_kv * e. Backward sends K/V again, and dk, dv in float32.
 
-Shapes: b batch, q queries of this rank, k keys of a step, h query heads, n KV heads, d head_dim. Messages hold k and v,
-or dk and dv, of some rows: ``[2, b, rows, n, d]``.
+Shapes: b batch, q queries of this rank, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
+of v. A message holds k and v, or dk and dv, of some rows (see ``remote.Message``); 2 d_kv are a token's elements of
+both.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
         call: the ranks, the plan and the score function.
         heads: the heads of ``q, k, v``, all or some of ``call.heads``.
         q: ``[b, q, h, d]``, contiguous.
-        k, v: ``[b, k, n, d]``, contiguous.
+        k: ``[b, k, n, d]``, contiguous.
+        v: ``[b, k, n, e]``, contiguous.
 
     Returns:
-        ``out [b, q, h, d]`` in q's dtype and ``lse [b, h, q]`` in float32 (float64 for float64).
+        ``out [b, q, h, e]`` in q's dtype and ``lse [b, h, q]`` in float32 (float64 for float64).
     """
     connect(call.groups, q.device)
     backend = select(
@@ -62,6 +64,7 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
         deterministic=call.deterministic,
         kv_index=heads.kv_index(),
         carry=len(call.plan) > 1,
+        v_head_dim=v.shape[3],
     )
     remote = RemoteSteps(call, heads, k, v)
     last = max((i for i, step in enumerate(call.plan) if step.keys is not None and q.numel()), default=-1)
@@ -75,7 +78,7 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
             queries, score = of_heads(q, part.queries_in(heads)), call.score_of(part)
             carries[number] = backend.forward(queries, step_k, step_v, seen, score, carries[number], i == last)
     if last == -1:  # no query sees any key
-        return finish(empty_carry(q), call.score_of(heads), q.dtype)
+        return finish(empty_carry(q, v.shape[3]), call.score_of(heads), q.dtype)
     results = [carry for carry in carries if carry is not None]
     if last == 0 or len(results) == 1:
         return carry if carry is not None and last == 0 else results[0]
@@ -96,13 +99,13 @@ def ring_backward(
     """Gradients of ``ring_forward``.
 
     Args:
-        dout: ``[b, q, h, d]``, contiguous.
+        dout: ``[b, q, h, e]``, contiguous.
         dlse: ``[b, h, q]``, or None if the log-sum-exp has no gradient.
         call, heads, q, k, v, out, lse: what ``ring_forward`` was given and returned.
 
     Returns:
-        ``dq [b, q, h, d]``, ``dk, dv [b, k, n, d]`` and ``dsinks [h]`` (None without sinks), in float32 (float64 for
-        float64). ``dsinks`` is this rank's partial gradient.
+        ``dq [b, q, h, d]``, ``dk [b, k, n, d]``, ``dv [b, k, n, e]`` and ``dsinks [h]`` (None without sinks), in
+        float32 (float64 for float64). ``dsinks`` is this rank's partial gradient.
     """
     plan, score = call.plan, call.score_of(heads)
     dtype = accumulator(q.dtype)
@@ -115,11 +118,12 @@ def ring_backward(
         deterministic=call.deterministic,
         kv_index=heads.kv_index(),
         carry=len(call.plan) > 1,
+        v_head_dim=v.shape[3],
     )
     needs_delta = backend.reads_delta or score.sinks is not None
     delta = row_delta(out, dout, dlse) if needs_delta else None
     dq = torch.empty_like(q, dtype=dtype)
-    dkv = k.new_empty(2, *k.shape, dtype=dtype)  # [2, b, k, n, d]: gradients of this rank's K/V
+    own_dkv = [torch.empty_like(x, dtype=dtype) for x in (k, v)]  # gradients of this rank's K/V
 
     def backward(
         part: Heads, i: int, step_k: Tensor, step_v: Tensor, dk: Tensor, dv: Tensor, *, new_dq: bool, new_dkv: bool
@@ -142,22 +146,25 @@ def ring_backward(
 
     def own_backward(part: Heads, *, new_dq: bool, new_dkv: bool) -> None:
         at = part.kv_in(heads)
-        backward(part, 0, *(of_heads(x, at) for x in (k, v, *dkv)), new_dq=new_dq, new_dkv=new_dkv)
+        backward(part, 0, *(of_heads(x, at) for x in (k, v, *own_dkv)), new_dq=new_dq, new_dkv=new_dkv)
 
     remote = RemoteSteps(call, heads, k, v)
     first, *rest = [heads] if all(step.is_local for step in plan) else halves(heads)
     for part in rest:  # computed at the end, when these hold the gradients of the remote steps
         of_heads(dq, part.queries_in(heads)).zero_()
-        of_heads(dkv, part.kv_in(heads)).zero_()
+        for x in own_dkv:
+            of_heads(x, part.kv_in(heads)).zero_()
     own_backward(first, new_dq=True, new_dkv=not any(set(part.kv) & set(first.kv) for part in rest))
     returns = Returns(call)
     for _, part, i, step_k, step_v in remote:
         # Gradients of remote K/V are written to buffers that are sent to their owners.
-        grads = new_gradients(plan[i], step_k, dtype)
+        grads = new_gradients(plan[i], step_k, step_v, dtype)
         if grads:
-            backward(part, i, step_k, step_v, *(grads if len(grads) == 2 else grads[0]), new_dq=False, new_dkv=True)
+            dk, dv = (x for message in grads for x in message.tensors)
+            backward(part, i, step_k, step_v, dk, dv, new_dq=False, new_dkv=True)
+            del dk, dv
         del step_k, step_v  # what is sent now takes their memory
-        returns.start(i, grads, of_heads(dkv, part.kv_in(heads)))
+        returns.start(i, grads, [of_heads(x, part.kv_in(heads)) for x in own_dkv])
     for part in rest:  # behind the last return
         own_backward(part, new_dq=False, new_dkv=False)
     returns.finish()
@@ -167,7 +174,8 @@ def ring_backward(
         assert delta is not None
         sink_weight = torch.exp(score.sinks.to(dtype)[:, None] - lse).nan_to_num_(0.0)
         dsinks = -(sink_weight * delta).sum((0, 2))  # [h]: the sink has no value, only a weight in the denominator
-    return dq, dkv[0], dkv[1], dsinks
+    dk, dv = own_dkv
+    return dq, dk, dv, dsinks
 
 
 def halves(heads: Heads) -> list[Heads]:

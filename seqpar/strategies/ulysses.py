@@ -29,11 +29,13 @@ are. So autograd keeps the sequence shards of k and v, which shrink with the ran
 together with dout. If no two ranks read the same KV head, both take the same memory, and the head shards are kept.
 
 Bytes sent per rank of P: (P-1)/P^2 * N * (2 d + 2 d_kv) * e, forward and backward. If every KV head is read by r ranks:
-(P-1)/P^2 * N * (2 d + 2 r d_kv) * e forward, and in backward (P-1)/P^2 * N * 2 r d_kv * 4 more. More ranks than query
-heads leave ranks without work (use ``hybrid``).
+(P-1)/P^2 * N * (2 d + 2 r d_kv) * e forward, and in backward (P-1)/P^2 * N * 2 r d_kv * 4 more. (Here d and d_kv are a
+token's elements of q and of k; where v has another head_dim, 2 d are those of q and out, 2 d_kv those of k and v.) More
+ranks than query heads leave ranks without work (use ``hybrid``).
 
-Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim, w heads of
-several tensors side by side. Messages are ``[tokens, b, w, d]``: those of all ranks one after another are a head shard.
+Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim of q and k,
+e head_dim of v, w elements of the heads of several tensors side by side. Messages are ``[tokens, b, w]``: those of all
+ranks one after another are a head shard.
 """
 
 from __future__ import annotations
@@ -94,26 +96,28 @@ def ulysses_forward(exchange: HeadExchange, attend: Attend, q: Tensor, k: Tensor
         exchange: the all-to-all.
         attend: attention of head shards, over the keys of this rank's group or of a ring across groups.
         q: ``[b, s, h, d]``, this rank's sequence shard of all heads.
-        k, v: ``[b, s, n, d]``, likewise.
+        k: ``[b, s, n, d]``, likewise.
+        v: ``[b, s, n, e]``, likewise.
 
     Returns:
-        ``out [b, s, h, d]``, followed by the new tensors that ``ulysses_backward`` needs: for each chunk its head shard
+        ``out [b, s, h, e]``, followed by the new tensors that ``ulysses_backward`` needs: for each chunk its head shard
         (see ``HeadExchange.to_heads``), without k and v if these are exchanged again, then ``out`` and ``lse``.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dims = q.shape[3], k.shape[3], v.shape[3]
+    out = q.new_empty(*q.shape[:3], dims[2])  # [b, s, h, e]
     saved: list[Tensor] = []
     chunks = exchange.chunks
     chunk_kv: list[Tensor] = []
     outgoing: list[Incoming] = []
     arriving = _arriving(chunks, lambda chunk: exchange.to_heads(chunk, q, k, v), q.device)
     for chunk in chunks:
-        shard = next(arriving)  # [t, b, w, d]
-        chunk_q, *new_kv = chunk.split(shard)  # [b, t, h, d], [b, t, n, d]
+        shard = next(arriving)  # [t, b, w]
+        chunk_q, *new_kv = chunk.split(shard, dims)  # [b, t, h, d], [b, t, n, d], [b, t, n, e]
         chunk_kv = new_kv or chunk_kv
         chunk_out, chunk_lse = attend(chunk.heads, chunk_q, *chunk_kv)
         outgoing.append(exchange.to_sequence(chunk.query_slices, (chunk_out, out)))
         if new_kv and exchange.shares_kv:
-            shard = shard[:, :, : len(chunk.heads.queries)].contiguous()
+            shard = shard[:, :, : len(chunk.heads.queries) * dims[0]].contiguous()
         saved += [shard, chunk_out, chunk_lse]
     for sent in outgoing:
         sent.wait()
@@ -126,7 +130,9 @@ def ulysses_backward(
     saved: Sequence[Tensor],
     dout: Tensor,
     dlse: Tensor | None,
-    k_shape: torch.Size,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of ``ulysses_forward``: communicate, backward of attention, communicate back, chunk by chunk.
 
@@ -134,19 +140,20 @@ def ulysses_backward(
         exchange: the all-to-all.
         attend_backward: the backward of ``attend``.
         saved: what ``ulysses_forward`` returned after ``out``; if ``exchange.shares_kv``, followed by k and v.
-        dout: ``[b, s, h, d]``, this rank's sequence shard.
+        dout: ``[b, s, h, e]``, this rank's sequence shard.
         dlse: ``[b, h, t]``, this rank's head shard (see ``lse_gradient_to_heads``), or None.
-        k_shape: the shape of ``k`` and ``v``, ``[b, s, n, d]``.
+        q_shape, k_shape, v_shape: the shapes of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, e]``.
 
     Returns:
-        ``dq [b, s, h, d]``, ``dk, dv [b, s, n, d]``, and ``dsinks [h]``, which is 0 for the heads of other ranks; None
+        ``dq``, ``dk`` and ``dv``, of these shapes, and ``dsinks [h]``, which is 0 for the heads of other ranks; None
         if attention has no sinks.
     """
     like, chunks = saved[0], exchange.chunks
     # A finished gradient is sent in the model's dtype. Partial gradients of a KV head are sent in float32, then summed.
     kv_dtype = accumulator(like.dtype) if exchange.shares_kv else like.dtype
-    dq = like.new_empty(dout.shape)
-    dk, dv = (like.new_empty(k_shape, dtype=kv_dtype) for _ in range(2))
+    dims = _, k_dim, v_dim = q_shape[3], k_shape[3], v_shape[3]
+    dq = like.new_empty(*q_shape)
+    dk, dv = (like.new_empty(*shape, dtype=kv_dtype) for shape in (k_shape, v_shape))
     dsinks: Tensor | None = None
     again = tuple(saved[-2:]) if exchange.shares_kv else ()  # k, v: exchanged again
 
@@ -157,8 +164,9 @@ def ulysses_backward(
     outgoing: list[Incoming] = []
     arriving = _arriving(chunks, to_heads, like.device)
     for i, (chunk, (shard, out, lse)) in enumerate(_by_chunk(chunks, saved)):
-        chunk_dout, *received_kv = chunk.split(next(arriving))  # [b, t, h, d], [b, t, n, d]
-        chunk_q, *kept_kv = chunk.split(shard)
+        # [b, t, h, e], [b, t, n, d], [b, t, n, e]
+        chunk_dout, *received_kv = chunk.split(next(arriving), (v_dim, k_dim, v_dim))
+        chunk_q, *kept_kv = chunk.split(shard, dims)
         chunk_kv = received_kv or kept_kv or chunk_kv
         at = chunk.heads.queries_in(exchange.full_chunk.heads)
         chunk_dlse = None if dlse is None else dlse[:, at.start : at.stop]  # [b, h, t]
@@ -233,8 +241,8 @@ def lse_gradient_to_heads(exchange: HeadExchange, like: Tensor, dlse: Tensor | N
     column = like.new_zeros(*like.shape[:3], 1, dtype=accumulator(like.dtype))  # [b, s, h, 1]
     if dlse is not None:
         column = dlse.transpose(1, 2).unsqueeze(-1)
-    shard = exchange.to_heads(exchange.full_chunk, column).wait()  # [t, b, h, 1]
-    return shard.squeeze(-1).permute(1, 2, 0)
+    shard = exchange.to_heads(exchange.full_chunk, column).wait()  # [t, b, h]
+    return shard.permute(1, 2, 0)
 
 
 class HeadSlices:
@@ -290,13 +298,29 @@ class HeadChunk:
         """By rank: where its KV heads are in a sequence shard ``[b, s, n, d]``."""
         return HeadSlices([heads.kv_in(self.tensor_heads) for heads in self.by_rank])
 
-    def split(self, shard: Tensor) -> list[Tensor]:
-        """A head shard ``[t, b, w, d]`` as ``[b, t, h, d]`` and, if it has them, k and v ``[b, t, n, d]``: views."""
+    def split(self, shard: Tensor, dims: Sequence[int]) -> list[Tensor]:
+        """A head shard ``[t, b, w]`` as views ``[b, t, heads, dim]``: its query heads and, if it has them, k and v.
+
+        ``dims`` has the head_dim of each.
+        """
         queries, kv = len(self.heads.queries), len(self.heads.kv)
-        columns = shard.transpose(0, 1)  # [b, t, w, d]
-        if not queries:
-            return [columns, columns, columns]  # a rank without heads
-        return [columns] if shard.shape[2] == queries else list(columns.split_with_sizes((queries, kv, kv), 2))
+        if queries and shard.shape[2] == queries * dims[0]:
+            dims = dims[:1]
+        counts = (queries, kv, kv)[: len(dims)]
+        columns = shard.transpose(0, 1)  # [b, t, w]
+        return _split_heads(columns, counts, dims)
+
+
+def _width(counts: Sequence[int], dims: Sequence[int]) -> int:
+    """Elements of so many heads of several tensors."""
+    return sum(count * dim for count, dim in zip(counts, dims, strict=True))
+
+
+def _split_heads(x: Tensor, counts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+    """The heads of several tensors, which are side by side in ``x [..., w]``: views ``[..., heads, dim]``."""
+    sizes = list(zip(counts, dims, strict=True))
+    parts = x.split_with_sizes([count * dim for count, dim in sizes], -1)
+    return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
 
 
 class Incoming:
@@ -412,22 +436,24 @@ class HeadExchange:
         Args:
             chunk: the heads.
             x: ``[b, s, h, d]``, with the query heads.
-            kv: tensors ``[b, s, n, d]`` of the same dtype: k and v, or nothing.
+            kv: tensors ``[b, s, n, d]`` of the same dtype: k and v, or nothing. They may differ in d.
 
         Returns:
-            This rank's head shard ``[t, b, w, d]``: its query heads, then its KV heads of k, then those of v.
+            This rank's head shard ``[t, b, w]``: its query heads, then its KV heads of k, then those of v.
         """
         slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
         tensors = (x, *kv)[: len(slices)]
-        batch, tokens, _, dim = x.shape
-        widths = [sum(w) for w in zip(*(s.widths for s in slices), strict=True)]  # by rank
-        buffer = x.new_empty(tokens * batch * sum(widths) * dim)
+        batch, tokens = x.shape[:2]
+        dims = [y.shape[3] for y in tensors]
+        counts = list(zip(*(s.widths for s in slices), strict=True))  # by rank, heads of each tensor
+        widths = [_width(count, dims) for count in counts]  # by rank, elements of each token
+        buffer = x.new_empty(tokens * batch * sum(widths))
         if all(s.even for s in slices):
-            buffers = [buffer.view(len(widths), tokens, batch, widths[0], dim)]
+            buffers, counts = [buffer.view(len(widths), tokens, batch, widths[0])], counts[:1]
             views = [[s.view(y) for y, s in zip(tensors, slices, strict=True)]]
         else:
-            by_peer = buffer.split_with_sizes([tokens * batch * w * dim for w in widths])
-            buffers = [y.view(tokens, batch, w, dim) for y, w in zip(by_peer, widths, strict=True)]
+            by_peer = buffer.split_with_sizes([tokens * batch * w for w in widths])
+            buffers = [y.view(tokens, batch, w) for y, w in zip(by_peer, widths, strict=True)]
             views = [
                 [
                     y[:, :, s.by_rank[i].start : s.by_rank[i].stop].transpose(0, 1)
@@ -435,13 +461,13 @@ class HeadExchange:
                 ]
                 for i in range(len(widths))
             ]
-        for target, parts in zip(buffers, views, strict=True):
-            torch.cat(parts, -2, out=target) if len(parts) > 1 else target.copy_(parts[0])
-        one = batch * dim  # elements of one head of one token
-        sends = [tokens * w * one for w in widths]
+        for target, count, parts in zip(buffers, counts, views, strict=True):
+            for heads, part in zip(_split_heads(target, count, dims), parts, strict=True):
+                heads.copy_(part)
+        sends = [tokens * batch * w for w in widths]
         width = widths[self.rank]
-        work, received = self._all_to_all(buffer, sends, [length * width * one for length in self.lengths])
-        received = received.view(sum(self.lengths), batch, width, dim)
+        work, received = self._all_to_all(buffer, sends, [length * batch * width for length in self.lengths])
+        received = received.view(sum(self.lengths), batch, width)
         return Incoming(work, [buffer], lambda: self._ordered(received, 1))
 
     def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
@@ -449,31 +475,34 @@ class HeadExchange:
 
         Args:
             slices: by rank, the place of its heads in a sequence shard. A KV head that several ranks send is summed.
-            tensors: pairs of a head shard ``[b, t, h, d]`` and the sequence shard ``[b, s, h, d]`` to be written.
+            tensors: pairs of a head shard ``[b, t, h, d]`` and the sequence shard ``[b, s, h, d]`` to be written. The
+                pairs may differ in d.
 
         Returns:
             ``wait`` returns the last of the sequence shards, after all of them are written.
         """
-        columns = [x.transpose(0, 1) for x, _ in tensors]  # [t, b, h, d]
+        columns = [x.transpose(0, 1).flatten(2) for x, _ in tensors]  # [t, b, w]
         rows = torch.cat(columns, 2) if len(columns) > 1 else columns[0]
         rows = self._ordered(rows, 0).contiguous()
-        _, batch, width, dim = rows.shape
+        _, batch, width = rows.shape
         targets, tokens = [target for _, target in tensors], self.tokens
-        one = batch * dim * len(targets)  # elements of one head of one token
-        receives = [tokens * w * one for w in slices.widths]
-        sends = [length * width * batch * dim for length in self.lengths]
+        dims = [target.shape[3] for target in targets]
+        widths = [w * sum(dims) for w in slices.widths]  # by rank, elements of each token
+        receives = [tokens * batch * w for w in widths]
+        sends = [length * batch * width for length in self.lengths]
         work, received = self._all_to_all(rows, sends, receives)
 
         def unpack() -> Tensor:
             if slices.even and not slices.overlap:
-                size = (len(slices.widths), tokens, batch, len(targets), slices.widths[0], dim)
-                for target, x in zip(targets, received.view(size).unbind(3), strict=True):
+                even = received.view(len(widths), tokens, batch, widths[0])
+                count = [slices.widths[0]] * len(dims)
+                for target, x in zip(targets, _split_heads(even, count, dims), strict=True):
                     slices.view(target).copy_(x)
                 return targets[-1]
             written = 0
-            for at, from_peer in zip(slices.by_rank, received.split_with_sizes(receives), strict=True):
+            for at, from_peer, width in zip(slices.by_rank, received.split_with_sizes(receives), widths, strict=True):
                 again = max(0, min(written, at.stop) - at.start)  # heads that an earlier rank has sent too
-                parts = from_peer.view(tokens, batch, len(targets), len(at), dim).transpose(0, 1).unbind(2)
+                parts = _split_heads(from_peer.view(tokens, batch, width).transpose(0, 1), [len(at)] * len(dims), dims)
                 for target, x in zip(targets, parts, strict=True):
                     if again:
                         target[:, :, at.start : at.start + again] += x[:, :, :again]
