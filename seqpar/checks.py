@@ -89,27 +89,21 @@ def check_dropout(value: object) -> float:
     return p
 
 
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None) -> None:
+    """Raise unless one rank's tensors fit together; with a ``latent_weight``, k and v are latents and rotated keys."""
+    if latent_weight is None:
+        check_qkv(q, k, v)
+    else:
+        check_latents(q, k, v, latent_weight)
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless the shapes, dtypes and devices of one rank's ``q, k, v`` fit together.
 
     Shapes: ``q [batch, seq, heads, head_dim]``, ``k [batch, seq, kv_heads, head_dim]``, ``v [batch, seq, kv_heads,
     v_head_dim]``.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name}: shape {tuple(x.shape)} has {x.dim()} dimensions; expected [batch, seq, heads, head_dim]"
-            )
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
-        if x.device.type == "meta":
-            raise ValueError(f"{name}: device meta holds no data; move the tensors to cpu or cuda")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}; convert them to the same")
-        if x.device != q.device:
-            raise ValueError(f"{name}: device {x.device} differs from q's {q.device}; move them to the same")
+    _check_tensors(q=q, k=k, v=v)
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"v: shape {tuple(v.shape)} does not fit k's {tuple(k.shape)}; they may differ in the last dimension only "
@@ -130,6 +124,61 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, size in (("head_dim", head_dim), ("v_head_dim", v.shape[3])):
         if size < 1:
             raise ValueError(f"{name}={size}: expected at least 1")
+
+
+def check_latents(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> None:
+    """Raise unless the tensors of one rank's latent attention fit together.
+
+    Shapes: ``q [batch, seq, heads, nope + rope]``, ``latent [batch, seq, 1, width]``, ``k_rope [batch, seq, 1, rope]``,
+    ``weight [heads, nope + v_head_dim, width]``.
+    """
+    _check_tensors(q=q, k=latent, v=k_rope)
+    for name, x in (("k", latent), ("v", k_rope)):
+        if x.shape[:3] != (*q.shape[:2], 1):
+            raise ValueError(
+                f"{name}: shape {tuple(x.shape)}; with latent_weight expected one head for q's tokens, "
+                f"[{q.shape[0]}, {q.shape[1]}, 1, ...]"
+            )
+    if not isinstance(weight, Tensor):
+        raise TypeError(
+            f"latent_weight: expected a tensor [heads, nope + v_head_dim, width], got {type(weight).__name__}"
+        )
+    if weight.dtype != q.dtype or weight.device != q.device:
+        raise TypeError(
+            f"latent_weight: {weight.dtype} on {weight.device}, but q is {q.dtype} on {q.device}; convert them to the "
+            "same"
+        )
+    heads, nope = q.shape[2], q.shape[3] - k_rope.shape[3]
+    if weight.dim() != 3 or weight.shape[0] != heads or weight.shape[2] != latent.shape[3]:
+        raise ValueError(
+            f"latent_weight: shape {tuple(weight.shape)}; expected [{heads}, nope + v_head_dim, {latent.shape[3]}] for "
+            f"q's heads and the width of k, the latents"
+        )
+    if nope < 0 or weight.shape[1] <= nope:
+        raise ValueError(
+            f"latent_weight: shape {tuple(weight.shape)}; q's head_dim is {q.shape[3]} and v, the rotated keys, has "
+            f"{k_rope.shape[3]} elements, so the second dimension must be larger than {nope}"
+        )
+
+
+def _check_tensors(**tensors: Tensor) -> None:
+    """Raise unless they are tensors of four dimensions with the dtype and device of ``q``."""
+    q = tensors["q"]
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name}: shape {tuple(x.shape)} has {x.dim()} dimensions; expected [batch, seq, heads, head_dim]"
+            )
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
+        if x.device.type == "meta":
+            raise ValueError(f"{name}: device meta holds no data; move the tensors to cpu or cuda")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}; convert them to the same")
+        if x.device != q.device:
+            raise ValueError(f"{name}: device {x.device} differs from q's {q.device}; move them to the same")
 
 
 def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:

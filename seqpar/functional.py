@@ -15,10 +15,10 @@ from .checks import (
     check_choice,
     check_dropout,
     check_head_vector,
+    check_inputs,
     check_int,
     check_number,
     check_options,
-    check_qkv,
     has_length,
     no_compile,
 )
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         backend: BackendName
         seq_len: int | None
         dropout_seed: int | None
+        latent_weight: Tensor | None
 
     class AttentionArguments(CommonOptions, StrategyOptions, total=False):
         """The keyword arguments of ``attention`` except ``return_lse``, which decides what it returns."""
@@ -111,6 +112,7 @@ def attention(
     return_lse: bool = False,
     seq_len: int | None = None,
     dropout_seed: int | None = None,
+    latent_weight: Tensor | None = None,
     **strategy_options: Unpack[StrategyOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over one sequence whose tokens are sharded over a group of ranks.
@@ -153,6 +155,11 @@ def attention(
         seq_len: the length of the full sequence. With it there is no handshake either.
         dropout_seed: the same on all ranks. By default rank 0 draws one from torch's CPU generator and sends it in a
             handshake: pass a seed if no rank is to wait for another.
+        latent_weight: ``[heads, nope + v_head_dim, width]``, for multi-head latent attention (DeepSeek-V2). Then ``k
+            [batch, seq, 1, width]`` holds latents and ``v [batch, seq, 1, rope]`` rotated keys, and these are sent. The
+            key of a head is ``cat(latent_weight[head, :nope] @ latent, rotated key)``, its value ``latent_weight[head,
+            nope:] @ latent``, and ``nope`` is ``head_dim - rope``. The gradient of ``latent_weight`` is this rank's
+            partial gradient.
         strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel; ``chunks`` of heads for
             its all-gather; ``ulysses_size`` for hybrid and "a2a+p2p" on a plain group.
 
@@ -165,14 +172,13 @@ def attention(
         ValueError: a wrong value, or ranks that disagree, before any payload is sent.
         RuntimeError: another rank raised an error on its own input.
     """
-    rest = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse, strategy_options
+    rest = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse, strategy_options, latent_weight
     if torch.compiler.is_compiling() and isinstance(sharding, Sharding):
         beside = (mesh, group, layout, seq_len)
         if all(x is None for x in beside) and (not dropout_p or dropout_seed is not None):
             return _traced(q, k, v, strategy, mask, sharding, sinks, alibi_slopes, dropout_seed, *rest)
-    return _eager(
-        q, k, v, strategy, mask, mesh, group, layout, sharding, sinks, alibi_slopes, seq_len, dropout_seed, *rest
-    )
+    given = mask, mesh, group, layout, sharding, sinks, alibi_slopes, seq_len, dropout_seed
+    return _eager(q, k, v, strategy, *given, *rest)
 
 
 def _traced(
@@ -192,12 +198,15 @@ def _traced(
     backend: BackendName,
     return_lse: bool,
     strategy_options: StrategyOptions,
+    latent_weight: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` while torch.compile traces it: one operator. What changes from step to step is checked in it."""
     check_choice("strategy", strategy, STRATEGIES)
     check_options(strategy, strategy_options, STRATEGIES[strategy].options)
     q, k, v = to_autocast_dtype(q, k, v)
-    check_qkv(q, k, v)
+    if latent_weight is not None:
+        (latent_weight,) = to_autocast_dtype(latent_weight)
+    check_inputs(q, k, v, latent_weight)
     check_head_vector("sinks", sinks, q, batched=False)
     check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
     options = AttentionOptions(
@@ -211,7 +220,7 @@ def _traced(
         return_lse=return_lse,
     )
     seed = torch.full((), dropout_seed or 0, dtype=torch.int64, device="cpu") if dropout_p else None
-    out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ANY_RANKS, options)
+    out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ANY_RANKS, options, latent_weight)
     return (out, lse) if return_lse else out
 
 
@@ -237,6 +246,7 @@ def _eager(
     backend: BackendName,
     return_lse: bool,
     strategy_options: StrategyOptions,
+    latent_weight: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` outside of torch.compile."""
     draw_seed = bool(dropout_p) and dropout_seed is None
@@ -250,6 +260,8 @@ def _eager(
             sequence = None if single_rank else sequence_group(mesh, group)
     if all(isinstance(x, Tensor) for x in (q, k, v)):
         q, k, v = to_autocast_dtype(q, k, v)
+        if isinstance(latent_weight, Tensor):
+            (latent_weight,) = to_autocast_dtype(latent_weight)
     with propagate_errors(sequence if needs_handshake else None):
         if sharding is not None:
             check_sharding(sharding)
@@ -271,7 +283,7 @@ def _eager(
             check_int("dropout_seed", dropout_seed, 0)
             if dropout_seed >= 2**63:
                 raise ValueError(f"dropout_seed={dropout_seed}: expected a seed in [0, 2**63)")
-        check_qkv(q, k, v)
+        check_inputs(q, k, v, latent_weight)
         check_head_vector("sinks", sinks, q, batched=False)
         check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
         if mask.batch not in (1, q.shape[0]):
@@ -281,8 +293,9 @@ def _eager(
     joins_backward = True
     if needs_handshake:
         degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks, layout)
-        mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse)
-        gradient = gradient_state(q, k, v, sinks)
+        expanded = None if latent_weight is None else tuple(latent_weight.shape)
+        mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse, expanded)
+        gradient = gradient_state(q, k, v, sinks, latent_weight)
         header = _AttentionHeader(
             length, batch, num_heads, k.shape[2], head_dim, v.shape[3], q.dtype, mask_or_options, seed, gradient
         )
@@ -322,6 +335,7 @@ def _eager(
         mesh=mesh,
         group=group,
         joins_backward=joins_backward,
+        latent_weight=latent_weight,
     )
     return (out, lse) if return_lse else out
 

@@ -74,12 +74,24 @@ def _config(kind: str) -> Any:
             layer_types=["chunked_attention", "full_attention"],
             no_rope_layers=[1, 0],
         )
-    if kind == "deepseek_v3":  # latent attention: 12 columns of q and k, 8 of v
+    if kind == "deepseek_v3":  # latents of 8 and rotated keys of 4 numbers, instead of 4 heads of 10 + 5
         small = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
         return t.DeepseekV3Config(
-            **small, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
-            v_head_dim=8, first_k_dense_replace=2,
-        )  # fmt: skip
+            **small,
+            num_key_value_heads=4,
+            q_lora_rank=12,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=6,
+            v_head_dim=5,
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+        )
     if kind == "gpt2":
         return t.GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,

@@ -1,7 +1,8 @@
 """The attention function and the mask function that transformers' interfaces call.
 
 Shapes, as transformers has them: query ``[batch, heads, seq, head_dim]``, key ``[batch, kv_heads, seq, head_dim]``,
-value ``[batch, kv_heads, seq, v_head_dim]``; the result is ``[batch, seq, heads, v_head_dim]``.
+value ``[batch, kv_heads, seq, v_head_dim]``; the result is ``[batch, seq, heads, v_head_dim]``. In latent attention,
+key and value are latents and rotated keys (see ``latent.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..mask import Mask, layer_mask
 from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op, constant_float, constants
 from .batch import BatchShard
 from .generate import decode
+from .latent import expand, hands_on_latents, latent_weight
 from .state import DecodeShard, Patch, current_forward
 
 # Causality, window and chunk of a layer: see ``mask.layer_mask``.
@@ -80,15 +82,22 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     in_layer = causal, *_window_and_chunk(module, sliding_window)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
+    weight = None
+    if hands_on_latents(module):
+        if isinstance(seqpar, BatchShard) and patch.ranks > 1:
+            weight = latent_weight(module, query.shape[1], key, patch.ulysses_ranks)
+        if weight is None:
+            key, value = expand(module, key, value)
     query, key, value = _same_dtype(query, key, value)
+    weight = None if weight is None else weight.to(query.dtype)
     # [batch, seq, heads, head_dim], v of which may be another
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
     with torch.autocast(query.device.type, enabled=False):
         if torch.compiler.is_compiling() and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
-            out = _traced(module, q, k, v, seqpar, patch, in_layer, score, dropout, name)
+            out = _traced(module, q, k, v, weight, seqpar, patch, in_layer, score, dropout, name)
         else:
-            out = _eager(module, q, k, v, seqpar, patch, in_layer, score, dropout, name)
+            out = _eager(module, q, k, v, weight, seqpar, patch, in_layer, score, dropout, name)
     return out, None
 
 
@@ -97,6 +106,7 @@ def _traced(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    weight: Tensor | None,
     shard: BatchShard,
     patch: Patch,
     in_layer: LayerMask,
@@ -117,7 +127,8 @@ def _traced(
     )
     assert shard.seed_on_host is not None and shard.sharding is not None
     seed = (shard.seed_on_host + _layer_seed(module)) % 2**62 if dropout else None
-    out: Tensor = attention_op(q, k, v, score.sinks, None, seed, shard.mask, shard.sharding, ANY_RANKS, options)[0]
+    call = seed, shard.mask, shard.sharding, ANY_RANKS, options
+    out: Tensor = attention_op(q, k, v, score.sinks, None, *call, weight)[0]
     return out
 
 
@@ -127,6 +138,7 @@ def _eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    weight: Tensor | None,
     shard: BatchShard | DecodeShard,
     patch: Patch,
     in_layer: LayerMask,
@@ -138,7 +150,7 @@ def _eager(
     if isinstance(shard, DecodeShard):
         return decode(module, q, k, v, shard, patch, mask, score, name)
     _check_shard(module, shard, patch, name)
-    return _sharded_attention(module, q, k, v, shard, patch, mask, score, dropout)
+    return _sharded_attention(module, q, k, v, weight, shard, patch, mask, score, dropout)
 
 
 def _check_shard(module: nn.Module, shard: BatchShard, patch: Patch, name: str) -> None:
@@ -164,6 +176,7 @@ def _sharded_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    weight: Tensor | None,
     shard: BatchShard,
     patch: Patch,
     mask: Mask,
@@ -185,6 +198,7 @@ def _sharded_attention(
         dropout_p=dropout,
         backend=patch.backend,
         seq_len=shard.seq_len,
+        latent_weight=weight,
         dropout_seed=(shard.seed + _layer_seed(module)) % 2**62,
         **patch.options,
     )

@@ -19,6 +19,7 @@ from ..layout import LAYOUTS, Layout
 from ..strategies import StrategyName, resolve
 from . import hooks
 from .attention import attention_forward, no_mask
+from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
 from .state import Gradients, Patch
 from .support import attention_layers, check_model
@@ -80,7 +81,7 @@ def parallelize(
     check_choice("gradients", gradients, GRADIENTS)
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)
-    sequence = resolve(strategy, mesh, group, options).sequence
+    groups = resolve(strategy, mesh, group, options)
     if any(hasattr(m, "_seqpar") for m in model.modules()):
         raise ValueError("model: it is parallelized already; call seqpar.hf.restore(model) first")
     roots = _root_models(model)
@@ -89,11 +90,14 @@ def parallelize(
     layers = attention_layers(model)
     for root in roots:
         check_model(root, layers)
-    patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk)
+    patch = Patch(mesh, group, strategy, layout, backend, options, groups.sequence, gradients, loss_chunk)
+    patch.ulysses_ranks = groups.ulysses_size
     _replace_configs(model, patch)
     for module in (*roots, *layers.values()):
         module._seqpar = patch
         patch.modules.append(module)
+    for layer in layers.values():
+        hand_on_latents(layer)
     for root in roots:
         _register_hooks(root, patch)
     return model
@@ -126,6 +130,7 @@ def restore(model: Model) -> Model:
     for module, name, original in patch.configs:
         setattr(module, name, original)
     for module in patch.modules:
+        hand_on_keys(module)
         del module._seqpar
     return model
 

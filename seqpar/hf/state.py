@@ -34,6 +34,7 @@ class Patch:
     Attributes:
         mesh, given_group: as given to ``parallelize``.
         group: the process group that the sequence is sharded over; None is one process.
+        ulysses_ranks: how many ranks an all-to-all has.
         handles: the registered hooks.
         modules: the modules that hold this patch.
         configs: (module, attribute name, original config) of every config that was replaced.
@@ -50,6 +51,7 @@ class Patch:
     group: ProcessGroup | None
     gradients: Gradients
     loss_chunk: int | None
+    ulysses_ranks: int = 1
     handles: list[RemovableHandle] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     configs: list[tuple[nn.Module, str, PreTrainedConfig]] = field(default_factory=list)

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from ..checks import check_choice
 from ..comm.trace import count_backend
-from .base import Backend, RepeatedKV, Score
+from .base import Backend, Score
 from .cpu import CpuBackend
 from .cudnn import CudnnBackend
 from .elementwise import interpreted
+from .expansion import ExpandedKV, Expansion
 from .flash import FlashAttention2Backend, FlashAttention3Backend, FlashAttention4Backend, TorchFlashBackend
 from .library import LibraryBackend
 from .reference import ReferenceBackend
@@ -124,7 +125,7 @@ def select(
     *,
     lse_gradient: bool = False,
     deterministic: bool = False,
-    kv_index: list[int] | None = None,
+    expansion: Expansion | None = None,
     carry: bool = True,
     v_head_dim: int | None = None,
 ) -> Backend:
@@ -136,7 +137,7 @@ def select(
         score: how scores are computed.
         lse_gradient: whether the backward has a gradient of the log-sum-exp.
         deterministic: leave out backends whose gradients may differ from run to run.
-        kv_index: the KV head of each query head, if the query heads do not form equal groups over the KV heads.
+        expansion: what makes keys and values of the tensors that the backend will be given, if these are others.
         carry: whether the call has several steps, whose results are merged.
         v_head_dim: the head_dim of v; by default that of q and k.
     """
@@ -154,7 +155,7 @@ def select(
             count_backend(backend.name)
             if backend.name == "reference" and name != "reference" and q.is_cuda:
                 _warn_of_reference(_why_not(q, k, score, lse_gradient, deterministic, v_head_dim))
-            return backend if kv_index is None else RepeatedKV(backend, torch.tensor(kv_index, device=q.device))
+            return backend if expansion is None else ExpandedKV(backend, expansion)
     raise RuntimeError("no backend supports this call")  # unreachable: the reference supports every call
 
 

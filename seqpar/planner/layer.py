@@ -416,7 +416,7 @@ class RankTimeline:
             again, last_kv = k is last_kv, k  # a chunk that reads the K/V of the one before
             return dq, *((_Added(), _Added()) if again else (dk, dv)), None
 
-        _, *saved = run_ulysses_forward(exchange, attend, q, k, v)
+        _, *saved = run_ulysses_forward(exchange, attend, q, k, v, v.shape[3])
         if backward:
             exchange = _with_timeline(exchange, timeline)
             if exchange.shares_kv:

@@ -6,6 +6,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from ..heads import Heads
+from ..kernels.base import accumulator
 from ..layout import SequenceSharding
 from ..mesh import AttentionGroups
 from .call import AttentionCall
+from .latent import LatentKeys
 from .ring import ring_backward, ring_forward
 from .ulysses import (
     MAX_CHUNKS,
@@ -50,7 +53,7 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             out, lse = ring_forward(call, call.heads, q, k, v)
             return out, lse, q, k, v, out, lse
-        out, *saved = ulysses_forward(exchange, partial(ring_forward, call), q, k, v)
+        out, *saved = ulysses_forward(exchange, partial(ring_forward, call), q, k, v, call.v_head_dim(v.shape))
         lse = lse_to_sequence(exchange, saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
     return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
 
@@ -78,7 +81,7 @@ def attention_backward(
     """
     exchange = head_exchange(call, q_shape, saved[0].device.type)
     like, sinks = saved[0], call.score.sinks
-    dout = like.new_zeros(*q_shape[:3], v_shape[3]) if dout is None else dout.contiguous()
+    dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
     dlse = dlse if call.return_lse else None
     with torch.autocast(like.device.type, enabled=False):
         if exchange is None:
@@ -123,20 +126,24 @@ def with_gradient(x: Tensor) -> Tensor:
 
 
 class SequenceParallelAttention(torch.autograd.Function):
-    """``(q, k, v, sinks) -> (out, lse)`` on sequence shards. Saves only its inputs, ``out`` and ``lse``.
+    """``(q, k, v, sinks, weight) -> (out, lse)`` on sequence shards. Saves only its inputs, ``out`` and ``lse``.
+
+    In latent attention, k and v are latents and rotated keys, and ``weight [h, nope + e, w]`` expands them (see
+    ``latent.py``). Otherwise it is None.
 
     Differentiable once: the backward communicates, and is not itself recorded.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, weight: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """``q [b, s, h, d]``, ``k [b, s, n, d]``, ``v [b, s, n, e]`` to ``out [b, s, h, e]`` and ``lse [b, h, s]``."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.shapes = call, (q.shape, k.shape, v.shape)
+        call = with_latents(call, weight, q.shape, v.shape)
         out, lse, *saved = attention_forward(call, q, k, v)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(weight, *saved)
         if not call.return_lse:
             ctx.mark_non_differentiable(lse)
         return out, lse
@@ -144,8 +151,33 @@ class SequenceParallelAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        """``dout [b, s, h, e]`` and ``dlse [b, h, s]`` to the gradients of q, k, v and the sinks."""
-        return *attention_backward(ctx.call, ctx.saved_tensors, dout, dlse, *ctx.shapes), None
+        """``dout [b, s, h, e]`` and ``dlse [b, h, s]`` to the gradients of q, k, v, the sinks and the weight."""
+        weight, *saved = ctx.saved_tensors
+        d_weight = new_weight_gradient(weight, ctx.needs_input_grad[4])
+        q_shape, _, v_shape = ctx.shapes
+        call = with_latents(ctx.call, weight, q_shape, v_shape, d_weight)
+        gradients = attention_backward(call, saved, dout, dlse, *ctx.shapes)
+        return *gradients, None if d_weight is None else d_weight.to(weight.dtype), None
+
+
+def with_latents(
+    call: AttentionCall,
+    weight: Tensor | None,
+    q_shape: Sequence[int],
+    v_shape: Sequence[int],
+    d_weight: Tensor | None = None,
+) -> AttentionCall:
+    """The call, in which ``weight`` expands k and v if it is not None; its gradient is added to ``d_weight``."""
+    if weight is None:
+        return call
+    return replace(call, latent=LatentKeys(weight, q_shape[3] - v_shape[3], d_weight))
+
+
+def new_weight_gradient(weight: Tensor | None, needed: bool) -> Tensor | None:
+    """Zeros to which the gradient of ``weight`` is added."""
+    if weight is None or not needed:
+        return None
+    return torch.zeros_like(weight, dtype=accumulator(weight.dtype))
 
 
 def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels.base import Score
+from ..kernels.expansion import Expansion, RepeatedHeads
 from ..keys import KeyIntervals
 from ..layout import SequenceSharding, split_range
 from ..mesh import AttentionGroups
 from ..schedule import AttentionPlan
+from .latent import LatentKeys
 
 # K/V are sent in chunks of heads of at least this many bytes: by device, so many that a transfer takes much longer than
 # to start it and to split a kernel.
@@ -36,6 +40,7 @@ class AttentionCall:
         return_lse: whether the caller gets the log-sum-exp, which is differentiable then.
         fixed_chunks: whether an all-to-all has as many chunks at every length, as an operator's results require.
         kv_ready: when its keys and values were ready to be sent, in forward and so in backward.
+        latent: in latent attention, what expands k and v, which are latents and rotated keys then.
     """
 
     groups: AttentionGroups
@@ -47,7 +52,8 @@ class AttentionCall:
     heads: Heads
     return_lse: bool
     fixed_chunks: bool = False
-    kv_ready: ReadyEvents = field(default_factory=ReadyEvents, init=False, repr=False)
+    kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
+    latent: LatentKeys | None = None
     _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
     def parts(self, heads: Heads, k: Tensor, v: Tensor) -> list[Heads]:
@@ -66,6 +72,17 @@ class AttentionCall:
         each, chunks = len(heads.queries) // kv, min(chunks, kv)
         cuts = [split_range(kv, chunks, i) for i in range(chunks)]  # of the KV heads
         return [heads[range(cut.start * each, cut.stop * each)] for cut in cuts]
+
+    def expansion(self, heads: Heads, device: torch.device) -> Expansion | None:
+        """What makes the keys and values of ``heads`` of those that are sent; None if they are the same."""
+        if self.latent is not None:
+            return self.latent.of(heads.queries_in(self.heads))
+        index = heads.kv_index()
+        return None if index is None else RepeatedHeads(torch.tensor(index, device=device))
+
+    def v_head_dim(self, v_shape: Sequence[int]) -> int:
+        """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""
+        return v_shape[3] if self.latent is None else self.latent.v_head_dim
 
     def intervals(self, step: int, q: Tensor) -> KeyIntervals | None:
         """Which of a step's keys the queries ``q`` see; None if they see none of them, or there are no queries."""

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..checks import check_qkv
+from ..checks import check_inputs
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
 from ..layout import SequenceSharding, check_length
@@ -40,7 +40,9 @@ from .autograd import (
     gradient_state,
     head_exchange,
     head_exchange_of,
+    new_weight_gradient,
     with_gradient,
+    with_latents,
 )
 from .call import AttentionCall
 from .ulysses import MAX_CHUNKS
@@ -165,7 +167,14 @@ def make_call(
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, groups: AttentionGroups, sharding: Sharding, tensor_parallel: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    latent_weight: Tensor | None,
+    mask: Mask,
+    groups: AttentionGroups,
+    sharding: Sharding,
+    tensor_parallel: bool,
 ) -> None:
     """Raise unless the tensors fit the mask and the sharding."""
     if groups.replicated:
@@ -173,7 +182,7 @@ def _check(
         if not k.shape[1] == v.shape[1] == sharding.seq_len:
             raise ValueError(keys)
         k, v = (x.narrow(1, 0, q.shape[1]) for x in (k, v))
-    check_qkv(q, k, v)
+    check_inputs(q, k, v, latent_weight)
     if mask.batch not in (1, q.shape[0]):
         raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     mask.check_length(sharding.seq_len)
@@ -194,6 +203,7 @@ def attention_op(
     sharding: Sharding,
     ranks: ParallelContext,
     options: AttentionOptions,
+    latent_weight: Tensor | None = None,
 ) -> list[Tensor]:
     """``attention_forward`` as an operator.
 
@@ -203,14 +213,16 @@ def attention_op(
         alibi_slopes: ``[h]`` or ``[b, h]``.
         seed: of dropout, int64 ``[]`` on the host.
         mask, sharding, ranks, options: the call. Without ranks of its own, it is for those of the sharding.
+        latent_weight: ``[h, nope + e, w]``, if k and v are latents and rotated keys (see ``latent.py``).
 
     Returns:
         ``out [b, s, h, e]``, ``lse [b, h, s]``, and with an all-to-all what the backward needs.
     """
     groups, sequence = placement(sharding, ranks, options)
-    _check(q, k, v, mask, groups, sharding, options.tensor_parallel)
+    _check(q, k, v, latent_weight, mask, groups, sharding, options.tensor_parallel)
     heads = options.heads(q.shape, k.shape)
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options, True)
+    call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = attention_forward(call, q, k, v)
     exchange = head_exchange(call, q.shape, q.device.type)
     # The operator's results are contiguous, and none is one of its arguments.
@@ -230,14 +242,16 @@ def _(
     sharding: Sharding,
     ranks: ParallelContext,
     options: AttentionOptions,
+    latent_weight: Tensor | None = None,
 ) -> list[Tensor]:
     sharding, ranks = real(sharding), real(ranks)
     groups, sequence = placement(sharding, ranks, options)
-    (batch, length, heads, dim), v_dim = q.shape, v.shape[3]
+    batch, length, heads, dim = q.shape
+    out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
     dtype = accumulator(q.dtype)
     lse = q.new_empty(batch, heads, length, dtype=dtype)
     exchange = head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)
-    results = [q.new_empty(batch, length, heads, v_dim), lse]
+    results = [q.new_empty(batch, length, heads, out_dim), lse]
     if exchange is None:
         return results
     if not options.return_lse:
@@ -247,9 +261,9 @@ def _(
         queries, kv = len(chunk.heads.queries), len(chunk.heads.kv)
         width = queries * dim
         if chunk.has_kv and not exchange.shares_kv:
-            width += kv * (dim + v_dim)
+            width += kv * (k.shape[3] + v.shape[3])
         results.append(q.new_empty(tokens, batch, width))
-        results += [q.new_empty(batch, tokens, queries, v_dim), q.new_empty(batch, queries, tokens, dtype=dtype)]
+        results += [q.new_empty(batch, tokens, queries, out_dim), q.new_empty(batch, queries, tokens, dtype=dtype)]
     return results
 
 
@@ -268,20 +282,26 @@ def attention_backward_op(
     sharding: Sharding,
     ranks: ParallelContext,
     options: AttentionOptions,
+    latent_weight: Tensor | None = None,
+    needs_weight_gradient: bool = False,
 ) -> list[Tensor]:
-    """``attention_backward`` as an operator: ``dq, dk, dv``, and ``dsinks`` if there are sinks.
+    """``attention_backward`` as an operator: ``dq, dk, dv``, ``dsinks`` if there are sinks, and that of the weight.
 
     Args:
         saved: ``q, k, v, out, lse``, or with an all-to-all what the forward returned after ``lse``.
         dout, dlse, q_shape, k_shape, v_shape: as for ``attention_backward``.
-        sinks, alibi_slopes, seed, mask, sharding, ranks, options: as for the forward.
+        sinks, alibi_slopes, seed, mask, sharding, ranks, options, latent_weight: as for the forward.
+        needs_weight_gradient: whether the weight's gradient is returned.
     """
     groups, sequence = placement(sharding, ranks, options)
     heads = options.heads(q_shape, k_shape)
     call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options, True)
+    d_weight = new_weight_gradient(latent_weight, needs_weight_gradient)
+    call = with_latents(call, latent_weight, q_shape, v_shape, d_weight)
     saved = [x.contiguous() for x in saved]
     gradients = attention_backward(call, saved, dout, dlse, q_shape, k_shape, v_shape)
-    return [x.contiguous() for x in gradients if x is not None]
+    of_weight = None if d_weight is None else d_weight.to(saved[0].dtype)
+    return [x.contiguous() for x in (*gradients, of_weight) if x is not None]
 
 
 @attention_backward_op.register_fake
@@ -299,9 +319,12 @@ def _(
     sharding: Sharding,
     ranks: ParallelContext,
     options: AttentionOptions,
+    latent_weight: Tensor | None = None,
+    needs_weight_gradient: bool = False,
 ) -> list[Tensor]:
     gradients = [saved[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
-    return gradients if sinks is None else [*gradients, torch.empty_like(sinks)]
+    others = sinks, latent_weight if needs_weight_gradient else None
+    return gradients + [torch.empty_like(x) for x in others if x is not None]
 
 
 @torch.library.custom_op("seqpar::positions", mutates_args=())
@@ -327,20 +350,25 @@ def _number(seed: Tensor | None) -> int:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, sinks, alibi_slopes, seed, *ctx.call = inputs
+    q, k, v, sinks, alibi_slopes, seed, *ctx.call, latent_weight = inputs
     out, lse, *saved = output
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
     if saved and saved[0].shape[2] == saved[1].shape[2] * q.shape[3]:  # no k and v: these are exchanged again
         saved += [k, v]
-    ctx.save_for_backward(sinks, alibi_slopes, seed, *(saved or (q, k, v, out, lse)))
+    ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *(saved or (q, k, v, out, lse)))
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    sinks, alibi_slopes, seed, *saved = ctx.saved_tensors
+    sinks, alibi_slopes, seed, latent_weight, *saved = ctx.saved_tensors
     dout, dlse = grads[0], grads[1] if ctx.call[-1].return_lse else None
-    dq, dk, dv, *dsinks = attention_backward_op(dout, dlse, saved, *ctx.shapes, sinks, alibi_slopes, seed, *ctx.call)
-    return dq, dk, dv, dsinks[0] if dsinks else None, *[None] * 6
+    needs_weight_gradient = latent_weight is not None and ctx.needs_input_grad[-1]
+    tensors = sinks, alibi_slopes, seed
+    dq, dk, dv, *others = attention_backward_op(
+        dout, dlse, saved, *ctx.shapes, *tensors, *ctx.call, latent_weight, needs_weight_gradient
+    )
+    d_weight = others.pop() if needs_weight_gradient else None
+    return dq, dk, dv, others[0] if others else None, *[None] * 6, d_weight
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -369,6 +397,7 @@ def attend(
     mesh: DeviceMesh | None,
     group: ProcessGroup | None,
     joins_backward: bool = True,
+    latent_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of an eager call, with everything checked and resolved.
 
@@ -377,7 +406,7 @@ def attend(
     require gradients, or may.
     """
     several = groups.ring_size * groups.ulysses_size > 1
-    if several and joins_backward and gradient_state(q, k, v, sinks) == 1:
+    if several and joins_backward and gradient_state(q, k, v, sinks, latent_weight) == 1:
         q = with_gradient(q)
     if seen_by_dispatch_mode():
         ranks = ParallelContext(mesh, group)
@@ -385,8 +414,8 @@ def attend(
             strategy: Any = "tp_sp" if options.tensor_parallel else None
             sharding = Sharding(sequence.seq_len, sequence.layout, mesh=mesh, group=group, strategy=strategy)
         seed = torch.tensor(dropout_seed, device="cpu") if options.dropout_p else None
-        out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ranks, options)
+        out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ranks, options, latent_weight)
         return out, lse
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, dropout_seed, mask, groups, sequence, options)
-    out, lse = SequenceParallelAttention.apply(q, k, v, sinks, call)
+    out, lse = SequenceParallelAttention.apply(q, k, v, sinks, latent_weight, call)
     return out, lse

@@ -56,29 +56,30 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
         ``out [b, q, h, e]`` in q's dtype and ``lse [b, h, q]`` in float32 (float64 for float64).
     """
     connect(call.groups, q.device)
+    score, expansion, v_head_dim = call.score_of(heads), call.expansion(heads, q.device), call.v_head_dim(v.shape)
     backend = select(
         call.backend,
         q,
-        k,
-        call.score_of(heads),
+        k if expansion is None else q,
+        score,
         deterministic=call.deterministic,
-        kv_index=heads.kv_index(),
+        expansion=expansion,
         carry=len(call.plan) > 1,
-        v_head_dim=v.shape[3],
+        v_head_dim=v_head_dim,
     )
     remote = RemoteSteps(call, heads, k, v)
     last = max((i for i, step in enumerate(call.plan) if step.keys is not None and q.numel()), default=-1)
     carry: Carry | None = None
     if (seen := call.intervals(0, q)) is not None:
-        carry = backend.forward(q, k, v, seen, call.score_of(heads), None, last == 0)
+        carry = backend.forward(q, k, v, seen, score, None, last == 0)
     parts = remote.parts
     carries: list[Carry | None] = [carry] if len(parts) == 1 else [_carry_of(carry, x.queries_in(heads)) for x in parts]
     for number, part, i, step_k, step_v in remote:
         if (seen := call.intervals(i, q)) is not None:
-            queries, score = of_heads(q, part.queries_in(heads)), call.score_of(part)
-            carries[number] = backend.forward(queries, step_k, step_v, seen, score, carries[number], i == last)
+            queries, part_score = of_heads(q, part.queries_in(heads)), call.score_of(part)
+            carries[number] = backend.forward(queries, step_k, step_v, seen, part_score, carries[number], i == last)
     if last == -1:  # no query sees any key
-        return finish(empty_carry(q, v.shape[3]), call.score_of(heads), q.dtype)
+        return finish(empty_carry(q, v_head_dim), score, q.dtype)
     results = [carry for carry in carries if carry is not None]
     if last == 0 or len(results) == 1:
         return carry if carry is not None and last == 0 else results[0]
@@ -107,18 +108,18 @@ def ring_backward(
         ``dq [b, q, h, d]``, ``dk [b, k, n, d]``, ``dv [b, k, n, e]`` and ``dsinks [h]`` (None without sinks), in
         float32 (float64 for float64). ``dsinks`` is this rank's partial gradient.
     """
-    plan, score = call.plan, call.score_of(heads)
+    plan, score, expansion = call.plan, call.score_of(heads), call.expansion(heads, q.device)
     dtype = accumulator(q.dtype)
     backend = select(
         call.backend,
         q,
-        k,
+        k if expansion is None else q,
         score,
         lse_gradient=dlse is not None,
         deterministic=call.deterministic,
-        kv_index=heads.kv_index(),
+        expansion=expansion,
         carry=len(call.plan) > 1,
-        v_head_dim=v.shape[3],
+        v_head_dim=out.shape[3],
     )
     needs_delta = backend.reads_delta or score.sinks is not None
     delta = row_delta(out, dout, dlse) if needs_delta else None
@@ -149,7 +150,7 @@ def ring_backward(
         backward(part, 0, *(of_heads(x, at) for x in (k, v, *own_dkv)), new_dq=new_dq, new_dkv=new_dkv)
 
     remote = RemoteSteps(call, heads, k, v)
-    first, *rest = [heads] if all(step.is_local for step in plan) else halves(heads)
+    first, *rest = [heads] if expansion is not None or all(step.is_local for step in plan) else halves(heads)
     for part in rest:  # computed at the end, when these hold the gradients of the remote steps
         of_heads(dq, part.queries_in(heads)).zero_()
         for x in own_dkv:
@@ -180,7 +181,7 @@ def ring_backward(
 
 def halves(heads: Heads) -> list[Heads]:
     """The heads in two parts that can be computed one after the other, if possible."""
-    if heads.kv_index() is not None or len(heads.queries) < 2:
+    if len(heads.queries) < 2:
         return [heads]
     # Whole groups of query heads; or the query heads of a single KV head.
     groups = len(heads.kv) if len(heads.kv) > 1 else len(heads.queries)

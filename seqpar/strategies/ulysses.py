@@ -89,7 +89,9 @@ def chunk_limit(sharding: SequenceSharding, q_shape: Sequence[int], device_type:
     return max(1, min(MAX_CHUNKS, work // _CHUNK_WORK.get(device_type, _CHUNK_WORK["cuda"])))
 
 
-def ulysses_forward(exchange: HeadExchange, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def ulysses_forward(
+    exchange: HeadExchange, attend: Attend, q: Tensor, k: Tensor, v: Tensor, out_dim: int
+) -> tuple[Tensor, ...]:
     """Communicate, attend, communicate back, chunk by chunk.
 
     Args:
@@ -98,13 +100,14 @@ def ulysses_forward(exchange: HeadExchange, attend: Attend, q: Tensor, k: Tensor
         q: ``[b, s, h, d]``, this rank's sequence shard of all heads.
         k: ``[b, s, n, d]``, likewise.
         v: ``[b, s, n, e]``, likewise.
+        out_dim: the head_dim of the output: e, unless ``attend`` expands k and v.
 
     Returns:
-        ``out [b, s, h, e]``, followed by the new tensors that ``ulysses_backward`` needs: for each chunk its head shard
-        (see ``HeadExchange.to_heads``), without k and v if these are exchanged again, then ``out`` and ``lse``.
+        ``out [b, s, h, out_dim]``, followed by the new tensors that ``ulysses_backward`` needs: for each chunk its head
+        shard (see ``HeadExchange.to_heads``), without k and v if these are exchanged again, then ``out`` and ``lse``.
     """
     dims = q.shape[3], k.shape[3], v.shape[3]
-    out = q.new_empty(*q.shape[:3], dims[2])  # [b, s, h, e]
+    out = q.new_empty(*q.shape[:3], out_dim)
     saved: list[Tensor] = []
     chunks = exchange.chunks
     chunk_kv: list[Tensor] = []
@@ -165,7 +168,7 @@ def ulysses_backward(
     arriving = _arriving(chunks, to_heads, like.device)
     for i, (chunk, (shard, out, lse)) in enumerate(_by_chunk(chunks, saved)):
         # [b, t, h, e], [b, t, n, d], [b, t, n, e]
-        chunk_dout, *received_kv = chunk.split(next(arriving), (v_dim, k_dim, v_dim))
+        chunk_dout, *received_kv = chunk.split(next(arriving), (dout.shape[3], k_dim, v_dim))
         chunk_q, *kept_kv = chunk.split(shard, dims)
         chunk_kv = received_kv or kept_kv or chunk_kv
         at = chunk.heads.queries_in(exchange.full_chunk.heads)

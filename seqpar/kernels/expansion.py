@@ -1,0 +1,133 @@
+"""Keys and values that are made of what the ranks sent just before a kernel reads them.
+
+Shapes: b batch, q local queries, k keys of a step, h query heads, n heads that were sent, d head_dim of q and k, e
+head_dim of v.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..keys import KeyIntervals
+from .base import Backend, Carry, OutputGrad, Score
+
+
+class Expansion(Protocol):
+    """Makes one KV head for each query head, of the tensors of some rows that were sent in place of keys and values."""
+
+    def blocks(self, sent_k: Tensor) -> list[range]:
+        """The query heads whose keys and values exist at a time."""
+        ...
+
+    def expand(self, sent_k: Tensor, sent_v: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+        """``k [b, k, heads, d]`` and ``v [b, k, heads, e]`` of what was sent, ``[b, k, n, ...]``."""
+        ...
+
+    def add_gradients(
+        self, sent_k: Tensor, sent_v: Tensor, dk: Tensor, dv: Tensor, heads: range, to_dk: Tensor, to_dv: Tensor
+    ) -> None:
+        """Add the gradients of what was sent, of ``dk`` and ``dv`` of some heads, to ``to_dk`` and ``to_dv``."""
+        ...
+
+
+class RepeatedHeads:
+    """The KV heads of query heads that do not form equal groups over them.
+
+    Ranks whose share of the heads begins or ends inside a group have such heads. K/V are repeated here, for the kernel,
+    and not before they are sent.
+    """
+
+    def __init__(self, kv_index: Tensor) -> None:
+        """``kv_index`` int64 ``[h]``: the KV head that each query head reads."""
+        self._kv_index = kv_index
+
+    def blocks(self, sent_k: Tensor) -> list[range]:
+        return [range(len(self._kv_index))]
+
+    def expand(self, sent_k: Tensor, sent_v: Tensor, heads: range) -> tuple[Tensor, Tensor]:
+        return sent_k.index_select(2, self._kv_index), sent_v.index_select(2, self._kv_index)
+
+    def add_gradients(
+        self, sent_k: Tensor, sent_v: Tensor, dk: Tensor, dv: Tensor, heads: range, to_dk: Tensor, to_dv: Tensor
+    ) -> None:
+        to_dk.index_add_(2, self._kv_index, dk)
+        to_dv.index_add_(2, self._kv_index, dv)
+
+
+class ExpandedKV:
+    """A backend whose keys and values are expanded for it, some heads at a time."""
+
+    def __init__(self, backend: Backend, expansion: Expansion) -> None:
+        self.name, self.deterministic, self.reads_delta = backend.name, backend.deterministic, backend.reads_delta
+        self._backend, self._expansion = backend, expansion
+
+    def unavailable(self) -> str | None:
+        return self._backend.unavailable()
+
+    def unsupported(
+        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
+    ) -> str | None:
+        return self._backend.unsupported(q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
+    ) -> Carry:
+        blocks = self._expansion.blocks(k)
+        if len(blocks) == 1:
+            expanded = self._expansion.expand(k, v, blocks[0])
+            return self._backend.forward(q, *expanded, intervals, score, carry, last)
+        results = []
+        for heads in blocks:
+            at = slice(heads.start, heads.stop)
+            of_heads = None if carry is None else (carry[0][:, :, at].contiguous(), carry[1][:, at].contiguous())
+            expanded = self._expansion.expand(k, v, heads)
+            some = score.heads(heads.start, heads.stop)
+            results.append(self._backend.forward(q[:, :, at], *expanded, intervals, some, of_heads, last))
+        return torch.cat([acc for acc, _ in results], 2), torch.cat([lse for _, lse in results], 1)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: OutputGrad,
+        intervals: KeyIntervals,
+        score: Score,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        new_dq: bool = False,
+        new_dkv: bool = False,
+    ) -> None:
+        if new_dkv:
+            dk.zero_()
+            dv.zero_()
+        for heads in self._expansion.blocks(k):
+            at = slice(heads.start, heads.stop)
+            block_k, block_v = self._expansion.expand(k, v, heads)
+            block_dk, block_dv = (torch.empty_like(x, dtype=dk.dtype) for x in (block_k, block_v))
+            of_heads = OutputGrad(
+                output.dout[:, :, at],
+                output.out[:, :, at],
+                output.lse[:, at],
+                None if output.delta is None else output.delta[:, at],
+            )
+            self._backend.backward(
+                q[:, :, at],
+                block_k,
+                block_v,
+                of_heads,
+                intervals,
+                score.heads(heads.start, heads.stop),
+                dq[:, :, at],
+                block_dk,
+                block_dv,
+                new_dq=new_dq,
+                new_dkv=True,
+            )
+            del block_k, block_v
+            self._expansion.add_gradients(k, v, block_dk, block_dv, heads, dk, dv)
