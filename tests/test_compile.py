@@ -155,7 +155,7 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
     shapes = (6, 4), (2, 4), (2, 3)
     q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
     sinks = torch.randn(6, requires_grad=True)
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, Mask.causal(), sharding, ANY_RANKS, call))
+    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, Mask.causal(), sharding, ANY_RANKS, call, None))
     # Latent attention: 5 numbers, a rotated key of 2, and a weight that makes 2 and 3 numbers for each head of them.
     latents, rotated = (torch.randn(1, sharding.seq_local, 1, n, requires_grad=True) for n in (5, 2))
     weight = torch.randn(6, 2 + 3, 5, requires_grad=True)

@@ -248,7 +248,7 @@ class AttentionLayer(nn.Module):
             if positions is None:
                 positions = positions_op(q, sharding, ranks, options)
             q, k = self.rope(q, k, positions)
-        out, *_ = attention_op(q, k, v, self.sinks, None, None, mask, sharding, ranks, options)
+        out, *_ = attention_op(q, k, v, self.sinks, None, None, mask, sharding, ranks, options, None)
         return self._output(out.flatten(2), chunks)
 
     @no_compile

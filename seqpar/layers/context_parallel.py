@@ -188,7 +188,7 @@ class ContextParallelAttention(AttentionLayer):
         finish, parameters = self._finish_keys(k.dtype, x.device, of_keys, None)
         k, v = finish(k, v, *parameters)
         q = self._queries(x, of_queries, None)
-        out, *_ = attention_op(q, k, v, self.sinks, None, None, mask, sharding, ranks, options)
+        out, *_ = attention_op(q, k, v, self.sinks, None, None, mask, sharding, ranks, options, None)
         return self._output(out.flatten(2), None)
 
     def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:

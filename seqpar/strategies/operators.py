@@ -203,7 +203,7 @@ def attention_op(
     sharding: Sharding,
     ranks: ParallelContext,
     options: AttentionOptions,
-    latent_weight: Tensor | None = None,
+    latent_weight: Tensor | None,
 ) -> list[Tensor]:
     """``attention_forward`` as an operator.
 
@@ -242,7 +242,7 @@ def _(
     sharding: Sharding,
     ranks: ParallelContext,
     options: AttentionOptions,
-    latent_weight: Tensor | None = None,
+    latent_weight: Tensor | None,
 ) -> list[Tensor]:
     sharding, ranks = real(sharding), real(ranks)
     groups, sequence = placement(sharding, ranks, options)
@@ -282,8 +282,8 @@ def attention_backward_op(
     sharding: Sharding,
     ranks: ParallelContext,
     options: AttentionOptions,
-    latent_weight: Tensor | None = None,
-    needs_weight_gradient: bool = False,
+    latent_weight: Tensor | None,
+    needs_weight_gradient: bool,
 ) -> list[Tensor]:
     """``attention_backward`` as an operator: ``dq, dk, dv``, ``dsinks`` if there are sinks, and that of the weight.
 
@@ -319,8 +319,8 @@ def _(
     sharding: Sharding,
     ranks: ParallelContext,
     options: AttentionOptions,
-    latent_weight: Tensor | None = None,
-    needs_weight_gradient: bool = False,
+    latent_weight: Tensor | None,
+    needs_weight_gradient: bool,
 ) -> list[Tensor]:
     gradients = [saved[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
     others = sinks, latent_weight if needs_weight_gradient else None
