@@ -40,28 +40,6 @@ def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
             assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
 
 
-@on_ranks
-def bytes_of_a_forward(group: ProcessGroup, v_head_dim: int) -> int:
-    model = seqpar.hf.parallelize(tiny("deepseek_v3", v_head_dim=v_head_dim), group=group, layout="contiguous")
-    batch = seqpar.hf.shard_batch(make_batch("plain"), group=group, layout="contiguous")
-    with seqpar.trace() as trace, torch.no_grad():
-        model(**batch)
-    return trace.bytes_sent
-
-
-def test_latent_attention(pool: Pool) -> None:
-    """Values narrower than queries and keys: one device's results, and a message has as many columns as they have."""
-    chosen = [("deepseek_v3", strategy, "packed") for strategy in ("ring-zigzag", "ulysses-contiguous")]
-    for errors in pool.run(2, table, chosen):
-        for case, (loss, gradient) in zip(chosen, errors, strict=True):
-            assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
-    layers, heads, width = 2, 4, 4
-    rows, tokens = make_batch("plain")["input_ids"].shape
-    narrow, wide = (pool.run(2, bytes_of_a_forward, 8 + more) for more in (0, width))
-    sent = layers * rows * -(-tokens // 2) * heads * width * 4  # under a causal mask the first rank's K/V move
-    assert [b - a for a, b in zip(narrow, wide, strict=True)] == [sent, 0]
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "bert_tokens", "llama4"])
 def test_heads_and_chunks(pool: Pool, kind: str) -> None:
     """A language model without a loss type; heads with a loss of their own; chunks that start at the first token."""
