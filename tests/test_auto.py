@@ -25,6 +25,7 @@ from seqpar.planner.auto import (
 )
 from seqpar.planner.costs import Costs, Overhead, cost_file, costs_of, default_costs, fit, measure
 from seqpar.planner.hardware import HARDWARE
+from seqpar.planner.layer import Setting, attention_seconds
 
 from .pool import Pool, on_ranks
 from .reference import assert_close
@@ -149,9 +150,11 @@ def test_a_slow_network_between_hosts_takes_what_sends_least() -> None:
 
 
 def test_measured_overheads_count() -> None:
-    slow_ring = replace(H100, overheads={name: Overhead(1.0, 1.0) for name in ("ring", "context_parallel", "hybrid")})
+    slow_ring = replace(
+        H100, overheads={"causal": {name: Overhead(1.0) for name in ("ring", "context_parallel", "hybrid")}}
+    )
     assert best(Mask.causal(), 1 << 17, 8, known=slow_ring).strategy == "ulysses"
-    slow_ulysses = replace(H100, overheads={"ulysses": Overhead(0.0, 9.0)})
+    slow_ulysses = replace(H100, overheads={"causal": {"ulysses": Overhead(0.0, 9.0)}})
     assert best(Mask.causal(), 1 << 17, 8, known=slow_ulysses).strategy != "ulysses"
 
 
@@ -204,7 +207,8 @@ def test_costs_are_measured_once_and_kept(pool: Pool, tmp_path: Path) -> None:
     texts = pool.run(2, _measure, str(file))
     assert texts[0] == texts[1] == file.read_text()
     found = Costs.from_json(texts[0])
-    assert found.measured and set(found.overheads) == {"ring", "context_parallel", "ulysses"}
+    assert found.measured and set(found.overheads) == {"causal", "window", "documents"}
+    assert all(set(by_name) == {"ring", "context_parallel", "ulysses"} for by_name in found.overheads.values())
     assert found.hardware.device == "cpu" and found.hardware.p2p > 1e6
     assert [path.name for path in file.parent.iterdir()] == ["costs.json"]
 
@@ -220,7 +224,7 @@ def _agree(group: ProcessGroup, folder: str, own: float) -> Any:
     patch.setenv("SEQPAR_CACHE", f"{folder}/{group.rank()}")
     known = costs._known.pop(group, None)
     try:
-        value = Costs(replace(costs._CPU, latency=own * (1 + group.rank())), {"ring": Overhead(0.0, 2.0)})
+        value = Costs(replace(costs._CPU, latency=own * (1 + group.rank())), {"causal": {"ring": Overhead(0.0, 2.0)}})
         costs._write(cost_file(CPU, seqpar.mesh.ranks_by_host(group)), value.to_json())
         found = costs_of(group, CPU)
         assert costs_of(group, CPU) is found
@@ -240,7 +244,7 @@ def test_rank_0s_costs_count(pool: Pool, tmp_path: Path) -> None:
 
 def test_a_file_that_is_damaged_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    for text in ("", "{", "[]", '{"version": 0}', '{"version": 1, "hardware": {}}'):
+    for text in ("", "{", "[]", '{"version": 0}', '{"version": 2, "hardware": {}}'):
         file.write_text(text)
         assert costs._read(file) is None
     text = default_costs(CPU).to_json()
@@ -263,8 +267,12 @@ def test_a_choice_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_new_documents_are_not_simulated_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a hundred steps with other documents, most find all four candidates in the table."""
     chance, simulated = random.Random(0), []
-    real = auto.attention_seconds
-    monkeypatch.setattr(auto, "attention_seconds", lambda setting: simulated.append(setting) or real(setting))
+
+    def counted(setting: Setting) -> float:
+        simulated.append(setting)
+        return attention_seconds(setting)
+
+    monkeypatch.setattr(auto, "attention_seconds", counted)
     known: dict[Any, float] = {}
     counts = []
     for _ in range(100):

@@ -27,7 +27,7 @@ from ..layout import Layout, SequenceSharding
 from ..mask import Mask, Runs
 from ..mesh import ranks_by_host, ranks_per_host
 from ..strategies import StrategyName, StrategyOptions
-from .costs import Costs, attention_shape, costs_of
+from .costs import Costs, MaskKind, attention_shape, costs_of
 from .layer import Setting, attention_seconds
 
 _MOST = 1024  # remembered choices of a group
@@ -139,7 +139,7 @@ def predict(
             if share is not None:
                 setting = replace(setting, hardware=_slower(setting, share / setting.imbalance()))
             known[key] = attention_seconds(setting)
-        seconds[candidate] = costs.seconds(candidate.strategy, known[key])
+        seconds[candidate] = costs.seconds(summary.kind, candidate.strategy, known[key])
     return seconds
 
 
@@ -177,13 +177,14 @@ class MaskSummary:
     """What the choice looks at in a mask.
 
     Attributes:
+        kind: which kind of mask it is measured as.
         mask: the mask that is simulated.
         imbalance: by the number of ranks in a ring, the visible pairs of the slowest one over the mean; empty if
             ``mask`` is the mask itself.
     """
 
-    def __init__(self, mask: Mask, imbalance: dict[int, float]) -> None:
-        self.mask, self.imbalance = mask, imbalance
+    def __init__(self, kind: MaskKind, mask: Mask, imbalance: dict[int, float]) -> None:
+        self.kind, self.mask, self.imbalance = kind, mask, imbalance
         self._key = mask, tuple(imbalance.items())
 
     def __eq__(self, other: object) -> bool:
@@ -196,10 +197,10 @@ class MaskSummary:
 @lru_cache(maxsize=16)  # the masks of one step: a mask keeps its plans in memory
 def mask_summary(mask: Mask, seq_len: int, layout: Layout, ranks: int) -> MaskSummary:
     """What a choice for ``ranks`` ranks depends on."""
-    if mask.batch == 1 and mask.starts == ((0,),):  # the same in every step
-        return MaskSummary(mask, {})
     rows = [_bounded(runs, seq_len) for runs in mask.runs(seq_len)]
     keys = sum(int(pairs_before(runs, np.array([seq_len]))[0]) for runs in rows) / max(1, len(rows) * seq_len)
+    if mask.batch == 1 and mask.starts == ((0,),):  # the same in every step
+        return MaskSummary("causal" if keys > 0.4 * seq_len else "window", mask, {})
     causal = max(1.0, 2 * keys)  # tokens of causal documents, all of one length, in which a query sees as many keys
     length = min(seq_len, round(2 ** (round(2 * log2(causal)) / 2)))
     borders = [*range(0, seq_len, length), seq_len]
@@ -208,12 +209,12 @@ def mask_summary(mask: Mask, seq_len: int, layout: Layout, ranks: int) -> MaskSu
         if ring > 1:
             share = _slowest_share(rows, SequenceSharding(seq_len, layout, ring))
             imbalance[ring] = 1 + _STEP * round((share - 1) / _STEP)
-    return MaskSummary(Mask.documents(borders), imbalance)
+    return MaskSummary("causal" if length == seq_len else "documents", Mask.documents(borders), imbalance)
 
 
 def _bounded(runs: Runs, seq_len: int) -> Runs:
-    """The runs, with ends that do not reach beyond the sequence."""
-    return replace(runs, hi=np.minimum(runs.hi, seq_len))
+    """The runs, with ends that begin within the sequence."""
+    return replace(runs, hi=np.minimum(runs.hi, seq_len), hi_step=np.where(runs.hi > seq_len, 0, runs.hi_step))
 
 
 def pairs_before(runs: Runs, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -14,14 +14,14 @@ import json
 import os
 import platform
 import re
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,9 +45,11 @@ from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
 from .layer import Setting, attention_seconds
 from .model import ModelShape
 
-_VERSION = 1  # of the file
+_VERSION = 2  # of the file
 _DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 answers instead of costs
 _ROUNDS = 5
+# Kinds of masks, whose kernels lose differently much beside their operations.
+MaskKind = Literal["causal", "window", "documents"]
 _LAYOUT: Layout = "zigzag"  # of the measured sequences: the same work on every rank, under every strategy
 
 # Rates of one core of a CPU, for where nothing may be measured: orders of magnitude.
@@ -85,24 +87,24 @@ class Costs:
 
     Attributes:
         hardware: rates of kernels and links.
-        overheads: by strategy, of forward and backward together. A strategy that is not there has none.
+        overheads: by kind of mask and strategy, of forward and backward together. What is not there has none.
         measured: whether the rates were measured, not taken from a table.
     """
 
     hardware: Hardware
-    overheads: Mapping[str, Overhead] = field(default_factory=dict)
+    overheads: Mapping[str, Mapping[str, Overhead]] = field(default_factory=dict)
     measured: bool = False
 
-    def seconds(self, strategy: str, simulated: float) -> float:
+    def seconds(self, kind: MaskKind, strategy: str, simulated: float) -> float:
         """What a forward and backward takes that the simulation says takes ``simulated`` seconds."""
-        overhead = self.overheads.get(strategy, Overhead())
+        overhead = self.overheads.get(kind, {}).get(strategy, Overhead())
         return overhead.fixed + overhead.factor * simulated
 
     def to_json(self) -> str:
         hardware = asdict(self.hardware) | {
             "attention": {name: [r.forward, r.backward, r.carries] for name, r in self.hardware.attention.items()}
         }
-        overheads = {name: asdict(x) for name, x in self.overheads.items()}
+        overheads = {kind: {name: asdict(x) for name, x in by.items()} for kind, by in self.overheads.items()}
         return json.dumps({"version": _VERSION, "hardware": hardware, "overheads": overheads})
 
     @staticmethod
@@ -115,7 +117,7 @@ class Costs:
             value = json.loads(text)
             if value["version"] != _VERSION:
                 raise ValueError(f"version {value['version']}, expected {_VERSION}")
-            overheads = {name: Overhead(**x) for name, x in value["overheads"].items()}
+            overheads = {k: {name: Overhead(**x) for name, x in by.items()} for k, by in value["overheads"].items()}
             return Costs(hardware_of(value["hardware"]), overheads, True)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"costs: {error!r}") from error
@@ -262,37 +264,49 @@ class _Measurement:
 
     def costs(self) -> Costs:
         """Rates first; then each strategy, beside what the rates say of it."""
-        hardware, ways = self._hardware(), self._ways()
-        measured: dict[str, list[list[float]]] = {name: [[] for _ in self._lengths] for name in ways}
+        hardware = self._hardware()
+        long = self._lengths[1]
+        masks: list[tuple[MaskKind, int, Mask]] = [("causal", tokens, Mask.causal()) for tokens in self._lengths]
+        masks.append(("window", long, Mask.sliding_window(long // 4)))
+        masks.append(("documents", long, Mask.documents([*range(0, long, -(-long // 8)), long])))
+        runs = {
+            (name, i): self._attention(name, tokens, mask)
+            for i, (_, tokens, mask) in enumerate(masks)
+            for name in self._strategies()
+        }
+        measured = dict.fromkeys(runs, inf)
         for number in range(_ROUNDS + 1):
-            for i, tokens in enumerate(self._lengths):
-                for name, options in ways.items():
-                    seconds = self._seconds(self._attention(name, options, tokens))
-                    if number:  # the first round connects ranks and compiles kernels
-                        measured[name][i].append(seconds)
-        overheads = {}
-        for name, by_length in measured.items():
-            simulated = [attention_seconds(self._setting(hardware, name, tokens)) for tokens in self._lengths]
-            overheads[name] = fit(simulated, [statistics.median(seconds) for seconds in by_length])
+            for key, run in runs.items():
+                seconds = self._seconds(run)
+                if number:  # the first round connects ranks and compiles kernels
+                    measured[key] = min(measured[key], seconds)  # other programs only add
+        overheads: dict[str, dict[str, Overhead]] = {}
+        for name in self._strategies():
+            simulated = [attention_seconds(self._setting(hardware, name, tokens, mask)) for _, tokens, mask in masks]
+            causal = fit(simulated[:2], [measured[name, i] for i in (0, 1)])
+            overheads.setdefault("causal", {})[name] = causal
+            for i, (kind, *_) in enumerate(masks[2:], start=2):
+                factor = max(0.1, (measured[name, i] - causal.fixed) / max(1e-12, simulated[i]))
+                overheads.setdefault(kind, {})[name] = Overhead(causal.fixed, factor)
         return Costs(hardware, overheads, True)
 
     # Strategies
 
-    def _ways(self) -> dict[str, dict[str, Any]]:
+    def _strategies(self) -> list[str]:
         """The strategies that are measured. A hybrid of any split is taken to be like the default one."""
         names = ["ring", "context_parallel", "ulysses", *(["hybrid"] if self._hybrid() > 1 else [])]
-        return {name: {} for name in names if self._ranks > 1}
+        return names if self._ranks > 1 else []
 
     def _hybrid(self) -> int:
         """The ranks of a hybrid's all-to-alls, by default."""
         return resolve("hybrid", None, self._group, {}).ulysses_size
 
-    def _setting(self, hardware: Hardware, name: str, tokens: int) -> Setting:
+    def _setting(self, hardware: Hardware, name: str, tokens: int, mask: Mask) -> Setting:
         ulysses = {"ulysses": self._ranks, "hybrid": self._hybrid()}.get(name, 1)
         return Setting(
             attention_shape(self._heads, self._heads, self._head_dim),
             hardware,
-            Mask.causal(),
+            mask,
             tokens,
             ring=self._ranks // ulysses,
             ulysses=ulysses,
@@ -301,10 +315,10 @@ class _Measurement:
             dtype=self._dtype,
         )
 
-    def _attention(self, name: str, options: dict[str, Any], tokens: int) -> Callable[[], None]:
-        """Forward and backward of causal attention by a strategy; "local": of all tokens, on each rank."""
+    def _attention(self, name: str, tokens: int, mask: Mask) -> Callable[[], None]:
+        """Forward and backward of attention by a strategy; "local": of all tokens, on each rank."""
         group = None if name == "local" else self._group
-        groups = resolve(name, None, group, options)
+        groups = resolve(name, None, group, {})
         sequence = SequenceSharding(tokens, _LAYOUT, groups.ring_size, groups.ulysses_size)
         rank = 0 if group is None else group.rank()
         held = len(sequence.rank_positions(rank))
@@ -320,11 +334,11 @@ class _Measurement:
                 None,
                 None,
                 0,
-                mask=Mask.causal(),
+                mask=mask,
                 groups=groups,
                 sequence=sequence,
                 heads=Heads.of_model(self._heads, self._heads),
-                options=AttentionOptions(strategy=name, strategy_options=tuple(options.items())),
+                options=AttentionOptions(strategy=name),
                 sharding=None,
                 mesh=None,
                 group=group,
@@ -361,7 +375,7 @@ class _Measurement:
             # A backward has 2.5 times the products. That its rate is the forward's is near enough for a sum of both.
             attention={"measured": AttentionRate(rate, rate, carries=True)},
             memory_bytes=float(memory),
-            memory_bandwidth=2 * copied.nbytes / self._median(lambda: target.copy_(copied)),
+            memory_bandwidth=2 * copied.nbytes / self._best(lambda: target.copy_(copied)),
             kernel=small / 2,
             gpus_per_host=per_host,
             device=self._device.type,
@@ -375,7 +389,7 @@ class _Measurement:
 
     def _kernel(self, tokens: int) -> float:
         """Forward and backward of attention on one rank, while the others do the same."""
-        return self._median(self._attention("local", {}, tokens))
+        return self._best(self._attention("local", tokens, Mask.causal()))
 
     def _links(self, per_host: int) -> Hardware:
         """Hardware with this group's bytes a second of each rank, while all ranks send."""
@@ -386,13 +400,13 @@ class _Measurement:
         near = [first + (rank + x) % per_host for x in (1, -1)]
         far = [(rank + x * per_host) % self._ranks for x in (1, -1)]
         within = near if per_host > 1 else far
-        latency = self._median(lambda: self._exchange(within, 8))
-        p2p = size / self._median(lambda: self._exchange(within, size))
-        network = size / self._median(lambda: self._exchange(far, size)) if len(self._hosts) > 1 else p2p
+        latency = self._best(lambda: self._exchange(within, 8))
+        p2p = size / self._best(lambda: self._exchange(within, size))
+        network = size / self._best(lambda: self._exchange(far, size)) if len(self._hosts) > 1 else p2p
         moved = size // self._ranks * (self._ranks - 1)
-        gathered = moved / self._median(lambda: self._all_gather(size // self._ranks))
+        gathered = moved / self._best(lambda: self._all_gather(size // self._ranks))
         # All to all as in Ulysses: as many bytes as an all-gather receives.
-        exchanged = moved / self._median(lambda: self._all_to_all(size // self._ranks))
+        exchanged = moved / self._best(lambda: self._all_to_all(size // self._ranks))
         return replace(_CPU, p2p=p2p, network=network, latency=latency, all_gather=gathered, all_to_all=exchanged)
 
     def _exchange(self, peers: Sequence[int], size: int) -> None:
@@ -409,9 +423,9 @@ class _Measurement:
 
     # Time
 
-    def _median(self, run: Callable[[], object]) -> float:
+    def _best(self, run: Callable[[], object]) -> float:
         run()  # connects ranks, compiles kernels
-        return statistics.median(self._seconds(run) for _ in range(_ROUNDS))
+        return min(self._seconds(run) for _ in range(_ROUNDS))
 
     def _seconds(self, run: Callable[[], object]) -> float:
         """The slowest rank's time of one run that all begin together; the same on every rank."""
