@@ -430,7 +430,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("seqpar.cli.doctor._LONG_ENOUGH_S", 0.01)
-    assert run_command(monkeypatch, "doctor") == 0
+    assert run_command(monkeypatch, "doctor", "--no-check") == 0
     said = capsys.readouterr().out
     for words in ("torch", "gloo yes", "reference", "GFLOP/s", "all-gather"):
         assert words in said
