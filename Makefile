@@ -1,4 +1,4 @@
-# make demo | test | test-fast | lint | docs | format | bench | peers | clean
+# make demo | test | test-fast | lint | docs | scale | format | bench | peers | clean
 #
 # The first target that runs creates .venv and installs everything: about two minutes with a warm pip cache.
 
@@ -15,7 +15,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast lint docs format bench peers clean
+.PHONY: demo test test-fast lint docs scale format bench peers clean
 
 # Train a small model on one process and under every strategy on four, and compare the losses.
 demo: $(READY)
@@ -38,6 +38,10 @@ lint: $(READY)
 # The documentation site, in site/. Any warning is an error (not with --quiet). `mkdocs serve` shows pages while you edit them.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The page on scale and its charts, from the planner. Takes a few minutes.
+scale: $(READY)
+	$(BIN)/python docs/scale.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -12,6 +12,7 @@ from .functional import (
 from .kernels import backends
 from .layers import (
     AttentionLayer,
+    AutoAttention,
     ContextParallelAttention,
     HybridAttention,
     LocalAttention,
@@ -47,6 +48,7 @@ def __getattr__(name: str) -> object:
 
 __all__ = [
     "AttentionLayer",
+    "AutoAttention",
     "ContextParallelAttention",
     "Hardware",
     "HybridAttention",

@@ -28,6 +28,7 @@ from .kernels import BackendName, check_backend
 from .layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
+from .planner.auto import AttentionShape, choose_strategy
 from .schedule import MaskPlanner
 from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from .strategies import STRATEGIES, Comm, StrategyName, resolve
@@ -133,7 +134,9 @@ def attention(
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
         v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens. In latent attention (DeepSeek) ``v_head_dim`` is
             another than ``head_dim``; nothing is padded that is sent.
-        strategy: "local", "ring", "ulysses", "context_parallel" or "hybrid".
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" is whichever of them is
+            expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once on
+            a machine (see ``docs/strategies.md``). torch.compile does not trace it.
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
@@ -173,7 +176,7 @@ def attention(
         RuntimeError: another rank raised an error on its own input.
     """
     rest = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse, strategy_options, latent_weight
-    if torch.compiler.is_compiling() and isinstance(sharding, Sharding):
+    if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and strategy != "auto":
         beside = (mesh, group, layout, seq_len)
         if all(x is None for x in beside) and (not dropout_p or dropout_seed is not None):
             return _traced(q, k, v, strategy, mask, sharding, sinks, alibi_slopes, dropout_seed, *rest)
@@ -310,6 +313,11 @@ def _eager(
         assert seq_len is not None
         check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout)
     mask.check_length(seq_len)
+    if strategy == "auto" and groups.sequence is not None and groups.sequence.size() > 1:
+        shape = AttentionShape(batch, num_heads, k.shape[2], (head_dim + v.shape[3]) // 2, q.dtype)
+        chosen = choose_strategy(mask, seq_len, layout, shape, groups.sequence, q.device)
+        strategy, strategy_options = chosen.strategy, chosen.options
+        groups = resolve(strategy, mesh, group, strategy_options)
     out, lse = attend(
         q,
         k,
@@ -362,6 +370,8 @@ def mask_planner(
         >>> mask = planner(Mask.documents([0, 300, 1024]))
     """
     check_sharding(sharding)
+    if strategy == "auto":
+        raise ValueError("strategy='auto': it depends on the shapes of q, k and v too; name the strategy to plan for")
     groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
     spread = SequenceSharding(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
     return MaskPlanner(spread, groups.ring_rank, groups.gather, groups.per_host)

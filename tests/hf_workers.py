@@ -113,6 +113,7 @@ PARALLELIZE: dict[str, dict[str, Any]] = {
     "hybrid-zigzag": {**STRATEGIES["hybrid"], "ulysses_size": 2, "layout": "zigzag"},
     "all_gather-striped": {**STRATEGIES["all_gather"], "layout": "striped"},
 }
+AUTO: dict[str, Any] = {"strategy": "auto", "layout": "zigzag"}  # takes one of the others
 
 
 @cache
@@ -217,7 +218,7 @@ def compare(group: ProcessGroup, kind: str, strategy: str, how: str, **options: 
     """Errors of loss and gradients against one device."""
     batch = make_batch(how)
     expected, grads = one_device_of(kind, how)
-    arguments = PARALLELIZE[strategy]
+    arguments = AUTO if strategy == "auto" else PARALLELIZE[strategy]
     model = seqpar.hf.parallelize(tiny(kind), group=group, **arguments, **options)
     local = seqpar.hf.shard_batch(batch, group=group, layout=arguments["layout"])
     loss = model(**local).loss

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     ("cache", "checks", "keys", "layout", "heads", "mask", "mesh", "opaque", "rendezvous", "triton_kernels"),
     ("schedule", "comm", "kernels"),
-    ("strategies", "functional", "sharding"),
-    ("layers", "planner"),
+    ("strategies", "planner", "functional", "sharding"),
+    ("layers",),
     ("hf", "cli"),
     ("peers",),
 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import statistics
 import sys
+import time
 from dataclasses import replace
 from importlib import import_module
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +19,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from seqpar import Mask
 from seqpar.cli import main
 from seqpar.cli.comparison.attempts import peer_attempt, silence, strategy_attempt
 from seqpar.cli.comparison.cases import PRESETS, BenchConfig, Case, Contender
 from seqpar.cli.comparison.charts import draw_charts
+from seqpar.cli.comparison.machine import Clock
 from seqpar.cli.comparison.measure import CaseMeasurement, Groups
 from seqpar.cli.comparison.peers import Peer, RefusalError, Setting, adapters, make_peer
 from seqpar.cli.comparison.results import BOTH, FORWARD, CaseResult, Sample, rows_of, table_of
 from seqpar.cli.comparison.timeline import Timeline, gaps, merged, on_cpu
+from seqpar.planner.auto import AttentionShape, mask_summary, predict
+from seqpar.planner.costs import measure
 
 from .pool import Pool, on_ranks
 
@@ -78,7 +85,7 @@ def test_cases_are_every_combination() -> None:
 
 def test_each_strategy_has_the_layout_that_balances_it() -> None:
     names = [contender.name for contender in BenchConfig().contenders(4)]
-    assert names == ["ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag"]
+    assert names == ["ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag", "auto zigzag"]
     config = BenchConfig(strategies=("ring",), layouts=("striped", "zigzag"), backends=("auto", "cpu"))
     assert len(config.contenders(2)) == 4
 
@@ -300,6 +307,44 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
         assert answer["silent"] == [(1, 32, 4, 16)] * 4
         assert answer["latent"] == [16, 24, 24, 16]
         assert answer["peer_error"] < 1e-8
+
+
+@on_ranks
+def _rank_worker(group: ProcessGroup) -> dict[str, Any]:
+    """Measured and predicted seconds of strategies and layouts, forward and backward."""
+    case = Case("causal", "causal", 2048, group.size(), 1, 8, 8, 64, 64, "float32")
+    config = BenchConfig(
+        strategies=("ring", "ulysses", "all_gather"), layouts=("contiguous", "zigzag"), rounds=5, charts=False
+    )
+    measurement = CaseMeasurement(case, Groups(group, group, group, group), CPU, config, lambda text: None)
+    measurement.prepare({})
+    measurement.rounds(until=time.monotonic() + 60)
+    torch.set_num_threads(1)
+    costs = measure(group, CPU)
+    shape = AttentionShape(1, 8, 8, 64, torch.float32)
+    predicted: dict[str, float] = {}
+    for layout in config.layouts:
+        found = predict(mask_summary(Mask.causal(), 2048, layout, 2), 2048, layout, shape, 2, costs)
+        names = {"context_parallel": "all_gather"}
+        predicted |= {f"{names.get(c.strategy, c.strategy)} {layout}": seconds for c, seconds in found.items()}
+    samples = {s.name: statistics.median(s.seconds[BOTH]) for s in measurement.result.samples}
+    return {"measured": samples, "predicted": predicted, "busy": measurement.result.busy_share}
+
+
+@pytest.mark.slow
+def test_the_planner_ranks_as_the_bench(pool: Pool) -> None:
+    """Where the bench tells two apart by more than noise. The contiguous rings are a third slower than the others."""
+    before = Clock.now()
+    time.sleep(1.0)
+    busy = Clock.now().busy_share_since(before, 0.0)
+    answer = None if busy > 0.3 else pool.run(2, _rank_worker, deadline_s=120)[0]
+    if answer is None or answer["busy"] > 0.3:
+        pytest.skip(f"other programs take {max(busy, answer['busy'] if answer else 0.0):.0%} of the cores")
+    measured, predicted = answer["measured"], answer["predicted"]
+    apart = [(a, b) for a, b in permutations(predicted, 2) if measured[a] > 1.15 * measured[b]]
+    assert apart, measured
+    wrong = [(a, b) for a, b in apart if predicted[a] <= predicted[b]]
+    assert not wrong, answer
 
 
 @pytest.mark.slow

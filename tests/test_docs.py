@@ -129,6 +129,26 @@ def test_code_fits_the_page(page: str) -> None:
     assert not wide
 
 
+@pytest.mark.parametrize(
+    ("mask", "section", "gpus", "tokens"),
+    [("causal", "wins", 8, 128 << 10), ("causal", "wins", 128, 1 << 20), ("mix:magi", "packed", 32, 512 << 10)],
+)
+def test_the_page_on_scale_is_the_planners(mask: str, section: str, gpus: int, tokens: int) -> None:
+    """A few of its cells, which take half a second each; ``make scale`` writes all."""
+    scale = runpy.run_path(str(ROOT / "docs" / "scale.py"))
+    parts = (ROOT / "docs" / "scale.md").read_text().split("\n## ")
+    (part,) = (x for x in parts if section in x.splitlines()[0])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("|")]
+    column = rows[0].index(f"{gpus:,} GPUs")
+    (written,) = (row[column] for row in rows if row[0] == scale["words"](tokens))
+    best = scale["predict"]((mask, gpus, tokens)).best
+    if mask == "causal":
+        assert written == f"{best.strategy} {best.degrees}, {scale['percent'](best.mfu)}"
+    else:
+        one = scale["predict"](("causal", gpus, tokens)).best
+        assert written == f"{best.strategy} {best.degrees}, {best.tokens_per_s / one.tokens_per_s:.1f} x"
+
+
 @pytest.mark.slow
 def test_figures_are_up_to_date(tmp_path: Path) -> None:
     """``python docs/figures.py`` would change nothing."""

@@ -40,6 +40,14 @@ def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
             assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
 
 
+def test_a_model_whose_strategy_is_chosen(pool: Pool) -> None:
+    """Layer by layer: gemma3 has layers with a window and layers without."""
+    chosen = [("gemma3", "auto", how) for how in BATCHES]
+    for errors in pool.run(4, table, chosen):
+        for case, (loss, gradient) in zip(chosen, errors, strict=True):
+            assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "bert_tokens", "llama4"])
 def test_heads_and_chunks(pool: Pool, kind: str) -> None:
     """A language model without a loss type; heads with a loss of their own; chunks that start at the first token."""

@@ -227,6 +227,45 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
         assert found == expected, name
 
 
+@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.sliding_window(20), mask_of("documents:96", 512)])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
+    kv_heads: int, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What noise cannot hide: the order by what a rank sends, and the order by what the slowest computes."""
+    monkeypatch.setattr("seqpar.strategies.ring.select", lambda *_, **__: Idle())
+    world, tokens, rank = 8, 512, 5
+    planned, runtime = {}, {}
+    for name, options in STRATEGIES.items():
+        ulysses = world if name == "ulysses" else options.get("ulysses_size", 1)
+        sharding = seqpar.layout.SequenceSharding(tokens, "zigzag", world // ulysses, ulysses)
+        with simulated(world, rank, PER_HOST, monkeypatch) as group:
+            q, k = (torch.zeros(BATCH, tokens // world, n, HEAD_DIM, requires_grad=True) for n in (8, kv_heads))
+            with seqpar.trace() as t:
+                out = seqpar.attention(
+                    q, k, k, mask=mask, sharding=seqpar.Sharding(tokens, "zigzag", group=group), **options
+                )
+                out.sum().backward()
+        runtime[name] = t.bytes_sent
+        setting = Setting(
+            attention_shape(8, kv_heads, HEAD_DIM), H100, mask, tokens, BATCH, ring=sharding.ring, ulysses=ulysses,
+            layout="zigzag", gather=name == "context_parallel", dtype=torch.float32,
+        )  # fmt: skip
+        timeline_of, timeline = RankTimeline(setting, rank // ulysses, rank % ulysses), Timeline()
+        for backward in (False, True):
+            timeline_of.attention(timeline, backward)
+        planned[name] = sum(timeline.sent.values())
+    assert sorted(planned, key=lambda x: planned[x]) == sorted(runtime, key=lambda x: runtime[x])
+    work = {}
+    for layout in LAYOUTS:
+        setting = Setting(attention_shape(8, 8, 64), H100, mask, tokens, ring=world, layout=layout)
+        dense = mask.dense(tokens).view(-1, tokens, tokens)[0]
+        shards = [setting.sharding.ring_positions(r).tensor(torch.device("cpu")) for r in range(world)]
+        counted = max(int(dense[positions].sum()) for positions in shards)
+        work[layout] = setting.imbalance(), counted
+    assert sorted(work, key=lambda x: work[x][0]) == sorted(work, key=lambda x: work[x][1])
+
+
 @pytest.mark.parametrize("world", [2, 8])
 def test_bytes_of_a_tensor_parallel_layer(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, tokens = 64, 8 * world

@@ -430,9 +430,9 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("seqpar.cli.doctor._LONG_ENOUGH_S", 0.01)
-    assert run_command(monkeypatch, "doctor") == 0
+    assert run_command(monkeypatch, "doctor", "--no-check") == 0
     said = capsys.readouterr().out
-    for words in ("PyTorch", "gloo yes", "reference", "GFLOP/s", "GB/s each way"):
+    for words in ("torch", "gloo yes", "reference", "GFLOP/s", "all-gather"):
         assert words in said
 
 
@@ -440,5 +440,5 @@ def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: py
     """The brackets of an extra are printed, not taken for a style."""
     monkeypatch.setattr("seqpar.kernels.flash._no_cuda", lambda: None)
     monkeypatch.setenv("COLUMNS", "400")
-    assert run_command(monkeypatch, "doctor", "--no-measure") == 0
+    assert run_command(monkeypatch, "doctor", "--no-measure", "--no-check") == 0
     assert "(pip install --pre seqpar[flash4])" in capsys.readouterr().out

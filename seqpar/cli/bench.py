@@ -47,7 +47,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help=f"One of {', '.join(strategy_names())}; the last four are context_parallel's.",
-            show_default="ring, ulysses, all_gather; hybrid too from 4 ranks",
+            show_default="ring, ulysses, all_gather, auto; hybrid too from 4 ranks",
         ),
     ] = None,
     layout: Annotated[

@@ -1,4 +1,4 @@
-"""``seqpar doctor``: what this machine can run, and how fast.
+"""``seqpar doctor``: what this machine can run, how fast, and whether its ranks give one device's numbers.
 
 Rates are operations or bytes a second, from the shortest of a few runs.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import sys
+import re
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,143 +24,256 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from ..comm.p2p import exchange
+from ..checks import check_int
 from ..comm.trace import trace
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
-from .launch import CommandError, cores, follow_launcher, launch
+from ..planner.costs import device_name
+from .checkup import Findings, check_up
+from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
 from .trainer.report import human_bytes
 
 _HEADS, _HEAD_DIM = 8, 64
 _LONG_ENOUGH_S = 0.15  # of a run of attention: shorter ones measure overheads
 _REPEATS = 3
-_LINK_BYTES = 32 << 20
-_LINK_DEADLINE_S = 30.0
+_RANKS_DEADLINE_S = 120.0
+
+# The oldest and the newest release that the tests have run with, and the extra of seqpar that brings the package.
+TESTED: dict[str, tuple[str, str, str]] = {
+    "Python": ("3.10", "3.13", ""),
+    "torch": ("2.11", "2.13", ""),
+    "triton": ("3.6", "3.9", ""),
+    "transformers": ("5.17", "5.23", "hf"),
+    "accelerate": ("1.15", "1.15", "hf"),
+    "peft": ("0.21", "0.21", "hf"),
+}
 
 
 def doctor(
-    measure: Annotated[bool, typer.Option(help="Measure rates, besides listing what is there.")] = True,
+    measure: Annotated[bool, typer.Option(help="Measure rates and links, besides listing what is there.")] = True,
+    check: Annotated[bool, typer.Option(help="Compare every strategy on several ranks with float64.")] = True,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks that this command starts.", show_default="the GPUs, at least 2")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show what this machine can run and how fast: versions, devices, backends, measured rates. Takes seconds."""
-    console = Console()
-    torch.set_num_threads(cores())
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    _print(console, "Software", _software())
-    _print(console, "Devices", _devices())
-    _print(console, "Attention backends, best first", _backends())
-    if measure:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {cores()} thread(s)"
-        dtype = str(_dtype(device)).removeprefix("torch.")
-        with console.status("measuring"):
-            table = _measured(device)
-        _print(console, f"Measured now: {name}, {dtype}", table)
+    """Show what this machine can run, how fast, and whether it computes right. Takes a minute; fails if it does not.
+
+    Under torchrun its ranks are measured and compared, on any number of hosts.
+    """
+    with bad_options():
+        check_int("nproc", 2 if nproc is None else nproc, 1)
+    report = examine()
+    first = True
+    if measure or check:
+        console = Console(stderr=True)
+        if under_launcher():
+            report["ranks"] = check_up(measure, check)
+            first = dist.get_rank() == 0
+        else:
+            with console.status("several ranks"):
+                report["ranks"] = _ranks(measure, check, nproc)
+        if measure and first:
+            with console.status("measuring"):
+                report["rates"] = _rates()
+        if under_launcher():
+            dist.barrier()
+            dist.destroy_process_group()
+    if first:
+        if as_json:
+            typer.echo(json.dumps(report, indent=2, default=asdict))
+        else:
+            _print(Console(), report)
+    found = report.get("ranks")
+    problems = [found] if isinstance(found, str) else [c.what for c in found.checks if not c.ok] if found else []
+    if problems:
+        raise CommandError(f"the self-check failed: {'; '.join(dict.fromkeys(problems))}", FAILED)
 
 
-def cpu_name() -> str:
-    """The processor's name, such as "AMD EPYC 9654 96-Core Processor"."""
+def examine() -> dict[str, Any]:
+    """What is there: versions, devices and kernels, and what to install."""
+    versions = [_version(name, *tested) for name, tested in TESTED.items()]
+    kernels = [asdict(status) for status in backends()]
+    advice = [v["advice"] for v in versions if v["advice"]]
+    advice += [reason for k in kernels if (reason := k["reason"]) and "pip install" in reason]
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "versions": versions,
+        "distributed": {
+            "gloo": dist.is_gloo_available(),
+            "nccl": dist.is_nccl_available(),
+            "mpi": dist.is_mpi_available(),
+        },
+        "build": torch.version.cuda or torch.version.hip or "CPU only",
+        "devices": _devices(),
+        "kernels": kernels,
+        "install": advice,
+    }
+
+
+def _version(name: str, oldest: str, newest: str, extra: str) -> dict[str, str]:
+    """The installed version beside the tested ones, and what to do about it."""
+    tested = oldest if oldest == newest else f"{oldest} to {newest}"
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:  # not Linux
-        pass
-    return platform.processor() or platform.machine()
+        found = platform.python_version() if name == "Python" else importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        how = f"pip install 'seqpar[{extra}]'" if extra else "comes with CUDA and ROCm builds of torch"
+        return {"name": name, "version": "not installed", "tested": tested, "advice": f"{name}: {how}"}
+    numbers = _numbers(found)
+    advice = ""
+    if numbers < _numbers(oldest):
+        advice = f"{name} {found}: older than {oldest}, the oldest that the tests have run with; upgrade it"
+    elif numbers > _numbers(newest):
+        advice = f"{name} {found}: newer than {newest}, the newest that the tests have run with"
+    return {"name": name, "version": found, "tested": tested, "advice": advice}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in re.findall(r"\d+", version)[:2])
+
+
+def _devices() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {
+            "name": "CPU",
+            "what": f"{device_name(torch.device('cpu'))}, {cores()} core(s) usable, "
+            f"{torch.backends.cpu.get_cpu_capability()}",
+        }
+    ]
+    count = torch.cuda.device_count()
+    for i in range(count):
+        p = torch.cuda.get_device_properties(i)
+        peers = [j for j in range(count) if j != i and torch.cuda.can_device_access_peer(i, j)]
+        what = f"{p.name}, {human_bytes(p.total_memory)}, compute capability {p.major}.{p.minor}"
+        found.append({"name": f"cuda:{i}", "what": what, "peers": peers})
+    return found
+
+
+def _ranks(measure: bool, check: bool, nproc: int | None) -> Findings | str:
+    """What several ranks of this machine find, or why they could not."""
+    if not dist.is_gloo_available():
+        return "this PyTorch is built without gloo"
+    ranks = nproc or max(2, torch.cuda.device_count())
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "findings.json"
+        options = [str(int(x)) for x in (measure, check)]
+        try:
+            launch(["-m", "seqpar.cli.checkup", str(file), *options], ranks, _RANKS_DEADLINE_S)
+        except CommandError as error:
+            return str(error)
+        return Findings.from_json(file.read_text())
 
 
 # Tables
 
 
-def _print(console: Console, title: str, table: Table) -> None:
-    console.print(f"\n[bold]{title}[/]", highlight=False)
+def _print(console: Console, report: dict[str, Any]) -> None:
+    software = _table("", "installed", "tested")
+    for v in report["versions"]:
+        software.add_row(v["name"], v["version"], v["tested"])
+    software.add_row("build of torch", report["build"], "")
+    available = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in report["distributed"].items())
+    software.add_row("distributed", available, "")
+    _show(console, f"Software, {report['platform']}", software)
+    devices = _table("", "")
+    for d in report["devices"]:
+        peers = d.get("peers")
+        devices.add_row(d["name"], d["what"] + (f", reads the memory of {peers}" if peers else ""))
+    if len(report["devices"]) == 1:
+        devices.add_row("CUDA", "none")
+    _show(console, "Devices", devices)
+    kernels = _table("backend", "runs here")
+    for k in report["kernels"]:
+        kernels.add_row(k["name"], "[green]yes[/]" if k["available"] else f"[red]no[/]: {escape(str(k['reason']))}")
+    _show(console, "Attention backends, best first", kernels)
+    if (rates := report.get("rates")) is not None:
+        table = _table("operation", "rate")
+        for operation, rate in rates["operations"].items():
+            table.add_row(operation, rate)
+        _show(console, f"Measured now: {rates['device']}, {rates['dtype']}", table)
+    found = report.get("ranks")
+    if isinstance(found, str):
+        console.print(f"\n[bold red]Several ranks failed[/]: {escape(found)}", highlight=False)
+    elif found is not None:
+        _print_findings(console, found)
+    if report["install"]:
+        console.print("\n[bold]To install or to upgrade[/]", highlight=False)
+        for line in report["install"]:
+            console.print(f"  {escape(line)}", highlight=False)
+
+
+def _print_findings(console: Console, found: Findings) -> None:
+    where = f"{found.ranks} rank(s) on {found.hosts} host(s), {found.backend}, {found.device}"
+    if found.links:
+        table = _table("each rank sends", *dict.fromkeys(link.operation for link in found.links))
+        for size in dict.fromkeys(link.nbytes for link in found.links):
+            cells = [
+                f"{link.seconds * 1e6:,.0f} µs"
+                + (f", {link.bytes_per_second / 1e9:.2f} GB/s" if size >= 1 << 10 else "")
+                for link in found.links
+                if link.nbytes == size
+            ]
+            table.add_row(human_bytes(size), *cells)
+        _show(console, f"Messages among all ranks at once: {where}", table)
+    if found.costs:
+        console.print(f"kept for strategy 'auto': {found.costs}", highlight=False, soft_wrap=True)
+    if found.checks:
+        masks = list(dict.fromkeys(check.mask for check in found.checks))
+        table = _table("relative error against float64", *masks)
+        for what in dict.fromkeys(check.what for check in found.checks):
+            by_mask = {check.mask: check for check in found.checks if check.what == what}
+            table.add_row(what, *(_verdict(by_mask.get(mask)) for mask in masks))
+        _show(console, f"Self-check, forward and backward: {where}", table)
+
+
+def _verdict(check: Any) -> str:
+    if check is None:
+        return ""
+    return f"[green]{check.error:.1e}[/]" if check.ok else f"[red]{escape(check.problem)}[/]"
+
+
+def _show(console: Console, title: str, table: Table) -> None:
+    console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
     console.print(table)
 
 
 def _table(*columns: str) -> Table:
-    table = Table(show_header=bool(columns))
-    for column in columns or ("", ""):
+    table = Table(show_header=any(columns))
+    for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _software() -> Table:
-    table = _table()
-    table.add_row("Python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")
-    cuda = torch.version.cuda or torch.version.hip
-    table.add_row("PyTorch", f"{torch.__version__} ({f'CUDA or ROCm {cuda}' if cuda else 'CPU only'})")
-    for name in ("triton", "transformers"):
-        table.add_row(name, _version(name))
-    available = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    table.add_row("distributed", ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in available.items()))
-    return table
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _devices() -> Table:
-    table = _table()
-    table.add_row("CPU", f"{cpu_name()}, {cores()} core(s) usable, {torch.backends.cpu.get_cpu_capability()}")
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        table.add_row(f"cuda:{i}", f"{p.name}, {human_bytes(p.total_memory)}, compute capability {p.major}.{p.minor}")
-    if not torch.cuda.device_count():
-        table.add_row("CUDA", "none")
-    return table
-
-
-def _backends() -> Table:
-    table = _table("backend", "runs here")
-    for status in backends():
-        table.add_row(status.name, "[green]yes[/]" if status.available else f"[red]no[/]: {escape(str(status.reason))}")
-    return table
-
-
-def _measured(device: torch.device) -> Table:
-    table = _table("operation", "rate")
-    table.add_row("matrix product", _flops(_matrix_rate(device)))
+def _rates() -> dict[str, Any]:
+    """The rates of this process's device, in words."""
+    torch.set_num_threads(cores())
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    found = {"matrix product": _flops(_matrix_rate(device))}
     for name, backend in BACKENDS.items():
         if backend.unavailable() is not None:
             continue
         try:
             rate = _attention_rate(cast("BackendName", name), device)
         except (RuntimeError, MemoryError) as error:
-            table.add_row(f"attention, {name}", f"failed: {str(error).splitlines()[0]}")
+            found[f"attention, {name}"] = f"failed: {str(error).splitlines()[0]}"
             continue
         if rate.ran != name:
-            table.add_row(f"attention, {name}", f"does not support this call; {rate.ran} ran instead")
+            found[f"attention, {name}"] = f"does not support this call; {rate.ran} ran instead"
             continue
-        table.add_row(
-            f"attention, {name}\n  causal, {rate.seq_len:,} tokens, {_HEADS} heads of {_HEAD_DIM}",
-            f"forward {_flops(rate.forward)}\nforward and backward {_flops(rate.forward_backward)}",
+        found[f"attention, {name}: causal, {rate.seq_len:,} tokens, {_HEADS} heads of {_HEAD_DIM}"] = (
+            f"forward {_flops(rate.forward)}, forward and backward {_flops(rate.forward_backward)}"
         )
-    table.add_row("memory copy", f"{_copy_rate(device) / 1e9:.1f} GB/s, read and written")
-    table.add_row("gloo over loopback\n  2 processes, both ways at once", _link())
-    return table
+    found["memory copy"] = f"{_copy_rate(device) / 1e9:.1f} GB/s, read and written"
+    threads = "" if device.type == "cuda" else f", {cores()} thread(s)"
+    return {
+        "device": f"{device_name(device)}{threads}",
+        "dtype": str(_dtype(device)).removeprefix("torch."),
+        "operations": found,
+    }
 
 
 def _flops(rate: float) -> str:
     return f"{rate / 1e12:.2f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
-
-
-def _link() -> str:
-    if not dist.is_gloo_available():
-        return "this PyTorch is built without gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "link.json"
-        try:
-            launch(["-m", "seqpar.cli.doctor", str(file)], 2, _LINK_DEADLINE_S)
-        except CommandError as error:
-            return f"failed: {error}"
-        result = json.loads(file.read_text())
-    return f"{result['bytes_per_second'] / 1e9:.2f} GB/s each way\n{result['latency'] * 1e6:.0f} µs for 8 bytes"
 
 
 # Measurements on one device
@@ -245,38 +358,3 @@ def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-# The link between two ranks
-
-
-def _exchange_seconds(nbytes: int) -> float:
-    """The shortest time of an exchange in which each of two ranks sends and receives ``nbytes``, as in a ring."""
-    group = dist.group.WORLD
-    assert group is not None
-    peer = 1 - group.rank()
-    send_buffer, recv_buffer = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
-    best = float("inf")
-    for _ in range(_REPEATS):
-        dist.barrier()
-        start = time.perf_counter()
-        exchange([(peer, send_buffer)], [(peer, recv_buffer)], group).wait()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _link_worker() -> None:
-    """One of the two ranks that ``_link`` starts: ``python -m seqpar.cli.doctor FILE``. Rank 0 writes the file."""
-    follow_launcher()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    _exchange_seconds(1 << 20)  # connects
-    result = {"bytes_per_second": _LINK_BYTES / _exchange_seconds(_LINK_BYTES), "latency": _exchange_seconds(8)}
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _link_worker()

@@ -21,6 +21,7 @@ class Trace:
         messages: payload messages sent to other ranks.
         steps: steps of a ring or an all-gather in which this rank received keys, forward and backward.
         backends: calls by backend name, forward and backward.
+        chosen: calls with ``strategy="auto"``, by the strategy that they took.
     """
 
     bytes_sent: int = 0
@@ -28,6 +29,7 @@ class Trace:
     messages: int = 0
     steps: int = 0
     backends: Counter[str] = field(default_factory=Counter)
+    chosen: Counter[str] = field(default_factory=Counter)
 
 
 # Process-wide, not thread-local: autograd runs backward on threads of its own.
@@ -52,6 +54,17 @@ def trace() -> Iterator[Trace]:
         _open[:] = [t for t in _open if t is not record]
 
 
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Nothing that runs inside the block is counted."""
+    before = _open[:]
+    _open.clear()
+    try:
+        yield
+    finally:
+        _open[:] = before
+
+
 def count_sent(nbytes: int, ranks: Ranks, peer: int | None = None, messages: int = 1) -> None:
     """Add payload bytes that this rank sends to one of ``ranks``, or equal shares of them to all others."""
     if not _open:
@@ -69,6 +82,12 @@ def count_step() -> None:
     """Add a step in which this rank receives keys."""
     for record in _open:
         record.steps += 1
+
+
+def count_choice(name: str) -> None:
+    """Add a call whose strategy was chosen for it."""
+    for record in _open:
+        record.chosen[name] += 1
 
 
 def count_backend(name: str) -> None:

@@ -94,7 +94,8 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
     with torch.autocast(query.device.type, enabled=False):
-        if torch.compiler.is_compiling() and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
+        compiling = torch.compiler.is_compiling() and patch.strategy != "auto"
+        if compiling and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
             out = _traced(module, q, k, v, weight, seqpar, patch, in_layer, score, dropout, name)
         else:
             out = _eager(module, q, k, v, weight, seqpar, patch, in_layer, score, dropout, name)

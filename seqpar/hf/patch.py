@@ -59,7 +59,7 @@ def parallelize(
             ``AttentionInterface``. Each layer keeps its causality, sliding window, softcap, sinks, scale and dropout.
         mesh: the ranks that the sequence is sharded over: a mesh of ``seqpar.init_mesh``.
         group: the same as a process group. Without mesh and group: the default group.
-        strategy: "ring", "ulysses", "context_parallel", "hybrid" or "local", as in ``seqpar.attention``.
+        strategy: "ring", "ulysses", "context_parallel", "hybrid", "local" or "auto", as in ``seqpar.attention``.
         layout: how the tokens are sharded: "zigzag", "contiguous" or "striped".
         backend: as in ``seqpar.attention``.
         gradients: what backward gives. "partial": this rank's partial gradient. "mean": the partial gradient times the

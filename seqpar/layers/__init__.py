@@ -2,6 +2,7 @@
 
 from .attention import (
     AttentionLayer,
+    AutoAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
@@ -16,6 +17,7 @@ from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead, vocab_par
 
 __all__ = [
     "AttentionLayer",
+    "AutoAttention",
     "ContextParallelAttention",
     "HybridAttention",
     "LocalAttention",

@@ -5,6 +5,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
+from ..planner.auto import AttentionShape, choose_strategy
 from ..schedule import MaskPlanner
 from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from ..strategies import COMMS, resolve, strategy_options
@@ -488,6 +490,34 @@ class UlyssesAttention(AttentionLayer):
     """
 
     strategy = "ulysses"
+
+
+class AutoAttention(AttentionLayer):
+    """In each call the strategy that is expected to be the fastest (see ``seqpar.attention``). No options.
+
+    ``torch.compile`` does not trace it: the layer is a graph break. See ``AttentionLayer`` for the arguments.
+    """
+
+    strategy = "auto"
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, options: AttentionOptions) -> Tensor:
+        sequence, group = call.sequence, call.groups.sequence
+        if group is not None and group.size() > 1:
+            (batch, _, heads, head_dim), kv_heads = q.shape, k.shape[2]
+            shape = AttentionShape(batch, heads, kv_heads, (head_dim + v.shape[3]) // 2, q.dtype)
+            chosen = choose_strategy(call.mask, sequence.seq_len, sequence.layout, shape, group, q.device)
+            ranks = self._ranks(call.sharding)
+            groups = resolve(chosen.strategy, ranks.mesh, ranks.group, chosen.options)
+            sequence = replace(sequence, ring=groups.ring_size, ulysses=groups.ulysses_size)
+            call = call._replace(groups=groups, sequence=sequence)
+            options = replace(options, strategy=chosen.strategy, strategy_options=constants(chosen.options))
+        return super()._attend(q, k, v, call, options)
+
+    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
+        raise ValueError("strategy='auto': it depends on the shapes of q, k and v too; name the strategy to plan for")
+
+    def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
+        return False
 
 
 class HybridAttention(AttentionLayer):

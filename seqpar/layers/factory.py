@@ -16,6 +16,7 @@ from ..strategies.gathered_activations import Gather
 from ..strategies.tensor_sequence import Overlap
 from .attention import (
     AttentionLayer,
+    AutoAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
@@ -48,6 +49,7 @@ LAYERS: dict[str, Callable[..., AttentionLayer]] = {
         UlyssesAttention,
         ContextParallelAttention,
         HybridAttention,
+        AutoAttention,
         MegatronAttention,
     )
 }
@@ -81,7 +83,8 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     shape.
 
     Args:
-        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "tp_sp".
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp" or "auto": in each call the one
+            that is expected to be the fastest, without "tp_sp", whose weights are sharded.
         hidden_size: width of the hidden states.
         num_heads: query heads.
         num_kv_heads: KV heads, a divisor of ``num_heads``; by default as many (multi-head attention).
@@ -106,7 +109,7 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
 
     Returns:
         One of LocalAttention, RingAttention, UlyssesAttention, ContextParallelAttention, HybridAttention,
-        MegatronAttention.
+        AutoAttention, MegatronAttention.
 
     Raises:
         ValueError: an unknown strategy (with the nearest name), or arguments that do not fit.

@@ -78,7 +78,7 @@ class MegatronAttention(AttentionLayer):
     ) -> None:
         check_choice("overlap", overlap, OVERLAPS)
         if context is not None:
-            check_choice("context", context, [name for name in STRATEGIES if name != "local"])
+            check_choice("context", context, [name for name in STRATEGIES if name not in ("local", "auto")])
             if mesh is None or mesh.ndim == 1:
                 raise ValueError(f"context={context!r}: it needs a mesh with ring or ulysses beside tp; see init_mesh")
         self.context = context or _default_context(mesh)

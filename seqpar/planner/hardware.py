@@ -62,6 +62,7 @@ class Hardware:
         tile: queries, and keys, that a kernel of attention computes at a time.
         gpus_per_host: GPUs that share the fast links.
         reserved_bytes: bytes of device memory that CUDA, NCCL and the allocator take.
+        device: "cuda" or "cpu".
     """
 
     name: str
@@ -82,6 +83,7 @@ class Hardware:
     tile: int = 128
     gpus_per_host: int = 8
     reserved_bytes: float = 4 * GIB
+    device: str = "cuda"
 
     def rate(self, kernel: str | None) -> AttentionRate:
         """The rates of ``kernel``; None is the first of the table.
@@ -259,7 +261,7 @@ def _of_mapping(value: Mapping[str, Any]) -> Hardware:
             for kernel, rate in values["attention"].items()
         }
     for name, number in values.items():
-        if name not in ("name", "attention"):
+        if name not in ("name", "attention", "device"):
             try:
                 values[name] = int(number) if name in ("gpus_per_host", "tile") else float(number)
             except (TypeError, ValueError) as error:
@@ -268,7 +270,7 @@ def _of_mapping(value: Mapping[str, Any]) -> Hardware:
                 raise ValueError(f"hardware: {name}={number!r}: expected a positive number")
     if base is not None:
         return replace(hardware_of(base), **values)
-    optional = {"tile", "gpus_per_host", "reserved_bytes"}
+    optional = {"tile", "gpus_per_host", "reserved_bytes", "device"}
     if missing := [name for name in names if name not in values and name not in optional]:
         raise ValueError(f"hardware: {', '.join(missing)} missing; give them, or name a base: {', '.join(HARDWARE)}")
     return Hardware(**values)

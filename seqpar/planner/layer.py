@@ -40,8 +40,6 @@ LEVELS = (WITHIN, BETWEEN)
 STATE_BYTES = 18.0
 _META = torch.device("meta")
 _E = 2  # bytes of an element in bfloat16
-# Of an element of out, or dq: the step's, and the float32 result read and written.
-_MERGE_BYTES = _E + 4 + 4
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,7 @@ class Setting:
         gather: whether the ring's K/V are received in one step.
         kernel: of attention; None is the hardware's first.
         state_bytes: bytes a weight of the weights, their gradients and the optimizer.
+        dtype: of q, k and v.
     """
 
     model: ModelShape
@@ -77,6 +76,7 @@ class Setting:
     gather: bool = False
     kernel: str | None = None
     state_bytes: float = STATE_BYTES
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def sequence_ranks(self) -> int:
@@ -352,7 +352,8 @@ class RankTimeline:
         timeline.compute(name, s.hardware.kernel + flops / rate)
         if step and not self._rate.carries:
             elements = self._tokens * s.batch * len(heads.queries) * (d if backward else e)
-            timeline.compute("merge", _MERGE_BYTES * elements / s.hardware.memory_bandwidth)
+            # Of each element of out, or dq: the step's, and the float32 result read and written.
+            timeline.compute("merge", (s.dtype.itemsize + 4 + 4) * elements / s.hardware.memory_bandwidth)
 
     def _ring_forward(self, timeline: Timeline, heads: Heads, k: Tensor, v: Tensor) -> None:
         """``ring_forward`` without its tensors."""
@@ -382,7 +383,7 @@ class RankTimeline:
         heads = (len(self._heads.queries), len(self._heads.kv), len(self._heads.kv))
         dims = (s.model.head_dim, s.model.head_dim, s.model.v_head_dim or s.model.head_dim)
         shapes = ((s.batch, self._tokens, n, dim) for n, dim in zip(heads, dims, strict=True))
-        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device=_META) for shape in shapes)
+        q, k, v = (torch.empty(shape, dtype=s.dtype, device=_META) for shape in shapes)
         return q, k, v
 
     def attention(self, timeline: Timeline, backward: bool = False) -> None:
@@ -392,7 +393,7 @@ class RankTimeline:
         if s.ulysses == 1:
             (self._ring_backward if backward else self._ring_forward)(timeline, self._heads, k, v)
             return
-        most = chunk_limit(s.sharding, q.shape, "cuda")
+        most = chunk_limit(s.sharding, q.shape, s.hardware.device)
         ranks: Any = _Rank(s.ulysses, self._place.ulysses)
         # What backward reads of the forward has the shapes that a forward gives it.
         scratch = Timeline() if backward else timeline
@@ -543,6 +544,16 @@ class RankTimeline:
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
         self._columns(timeline, "q, k, v", self._gemm(m.qkv_parameters, 1), True)
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
+
+
+def attention_seconds(setting: Setting) -> float:
+    """Seconds of attention alone, forward and backward, on the slowest rank."""
+    rank, seconds = RankTimeline(setting), 0.0
+    for backward in (False, True):
+        timeline = Timeline()
+        rank.attention(timeline, backward)
+        seconds += timeline.run().seconds
+    return seconds
 
 
 class _Added:

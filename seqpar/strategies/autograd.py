@@ -153,7 +153,7 @@ class SequenceParallelAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         """``dout [b, s, h, e]`` and ``dlse [b, h, s]`` to the gradients of q, k, v, the sinks and the weight."""
         weight, *saved = ctx.saved_tensors
-        d_weight = new_weight_gradient(weight, ctx.needs_input_grad[4])
+        d_weight = None if weight is None else new_weight_gradient(weight, ctx.needs_input_grad[4])
         q_shape, _, v_shape = ctx.shapes
         call = with_latents(ctx.call, weight, q_shape, v_shape, d_weight)
         gradients = attention_backward(call, saved, dout, dlse, *ctx.shapes)

@@ -146,7 +146,8 @@ class BenchConfig:
 
     def contenders(self, ranks: int) -> list[Contender]:
         """Strategies, layouts and backends. By default each strategy has the layout that balances a causal mask."""
-        strategies = self.strategies or ("ring", "ulysses", "all_gather", *(["hybrid"] if ranks >= 4 else []))
+        several = ("hybrid",) if ranks >= 4 else ()
+        strategies = self.strategies or ("ring", "ulysses", "all_gather", *several, "auto")
         found = []
         for strategy, backend in product(strategies, self.backends):
             balanced = "contiguous" if strategy in ("ulysses", "a2a") else "zigzag"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..doctor import cpu_name
+from ...planner.costs import device_name
 from ..launch import cores
 
 
@@ -53,7 +53,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": device_name(device),
         "cores": cores(),
         "python": platform.python_version(),
         "torch": torch.__version__,

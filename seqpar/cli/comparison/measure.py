@@ -184,6 +184,7 @@ class CaseMeasurement:
         mine = (0, 0, 0) if observed is None else (observed[0].bytes_sent, observed[0].bytes_between_hosts, observed[1])
         most = [max(column) for column in zip(*self._groups.gather(mine), strict=True)]
         sample.bytes_sent, sample.bytes_between_hosts, sample.peak_memory = most
+        sample.chosen = "" if observed is None else ", ".join(observed[0].chosen)
         self._attempts.append((attempt, sample))
         self.result.samples.append(sample)
 

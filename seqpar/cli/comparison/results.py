@@ -34,6 +34,7 @@ class Sample:
         bytes_between_hosts: likewise, those of them that go to another host.
         peak_memory: bytes above the inputs; of several ranks, the largest.
         error: the largest relative error of the output and the gradients.
+        chosen: the strategy that "auto" took.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Sample:
     bytes_between_hosts: int = 0
     peak_memory: int = 0
     error: float = 0.0
+    chosen: str = ""
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Row:
     peak_memory: int | None
     warmup_s: float
     error: float
+    chosen: str
 
 
 def rows_of(result: CaseResult) -> list[Row]:
@@ -150,6 +153,7 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> Row:
         peak_memory=sample.peak_memory if both else None,
         warmup_s=sample.warmup_s,
         error=sample.error,
+        chosen=sample.chosen,
     )
 
 
@@ -174,7 +178,7 @@ def table_of(result: CaseResult, run: str) -> Table:
     for i, row in enumerate(rows):
         ideal = row.kind == "ideal"
         table.add_row(
-            f"{row.what}, one process" if ideal else row.what,
+            f"{row.what}, one process" if ideal else f"{row.what}: {row.chosen}" if row.chosen else row.what,
             f"{row.median_s:.4f}",
             f"{row.fastest_s:.4f} to {row.slowest_s:.4f}",
             f"{row.share_of_ideal:.2f}",

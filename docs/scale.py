@@ -1,0 +1,341 @@
+"""Write the page on scale: ``python docs/scale.py`` (or ``make scale``) writes ``docs/scale.md`` and its two charts.
+
+Every number of the page is a prediction of ``seqpar.plan`` for one sequence on all GPUs, and every sentence with a
+number is made from these. It takes a few minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from io import BytesIO
+from itertools import product
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import seqpar
+from seqpar.layout import LAYOUTS
+from seqpar.planner import HARDWARE, MODELS, Choice
+from seqpar.planner.layer import BETWEEN, Setting
+from seqpar.planner.mixes import mask_of
+
+DOCS = Path(__file__).parent
+MODEL, GPU = "llama3-8b", HARDWARE["h100"]
+GPUS = (8, 32, 128, 512, 4096)
+LENGTHS = tuple(k << 10 for k in (32, 128, 512, 1024, 4096, 16384))
+MASKS = {"causal": "one document, causal", "mix:magi": "packed documents"}
+STRATEGIES = ("ring", "context_parallel", "ulysses", "hybrid", "tp_sp")
+# Distinct in every common colour vision, and dark enough for white letters.
+COLOURS = dict(zip(STRATEGIES, ("#2f6fb3", "#b3701a", "#1c7d5f", "#a8437a", "#5f6872"), strict=True))
+HIDDEN = 0.05  # of a step: below it, transfers count as hidden
+
+
+@dataclass(frozen=True)
+class Option:
+    """The best choice of one strategy.
+
+    Attributes:
+        strategy: its name.
+        degrees: "ring · ulysses · tp".
+        layout: which positions each rank holds.
+        mfu: model FLOPs of visible pairs over the peak.
+        waits: the share of a step in which a GPU computes nothing.
+        tokens_per_s: of all GPUs.
+        gigabytes_between_hosts: activations that a GPU sends to other hosts in a step.
+        fits: whether it fits into memory.
+    """
+
+    strategy: str
+    degrees: str
+    layout: str
+    mfu: float
+    waits: float
+    tokens_per_s: float
+    gigabytes_between_hosts: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The predictions for one mask, number of GPUs and length: the best of all, and the best of each strategy."""
+
+    best: Option
+    by_strategy: dict[str, Option]
+
+
+Grid = dict[tuple[str, int, int], Cell]
+
+
+def option_of(choice: Choice) -> Option:
+    d = choice.degrees
+    return Option(
+        choice.strategy,
+        f"{d['ring']}·{d['ulysses']}·{d['tp']}",
+        choice.layout,
+        choice.mfu,
+        choice.exposed_s / choice.seconds,
+        choice.tokens_per_s,
+        choice.bytes_sent[BETWEEN] / 1e9,
+        choice.fits,
+    )
+
+
+def predict(where: tuple[str, int, int]) -> Cell:
+    """One cell: one sequence on all GPUs, without data parallelism."""
+    mask, gpus, tokens = where
+    plan = seqpar.plan(MODEL, tokens, gpus, GPU, mask_of(mask, tokens), replicas=1)
+    by_strategy: dict[str, Option] = {}
+    for choice in plan.choices:
+        by_strategy.setdefault(choice.strategy, option_of(choice))
+    return Cell(option_of(plan.best), by_strategy)
+
+
+def predict_all() -> Grid:
+    cells = list(product(MASKS, GPUS, LENGTHS))
+    cells.sort(key=lambda x: -x[1])  # the slowest first
+    with ProcessPoolExecutor() as pool:
+        return dict(zip(cells, pool.map(predict, cells), strict=True))
+
+
+# Words
+
+
+def words(tokens: int) -> str:
+    return f"{tokens >> 20}M" if tokens >= 1 << 20 else f"{tokens >> 10}K"
+
+
+def percent(x: float) -> str:
+    return f"{x:.0%}".replace("%", " %")
+
+
+def table(head: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    lines = [f"| {head} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows]
+    return "\n".join(lines)
+
+
+def winners(grid: Grid, mask: str) -> str:
+    def cell(gpus: int, tokens: int) -> str:
+        best = grid[mask, gpus, tokens].best
+        return f"{best.strategy} {best.degrees}, {percent(best.mfu)}" if best.fits else "does not fit"
+
+    return table(
+        "tokens", [f"{gpus:,} GPUs" for gpus in GPUS], [(words(n), [cell(g, n) for g in GPUS]) for n in LENGTHS]
+    )
+
+
+def by_strategy(grid: Grid, tokens: int, value: Callable[[Option], str]) -> str:
+    def cell(name: str, gpus: int) -> str:
+        found = grid["causal", gpus, tokens].by_strategy.get(name)
+        return "none" if found is None else value(found) if found.fits else "does not fit"
+
+    rows = [(f"`{name}`", [cell(name, g) for g in GPUS]) for name in STRATEGIES]
+    return table(f"{words(tokens)} tokens", [f"{gpus:,} GPUs" for gpus in GPUS], rows)
+
+
+def shortest_hidden(grid: Grid, gpus: int, name: str) -> str:
+    """The shortest length from which on transfers are hidden."""
+    found = None
+    for tokens in reversed(LENGTHS):
+        option = grid["causal", gpus, tokens].by_strategy.get(name)
+        if option is None or not option.fits:
+            continue
+        if option.waits >= HIDDEN:
+            break
+        found = tokens
+    return "none" if found is None else words(found)
+
+
+def hidden_from(grid: Grid) -> str:
+    rows = [(f"`{name}`", [shortest_hidden(grid, g, name) for g in GPUS]) for name in STRATEGIES]
+    return table("", [f"{gpus:,} GPUs" for gpus in GPUS], rows)
+
+
+def packed(grid: Grid) -> str:
+    def cell(gpus: int, tokens: int) -> str:
+        one, many = (grid[mask, gpus, tokens].best for mask in MASKS)
+        if not (one.fits and many.fits):
+            return "does not fit"
+        return f"{many.strategy} {many.degrees}, {many.tokens_per_s / one.tokens_per_s:.1f} x"
+
+    return table(
+        "tokens", [f"{gpus:,} GPUs" for gpus in GPUS], [(words(n), [cell(g, n) for g in GPUS]) for n in LENGTHS]
+    )
+
+
+def count(grid: Grid, mask: str) -> str:
+    """Such as "ring wins 12 of 30 cells, hybrid 8"."""
+    best = [cell.best for (name, *_), cell in grid.items() if name == mask and cell.best.fits]
+    numbers = sorted(((sum(b.strategy == s for b in best), s) for s in STRATEGIES), reverse=True)
+    return ", ".join(f"`{name}` {n}" for n, name in numbers if n) + f", of {len(best)} cells that fit"
+
+
+def spread(grid: Grid, gpus: int, tokens: int) -> str:
+    """How far the slowest strategy is behind the best."""
+    rates = [x.tokens_per_s for x in grid["causal", gpus, tokens].by_strategy.values() if x.fits]
+    return f"{1 - min(rates) / max(rates):.1%}".replace("%", " %")
+
+
+def imbalances() -> str:
+    """Such as "1.8 (contiguous) and 1.1 (striped)": the work of the slowest of 128 ranks over the mean."""
+    tokens = 1 << 20
+    setting = Setting(MODELS[MODEL], GPU, mask_of("mix:magi", tokens), tokens, ring=128)
+    found = [f"{replace(setting, layout=layout).imbalance():.1f} ({layout})" for layout in LAYOUTS]
+    return f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def wrapped(*blocks: str) -> str:
+    """Blocks of Markdown, paragraphs wrapped."""
+    whole = [b if b.startswith(("|", "#", "!")) else fill(" ".join(b.split()), 120) for b in blocks]
+    return "\n\n".join(whole) + "\n"
+
+
+def page(grid: Grid) -> str:
+    model = MODELS[MODEL]
+    longest, most = LENGTHS[-1], GPUS[-1]
+    top = grid["causal", most, longest].best
+    ring, hybrid = (grid["causal", 512, 1 << 20].by_strategy[name] for name in ("ring", "hybrid"))
+    one, many = (grid[mask, 128, 1 << 20].by_strategy["ring"] for mask in MASKS)
+    enough_heads = max(gpus for gpus in GPUS if gpus <= model.heads)
+    return wrapped(
+        "# Scale",
+        f"""What `seqpar plan` predicts for {model.name} ({model.heads} heads, {model.kv_heads} KV heads) on {GPUS[0]}
+        to {most:,} H100, {words(LENGTHS[0])} to {words(longest)} tokens: one sequence on all GPUs, hosts of 8 with 400
+        Gbit/s a GPU, weights sharded over all of them. Nothing on this page was measured; [Planning](planning.md) says
+        what the predictions rest on and how far they are from published figures. `make scale` writes the page and its
+        charts again.""",
+        "## Where each strategy wins",
+        "![The best strategy by GPUs and tokens](assets/scale_best.png)",
+        "Strategy, ranks (ring · ulysses · tp) and MFU of the best choice that fits, causal:",
+        winners(grid, "causal"),
+        f"""Best in the grid: {count(grid, "causal")}. At {words(longest)} tokens on {most:,} GPUs it is
+        `{top.strategy}` {top.degrees}, with {top.tokens_per_s:,.0f} tokens/s. MFU counts visible pairs only and no
+        recomputation. With enough tokens a GPU all strategies are alike: at 1M tokens on 8 GPUs the slowest is
+        {spread(grid, 8, 1 << 20)} behind the best. With few tokens a GPU the gathers of the weights decide, whatever
+        the strategy: shard them over fewer GPUs, or let replicas share the GPUs.""",
+        "## Where heads run out",
+        f"""An all-to-all over more ranks than heads leaves ranks idle, and tensor parallelism beyond a host waits for
+        the network in every layer. So of these numbers of GPUs `ulysses` alone ends at {enough_heads}, since the model
+        has {model.heads} heads. `tp_sp` is considered up to 8 ranks: with more GPUs it has a ring or all-to-alls beside
+        it. Ranks and MFU of the best choice of each:""",
+        by_strategy(grid, 1 << 20, lambda x: f"{x.degrees}, {percent(x.mfu)}"),
+        f"""At 1M tokens on 512 GPUs the hybrid {hybrid.degrees} reaches {percent(hybrid.mfu)} and the ring
+        {percent(ring.mfu)}. The ring waits for {percent(ring.waits)} of a step, but computes in {512} kernels a layer,
+        each of {(1 << 20) // 512:,} queries and as many keys, and each takes {GPU.kernel * 1e6:.0f} µs besides its
+        operations.""",
+        "## Where links saturate",
+        "![MFU, and the share of a step that GPUs wait, by strategy](assets/scale_waits.png)",
+        f"""Transfers grow with the tokens, and the computation with their square: from some length on they are hidden.
+        The shortest length in the grid from which on GPUs wait for less than {percent(HIDDEN)} of a step, for
+        activations and for weights. "none" is no length of the grid, or one that does not fit; of a long ring the table
+        says little, since its small kernels take longer than its transfers:""",
+        hidden_from(grid),
+        "## What packed documents change",
+        """The same with documents of the lengths of MagiAttention's benchmark, most of 200 to 2,000 tokens with a tail
+        to 196,608. The best choice, and its tokens a second over those of one causal document:""",
+        packed(grid),
+        f"""Best in the grid: {count(grid, "mix:magi")}. There are fewer pairs to compute, and everything else stays: a
+        step is shorter, and MFU, which counts pairs that are seen, is lower where weights or links decide. Documents of
+        different lengths also give the ranks of a ring different work: at 1M tokens, the slowest of 128 has
+        {imbalances()} times the mean. There the best ring takes the {many.layout} layout, sends
+        {many.gigabytes_between_hosts:.0f} GB a GPU and step to other hosts ({one.gigabytes_between_hosts:.0f} with one
+        document, {one.layout}), and reaches {percent(many.mfu)}; all-to-alls inside the ring make its shards longer,
+        and the best choice reaches {percent(grid["mix:magi", 128, 1 << 20].best.mfu)}.""",
+    )
+
+
+# Charts
+
+
+def draw(grid: Grid, folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    for axes, (mask, title) in zip(panels, MASKS.items(), strict=True):
+        _map(axes, grid, mask, title)
+    handles = [_box(0, 0, 1, 1, COLOURS[name]) for name in STRATEGIES]
+    figure.legend(handles, STRATEGIES, loc="outside lower center", ncols=len(STRATEGIES), frameon=False)
+    _save(figure, folder / "scale_best.png")
+    figure, panels = pyplot.subplots(2, len(GPUS), figsize=(13, 6), sharey=True, sharex=True, layout="constrained")
+    for row, (word, value) in zip(panels, (("MFU", mfu_of), ("waits, share of a step", waits_of)), strict=True):
+        for axes, gpus in zip(row, GPUS, strict=True):
+            _lines(axes, grid, gpus, value)
+        row[0].set_ylabel(word)
+    for axes, gpus in zip(panels[0], GPUS, strict=True):
+        axes.set_title(f"{gpus:,} GPUs, causal", fontsize=10)
+    for axes in panels[1]:
+        axes.set_xlabel("tokens")
+    figure.legend(handles, STRATEGIES, loc="outside lower center", ncols=len(STRATEGIES), frameon=False)
+    _save(figure, folder / "scale_waits.png")
+
+
+def _map(axes: Any, grid: Grid, mask: str, title: str) -> None:
+    for x, gpus in enumerate(GPUS):
+        for y, tokens in enumerate(LENGTHS):
+            best = grid[mask, gpus, tokens].best
+            colour = COLOURS[best.strategy] if best.fits else "#ffffff"
+            axes.add_patch(_box(x - 0.48, y - 0.46, 0.96, 0.92, colour))
+            text = f"{best.degrees}\n{percent(best.mfu)}" if best.fits else "does\nnot fit"
+            axes.text(x, y, text, ha="center", va="center", fontsize=8.5, color="white" if best.fits else "#5f6872")
+    axes.set_xlim(-0.55, len(GPUS) - 0.45)
+    axes.set_ylim(-0.55, len(LENGTHS) - 0.45)
+    axes.set_xticks(range(len(GPUS)), [f"{gpus:,}" for gpus in GPUS])
+    axes.set_yticks(range(len(LENGTHS)), [words(n) for n in LENGTHS])
+    axes.set_xlabel("GPUs")
+    axes.set_ylabel("tokens")
+    axes.set_title(f"{title}: ring · ulysses · tp, and MFU", fontsize=10)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _box(x: float, y: float, width: float, height: float, colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, facecolor=colour, edgecolor="#c9d1d9", linewidth=0.5)
+
+
+def mfu_of(option: Option) -> float:
+    return option.mfu
+
+
+def waits_of(option: Option) -> float:
+    return option.waits
+
+
+def _lines(axes: Any, grid: Grid, gpus: int, value: Callable[[Option], float]) -> None:
+    for name in STRATEGIES:
+        found = [(n, grid["causal", gpus, n].by_strategy.get(name)) for n in LENGTHS]
+        points = [(n, value(x)) for n, x in found if x is not None and x.fits]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=COLOURS[name], marker="o", markersize=4, linewidth=1.5)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(LENGTHS, [words(n) if n != 512 << 10 else "" for n in LENGTHS], fontsize=8)
+    axes.minorticks_off()
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"], fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _save(figure: Any, path: Path) -> None:
+    """In 64 colours, which takes a third of the bytes."""
+    from PIL import Image
+
+    buffer = BytesIO()
+    figure.savefig(buffer, dpi=110)
+    Image.open(buffer).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def main(folder: Path = DOCS) -> None:
+    grid = predict_all()
+    (folder / "scale.md").write_text(page(grid))
+    draw(grid, folder / "assets")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,465 @@
+"""What attention costs on this machine: measured once, kept in a file, and the same on every rank.
+
+``costs_of`` is a call of all ranks of a group, once. Rank 0 reads the file of a machine like this one, and where there
+is none the ranks measure together, in seconds. Rank 0's numbers reach the others through the store.
+
+The file is in ``SEQPAR_CACHE``, by default ``~/.cache/seqpar``. ``SEQPAR_MEASURE=0`` says not to measure: where there
+is no file, the rates of the table of GPUs are taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..comm.collectives import start_all_gather
+from ..comm.communicator import communicator
+from ..comm.p2p import exchange
+from ..comm.trace import untraced
+from ..heads import Heads
+from ..layout import Layout, SequenceSharding
+from ..mask import Mask
+from ..mesh import global_ranks, ranks_by_host
+from ..rendezvous import group_timeout, is_simulated, meet
+from ..strategies import resolve
+from ..strategies.operators import AttentionOptions, attend
+from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
+from .layer import Setting, attention_seconds
+from .model import ModelShape
+
+_VERSION = 2  # of the file
+_DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 answers instead of costs
+_ROUNDS = 5
+# Kinds of masks, whose kernels lose differently much beside their operations.
+MaskKind = Literal["causal", "window", "documents"]
+_LAYOUT: Layout = "zigzag"  # of the measured sequences: the same work on every rank, under every strategy
+
+# Rates of one core of a CPU, for where nothing may be measured: orders of magnitude.
+_CPU = replace(
+    HARDWARE["h100"],
+    name="cpu",
+    peak_flops=60e9,
+    gemm_flops=60e9,
+    attention={"cpu": AttentionRate(45e9, 40e9)},
+    memory_bytes=4e9,
+    memory_bandwidth=8e9,
+    p2p=1.5e9,
+    peer=1.5e9,
+    all_to_all=1.5e9,
+    all_gather=1.5e9,
+    network=1.0e9,
+    latency=100e-6,
+    kernel=50e-6,
+    reserved_bytes=0.0,
+    device="cpu",
+)
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a strategy takes beside the simulation's seconds: ``fixed + factor * simulated``."""
+
+    fixed: float = 0.0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the ranks of a group cost.
+
+    Attributes:
+        hardware: rates of kernels and links.
+        overheads: by kind of mask and strategy, of forward and backward together. What is not there has none.
+        measured: whether the rates were measured, not taken from a table.
+    """
+
+    hardware: Hardware
+    overheads: Mapping[str, Mapping[str, Overhead]] = field(default_factory=dict)
+    measured: bool = False
+
+    def seconds(self, kind: MaskKind, strategy: str, simulated: float) -> float:
+        """What a forward and backward takes that the simulation says takes ``simulated`` seconds."""
+        overhead = self.overheads.get(kind, {}).get(strategy, Overhead())
+        return overhead.fixed + overhead.factor * simulated
+
+    def to_json(self) -> str:
+        hardware = asdict(self.hardware) | {
+            "attention": {name: [r.forward, r.backward, r.carries] for name, r in self.hardware.attention.items()}
+        }
+        overheads = {kind: {name: asdict(x) for name, x in by.items()} for kind, by in self.overheads.items()}
+        return json.dumps({"version": _VERSION, "hardware": hardware, "overheads": overheads})
+
+    @staticmethod
+    def from_json(text: str) -> Costs:
+        """
+        Raises:
+            ValueError: the text is something else.
+        """
+        try:
+            value = json.loads(text)
+            if value["version"] != _VERSION:
+                raise ValueError(f"version {value['version']}, expected {_VERSION}")
+            overheads = {k: {name: Overhead(**x) for name, x in by.items()} for k, by in value["overheads"].items()}
+            return Costs(hardware_of(value["hardware"]), overheads, True)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"costs: {error!r}") from error
+
+
+# By group: the costs by type of device.
+_known: MutableMapping[ProcessGroup, dict[str, Costs]] = WeakKeyDictionary()
+
+
+def costs_of(group: ProcessGroup, device: torch.device) -> Costs:
+    """The costs of attention among the ranks of ``group`` on devices like this one; the same on every rank.
+
+    The first call is collective, and later ones are not.
+    """
+    found = _known.setdefault(group, {})
+    if device.type not in found:
+        found[device.type] = _agree(group, device)
+    return found[device.type]
+
+
+def _agree(group: ProcessGroup, device: torch.device) -> Costs:
+    if is_simulated():
+        return default_costs(device)
+    ranks, first, timeout = global_ranks(group), group.rank() == 0, group_timeout(group)
+    file = cost_file(device, ranks_by_host(group))
+    answer = _read(file) or _mode(device) if first else ""
+    answer = meet("the costs of strategy 'auto'", ranks, answer, timeout).values[0]
+    if answer == _MEASURE:
+        return measure(group, device, file)
+    return default_costs(device) if answer == _DEFAULTS else Costs.from_json(answer)
+
+
+def measure(group: ProcessGroup, device: torch.device, file: Path | None = None) -> Costs:
+    """Measure the ranks of ``group``, all of which call this; rank 0's costs on every rank.
+
+    Args:
+        group: the ranks.
+        device: of each rank's tensors.
+        file: where rank 0 keeps the costs, if it can be written.
+    """
+    first = group.rank() == 0
+    with _undisturbed():
+        text = _Measurement(group, device).costs().to_json()
+    purpose = "the measured costs of strategy 'auto'"
+    text = meet(purpose, global_ranks(group), text if first else "", group_timeout(group)).values[0]
+    if first and file is not None:
+        _write(file, text)
+    found = Costs.from_json(text)
+    _known.setdefault(group, {})[device.type] = found
+    return found
+
+
+def default_costs(device: torch.device) -> Costs:
+    """Costs by the table of GPUs; a GPU that is not in it counts as an H100."""
+    if device.type == "cpu":
+        return Costs(_CPU)
+    name = torch.cuda.get_device_name(device).lower() if torch.cuda.is_available() else ""
+    return Costs(next((gpu for key, gpu in HARDWARE.items() if key in name), HARDWARE["h100"]))
+
+
+def _mode(device: torch.device) -> str:
+    """What to do without a file. While a CUDA graph is captured, nothing can be measured."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _DEFAULTS if capturing or os.environ.get("SEQPAR_MEASURE") == "0" else _MEASURE
+
+
+# The file
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name, such as "NVIDIA H200" or "AMD EPYC 9654 96-Core Processor"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def cost_file(device: torch.device, hosts: Sequence[Sequence[int]]) -> Path:
+    """Where the costs of ranks on such hosts are kept: a file for each device, torch version and layout of ranks."""
+    folder = os.environ.get("SEQPAR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "seqpar"
+    layout = "+".join(str(len(ranks)) for ranks in hosts)
+    threads = f" {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    name = f"costs {device_name(device)}{threads} torch {torch.__version__} ranks {layout}"
+    return Path(folder).expanduser() / (re.sub(r"[^A-Za-z0-9.+]+", "-", name)[:200] + ".json")
+
+
+def _read(file: Path) -> str | None:
+    """The file's text, if it holds costs."""
+    try:
+        text = file.read_text()
+        Costs.from_json(text)
+    except (OSError, ValueError):
+        return None
+    return text
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace the file as a whole. Without a home that can be written, the next run measures again."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
+            temporary.write(text)
+        Path(temporary.name).replace(file)
+
+
+# Measuring
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A block in which what the caller has switched on does not see, or change, what is measured."""
+    with ExitStack() as stack:
+        for context in (
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+            untraced(),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+class _Measurement:
+    """Seconds of a group's kernels, links and strategies. Every rank makes the same calls."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._ranks, self._hosts = group.size(), ranks_by_host(group)
+        cuda = device.type == "cuda"
+        self._dtype = torch.bfloat16 if cuda else torch.float32
+        self._head_dim = 128 if cuda else 64
+        self._heads = max(16 if cuda else 8, min(self._ranks, 64))
+        self._message = (64 << 20) if cuda else (4 << 20)
+        # A short and a long sequence. The ranks of a CPU share its cores. What all ranks gather takes 2 GiB at most.
+        tokens = 4096 * max(2, self._ranks) if cuda else 2048 * len(self._hosts)
+        most = (2 << 30) // (2 * self._heads * self._head_dim * (self._dtype.itemsize + 4))
+        longest = max(min(tokens, most), 64 * self._ranks)
+        self._lengths = longest // 4, longest
+
+    def costs(self) -> Costs:
+        """Rates first; then each strategy, beside what the rates say of it."""
+        hardware = self._hardware()
+        long = self._lengths[1]
+        masks: list[tuple[MaskKind, int, Mask]] = [("causal", tokens, Mask.causal()) for tokens in self._lengths]
+        masks.append(("window", long, Mask.sliding_window(long // 4)))
+        masks.append(("documents", long, Mask.documents([*range(0, long, -(-long // 8)), long])))
+        runs = {
+            (name, i): self._attention(name, tokens, mask)
+            for i, (_, tokens, mask) in enumerate(masks)
+            for name in self._strategies()
+        }
+        measured = dict.fromkeys(runs, inf)
+        for number in range(_ROUNDS + 1):
+            for key, run in runs.items():
+                seconds = self._seconds(run)
+                if number:  # the first round connects ranks and compiles kernels
+                    measured[key] = min(measured[key], seconds)  # other programs only add
+        overheads: dict[str, dict[str, Overhead]] = {}
+        for name in self._strategies():
+            simulated = [attention_seconds(self._setting(hardware, name, tokens, mask)) for _, tokens, mask in masks]
+            causal = fit(simulated[:2], [measured[name, i] for i in (0, 1)])
+            overheads.setdefault("causal", {})[name] = causal
+            for i, (kind, *_) in enumerate(masks[2:], start=2):
+                factor = max(0.1, (measured[name, i] - causal.fixed) / max(1e-12, simulated[i]))
+                overheads.setdefault(kind, {})[name] = Overhead(causal.fixed, factor)
+        return Costs(hardware, overheads, True)
+
+    # Strategies
+
+    def _strategies(self) -> list[str]:
+        """The strategies that are measured. A hybrid of any split is taken to be like the default one."""
+        names = ["ring", "context_parallel", "ulysses", *(["hybrid"] if self._hybrid() > 1 else [])]
+        return names if self._ranks > 1 else []
+
+    def _hybrid(self) -> int:
+        """The ranks of a hybrid's all-to-alls, by default."""
+        return resolve("hybrid", None, self._group, {}).ulysses_size
+
+    def _setting(self, hardware: Hardware, name: str, tokens: int, mask: Mask) -> Setting:
+        ulysses = {"ulysses": self._ranks, "hybrid": self._hybrid()}.get(name, 1)
+        return Setting(
+            attention_shape(self._heads, self._heads, self._head_dim),
+            hardware,
+            mask,
+            tokens,
+            ring=self._ranks // ulysses,
+            ulysses=ulysses,
+            layout=_LAYOUT,
+            gather=name == "context_parallel",
+            dtype=self._dtype,
+        )
+
+    def _attention(self, name: str, tokens: int, mask: Mask) -> Callable[[], None]:
+        """Forward and backward of attention by a strategy; "local": of all tokens, on each rank."""
+        group = None if name == "local" else self._group
+        groups = resolve(name, None, group, {})
+        sequence = SequenceSharding(tokens, _LAYOUT, groups.ring_size, groups.ulysses_size)
+        rank = 0 if group is None else group.rank()
+        held = len(sequence.rank_positions(rank))
+        shape = (1, held, self._heads, self._head_dim)  # [b, s, h, d]
+        q, k, v = (self._random(shape).requires_grad_() for _ in range(3))
+        dout = self._random(shape)
+
+        def run() -> None:
+            out, _ = attend(
+                q,
+                k,
+                v,
+                None,
+                None,
+                0,
+                mask=mask,
+                groups=groups,
+                sequence=sequence,
+                heads=Heads.of_model(self._heads, self._heads),
+                options=AttentionOptions(strategy=name),
+                sharding=None,
+                mesh=None,
+                group=group,
+            )
+            out.backward(dout)
+
+        return run
+
+    def _random(self, shape: Sequence[int]) -> Tensor:
+        """Any numbers, without drawing from the caller's generators."""
+        generator = torch.Generator(self._device).manual_seed(0)
+        return torch.randn(shape, generator=generator, device=self._device).to(self._dtype)
+
+    # Rates
+
+    def _hardware(self) -> Hardware:
+        cuda = self._device.type == "cuda"
+        tokens = 4096 if cuda else 1024
+        small, large = (self._kernel(n) for n in (64, tokens))
+        tile = HARDWARE["h100"].tile
+        pairs = tokens * (tokens + tile) / 2
+        operations = 14.0 * pairs * self._heads * self._head_dim
+        rate = operations / max(1e-9, large - small)
+        copied = torch.zeros(self._message, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(copied)
+        per_host = len(self._hosts[0]) if len({len(host) for host in self._hosts}) == 1 else 1
+        links = self._links(per_host)
+        memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else _host_memory(per_host)
+        return replace(
+            HARDWARE["h100"] if cuda else _CPU,
+            name=device_name(self._device),
+            peak_flops=rate,
+            gemm_flops=rate,
+            # A backward has 2.5 times the products. That its rate is the forward's is near enough for a sum of both.
+            attention={"measured": AttentionRate(rate, rate, carries=True)},
+            memory_bytes=float(memory),
+            memory_bandwidth=2 * copied.nbytes / self._best(lambda: target.copy_(copied)),
+            kernel=small / 2,
+            gpus_per_host=per_host,
+            device=self._device.type,
+            p2p=links.p2p,
+            peer=links.p2p,
+            network=links.network,
+            latency=links.latency,
+            all_gather=links.all_gather,
+            all_to_all=links.all_to_all,
+        )
+
+    def _kernel(self, tokens: int) -> float:
+        """Forward and backward of attention on one rank, while the others do the same."""
+        return self._best(self._attention("local", tokens, Mask.causal()))
+
+    def _links(self, per_host: int) -> Hardware:
+        """Hardware with this group's bytes a second of each rank, while all ranks send."""
+        if self._ranks == 1:
+            return _CPU
+        size, rank = self._message, self._group.rank()
+        first = rank // per_host * per_host
+        near = [first + (rank + x) % per_host for x in (1, -1)]
+        far = [(rank + x * per_host) % self._ranks for x in (1, -1)]
+        within = near if per_host > 1 else far
+        latency = self._best(lambda: self._exchange(within, 8))
+        p2p = size / self._best(lambda: self._exchange(within, size))
+        network = size / self._best(lambda: self._exchange(far, size)) if len(self._hosts) > 1 else p2p
+        moved = size // self._ranks * (self._ranks - 1)
+        gathered = moved / self._best(lambda: self._all_gather(size // self._ranks))
+        # All to all as in Ulysses: as many bytes as an all-gather receives.
+        exchanged = moved / self._best(lambda: self._all_to_all(size // self._ranks))
+        return replace(_CPU, p2p=p2p, network=network, latency=latency, all_gather=gathered, all_to_all=exchanged)
+
+    def _exchange(self, peers: Sequence[int], size: int) -> None:
+        target, source = peers
+        sent, received = (torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(2))
+        exchange([(target, sent)], [(source, received)], self._group).wait()
+
+    def _all_gather(self, size: int) -> None:
+        start_all_gather(torch.zeros(size, dtype=torch.uint8, device=self._device), self._group)[1].wait()
+
+    def _all_to_all(self, size: int) -> None:
+        sent = torch.zeros(self._ranks, size, dtype=torch.uint8, device=self._device)
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=communicator(self._group, self._device))
+
+    # Time
+
+    def _best(self, run: Callable[[], object]) -> float:
+        run()  # connects ranks, compiles kernels
+        return min(self._seconds(run) for _ in range(_ROUNDS))
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        """The slowest rank's time of one run that all begin together; the same on every rank."""
+        self._slowest(0.0)
+        start = time.perf_counter()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._slowest(time.perf_counter() - start)
+
+    def _slowest(self, seconds: float) -> float:
+        own = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        if self._ranks == 1:
+            return seconds
+        by_rank, pending = start_all_gather(own, self._group)
+        pending.wait()
+        return float(by_rank.max().item())
+
+
+def fit(simulated: Sequence[float], measured: Sequence[float]) -> Overhead:
+    """The overhead that explains two measurements, a short one and a long one, as far as it is not negative."""
+    (short, long), (fast, slow) = simulated, measured
+    factor = (slow - fast) / max(1e-12, long - short)
+    fixed = fast - factor * short
+    if factor <= 0 or fixed < 0:
+        return Overhead(0.0, slow / max(1e-12, long))
+    return Overhead(fixed, factor)
+
+
+def attention_shape(heads: int, kv_heads: int, head_dim: int) -> ModelShape:
+    """A model that is nothing but attention."""
+    return ModelShape("attention", 1, heads * head_dim, heads, kv_heads, head_dim, 1, 1)
+
+
+def _host_memory(ranks: int) -> float:
+    """Bytes of this host's memory for each of its ranks."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
