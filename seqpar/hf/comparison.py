@@ -164,7 +164,7 @@ class FullBatch:
         value = 0
         for name in sorted(self.given):
             if isinstance(x := self.given[name], Tensor):
-                data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                 value = zlib.crc32(data, zlib.crc32(f"{name} {tuple(x.shape)}".encode(), value))
         return value
 
@@ -241,12 +241,10 @@ def compare_tensors(
         found = _compare(place, mine, theirs.gradients[place], batch, valid, tolerance)
         if found is not None:
             tokens, error, why = found
-            why = why or _explain_backward(place, ours, theirs, batch, valid, tolerance, scale)
+            why = why or _explain_backward(place)
             at = len(order) - order[place]
             quantity = f"gradient of {place.quantity}"
-            backward.append(
-                Difference("backward", quantity, place.layer, tokens, (), error, tolerance, why, at=at)
-            )
+            backward.append(Difference("backward", quantity, place.layer, tokens, (), error, tolerance, why, at=at))
             break
     return forward, backward
 
@@ -296,9 +294,7 @@ def _explain_forward(place: Place, ours: Recording, theirs: Recording, batch: Fu
     return ""
 
 
-def _explain_backward(
-    place: Place, ours: Recording, theirs: Recording, batch: FullBatch, valid: Tensor, tolerance: float, scale: float
-) -> str:
+def _explain_backward(place: Place) -> str:
     if place.quantity in ("query", "key", "value"):
         return "from the right gradient of the attention: its backward used other keys, values or statistics"
     return ""
@@ -344,7 +340,7 @@ def _guess_mask(place: Place, ours: Recording, theirs: Recording, batch: FullBat
 def _dense_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """``q [b, s_local, h, d]``, ``k, v [b, s, n, d]``, ``mask [b, s_local, s]``; the result is ``[b, s_local, h, d]``."""
+    """``[b, s_local, h, d]``, of ``q [b, s_local, h, d]``, ``k, v [b, s, n, d]`` and ``mask [b, s_local, s]``."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale  # [b, h, s_local, s]
@@ -384,7 +380,9 @@ def parameter_differences(
                     "gradients='auto' or 'mean'"
                 )
             elif abs(factor / ranks - 1) < 0.01:
-                why = f"it is multiplied by the {ranks} ranks: nothing averages it; give parallelize gradients='partial'"
+                why = (
+                    f"it is multiplied by the {ranks} ranks: nothing averages it; parallelize with gradients='partial'"
+                )
             else:
                 why = f"it is the right one times {factor:.4g}"
         found.append(Difference("gradient", name, error=error, tolerance=tolerance, explanation=why))

@@ -20,10 +20,10 @@ from transformers.masking_utils import (
     eager_mask,
     packed_sequence_mask_function,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .state import Patch
 from .support import attention_layers
+from .tracing import replaced_interface
 
 _INPUTS = ("input_ids", "position_ids", "labels")
 
@@ -142,10 +142,8 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
         attend: used instead of the model's attention functions.
     """
     record = Recording(root)
-    given = ALL_ATTENTION_FUNCTIONS.get_interface
 
-    def get_interface(implementation: str, default: Attend) -> Attend:
-        function = given(implementation, default)
+    def record_calls(implementation: str, function: Attend) -> Attend:
         return partial(record.attend, implementation, attend or function)
 
     handles = [root.register_forward_pre_hook(record.watch_inputs, with_kwargs=True)]
@@ -154,12 +152,10 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
         handles.append(layer.register_forward_hook(record.watch_output))
     if root.base_model is not root or root.get_output_embeddings() is None:  # otherwise its output is logits
         handles.append(root.base_model.register_forward_hook(record.watch_last))
-    # An attribute of the object: it comes before the class's method.
-    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
     try:
-        yield record
+        with replaced_interface(record_calls):
+            yield record
     finally:
-        del ALL_ATTENTION_FUNCTIONS.get_interface
         for handle in handles:
             handle.remove()
 

@@ -12,7 +12,7 @@ model, are replaced by cheap functions of each token. So the cost does not depen
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import AttentionInterface
 
 from .state import NAME
 
@@ -31,6 +31,8 @@ _CHANGED = (0, 4, 10)  # the token that is changed, by row; the row before these
 _ROWS = len(_CHANGED) + 1
 _LENGTHS = (11, 13, 17, 19, 23, 29)  # of which one is no other dimension of the model
 _TOLERANCE = 1e-4
+_CHANNELS = 1024  # of a tensor that are looked at, spread over all of them
+_SMALL = 1 << 16  # elements of a parameter that is copied
 
 
 @dataclass
@@ -57,7 +59,7 @@ def attend_to_own_token(
     groups = q.shape[1] // k.shape[1]
     token = v + k.mean(-1, keepdim=True)  # [batch, kv_heads, seq, v_head_dim]
     out = token.repeat_interleave(groups, dim=1) + q.mean(-1, keepdim=True)
-    return out.transpose(1, 2).to(v.dtype), None
+    return out.transpose(1, 2).contiguous().to(v.dtype), None
 
 
 @torch.no_grad()
@@ -69,29 +71,45 @@ def trace_tokens(root: PreTrainedModel) -> Trace:
     names = {module: name for name, module in root.named_modules()}
 
     one_a_row: list[tuple[Tensor, nn.Module]] = []
+    running: list[nn.Module] = []  # the modules whose forward is under way, innermost last
 
-    def watch(module: nn.Module, args: Any, output: Any) -> None:
+    def mixed_in(module: nn.Module) -> None:
+        if trace.mixes is None:
+            trace.mixes = names.get(module, ""), type(module).__name__
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # The forward that calls this module has mixed what it gives to it.
+        if trace.mixes is None and any(_depends_on_others(x, length) for x in _tensors((*args, *kwargs.values()))):
+            mixed_in(running[-1] if running else root)
+        running.append(module)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
         for x in _tensors(output):
             if x.dim() == 2 and len(x) == _ROWS:
                 one_a_row.append((x, module))
             if trace.mixes is None and _depends_on_others(x, length):
-                trace.mixes = names[module], type(module).__name__
+                mixed_in(module)
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         trace.attends.append(module)
+        if any(_depends_on_others(x.transpose(1, 2), length) for x in (q, k, v)):
+            mixed_in(module)
         return attend_to_own_token(module, q, k, v)
 
     with ExitStack() as stack:
         try:
             stack.enter_context(_substitutes(root))
             stack.enter_context(torch.random.fork_rng([]))
+            # So few tokens that threads would wait for one another most of the time.
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             ids = _token_ids(root, length)
             for module in root.modules():
-                handle = module.register_forward_hook(watch)
-                stack.callback(handle.remove)
-            ALL_ATTENTION_FUNCTIONS.get_interface = lambda name, default: attend
-            stack.callback(ALL_ATTENTION_FUNCTIONS.__dict__.pop, "get_interface")
-            stack.enter_context(_TokenwiseFunctions())
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after).remove)
+            stack.enter_context(replaced_interface(lambda name, default: attend))
+            stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
             positions = torch.arange(length)[None].expand(_ROWS, -1)
             output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
             if trace.mixes is None and any(_depends_on_others(x, length) for x in _tensors(output)):
@@ -114,12 +132,15 @@ def _without_cache(root: PreTrainedModel) -> dict[str, Any]:
 def _token_ids(root: PreTrainedModel, length: int) -> Tensor:
     """int64 ``[rows, length]``: rows that differ from the first in one token. No special token is among them."""
     config = root.config.get_text_config()
-    special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    usual = [i for i in range(3, config.vocab_size) if i not in special][: length + 1] or [0, 1]
-    ids = torch.tensor([usual[i % (len(usual) - 1)] for i in range(length)]).repeat(_ROWS, 1)
+    special: set[int | None] = set()
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        ids = getattr(config, name, None)
+        special.update(ids if isinstance(ids, list) else [ids])
+    usual = [i for i in range(min(config.vocab_size, 1000)) if i not in special][3 : length + 4]
+    tokens = torch.tensor([usual[i % (len(usual) - 1)] for i in range(length)]).repeat(_ROWS, 1)
     for row, token in enumerate(_CHANGED, start=1):
-        ids[row, token] = usual[-1]
-    return ids
+        tokens[row, token] = usual[-1]
+    return tokens
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -137,19 +158,31 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def _depends_on_others(x: Tensor, length: int) -> bool:
     """Whether a token's values in ``x`` change where another token was changed.
 
-    ``x`` is ``[rows, ..., length, ...]`` or ``[rows * length, ...]``. Of other shapes nothing is known.
+    ``x`` is ``[rows, ..., length, ...]``. Of other shapes nothing is known: experts have tokens in another order.
     """
-    if x.dim() and x.shape[0] == _ROWS * length:
-        x = x.reshape(_ROWS, length, *x.shape[1:])
     if x.dim() < 2 or x.shape[0] != _ROWS or list(x.shape[1:]).count(length) != 1:
         return False
-    x = x.movedim(x.shape[1:].index(length) + 1, 1).flatten(2).nan_to_num() if x.dim() > 2 else x[..., None]
-    size = float(x.abs().max())
-    for row, token in enumerate(_CHANGED, start=1):
-        others = torch.arange(length) != token
-        if float((x[row, others] - x[0, others]).abs().max()) > _TOLERANCE * max(size, 1e-6):
-            return True
-    return False
+    x = x.movedim(x.shape[1:].index(length) + 1, 1).reshape(_ROWS, length, -1)
+    x = x[:, :, :: -(-x.shape[2] // _CHANNELS) or 1]
+    change = (x[1:] - x[:1]).abs().amax(2) if x.shape[2] else x.new_zeros(len(_CHANGED), length)  # [rows - 1, length]
+    change[range(len(_CHANGED)), _CHANGED] = 0.0
+    return float(change.max()) > _TOLERANCE * max(float(x[0].abs().max()), 1e-6) if x.shape[2] else False
+
+
+@contextmanager
+def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
+    """In the block, models that look up an attention function get ``replace(implementation, function)``."""
+    given = AttentionInterface.get_interface
+
+    def get_interface(self: AttentionInterface, attn_implementation: str, default: Any) -> Any:
+        return replace(attn_implementation, given(self, attn_implementation, default))
+
+    # On the class, because some model files have an interface object of their own.
+    AttentionInterface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = given
 
 
 @contextmanager
@@ -158,17 +191,16 @@ def _substitutes(root: PreTrainedModel) -> Iterator[None]:
     with ExitStack() as stack:
         shared: dict[int, Tensor] = {}
         for module in root.modules():
+            # transformers adds attributes and hooks of its own at a model's first forward.
+            stack.callback(_restore, vars(module), dict(vars(module)))
+            for held in (x for x in vars(module).values() if isinstance(x, dict)):
+                stack.callback(_restore, held, dict(held))
             for store in (module._parameters, module._buffers):
-                before = dict(store)
-                stack.callback(store.update, before)
-                for name, x in before.items():
+                for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
-                        store[name] = shared.setdefault(id(x), _substitute(x))  # type: ignore[assignment]
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                kept = dict(hooks)
-                stack.callback(hooks.update, kept)
-                hooks.clear()
-            stack.callback(setattr, module, "training", module.training)
+                        store[name] = shared.setdefault(id(x), _substitute(x))
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
             module.training = False
         configs = {id(x): x for m in root.modules() for x in vars(m).values() if isinstance(x, PreTrainedConfig)}
         for config in configs.values():
@@ -182,6 +214,11 @@ def _substitutes(root: PreTrainedModel) -> Iterator[None]:
         yield
 
 
+def _restore(values: dict[Any, Any], before: dict[Any, Any]) -> None:
+    values.clear()
+    values.update(before)
+
+
 def _substitute(x: Tensor) -> Tensor:
     """A tensor of the shape of ``x`` whose rows overlap in memory, so that it takes a few kilobytes."""
     if not x.is_floating_point():
@@ -189,17 +226,32 @@ def _substitute(x: Tensor) -> Tensor:
     shape = tuple(x.shape)
     size = sum(n - 1 for n in shape) + 1
     values = torch.sin(torch.arange(size) * 1.7 + 0.3) * 0.5 + 0.1
+    overlapping = torch.as_strided(values, shape, (1,) * len(shape))
+    if x.numel() <= _SMALL:
+        overlapping = overlapping.contiguous()  # as model code that calls view() expects
     # nn.Parameter, because modules accept nothing else where a parameter was.
-    return nn.Parameter(torch.as_strided(values, shape, (1,) * len(shape)), requires_grad=False)
+    return nn.Parameter(overlapping, requires_grad=False)
 
 
 class _TokenwiseFunctions(TorchFunctionMode):
-    """Linear layers and embeddings, each replaced by a cheap function of the token alone."""
+    """Linear layers and embeddings, each replaced by a cheap function of the token alone.
+
+    Args:
+        vocabulary: the features of a linear layer that get no values of their own: there are too many logits.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear:
-            return _linear(args[0], (args[1] if len(args) > 1 else kwargs["weight"]).shape[0])
+            features = (args[1] if len(args) > 1 else kwargs["weight"]).shape[0]
+            x = args[0] if args else kwargs["input"]
+            if features >= self.vocabulary:
+                return _linear(x, 1).expand(*x.shape[:-1], features)
+            return _linear(x, features)
         if func is F.embedding:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             return _embedding(args[0] if args else kwargs["input"], weight.shape[-1])
@@ -207,11 +259,11 @@ class _TokenwiseFunctions(TorchFunctionMode):
 
 
 def _linear(x: Tensor, features: int) -> Tensor:
-    """``[..., features]``, of ``x [..., channels]``: each value is the sum of two channels of different weight."""
-    channel = torch.arange(features)
-    one, two = channel * 7 % x.shape[-1], (channel * 3 + 1) % x.shape[-1]
-    weight = torch.cos(channel * 0.9)
-    return x[..., one] * (weight + 0.2) + x[..., two] * (0.8 - weight) + x.mean(-1, keepdim=True)
+    """``[..., features]``, of ``x [..., channels]``: sums of two channels and the mean, each with its own factor."""
+    x = x + 0.5 * x.roll(3, -1) + x.mean(-1, keepdim=True)
+    copies = -(-features // x.shape[-1])
+    out = x.repeat(*[1] * (x.dim() - 1), copies)[..., :features]
+    return out * (1 + 0.3 * torch.cos(torch.arange(features) * 0.9))
 
 
 def _embedding(ids: Tensor, channels: int) -> Tensor:

@@ -33,9 +33,8 @@ from ..layers.gradients import sync_gradients
 from ..mesh import global_ranks
 from ..rendezvous import group_timeout, meet
 from ..sharding import Sharding
-
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard, shard_batch
-from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences, token_list
+from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .loss import reduce_over_ranks
 from .recording import Recording, one_device, recording
 from .state import NAME, Patch, patch_of
@@ -172,7 +171,7 @@ class _Run:
 
 
 class _Verification:
-    """One call of ``verify``. ``report`` runs its stages in order, and stops after one that makes later ones useless."""
+    """One call of ``verify``. ``report`` runs its stages in order, and leaves out those that have become useless."""
 
     def __init__(
         self, model: nn.Module, root: PreTrainedModel, patch: Patch, batch: Batch, tolerance: float | None, limit: float
@@ -352,7 +351,7 @@ class _Verification:
         elif not why and len(names) < len(theirs):
             why = f"{len(theirs) - len(names)} other parameters have the right one"
         if len(names) > 1:
-            why = f"{why}; so do {len(names) - 1} more parameters" if why else f"and of {len(names) - 1} more parameters"
+            why = f"{why or 'its gradient is another one'}; so with {len(names) - 1} more parameters"
         return [Difference("gradient", first, ranks=ranks, error=worst, tolerance=self.tolerance, explanation=why)]
 
     def _is_partial(self, name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:
