@@ -79,8 +79,8 @@ def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Modu
         name, class_name = trace.mixes
         raise ValueError(
             f"model={model_name}: layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its "
-            "output for a token depended on other tokens, and not through transformers' AttentionInterface; such a layer "
-            "cannot be sharded along the sequence"
+            "output for a token depended on other tokens, and not through transformers' AttentionInterface; such a "
+            "layer cannot be sharded along the sequence"
         )
     if trace.pools is not None:
         name, class_name = trace.pools

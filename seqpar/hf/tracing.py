@@ -233,6 +233,15 @@ def _substitute(x: Tensor) -> Tensor:
     return nn.Parameter(overlapping, requires_grad=False)
 
 
+# By a weight that overlaps in memory these would first write it out.
+_PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
+
+
+def _overlaps(x: Any) -> bool:
+    """Whether it is a large parameter's substitute, or a part of one."""
+    return isinstance(x, Tensor) and x.dim() > 1 and x.untyped_storage().nbytes() < x.numel() * x.element_size()
+
+
 class _TokenwiseFunctions(TorchFunctionMode):
     """Linear layers and embeddings, each replaced by a cheap function of the token alone.
 
@@ -252,6 +261,9 @@ class _TokenwiseFunctions(TorchFunctionMode):
             if features >= self.vocabulary:
                 return _linear(x, 1).expand(*x.shape[:-1], features)
             return _linear(x, features)
+        if func in _PRODUCTS and len(args) == 2 and _overlaps(args[1]):  # experts that are no linear layers
+            x, weight = args
+            return _linear(x.expand(*weight.shape[: weight.dim() - x.dim()], *x.shape), weight.shape[-1])
         if func is F.embedding:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             return _embedding(args[0] if args else kwargs["input"], weight.shape[-1])
