@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -20,7 +22,8 @@ import transformers
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.patch import NAME
+from seqpar.hf.state import NAME
+from seqpar.hf.tracing import trace_tokens
 
 from .hf_workers import MODELS, PARALLELIZE, VOCAB, gradients, make_batch, one_device, table, tiny, worst
 from .pool import Pool, on_ranks
@@ -413,6 +416,92 @@ def refused(change: str) -> Any:
 def test_refused_models(change: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         seqpar.hf.parallelize(refused(change), strategy="local")
+
+
+class Blend(nn.Module):
+    """A token mixer under a name that no list has. ``how``: what it does to ``[batch, seq, hidden]``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.inner = nn.Linear(32, 32)
+        self.scale = nn.Parameter(torch.zeros(()))  # at first it changes nothing
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Any:
+        y = self.inner(x)
+        if self.how == "cumulative":
+            y = y.cumsum(1)
+        elif self.how == "shift":
+            y = F.pad(y, (0, 0, 1, 0))[:, :-1]
+        elif self.how == "fft":
+            y = torch.fft.fft(y, dim=1).real
+        elif self.how == "unfold":
+            y = F.pad(y, (0, 0, 3, 0)).unfold(1, 4, 1).mean(-1)
+        elif self.how == "mean":
+            y = y + y.mean(1, keepdim=True)
+        return x + self.scale * y
+
+
+def with_blend(how: str, where: str, device: str = "cpu") -> Any:
+    model = tiny("llama").to(device)
+    layer = model.model.layers[1]
+    if where == "mlp":
+        layer.mlp = Blend(how)
+    elif where == "before the keys":
+        layer.self_attn.k_proj = nn.Sequential(Blend(how), layer.self_attn.k_proj)
+    elif where == "instead of attention":
+        blend = Blend(how)  # not part of the model: its weights stay what they are
+        nn.init.ones_(blend.scale)
+        layer.self_attn.forward = lambda hidden_states, **kwargs: (blend(hidden_states), None)
+    return model.to(device)
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "name"),
+    [
+        ("cumulative", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
+        ("shift", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
+        ("fft", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
+        ("unfold", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
+        ("mean", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
+        ("cumulative", "before the keys", r"'model.layers.1.self_attn.k_proj.0' \(Blend\)"),
+        ("cumulative", "instead of attention", r"'model.layers.1.self_attn' \(LlamaAttention\)"),
+    ],
+)
+def test_a_mixer_with_an_unlisted_name_is_refused(how: str, where: str, name: str) -> None:
+    """It is found by what it does, although its name says nothing and its weights do nothing yet."""
+    with pytest.raises(ValueError, match=f"layer {name} mixes tokens: in a trial run"):
+        seqpar.hf.parallelize(with_blend(how, where), strategy="local")
+    seqpar.hf.parallelize(with_blend("none", where if where != "instead of attention" else "mlp"), strategy="local")
+
+
+def test_a_mixer_is_found_without_weights() -> None:
+    with pytest.raises(ValueError, match=r"'model.layers.1.mlp' \(Blend\) mixes tokens"):
+        seqpar.hf.parallelize(with_blend("shift", "mlp", "meta"), strategy="local")
+
+
+@pytest.mark.parametrize("kind", [*MODELS, "gpt2", "bert", "llama4"])
+def test_the_trial_run_changes_nothing(kind: str) -> None:
+    """All of these run, on the meta device too, and every layer attends through the interface."""
+    model = tiny(kind)
+    before = {name: (dict(vars(m)), [*m._forward_hooks], [*m.parameters()]) for name, m in model.named_modules()}
+    random = torch.get_rng_state()
+    trace = trace_tokens(model)
+    assert (trace.mixes, trace.pools, trace.error, len(trace.attends)) == (None, None, None, 2)
+    after = {name: (dict(vars(m)), [*m._forward_hooks], [*m.parameters()]) for name, m in model.named_modules()}
+    assert all(map(operator.is_, model.parameters(), before[""][2]))
+    assert [x[0].keys() for x in before.values()] == [x[0].keys() for x in after.values()]
+    assert [x[1] for x in before.values()] == [x[1] for x in after.values()]
+    assert torch.equal(random, torch.get_rng_state())
+    trace = trace_tokens(model.to("meta"))
+    assert (trace.mixes, trace.error, len(trace.attends)) == (None, None, 2)
+
+
+def test_a_model_that_cannot_be_tried_warns() -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp.forward = lambda x: x.view(1, 2, 3)
+    with pytest.warns(UserWarning, match=r"trial run on a few tokens failed .*seqpar\.hf\.verify"):
+        seqpar.hf.parallelize(model, strategy="local")
 
 
 def test_seqpar_itself_does_without_transformers() -> None:

@@ -99,6 +99,12 @@ def communicator(
     return _made[world][key]
 
 
+def existing_communicators() -> list[ProcessGroup]:
+    """The communicators that this process has made since the default group started."""
+    world = dist.group.WORLD
+    return list(_made.get(world, {}).values()) if world is not None else []
+
+
 def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timedelta | None) -> ProcessGroup:
     parent, rank, size = parent_group(ranks), rank_in(ranks), size_of(ranks)
     name = "fake" if purpose == "nothing" else parent._get_backend(device).name()

@@ -16,6 +16,7 @@ except ImportError as error:
 from .batch import BatchShard, shard_batch
 from .loader import ShardCollator, ShardedLoader
 from .patch import parallelize, restore
+from .verification import VerificationError, VerificationReport, verify
 
 if TYPE_CHECKING:
     from .trainer import SequenceParallelMixin, SequenceParallelTrainer
@@ -26,9 +27,12 @@ __all__ = [
     "SequenceParallelTrainer",
     "ShardCollator",
     "ShardedLoader",
+    "VerificationError",
+    "VerificationReport",
     "parallelize",
     "restore",
     "shard_batch",
+    "verify",
 ]
 
 

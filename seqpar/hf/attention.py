@@ -80,7 +80,7 @@ def attention_forward(
             "whose layers do not pass **kwargs on cannot recompute them (activation checkpointing)"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    in_layer = causal, *_window_and_chunk(module, sliding_window)
+    in_layer = causal, *window_and_chunk(module, sliding_window)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
     weight = None
     if hands_on_latents(module):
@@ -218,7 +218,7 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def _window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
+def window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
     """The layer's window (``|i - j| < window``) and chunk size.
 
     Layers that rely on the dense mask for them do not pass them on: they are in the config.

@@ -27,8 +27,8 @@ from ..sharding import Sharding, check_sharding
 
 IGNORE_INDEX = -100
 # The names under which collators give document boundaries, and the names of what comes with them and is not used here.
-_BOUNDARY_NAMES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens", "cu_seq_lens_k")
-_UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx")
+BOUNDARY_NAMES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens", "cu_seq_lens_k")
+UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx")
 
 Documents = list[tuple[int, ...]]  # by batch row: the documents' boundaries, 0 first
 TokenRanges = list[tuple[int, int]]  # by batch row: the first token that is not padding, and one past the last
@@ -222,8 +222,8 @@ class _BatchSpec:
         self, rest: dict[str, Any], device: torch.device, ranges: TokenRanges | None
     ) -> Documents | None:
         """Return the documents' boundaries, and put ``position_ids [batch, seq]`` in ``rest``."""
-        given = [rest.pop(name) for name in _BOUNDARY_NAMES if name in rest]
-        for name in _UNUSED_NAMES:
+        given = [rest.pop(name) for name in BOUNDARY_NAMES if name in rest]
+        for name in UNUSED_NAMES:
             rest.pop(name, None)
         documents: Documents | None
         ids = rest.get("position_ids")

@@ -21,15 +21,15 @@ from . import hooks
 from .attention import attention_forward, no_mask
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
-from .state import Gradients, Patch
+from .state import NAME, Gradients, Patch, patch_of
 from .support import attention_layers, check_model
+from .verification import verify_while_training
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..strategies import StrategyOptions
 
-NAME = "seqpar"
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, no_mask)
 
@@ -100,6 +100,7 @@ def parallelize(
         hand_on_latents(layer)
     for root in roots:
         _register_hooks(root, patch)
+        verify_while_training(root, patch)
     return model
 
 
@@ -133,21 +134,6 @@ def restore(model: Model) -> Model:
         hand_on_keys(module)
         del module._seqpar
     return model
-
-
-def patch_of(model: nn.Module) -> Patch:
-    """The patch of a parallelized model, or of one inside it (peft, DDP).
-
-    Raises:
-        ValueError: none of its modules is parallelized.
-    """
-    for module in model.modules():
-        patch = getattr(module, "_seqpar", None)
-        if isinstance(patch, Patch):
-            return patch
-    raise ValueError(
-        f"model={type(model).__name__}: it is not parallelized; call seqpar.hf.parallelize(model, ...) first"
-    )
 
 
 def _root_models(model: nn.Module) -> list[PreTrainedModel]:

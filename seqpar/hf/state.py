@@ -24,6 +24,7 @@ from ..mesh import rank_in, size_of
 from ..strategies import StrategyName, StrategyOptions
 from .batch import BatchShard
 
+NAME = "seqpar"  # of the attention function, in a model's config
 Gradients = Literal["auto", "partial", "mean"]
 
 
@@ -74,6 +75,21 @@ class Patch:
             "model: a parallelized model cannot be pickled, because process groups cannot; save its state_dict "
             "(save_pretrained does), or call seqpar.hf.restore(model) first"
         )
+
+
+def patch_of(model: nn.Module) -> Patch:
+    """The patch of a parallelized model, or of one inside it (peft, DDP).
+
+    Raises:
+        ValueError: none of its modules is parallelized.
+    """
+    for module in model.modules():
+        patch = getattr(module, "_seqpar", None)
+        if isinstance(patch, Patch):
+            return patch
+    raise ValueError(
+        f"model={type(model).__name__}: it is not parallelized; call seqpar.hf.parallelize(model, ...) first"
+    )
 
 
 @dataclass(frozen=True, eq=False)

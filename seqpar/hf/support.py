@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from .tracing import Trace, trace_tokens
+
+# A first look, before ``trace_tokens`` runs the model. It costs nothing, names the layer by what it is (the trial run
+# names the innermost module that it happens in), and finds a mixer whose memory a few tokens do not fill.
 # Class names of layers that mix tokens. A layer that neither attends through the interface nor holds a layer that does
 # would mix the tokens of one rank only.
 _MIXES_TOKENS = re.compile(
@@ -61,6 +66,37 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     _check_layer_types(model, model_name)
     _check_head(model, model_name)
     _check_positions(model, model_name)
+    _check_trace(trace_tokens(model), model, layers)
+
+
+def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+    """Raise if the model, run on a few tokens, lets them see each other outside of the interface.
+
+    Layers that attend without ``_uses_interface`` having seen it are added to ``layers``.
+    """
+    model_name = type(model).__name__
+    if trace.mixes is not None:
+        name, class_name = trace.mixes
+        raise ValueError(
+            f"model={model_name}: layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its "
+            "output for a token depended on other tokens, and not through transformers' AttentionInterface; such a "
+            "layer cannot be sharded along the sequence"
+        )
+    if trace.pools is not None:
+        name, class_name = trace.pools
+        raise ValueError(
+            f"model={model_name}: layer {name!r} ({class_name}) pools the tokens in its input, which here are one "
+            "rank's; take the model without it"
+        )
+    if trace.error is not None:
+        warnings.warn(
+            f"model={model_name}: its trial run on a few tokens failed ({type(trace.error).__name__}: {trace.error}), "
+            "so its layers were checked by their names only; compare it with one device by seqpar.hf.verify",
+            stacklevel=4,
+        )
+        return
+    known = set(map(id, layers.values()))
+    layers.update({name: m for name, m in model.named_modules() if m in trace.attends and id(m) not in known})
 
 
 def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] | None:

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from .batch import shard_batch
-from .patch import patch_of
-from .state import Patch
+from .state import Patch, patch_of
 from .wrappers import deepspeed_error
 
 # The mixin's methods call the methods of the Trainer after it, which a type checker does not know.

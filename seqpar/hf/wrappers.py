@@ -61,6 +61,22 @@ def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Averaging]:
     return {averaging for wrapper in found for averaging in _averaging(wrapper)}
 
 
+def gradient_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> list[Averaging]:
+    """The DDP, FSDP1 and ``fully_shard`` in ``model``, itself included, that average over the ranks of ``group``."""
+    if group is None:
+        return []
+    sequence = frozenset(dist.get_process_group_ranks(group))
+    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    found = {averaging for m in model.modules() if isinstance(m, kinds) for averaging in _averaging(m)}
+    return [averaging for averaging in found if sequence <= averaging.ranks]
+
+
+def outermost(model: nn.Module) -> nn.Module:
+    """The DDP, FSDP or DeepSpeed engine around the whole ``model``, or the model itself."""
+    around = [w for w in _known_wrappers(model) if any(m is model for m in w.modules())]
+    return max([model, *around], key=lambda m: sum(1 for _ in m.modules()))
+
+
 def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:
     """Whether the full weight of ``head`` is there until the forward of ``model`` ends, not only in the head's own."""
     if isinstance(head, FSDPModule) or isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id"):

@@ -1,0 +1,218 @@
+"""What the attention layers of a transformers model get and return in a forward and its backward, and the same model on
+one device: without the hooks of ``parallelize``, with transformers' own eager attention and masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    eager_mask,
+    packed_sequence_mask_function,
+)
+
+from .state import Patch
+from .support import attention_layers
+from .tracing import replaced_interface
+
+_INPUTS = ("input_ids", "position_ids", "labels")
+
+Attend = Callable[..., tuple[Tensor, Any]]
+
+
+class Place(NamedTuple):
+    """Where a tensor was recorded: the layer's name (empty for the model itself), and which of its tensors it is."""
+
+    layer: str
+    quantity: str
+
+
+class Call(NamedTuple):
+    """A call of transformers' attention interface.
+
+    Attributes:
+        layer: the name of the attention layer.
+        implementation: the name of the attention function, as in the model's config.
+        tokens: length of the queries.
+        described: everything else that must be the same on every rank.
+    """
+
+    layer: str
+    implementation: str
+    tokens: int
+    described: str
+
+
+class Recording:
+    """What one forward and backward of a model computed, on the CPU, in the order of the forward.
+
+    Attributes:
+        inputs: ``input_ids``, ``position_ids`` and ``labels`` as the model's forward got them.
+        tensors: float ``[batch, seq, ...]``: of each attention layer its input, query, key, value, attention and
+            output, and the model's last hidden states.
+        gradients: the loss's gradients of these tensors.
+        calls: the calls of the attention interface.
+        options: by layer: the module and the keyword arguments of its call.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.inputs: dict[str, Tensor] = {}
+        self.tensors: dict[Place, Tensor] = {}
+        self.gradients: dict[Place, Tensor] = {}
+        self.calls: list[Call] = []
+        self.options: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+        self._names = {module: name for name, module in root.named_modules()}
+
+    def attend(
+        self, implementation: str, function: Attend, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Call the attention function, and record the call. Shapes as in ``attention_forward``."""
+        layer = self._names.get(module, type(module).__name__)
+        plain = {
+            name: x for name, x in kwargs.items() if isinstance(x, str | int | float | bool) and name != "max_length_q"
+        }
+        described = f"{[(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (q, k, v)]} {sorted(plain.items())}"
+        self.calls.append(Call(layer, implementation, q.shape[2], described))
+        self.options[layer] = module, kwargs
+        for name, x in (("query", q), ("key", k), ("value", v)):
+            self._keep(layer, name, x, token_dim=2)
+        out, weights = function(module, q, k, v, *args, **kwargs)
+        self._keep(layer, "attention", out)
+        return out, weights
+
+    def watch_inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name in _INPUTS:
+            if isinstance(x := kwargs.get(name), Tensor):
+                self.inputs[name] = x.detach().cpu()
+
+    def watch_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (x := _hidden_states((*args, kwargs.get("hidden_states")))) is not None:
+            self._keep(self._names[layer], "input", x)
+
+    def watch_output(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        values = output if isinstance(output, tuple) else (output,)
+        if (x := _hidden_states(values)) is not None:
+            self._keep(self._names[layer], "output", x)
+
+    def watch_last(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        values = tuple(output.values()) if hasattr(output, "values") else output
+        if isinstance(values, tuple | list) and (x := _hidden_states(values)) is not None:
+            self._keep("", "last hidden states", x)
+
+    def _keep(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
+        """Record ``x`` and, in backward, its gradient, as ``[batch, seq, ...]``."""
+        place, again = Place(layer, quantity), 1
+        while place in self.tensors:  # a module that is called several times
+            again += 1
+            place = Place(f"{layer}, call {again}", quantity)
+        self.tensors[place] = _on_cpu(x, token_dim)
+        if x.requires_grad and torch.is_grad_enabled():
+            x.register_hook(partial(self._keep_gradient, place, token_dim))
+
+    def _keep_gradient(self, place: Place, token_dim: int, gradient: Tensor) -> None:
+        self.gradients[place] = _on_cpu(gradient, token_dim)
+
+
+def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
+    x = x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
+    return x.transpose(1, token_dim)
+
+
+def _hidden_states(values: Sequence[Any]) -> Tensor | None:
+    return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
+
+
+@contextmanager
+def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[Recording]:
+    """Record what ``root`` computes in the block.
+
+    Args:
+        root: a transformers model.
+        attend: used instead of the model's attention functions.
+    """
+    record = Recording(root)
+
+    def record_calls(implementation: str, function: Attend) -> Attend:
+        return partial(record.attend, implementation, attend or function)
+
+    handles = [root.register_forward_pre_hook(record.watch_inputs, with_kwargs=True)]
+    for layer in attention_layers(root).values():
+        handles.append(layer.register_forward_pre_hook(record.watch_input, with_kwargs=True))
+        handles.append(layer.register_forward_hook(record.watch_output))
+    if root.base_model is not root or root.get_output_embeddings() is None:  # otherwise its output is logits
+        handles.append(root.base_model.register_forward_hook(record.watch_last))
+    try:
+        with replaced_interface(record_calls):
+            yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iterator[None]:
+    """In the block, ``model`` computes what it does without ``parallelize``, with transformers' eager attention.
+
+    Args:
+        model: a parallelized model.
+        patch: its patch.
+        documents: int ``[batch, seq]``, which document a token belongs to. transformers finds documents by itself in
+            some of its models only; here its own mask functions separate them in all.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_without_hooks(patch.handles))
+        for module, loss_function in patch.loss_functions:
+            stack.callback(setattr, module, "_loss_function", vars(module)["_loss_function"])
+            if loss_function is None:
+                del module._loss_function
+            else:
+                module._loss_function = loss_function
+        configs = {
+            id(x): x for module in model.modules() for x in vars(module).values() if isinstance(x, PreTrainedConfig)
+        }
+        for config in configs.values():
+            before = config._attn_implementation_internal
+            stack.callback(setattr, config, "_attn_implementation_internal", before)
+            config._attn_implementation_internal = "eager"
+        if documents is not None:
+            # An entry of this object: it comes before the one that all objects share.
+            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_mask_of_documents, documents)
+            stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, "eager")
+        yield
+
+
+def _mask_of_documents(
+    documents: Tensor, *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
+) -> Tensor:
+    kwargs["allow_is_bidirectional_skip"] = False
+    same_document = packed_sequence_mask_function(documents.to(kwargs.get("device", "cpu")))
+    mask: Tensor = eager_mask(*args, mask_function=and_masks(mask_function, same_document), **kwargs)
+    return mask
+
+
+@contextmanager
+def _without_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+    """Take hooks off modules, and put them back in their places."""
+    before = []
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            before.append((hooks, list(hooks.items())))
+            del hooks[handle.id]
+    try:
+        yield
+    finally:
+        for hooks, items in reversed(before):
+            hooks.clear()
+            hooks.update(items)

@@ -1,0 +1,361 @@
+"""``verify`` passes healthy models, and finds each of ten planted faults and says where it is."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+pytest.importorskip("transformers")
+
+import seqpar
+import seqpar.hf
+from seqpar.hf import VerificationError, VerificationReport
+from seqpar.hf import attention as hf_attention
+from seqpar.hf.state import current_forward
+from seqpar.mask import Mask
+
+from .hf_workers import gradients, make_batch, tiny
+from .pool import Pool, on_ranks
+
+pytestmark = pytest.mark.slow
+HEALTHY = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert", "llama4", "gpt2")
+BATCHES = ("plain", "packed", "left", "right")
+LAYER = "model.layers.{}.self_attn"
+
+
+@on_ranks
+def healthy(group: ProcessGroup, kinds: tuple[str, ...], **arguments: Any) -> list[str]:
+    wrong = []
+    batches = BATCHES if group.size() == 2 else ("packed", "left")
+    for kind in kinds:
+        model = seqpar.hf.parallelize(tiny(kind), group=group, **arguments)
+        for how in batches:
+            report = seqpar.hf.verify(model, make_batch(how), raise_on_error=False)
+            if not report.ok or report.layers != 2:
+                wrong.append(f"{kind} {how}: {report}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("arguments", [{}, {"strategy": "ulysses", "layout": "contiguous"}], ids=["ring", "ulysses"])
+def test_healthy_models(pool: Pool, world: int, arguments: dict[str, Any]) -> None:
+    kinds = HEALTHY if not arguments else ("llama", "gpt_oss")
+    for wrong in pool.run(world, healthy, kinds, **arguments):
+        assert not wrong, wrong[0]
+
+
+@on_ranks
+def healthy_in_wrappers(group: ProcessGroup) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    def with_ddp(model: Any) -> Any:
+        return DistributedDataParallel(model, process_group=group)
+
+    def with_fsdp2(model: Any) -> Any:
+        mesh = init_device_mesh("cpu", (group.size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def with_fsdp1(model: Any) -> Any:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+    said = []
+    for wrap in (with_ddp, with_fsdp2, with_fsdp1):
+        model = wrap(seqpar.hf.parallelize(tiny("gpt_oss"), group=group))
+        report = seqpar.hf.verify(model, make_batch("packed"), raise_on_error=False)
+        said += [] if report.ok else [f"{wrap.__name__}: {report}"]
+    return said
+
+
+@pytest.fixture(scope="module")
+def pool_of_two() -> Any:
+    """Its world is the sequence, over which wrappers average."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def test_healthy_models_in_wrappers(pool_of_two: Pool) -> None:
+    for wrong in pool_of_two.run(2, healthy_in_wrappers):
+        assert not wrong, wrong[0]
+
+
+def parallel(group: ProcessGroup, kind: str = "llama", **options: Any) -> Any:
+    return seqpar.hf.parallelize(tiny(kind), group=group, **options)
+
+
+def cut(group: ProcessGroup, **changes: Any) -> Any:
+    """A training loop's own way to cut a batch, with something changed in what ``shard_batch`` returns."""
+
+    def shard(batch: Any) -> dict[str, Any]:
+        local = seqpar.hf.shard_batch(batch, group=group)
+        for name, change in changes.items():
+            local[name] = change(local[name])
+        return local
+
+    return shard
+
+
+class Stale(torch.autograd.Function):
+    """Attention whose backward uses the keys of the next token."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Any) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.call = call
+        return call(q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        q, k, v = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = ctx.call(q, k.roll(1, 1), v)
+        return (*torch.autograd.grad(out, (q, k, v), gradient), None)
+
+
+def stale_attention(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+    return Stale.apply(q, k, v, lambda *x: seqpar.attention(*x, **kwargs))
+
+
+def planted(group: ProcessGroup, fault: str) -> VerificationReport:
+    """The report on a model with one fault."""
+    verify = seqpar.hf.verify
+    if fault == "shifted labels":
+        shift = cut(group, labels=lambda x: F.pad(x, (0, 1), value=-100)[:, 1:])
+        return verify(parallel(group), make_batch("plain"), False, shard=shift)
+    if fault == "labels shifted twice":
+
+        def twice(batch: Any) -> dict[str, Any]:
+            labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+            return seqpar.hf.shard_batch({**batch, "labels": labels}, group=group)
+
+        return verify(parallel(group), make_batch("plain"), False, shard=twice)
+    if fault == "wrong layout":
+
+        def contiguous(batch: Any) -> dict[str, Any]:
+            local = seqpar.hf.shard_batch(batch, group=group, layout="contiguous")
+            local["seqpar"].layout = "zigzag"
+            return local
+
+        return verify(parallel(group), make_batch("plain", 48), False, shard=contiguous)
+    if fault == "ignored window":
+        with mock.patch.object(hf_attention, "window_and_chunk", return_value=(None, None)):
+            return verify(parallel(group, "gemma2"), make_batch("plain"), False)
+    if fault == "dropped document boundary":
+
+        def one_document(shard: Any) -> Any:
+            shard.mask = Mask.full()
+            return shard
+
+        return verify(parallel(group), make_batch("packed"), False, shard=cut(group, seqpar=one_document))
+    if fault == "unsummed gradient":
+        return verify(parallel(group), make_batch("plain"), False, sync=lambda model: None)
+    if fault == "unsummed gradient in ddp":
+        model = parallel(group)
+        model._ddp_params_and_buffers_to_ignore = ["model.layers.1.mlp.up_proj.weight"]
+        return verify(DistributedDataParallel(model, process_group=group), make_batch("plain"), False)
+    if fault == "wrong positions":
+        local = cut(group, position_ids=lambda x: torch.arange(x.shape[1]).expand(x.shape))
+        return verify(parallel(group), make_batch("plain"), False, shard=local)
+    if fault == "wrong rotation":
+        model = parallel(group)
+
+        def count(module: Any, args: Any, kwargs: Any) -> Any:
+            ids = kwargs["position_ids"]
+            return args, {**kwargs, "position_ids": ids - ids.amin() if current_forward() else ids}
+
+        model.model.rotary_emb.register_forward_pre_hook(count, with_kwargs=True)
+        return verify(model, make_batch("plain"), False)
+    if fault == "unpatched layer":
+        model = parallel(group)
+        layer = model.model.layers[1].self_attn
+        layer.config = copy.deepcopy(layer.config)
+        layer.config._attn_implementation = "eager"
+        return verify(model, make_batch("plain"), False)
+    if fault == "gradients divided by P":
+        model = parallel(group, gradients="partial")
+        return verify(DistributedDataParallel(model, process_group=group), make_batch("plain"), False)
+    if fault == "gradients times P":
+        return verify(parallel(group, gradients="mean"), make_batch("plain"), False)
+    if fault == "stale keys in backward":
+        with mock.patch.object(hf_attention, "attention", stale_attention):
+            return verify(parallel(group), make_batch("plain"), False)
+    if fault == "another strategy":
+        strategy = "ring" if group.rank() == 0 else "ulysses"
+        return verify(parallel(group, strategy=strategy), make_batch("plain"), False)
+    if fault == "another layer":
+        model = parallel(group)
+        if group.rank() == 1:
+            model.model.layers[0].self_attn.scaling = 1.0
+        return verify(model, make_batch("plain"), False)
+    if fault == "other weights":
+        model = parallel(group)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1 + 0.01 * group.rank())
+        return verify(model, make_batch("plain"), False)
+    raise ValueError(fault)
+
+
+@on_ranks
+def report_of(group: ProcessGroup, fault: str) -> tuple[bool, list[tuple[str, str, str]], str]:
+    report = planted(group, fault)
+    return report.ok, [(d.kind, d.layer, d.quantity) for d in report.differences], str(report)
+
+
+FAULTS: dict[str, tuple[tuple[str, str, str], str]] = {
+    "shifted labels": (("input", "", "labels"), "they are"),
+    "labels shifted twice": (("input", "", "labels"), "shifted twice"),
+    "wrong layout": (("input", "", "input_ids"), "layout 'contiguous', but the model has layout='zigzag'"),
+    "ignored window": (("forward", LAYER.format(0), "attention"), "the attention without its sliding window of 7"),
+    "dropped document boundary": (("forward", LAYER.format(0), "attention"), "without the documents' boundaries"),
+    "unsummed gradient": (("gradient", "", "model.embed_tokens.weight"), "partial gradient, which nobody summed"),
+    "unsummed gradient in ddp": (("gradient", "", "module.model.layers.1.mlp.up_proj.weight"), "nobody summed"),
+    "wrong positions": (("input", "", "position_ids"), "they count this rank's tokens"),
+    "wrong rotation": (("forward", LAYER.format(0), "query"), "the positions in its rotary embedding"),
+    "unpatched layer": (("layer", LAYER.format(1), "attention"), "('eager') is not parallelized"),
+    "gradients divided by P": (("gradient", "", "module.model.embed_tokens.weight"), "divided by the 2 ranks"),
+    "gradients times P": (("gradient", "", "model.embed_tokens.weight"), "multiplied by the 2 ranks"),
+    "stale keys in backward": (("backward", LAYER.format(1), "gradient of value"), "its backward used other keys"),
+    "another strategy": (("path", "", "path"), "strategy='ulysses'"),
+    "another layer": (("path", "", "path"), "('scaling', 1.0)"),
+    "other weights": (("weights", "", "model.norm.weight"), "different weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults(pool_of_two: Pool, fault: str) -> None:
+    place, words = FAULTS[fault]
+    by_rank = pool_of_two.run(2, report_of, fault)
+    ok, places, said = by_rank[0]
+    assert not ok and places[0] == place, said
+    assert words in said
+    assert by_rank[1] == by_rank[0]  # the same report on every rank
+
+
+@on_ranks
+def in_another_collective(group: ProcessGroup) -> str:
+    """Rank 1 leaves out the exchange of the second layer: rank 0 waits for it in vain."""
+    model = parallel(group)
+
+    def without_exchange(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        if group.rank() == 1 and len(calls) == 2:
+            return q.clone()
+        return seqpar.attention(q, k, v, **kwargs)
+
+    calls: list[int] = []
+    with mock.patch.object(hf_attention, "attention", without_exchange), pytest.raises(VerificationError) as caught:
+        seqpar.hf.verify(model, make_batch("plain"), deadline_s=3.0)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_reported() -> None:
+    pool = Pool(2)
+    try:
+        for said in pool.run(2, in_another_collective, deadline_s=40):
+            assert "path: run" in said, said
+    finally:
+        pool.close()
+
+
+@on_ranks
+def state_before_and_after(group: ProcessGroup, kind: str) -> list[str]:
+    model = parallel(group, kind)
+    model.train()
+    model.model.layers[0].eval()
+    local = seqpar.hf.shard_batch(make_batch("plain"), group=group)
+    model(**local).loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.add_(1.0)
+
+    def state() -> dict[str, Any]:
+        hooks = {n: [*m._forward_hooks, *m._forward_pre_hooks] for n, m in model.named_modules()}
+        return {
+            "gradients": gradients(model),
+            "identity": [id(p.grad) for p in model.parameters()],
+            "random": torch.get_rng_state(),
+            "modes": [m.training for m in model.modules()],
+            "buffers": {n: b.clone() for n, b in model.named_buffers()},
+            "hooks": hooks,
+            "config": model.config.to_dict(),
+            "loss": model(**local).loss.detach(),
+        }
+
+    before = state()
+    seqpar.hf.verify(model, make_batch("packed"))
+    after = state()
+    return [name for name, x in before.items() if not _same(x, after[name])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_nothing_is_left_behind(pool: Pool, kind: str) -> None:
+    for changed in pool.run(2, state_before_and_after, kind):
+        assert not changed
+
+
+@on_ranks
+def while_training(group: ProcessGroup, fault: bool) -> tuple[int, str]:
+    with mock.patch.dict(os.environ, {"SEQPAR_VERIFY": "2", "SEQPAR_VERIFY_TOKENS": "24"}):
+        model = parallel(group, "mistral")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    from seqpar.hf import verification
+
+    reports: list[VerificationReport] = []
+
+    def count(*args: Any, **kwargs: Any) -> VerificationReport:
+        reports.append(seqpar.hf.verify(*args, **kwargs))
+        return reports[-1]
+
+    try:
+        with mock.patch.object(verification, "verify", count):
+            for step in range(4):
+                local = seqpar.hf.shard_batch(make_batch("left" if step else "packed"), group=group)
+                model(**local).loss.backward()
+                if not fault or step < 2:
+                    seqpar.sync_gradients(model, group=group)
+                optimizer.step()
+                optimizer.zero_grad()
+    except VerificationError as error:
+        return len(reports), str(error)
+    finally:
+        seqpar.hf.restore(model)
+    assert all(report.seq_len == 24 for report in reports)
+    return len(reports), ""
+
+
+def test_every_n_steps(pool: Pool) -> None:
+    assert pool.run(2, while_training, False) == [(2, "")] * 2
+    for checked, said in pool.run(2, while_training, True):
+        assert checked == 1 and "nobody summed" in said
+
+
+def test_refused_arguments() -> None:
+    with pytest.raises(ValueError, match="not parallelized"):
+        seqpar.hf.verify(tiny("llama"), make_batch("plain"))
+    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    with pytest.raises(ValueError, match="sharded already"):
+        seqpar.hf.verify(model, seqpar.hf.shard_batch(make_batch("plain")))
+    with pytest.raises(TypeError, match="expected a dict"):
+        seqpar.hf.verify(model, [1])
+    with mock.patch.dict(os.environ, {"SEQPAR_VERIFY": "often"}), pytest.raises(ValueError, match="SEQPAR_VERIFY="):
+        seqpar.hf.parallelize(tiny("llama"), strategy="local")
