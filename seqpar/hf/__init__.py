@@ -1,7 +1,7 @@
 """transformers models with their sequence sharded over ranks: one line to patch, the same loss, the same gradients.
 
-``parallelize`` the model, call it with what ``shard_batch`` returns, and sum the partial gradients with
-``seqpar.sync_gradients``.
+Give a ``ParallelismConfig`` to the Trainer, to TRL or to accelerate. In a loop of your own, ``parallelize`` the model,
+call it with the batch, and sum the partial gradients with ``seqpar.sync_gradients``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from .loader import ShardCollator, ShardedLoader
 from .patch import parallelize, restore
 
 if TYPE_CHECKING:
+    from .parallelism import ParallelismConfig
     from .trainer import SequenceParallelMixin, SequenceParallelTrainer
 
 __all__ = [
     "BatchShard",
+    "ParallelismConfig",
     "SequenceParallelMixin",
     "SequenceParallelTrainer",
     "ShardCollator",
@@ -33,7 +35,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the trainer at its first use: it imports accelerate, which takes a second."""
+    """Import what imports accelerate at its first use: that takes a second."""
+    if name == "ParallelismConfig":
+        from .parallelism import ParallelismConfig
+
+        return ParallelismConfig
     if name in ("SequenceParallelMixin", "SequenceParallelTrainer"):
         from . import trainer
 
