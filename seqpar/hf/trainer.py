@@ -70,8 +70,8 @@ class SequenceParallelMixin(_Mixin):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Sequences in an optimizer step."""
-        count: int = super().get_total_train_batch_size(args)
-        return count // self.accelerator.parallelism_config.sequence_ranks
+        count: int = super().get_total_train_batch_size(args) // self.accelerator.parallelism_config.sequence_ranks
+        return count
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
