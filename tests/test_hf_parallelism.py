@@ -249,8 +249,10 @@ def test_trainer(
 def test_sft_trainer(
     pools: dict[int, Pool], tmp_path: Path, world: int, config: dict[str, Any], kind: str, packing: bool
 ) -> None:
-    """TRL's fused head: the loss, entropy and accuracy come from per-token outputs."""
-    pytest.importorskip("trl")
+    """With TRL's fused head, the loss, entropy and accuracy come from per-token outputs; without it, from logits."""
+    utilities = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utilities, "add_fused_lm_head"):
+        config = {**config, "outputs": "whole"}
     dp = 1 if config["cp_size"] == -1 else world // config["cp_size"]
     expected = alone("sft", str(tmp_path), kind, 2, packing)
     compare(pools[world].run(world, parallel, "sft", config, str(tmp_path), kind, 2 // dp, packing), expected, dp)
@@ -398,4 +400,5 @@ def test_what_it_relies_on() -> None:
     assert "parallelism_config.tp_enabled" in inspect.getsource(accelerate.Accelerator.prepare)
     assert accelerate.ParallelismConfig(dp_shard_size=2).fsdp_dim_names == ["dp_shard_cp"]
     for size in ("tp", "cp"):
-        assert f"pc.{size}_size" in inspect.getsource(getattr(transformers.Trainer, f"get_{size}_size"))
+        source = inspect.getsource(getattr(transformers.Trainer, f"get_{size}_size"))
+        assert f"pc.{size}_size" in source or "pc." not in source
