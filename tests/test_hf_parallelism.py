@@ -205,7 +205,7 @@ def parallel(group: ProcessGroup, body: str, config: dict[str, Any], *args: Any,
 def alone(body: str, *args: Any, here: bool = False, **kwargs: Any) -> Run:
     """One process without this package, or with it ``here``."""
     with torchrun(None):
-        return BODIES[body](seqpar.hf.ParallelismConfig() if here else None, *args, **kwargs)
+        return BODIES[body](seqpar.hf.ParallelismConfig(-1) if here else None, *args, **kwargs)
 
 
 def compare(ours: list[Run], theirs: Run, dp: int = 1) -> None:

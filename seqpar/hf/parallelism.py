@@ -120,6 +120,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             **options,
         }
         self.sequence_ranks = 1  # in the config that an Accelerator keeps
+        self._is_kept = False
         self._group: ProcessGroup | None = None
 
     def __repr__(self) -> str:
@@ -137,10 +138,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
         """Called by an Accelerator at the end of its start: make it deal batches and prepare models for sequences."""
-        if not isinstance(self.device_mesh, DeviceMesh) and accelerator.num_processes > 1:
-            config = self._of(accelerator)
-        else:
-            config = self  # a second Accelerator shares the state of the first
+        # A second Accelerator has the state of the first, with the config that was made for it.
+        config = self if self._is_kept else self._of(accelerator)
         accelerator.state.parallelism_config = config
         accelerator.state.device_mesh = config.device_mesh
         share_sequences(accelerator, config.sequence_ranks, config._parallelize)
@@ -167,7 +166,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
                 "cp_size must divide it and the others be left out"
             )
         config = copy.copy(self)
-        config.sequence_ranks, config.cp_size = cp_size, 1
+        config.sequence_ranks, config.cp_size, config._is_kept = cp_size, 1, True
+        if world == 1:
+            return config
         if given == 1 and accelerator.is_fsdp2:
             config.dp_shard_size = world // cp_size
         elif given == 1:
@@ -233,7 +234,7 @@ def share_sequences(accelerator: accelerate.Accelerator, shared: int, prepare: A
 def share_sequences_of(accelerator: accelerate.Accelerator, shared: int) -> None:
     """The same for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
     config = ParallelismConfig()
-    config.sequence_ranks, config.cp_size = shared, 1
+    config.sequence_ranks, config.cp_size, config._is_kept = shared, 1, True
     accelerator.state.parallelism_config = config
     share_sequences(accelerator, shared, lambda model: None)
 
