@@ -1,4 +1,4 @@
-# make demo | test | test-fast | lint | docs | scale | format | bench | peers | clean
+# make demo | test | test-fast | compat | lint | docs | scale | format | bench | peers | clean
 #
 # The first target that runs creates .venv and installs everything: about two minutes with a warm pip cache.
 
@@ -15,7 +15,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast lint docs scale format bench peers clean
+.PHONY: demo test test-fast compat lint docs scale format bench peers clean
 
 # Train a small model on one process and under every strategy on four, and compare the losses.
 demo: $(READY)
@@ -28,6 +28,11 @@ test: $(READY)
 # The tests to run while writing code: everything that is not marked slow.
 test-fast: $(READY)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# The core Hugging Face tests with the oldest and the newest versions of transformers, accelerate, peft and TRL, each in
+# an environment of its own. Writes the table in docs/huggingface.md.
+compat: $(READY)
+	TORCH="$(TORCH)" CPU_INDEX="$(CPU_INDEX)" $(BIN)/python tests/compat.py
 
 # Style, formatting and types.
 lint: $(READY)
@@ -67,4 +72,4 @@ $(READY): pyproject.toml setup.py
 	@touch $@
 
 clean:
-	rm -rf .venv build dist site *.egg-info
+	rm -rf .venv .compat build dist site *.egg-info

@@ -68,7 +68,7 @@ def run_page(page: str) -> None:
     namespace: dict[str, Any] = {"__name__": "page"}
     try:
         for line, source in _blocks(page):
-            if "parallelize(model" in source:  # a recipe begins, with a model of its own
+            if "parallelize(model" in source or "ParallelismConfig(" in source:  # a recipe begins, with its own model
                 namespace.update(_given())
             exec(compile("\n" * line + source, ROOT / page, "exec"), namespace)
     finally:

@@ -301,5 +301,3 @@ def test_refused_caches() -> None:
         model(input_ids=ids, past_key_values=filled)
     with pytest.raises(TypeError, match="past_key_values=tuple"):
         model(input_ids=ids, past_key_values=())
-    with pytest.raises(ValueError, match="called without 'seqpar'"):
-        model(input_ids=ids)

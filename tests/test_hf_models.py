@@ -522,9 +522,13 @@ def test_refused_calls() -> None:
     seqpar.hf.parallelize(model, strategy="local")
     with pytest.raises(ValueError, match="parallelized already"):
         seqpar.hf.parallelize(model, strategy="local")
+    with pytest.raises(ValueError, match="outputs='all'"):
+        seqpar.hf.parallelize(tiny("llama"), outputs="all")
     batch = make_batch("plain")
-    with pytest.raises(ValueError, match="called without 'seqpar'"):
-        model(**batch)
+    with pytest.raises(ValueError, match="past_key_values: with labels"):
+        model(**batch, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="logits_to_keep=1: with labels"):
+        model(**batch, logits_to_keep=1)
     local = seqpar.hf.shard_batch(batch, layout="striped")
     with pytest.raises(ValueError, match=r"sharded with layout='striped'.* parallelized with layout='zigzag'"):
         model(**local)

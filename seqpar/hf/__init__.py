@@ -1,7 +1,7 @@
 """transformers models with their sequence sharded over ranks: one line to patch, the same loss, the same gradients.
 
-``parallelize`` the model, call it with what ``shard_batch`` returns, and sum the partial gradients with
-``seqpar.sync_gradients``.
+Give a ``ParallelismConfig`` to the Trainer, to TRL or to accelerate. In a loop of your own, ``parallelize`` the model,
+call it with the batch, and sum the partial gradients with ``seqpar.sync_gradients``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from .patch import parallelize, restore
 from .verification import VerificationError, VerificationReport, verify
 
 if TYPE_CHECKING:
+    from .parallelism import ParallelismConfig
     from .trainer import SequenceParallelMixin, SequenceParallelTrainer
 
 __all__ = [
     "BatchShard",
+    "ParallelismConfig",
     "SequenceParallelMixin",
     "SequenceParallelTrainer",
     "ShardCollator",
@@ -37,7 +39,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the trainer at its first use: it imports accelerate, which takes a second."""
+    """Import what imports accelerate at its first use: that takes a second."""
+    if name == "ParallelismConfig":
+        from .parallelism import ParallelismConfig
+
+        return ParallelismConfig
     if name in ("SequenceParallelMixin", "SequenceParallelTrainer"):
         from . import trainer
 

@@ -76,8 +76,9 @@ def attention_forward(
         seqpar = forward.shard
     if seqpar is None:
         raise ValueError(
-            f"{name}: no 'seqpar' came with the batch; call model(**seqpar.hf.shard_batch(batch, ...)). A model "
-            "whose layers do not pass **kwargs on cannot recompute them (activation checkpointing)"
+            f"{name}: no 'seqpar' came with the batch; call the model that was given to parallelize, or this part of "
+            "it with what seqpar.hf.shard_batch returns. A model whose layers do not pass **kwargs on cannot recompute "
+            "them (activation checkpointing)"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     in_layer = causal, *window_and_chunk(module, sliding_window)

@@ -171,10 +171,15 @@ def shard_batch(
 
 
 def shard_for_rank(
-    batch: Mapping[str, Any], ranks: int, rank: int, layout: Layout, shift_labels: bool | None = None
+    batch: Mapping[str, Any],
+    ranks: int,
+    rank: int,
+    layout: Layout,
+    shift_labels: bool | None = None,
+    seed: int | None = None,
 ) -> dict[str, Any]:
     """What ``shard_batch`` returns on rank ``rank`` of ``ranks``, without a process group."""
-    return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank)
+    return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
 
 
 class _BatchHeader(NamedTuple):

@@ -39,16 +39,13 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> P
     """Replace the arguments of a forward on full tokens, the same on every rank, by this rank's, in place.
 
     Raises:
-        ValueError: the call has labels, or no cache to fill; the prompt has padding on the right; or the ranks bring
+        ValueError: the call has labels; the prompt has padding on the right; or the ranks bring
             different tokens.
         RuntimeError: another rank raised on its arguments.
     """
     cache = kwargs.get("past_key_values")
-    if kwargs.get("labels") is not None or (cache is None and not kwargs.get("use_cache")):
-        raise ValueError(
-            "model: called without 'seqpar', which says how the sequence is sharded; call "
-            "model(**seqpar.hf.shard_batch(batch, ...)), or model.generate(...) with the full prompt and its cache"
-        )
+    if kwargs.get("labels") is not None:
+        raise ValueError("past_key_values: with labels the model trains, and does not fill a cache; leave it out")
     config = cast(Any, model.config).get_text_config()
     if cache is None:
         cache = kwargs["past_key_values"] = DynamicCache(config=config)

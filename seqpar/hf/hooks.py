@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -19,24 +20,30 @@ from .generate import finish_forward, prepare_forward
 from .loss import LazyLogits, TokenLoss, reduce_over_ranks
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
 from .support import predicts_in_place, uses_loss_function
+from .whole import gather_outputs, generates, shard_call
 from .wrappers import keeps_weight
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _ROUTER_LOSS = "load_balancing_loss_func"
+_FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # whose router loss TRL calls for every model
 
 
 @no_compile
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """Start a ``Forward``. A call without a shard generates.
+    """Start a ``Forward``. A call without a shard brings the full batch, or generates.
 
     Raises:
-        ValueError: labels or a full sequence without a shard; labels together with ``logits_to_keep``.
+        ValueError: the full batch cannot be sharded, or the ranks bring different ones; labels together with
+            ``logits_to_keep``.
     """
     patch = cast(Patch, model._seqpar)
     parameters = inspect.signature(model.forward).parameters
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    whole = None
+    if kwargs.get("seqpar") is None and not generates(kwargs):
+        kwargs, whole = shard_call(kwargs, patch)
     shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
-    forward = Forward(model, patch, shard, wants_loss=labels is not None)
+    forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole)
     if shard is not None:
         if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
             shard.add_sharding(patch.mesh, patch.given_group)
@@ -60,7 +67,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 @no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """End the ``Forward``: add a loss, all-gather a sharded prompt's logits, or leave out logits not computed."""
+    """End the ``Forward``: add a loss, all-gather the outputs of a full batch or prompt, leave out lazy logits."""
     forward = current_forward()
     if forward is None or forward.model is not model:
         return None
@@ -68,6 +75,8 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         # While the forward is under way, because the loss looks at the wrappers around its model.
         if forward.labels is not None and output is not None:
             output = _add_loss(output, forward, forward.labels)
+        if forward.whole is not None and output is not None:
+            return gather_outputs(output, forward, forward.whole)
     finally:
         pop_forward()
     if output is None:  # the model's forward raised
@@ -156,8 +165,10 @@ _patched_models: dict[str, set[int]] = {}  # by module name: ids of the parallel
 
 def patch_router_loss(model: nn.Module) -> None:
     """Replace the router loss in the modules that define ``model``, where they have one."""
-    for cls in type(model).__mro__:
-        name = cls.__module__
+    names = [cls.__module__ for cls in type(model).__mro__]
+    if hasattr(cast(Any, model.config).get_text_config(), "router_aux_loss_coef"):
+        names.append(import_module(_FUSED_ROUTER).__name__)
+    for name in names:
         original = getattr(sys.modules.get(name), _ROUTER_LOSS, None)
         if original is None:
             continue

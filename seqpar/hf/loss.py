@@ -93,10 +93,10 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
     """
     if patch.group is None or patch.ranks == 1:
         return local_loss
-    return all_reduce_loss(local_loss, patch.group, _gradient_scale(patch, patch.group, model))
+    return all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
 
 
-def _gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
+def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
     """The number by which wrappers around ``model`` will divide the sum of the partial gradients."""
     if patch.gradients == "partial" or not torch.is_grad_enabled():
         return 1

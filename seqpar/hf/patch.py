@@ -21,9 +21,10 @@ from . import hooks
 from .attention import attention_forward, no_mask
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
-from .state import NAME, Gradients, Patch, patch_of
+from .state import NAME, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_model
 from .verification import verify_while_training
+from .whole import OUTPUTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,13 +47,19 @@ def parallelize(
     backend: BackendName = "auto",
     gradients: Gradients = "auto",
     loss_chunk: int | None = None,
+    outputs: Outputs = "auto",
     **options: Unpack[StrategyOptions],
 ) -> Model:
     """Let ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
 
-    Call it with what ``shard_batch`` returns: ``model(**local).loss`` is the one-device loss on every rank. Its
-    backward gives this rank's partial gradient, and ``seqpar.sync_gradients`` sums the partial gradients of all ranks.
+    Call it with the full batch, the same on every rank of the sequence: the model shards it when its forward starts.
+    ``model(**batch).loss`` is the one-device loss on every rank. Its backward gives this rank's partial gradient, and
+    ``seqpar.sync_gradients`` sums the partial gradients of all ranks. Without labels, ``model(**batch).logits`` is the
+    one-device output on every rank. A batch that ``shard_batch`` has sharded is taken too, and
     ``model.generate(input_ids)`` takes the full prompt on every rank.
+
+    In its first calls and in every 64th after them, the ranks compare their full batches and raise an error if they
+    differ. The environment variable SEQPAR_CHECK=N makes it every N-th call, SEQPAR_CHECK=0 none.
 
     Args:
         model: a transformers decoder or encoder, or a peft model around one, whose attention goes through
@@ -67,6 +74,10 @@ def parallelize(
             DistributedDataParallel, FullyShardedDataParallel or ``fully_shard`` over all ranks of the sequence,
             otherwise "partial". Inside DeepSpeed, and inside a wrapper over some of the ranks, the loss raises.
         loss_chunk: tokens whose logits the loss computes at a time; by default as many as fit in 128 MiB.
+        outputs: what a call with a full batch returns for each token (logits, hidden states, log-probabilities).
+            "whole": all tokens, in order, on every rank. "local": this rank's tokens. "auto": all tokens, but no logits
+            where there are labels, because the loss does not need them all at once. A loss that you compute from whole
+            outputs, the same on every rank, gets the gradients of ``model(**batch).loss``: each rank its share.
         options: the strategy's options, as in ``seqpar.attention``.
 
     Raises:
@@ -79,6 +90,7 @@ def parallelize(
     check_choice("layout", layout, LAYOUTS)
     check_backend(backend)
     check_choice("gradients", gradients, GRADIENTS)
+    check_choice("outputs", outputs, OUTPUTS)
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)
     groups = resolve(strategy, mesh, group, options)
@@ -90,7 +102,7 @@ def parallelize(
     layers = attention_layers(model)
     for root in roots:
         check_model(root, layers)
-    patch = Patch(mesh, group, strategy, layout, backend, options, groups.sequence, gradients, loss_chunk)
+    patch = Patch(mesh, group, strategy, layout, backend, options, groups.sequence, gradients, loss_chunk, outputs)
     patch.ulysses_ranks = groups.ulysses_size
     _replace_configs(model, patch)
     for module in (*roots, *layers.values()):

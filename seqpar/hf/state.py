@@ -26,6 +26,7 @@ from .batch import BatchShard
 
 NAME = "seqpar"  # of the attention function, in a model's config
 Gradients = Literal["auto", "partial", "mean"]
+Outputs = Literal["auto", "whole", "local"]
 
 
 @dataclass(eq=False)
@@ -36,6 +37,8 @@ class Patch:
         mesh, given_group: as given to ``parallelize``.
         group: the process group that the sequence is sharded over; None is one process.
         ulysses_ranks: how many ranks an all-to-all has.
+        calls: how many full batches the model has been called with: the same on every rank.
+        seed: of the dropout of attention weights in those calls, drawn by the first rank of the sequence.
         handles: the registered hooks.
         modules: the modules that hold this patch.
         configs: (module, attribute name, original config) of every config that was replaced.
@@ -52,7 +55,10 @@ class Patch:
     group: ProcessGroup | None
     gradients: Gradients
     loss_chunk: int | None
+    outputs: Outputs
     ulysses_ranks: int = 1
+    calls: int = 0
+    seed: int = 0
     handles: list[RemovableHandle] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     configs: list[tuple[nn.Module, str, PreTrainedConfig]] = field(default_factory=list)
@@ -126,6 +132,27 @@ class Prefill:
     last_rank: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A forward that was given a full batch.
+
+    Attributes:
+        rows: of the batch.
+        tokens: by rank, int64: the positions of its tokens in the full sequence.
+        logits: by rank, int64: the places of its logits among those that the caller asked for.
+        fused: whether TRL's fused head computes the outputs, and drop_last: whether it was given unshifted labels, so
+            that the last token has no output.
+        num_items: what the fused head's loss is divided by.
+    """
+
+    rows: int
+    tokens: tuple[Tensor, ...]
+    logits: tuple[Tensor, ...]
+    fused: bool = False
+    drop_last: bool = False
+    num_items: Any = None
+
+
 @dataclass
 class Forward:
     """A forward of a parallelized model that is under way.
@@ -134,6 +161,7 @@ class Forward:
         shard: what the attention layers need; None until a hook has found it.
         wants_loss: whether the caller gave labels.
         prefill: set while the model generates.
+        whole: set if the caller gave the full batch.
         hidden: the input of the output embedding ``[batch, seq, hidden]``, kept until the loss needs it.
         labels, num_items: taken from a model whose forward would compute a loss of its own.
     """
@@ -143,6 +171,7 @@ class Forward:
     shard: BatchShard | DecodeShard | None
     wants_loss: bool = False
     prefill: Prefill | None = None
+    whole: Whole | None = None
     hidden: Tensor | None = None
     labels: Tensor | None = None
     num_items: Any = None

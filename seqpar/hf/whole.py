@@ -1,0 +1,184 @@
+"""Calls with a full batch: this rank's part of it goes into the model, and every token's outputs come out.
+
+All ranks of the sequence call the model with the same batch. Outputs are all-gathered so that every rank has them in
+the order of the sequence. A loss computed from them on every rank is the one-device loss, and the backward of the
+all-gather hands each rank the gradient of its own tokens: the ranks' partial gradients sum to the one-device gradient,
+as those of the model's own loss do.
+
+Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..comm.collectives import all_gather
+from ..layout import shard_positions
+from .batch import shard_batch, shard_for_rank
+from .loss import LazyLogits, gradient_scale, reduce_over_ranks
+from .state import Forward, Outputs, Patch, Whole
+
+OUTPUTS: tuple[str, ...] = get_args(Outputs)
+_CHECKED_FIRST, _CHECKED_EVERY = 4, 64
+_ODD = 0x9E3779B97F4A7C15  # spreads the calls' seeds
+# TRL's add_fused_lm_head makes this argument; the output has the fields of its FusedCausalLMOutput.
+_FUSED = "fused_lm_head"
+_FUSED_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+# The outputs that have a value for each token. A name must decide: by their shapes, ranks could decide differently.
+_PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_FUSED_PER_TOKEN)
+
+
+def generates(kwargs: dict[str, Any]) -> bool:
+    """Whether a call without a shard fills or uses a cache. Otherwise it brings a full batch."""
+    if kwargs.get("past_key_values") is not None:
+        return True
+    return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(_FUSED)
+
+
+def shard_call(kwargs: dict[str, Any], patch: Patch) -> tuple[dict[str, Any], Whole]:
+    """The arguments of this rank's forward, from those of a call with the full batch.
+
+    Raises:
+        ValueError: the batch cannot be sharded, or the ranks bring different batches.
+        RuntimeError: another rank raised on its batch.
+    """
+    batch = {name: x for name, x in kwargs.items() if x is not None}
+    fused, shifted = bool(batch.get(_FUSED)), "shift_labels" in batch
+    keep = batch.pop("logits_to_keep", 0)
+    keeps_some = isinstance(keep, Tensor) or keep != 0
+    if keeps_some and ("labels" in batch or shifted):
+        raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
+    local = _shard(batch, patch)
+    shard = local["seqpar"]
+    tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, patch.layout) for rank in range(patch.ranks))
+    logits = tokens
+    if keeps_some:
+        kept = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]
+        logits = tuple(torch.isin(kept, own).nonzero().flatten() for own in tokens)
+        mine = torch.searchsorted(tokens[patch.rank], kept[logits[patch.rank]])
+        local["logits_to_keep"] = mine.to(local["position_ids"].device)
+    num_items = None
+    if fused and "labels" in local:  # the fused head shifts labels itself, but not shift_labels
+        local["shift_labels"] = local.pop("labels")
+        num_items = local.get("num_items_in_batch")
+        num_items = local["num_items_in_batch"] = max(1, shard.num_items) if num_items is None else num_items
+    rows = len(local["position_ids"])
+    return local, Whole(rows, tokens, logits, fused, not shifted, num_items)
+
+
+def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
+    call, patch.calls = patch.calls, patch.calls + 1
+    if patch.ranks > 1 and _is_checked(call):
+        local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
+        patch.seed = local["seqpar"].seed
+        return local
+    if patch.ranks == 1:
+        patch.seed = int(torch.randint(2**62, ()).item())
+    seed = (patch.seed + call * _ODD) % 2**62
+    return shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=seed)
+
+
+def _is_checked(call: int) -> bool:
+    """Whether the ranks compare their batches in this call.
+
+    It must depend on the number of the call alone: a rank with another batch would not take part otherwise.
+    """
+    given = os.environ.get("SEQPAR_CHECK")
+    if given is None:
+        return call < _CHECKED_FIRST or call % _CHECKED_EVERY == 0
+    if not given.isdecimal():
+        raise ValueError(f"SEQPAR_CHECK={given}: expected a number of calls; 0 compares no batches")
+    return given != "0" and call % int(given) == 0
+
+
+def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
+    """The output of a forward on this rank's part, with what ``outputs`` of ``parallelize`` asks for.
+
+    Raises:
+        ValueError: ``return_dict=False`` with ``logits_to_keep``.
+    """
+    if whole.fused:
+        output = _reduce_fused_loss(output, forward, whole)
+    which = forward.patch.outputs
+    leaves_logits_out = forward.wants_loss and which != "whole"
+    if isinstance(output, tuple):
+        if whole.logits is not whole.tokens:
+            raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
+        output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
+        return output if which == "local" else tuple(map(_Gather(forward, whole).in_tuple, output))
+    named = dict(output.items())
+    if leaves_logits_out:
+        named.pop("logits", None)
+    if which != "local":
+        gather = _Gather(forward, whole)
+        named = {name: gather(name, x) for name, x in named.items()}
+        if whole.fused and whole.drop_last:
+            named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN})
+    return type(output)(**named)
+
+
+def _reduce_fused_loss(output: Any, forward: Forward, whole: Whole) -> Any:
+    """Replace this rank's part of the loss, of its ``log_probs [batch, seq_local]``, by the sum over the ranks."""
+    if getattr(output, "loss", None) is None or getattr(output, "log_probs", None) is None:
+        return output
+    share = -output.log_probs.sum() / whole.num_items
+    # The rest of the loss is the router's, which is reduced already.
+    loss = output.loss - share + reduce_over_ranks(share, forward.patch, forward.model)
+    return type(output)(**{**output, "loss": loss})
+
+
+class _Gather:
+    """All-gathers the outputs of one forward that have a value for each token."""
+
+    def __init__(self, forward: Forward, whole: Whole) -> None:
+        patch = self.patch = forward.patch
+        self.whole = whole
+        self.scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
+
+    def __call__(self, name: str, x: Any) -> Any:
+        """``x``, whole if ``name`` is the name of an output for each token."""
+        if self.patch.ranks == 1:
+            return x.materialize() if isinstance(x, LazyLogits) else x
+        if isinstance(x, tuple | list):
+            return type(x)(self(name, y) for y in x)
+        if isinstance(x, LazyLogits):
+            x = x.materialize()
+        if not isinstance(x, Tensor) or name not in _PER_TOKEN:
+            return x
+        if name == "router_logits":  # [batch * seq_local, experts]
+            return self._all_gather(x.unflatten(0, (self.whole.rows, -1)), self.whole.tokens).flatten(0, 1)
+        return self._all_gather(x, self.whole.logits if name == "logits" else self.whole.tokens)
+
+    def in_tuple(self, x: Any) -> Any:
+        """The same for the outputs of ``return_dict=False``, which have no names."""
+        if isinstance(x, tuple):
+            return tuple(self.in_tuple(y) for y in x)
+        per_token = isinstance(x, LazyLogits) or (isinstance(x, Tensor) and x.dim() == 3)
+        return self("hidden_states" if per_token else "", x)
+
+    def _all_gather(self, x: Tensor, places: tuple[Tensor, ...]) -> Tensor:
+        full: Tensor = _AllGatherTokens.apply(x, places, self.patch.rank, self.patch.group, self.scale)
+        return full
+
+
+class _AllGatherTokens(torch.autograd.Function):
+    """Every rank's ``x [batch, seq_local, ...]``, in the order of ``places``, its tokens' places in the result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup | None, scale: int
+    ) -> Tensor:
+        ctx.mine, ctx.scale = places[rank], scale
+        gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
+        return gathered.index_select(1, torch.cat(places).argsort().to(x.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Every rank computes the same loss, and so the same gradient: each keeps its own tokens'.
+        local = grad.index_select(1, ctx.mine.to(grad.device))
+        return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None
