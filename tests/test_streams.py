@@ -108,7 +108,7 @@ def attend(simulator: Simulator, layers: int = 2, mask: str = "full", restored: 
             simulator.run("before backward", [], [dout])
             context = contexts.pop()
             if restored:
-                context.saved_tensors = tuple(x.clone() for x in context.saved_tensors)
+                context.saved_tensors = tuple(None if x is None else x.clone() for x in context.saved_tensors)
             gradients = autograd.SequenceParallelAttention.backward(context, dout, None)
             del context
             simulator.run("weight gradients", [x for x in gradients if x is not None], [torch.empty_like(out)])
