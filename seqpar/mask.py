@@ -229,6 +229,23 @@ class _Documents(_Rule):
 
 
 @dataclass(frozen=True)
+class _CausalBlocks(_Rule):
+    blocks: tuple[tuple[tuple[int, int], ...], ...]  # by batch row: (first token, one past the last), increasing
+
+    @property
+    def batch(self) -> int:
+        return len(self.blocks)
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        # A run inside each block, and one from its end to the next block.
+        spans = np.asarray(self.blocks[row], dtype=np.int64).reshape(-1, 2)  # [blocks, 2]
+        start = np.append(0, spans)
+        step = np.append(1, np.tile([0, 1], len(spans)))
+        hi = np.append(1, np.stack([spans[:, 1], spans[:, 1] + 1], 1))
+        return Runs.of(start, 0, 0, hi, step)
+
+
+@dataclass(frozen=True)
 class _PrefixLM(_Rule):
     prefix_len: tuple[int, ...]  # by batch row
 
@@ -312,9 +329,20 @@ class Mask(Opaque):
         return Mask()
 
     @staticmethod
-    def causal() -> Mask:
-        """The query at ``i`` sees the keys ``j <= i``."""
-        return Mask((_SlidingWindow(-1, 0),))
+    def causal(blocks: Sequence[Any] | None = None) -> Mask:
+        """The query at ``i`` sees the keys ``j <= i``; inside a block, all keys of the block too.
+
+        Args:
+            blocks: pairs (first token, one past the last), increasing and without overlap, or a list of such lists,
+                one for each batch row. The tokens of one image are such a block in Gemma 3.
+
+        Raises:
+            TypeError: a position is not an int.
+            ValueError: blocks overlap, decrease or are negative.
+        """
+        if blocks is None:
+            return Mask((_SlidingWindow(-1, 0),))
+        return Mask((_CausalBlocks(_checked_blocks(blocks)),))
 
     @staticmethod
     def sliding_window(left: int, right: int = 0) -> Mask:
@@ -447,6 +475,11 @@ class Mask(Opaque):
         rows = tuple(tuple(sorted(row)) for row in merged)
         return rows[:1] if len(set(rows)) == 1 else rows
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it is causal but for blocks whose tokens see each other."""
+        return any(isinstance(rule, _CausalBlocks) for rule in self.rules)
+
     def check_length(self, seq_len: int) -> None:
         """Check that the mask fits a sequence of ``seq_len`` tokens. Attention calls it.
 
@@ -518,6 +551,22 @@ def document_boundaries(cu_seqlens: Any) -> tuple[tuple[int, ...], ...]:
     return rows
 
 
+def _checked_blocks(blocks: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Checked blocks by batch row, one for all rows if they are given once."""
+    nested = any(len(item) == 0 or not isinstance(item[0], int) for item in blocks)
+    checked = []
+    for row in blocks if nested else [blocks]:
+        pairs = [_ints("causal blocks", pair) for pair in row]
+        ends = [position for pair in pairs for position in pair]
+        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs) or ends != sorted(ends) or min(ends, default=0) < 0:
+            raise ValueError(
+                f"causal blocks={_short(pairs)}: expected pairs (first token, one past the last), increasing and "
+                "without overlap"
+            )
+        checked.append(tuple((first, stop) for first, stop in pairs))
+    return tuple(checked)
+
+
 def _ints(name: str, value: Any) -> tuple[int, ...]:
     """``value`` as a flat tuple of ints."""
     if isinstance(value, Tensor):
@@ -546,17 +595,21 @@ def _batch_rows(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(_ints(name, row) for row in value) if nested else (_ints(name, value),)
 
 
-def _short(values: Sequence[int]) -> str:
+def _short(values: Sequence[Any]) -> str:
     shown = [str(v) for v in values[:8]] + (["..."] if len(values) > 8 else [])
     return f"[{', '.join(shown)}]"
 
 
 @lru_cache(maxsize=512)
 def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
-    """The mask of a layer that adds causality, a window (``|i - j| < window``) or chunks to that of the batch."""
-    result = mask & Mask.causal() if causal else mask
+    """The mask of a layer that adds causality, a window (``|i - j| < window``) or chunks to that of the batch.
+
+    A mask of the batch with blocks is the causal one already.
+    """
+    result = mask & Mask.causal() if causal and not mask.has_blocks else mask
     if window is not None:
-        result = result & Mask.sliding_window(window - 1, 0 if causal else window - 1)
+        right = -1 if mask.has_blocks else 0 if causal else window - 1
+        result = result & Mask.sliding_window(window - 1, right)
     if chunk:
         result = result & Mask.chunked(chunk, causal, starts=mask.starts)
     return result

@@ -101,7 +101,7 @@ class Rule:
         if self.name == "full":
             return True
         if self.name == "causal":
-            return j <= i
+            return j <= i or any(a <= i < b and a <= j < b for a, b in self._blocks(row))
         if self.name == "sliding_window":
             left, right = self.args
             return (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
@@ -124,6 +124,11 @@ class Rule:
         chunk = [(start := max(o for o in origins if o <= position), (position - start) // size) for position in (i, j)]
         return chunk[0] == chunk[1] and (j <= i or not causal)
 
+    def _blocks(self, row: int) -> Any:
+        """The blocks of ``causal``: pairs, or a tuple of such tuples, one for each batch row."""
+        blocks = self.args[0] if self.args else ()
+        return blocks[row] if self.rows > 1 else blocks
+
     def fitted(self, seq_len: int) -> Rule:
         """The rule for a sequence of ``seq_len`` tokens: documents end there, or before it if padding may follow."""
         if self.name != "documents":
@@ -144,6 +149,9 @@ class Rule:
         """The number of batch rows for which the rule has its own arguments; 1 if all rows share them."""
         if self.name in ("prefix_lm", "padding"):
             return max((len(x) for x in self.args if isinstance(x, tuple)), default=1)
+        if self.name == "causal":
+            blocks = self.args[0] if self.args else ()
+            return len(blocks) if any(not row or isinstance(row[0], tuple) for row in blocks) else 1
         nested: Any = {"documents": self.args[:1], "chunked": self.args[2:]}.get(self.name, ())
         return len(nested[0]) if nested and nested[0] and isinstance(nested[0][0], tuple) else 1
 
@@ -518,6 +526,8 @@ BATCH_RULES: tuple[Rules, ...] = (
     (Rule("chunked", (9, False, ((4,), (20, 26)))),),  # two batch rows
     (Rule("padding", (3, 40)),),
     (Rule("padding", ((0, 7), (50, 31))), Rule("causal")),
+    (Rule("causal", (((3, 9), (9, 14), (30, 60)),)), Rule("sliding_window", (12, -1))),
+    (Rule("causal", ((((5, 21),), ()),)),),  # two batch rows, one without blocks
 )
 
 # (heads, kv_heads): equal, grouped, one key/value head, fewer than ranks, and numbers that no number of ranks divides.

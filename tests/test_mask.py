@@ -141,6 +141,9 @@ def test_padding_without_an_end() -> None:
         (lambda: Mask.padding(1.5), TypeError, r"starts=1\.5: expected an int, got float"),
         (lambda: Mask.chunked(4, starts=[-2]), ValueError, r"starts=\[-2\]: give positions >= 0"),
         (lambda: Mask.chunked(4, starts=3), TypeError, "starts=3: expected a sequence"),
+        (lambda: Mask.causal([(4, 6), (5, 7)]), ValueError, r"blocks=\[\(4, 6\), \(5, 7\)\]: expected pairs"),
+        (lambda: Mask.causal([[(1, 2)], [(3, 3)]]), ValueError, r"blocks=\[\(3, 3\)\]: expected pairs"),
+        (lambda: Mask.causal([(-1, 2)]), ValueError, "expected pairs"),
     ],
 )
 def test_bad_arguments(make: Callable[[], Mask], error: type[Exception], words: str) -> None:
