@@ -480,6 +480,13 @@ class Mask(Opaque):
         """Whether it is causal but for blocks whose tokens see each other."""
         return any(isinstance(rule, _CausalBlocks) for rule in self.rules)
 
+    @property
+    def has_window(self) -> bool:
+        """Whether queries see no keys, or only some, that lie far from them."""
+        return any(
+            isinstance(rule, _Chunked) or (isinstance(rule, _SlidingWindow) and rule.left >= 0) for rule in self.rules
+        )
+
     def check_length(self, seq_len: int) -> None:
         """Check that the mask fits a sequence of ``seq_len`` tokens. Attention calls it.
 
@@ -558,7 +565,11 @@ def _checked_blocks(blocks: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...],
     for row in blocks if nested else [blocks]:
         pairs = [_ints("causal blocks", pair) for pair in row]
         ends = [position for pair in pairs for position in pair]
-        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs) or ends != sorted(ends) or min(ends, default=0) < 0:
+        if (
+            any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs)
+            or ends != sorted(ends)
+            or min(ends, default=0) < 0
+        ):
             raise ValueError(
                 f"causal blocks={_short(pairs)}: expected pairs (first token, one past the last), increasing and "
                 "without overlap"

@@ -117,7 +117,7 @@ AUTO: dict[str, Any] = {"strategy": "auto", "layout": "zigzag"}  # takes one of 
 
 
 @cache
-def _freeze_imports(kind: str) -> None:
+def freeze_imports(kind: str) -> None:
     """Take what the imports have made out of garbage collection, once the code of this kind of model is imported.
 
     The first forward of each parallelized model searches all objects for wrappers, which else takes most of a test.
@@ -137,7 +137,7 @@ def tiny(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> 
         tokens = kind == "bert_tokens"
         auto_model = transformers.AutoModelForTokenClassification if tokens else transformers.AutoModelForMaskedLM
     model = auto_model.from_config(config, attn_implementation=attention)
-    _freeze_imports(kind)
+    freeze_imports(kind)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:

@@ -7,6 +7,8 @@ key and value are latents and rotated keys (see ``latent.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op, co
 from .batch import BatchShard
 from .generate import decode
 from .latent import expand, hands_on_latents, latent_weight
+from .multimodal import block_mask
+from .shared_keys import attend_to_shared_keys, gathers_shared_keys
 from .state import DecodeShard, Patch, current_forward
 
 # Causality, window and chunk of a layer: see ``mask.layer_mask``.
@@ -27,15 +31,27 @@ LayerMask = tuple[bool, int | None, int | None]
 
 
 def no_mask(
-    batch_size: int | None = None, q_length: int | None = None, attention_mask: Tensor | None = None, **kwargs: Any
-) -> None:
+    batch_size: int = 1,
+    q_length: int = 0,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+    **kwargs: Any,
+) -> Mask | None:
     """The mask function: no dense mask is made. Padding is in the mask of ``shard_batch`` or of ``generate``.
 
+    Returns:
+        None; where images are merged into the text, the ``block_mask`` of their tokens, for the text model's hook.
+
     Raises:
-        ValueError: the attention mask has padding.
+        ValueError: the attention mask has padding, or lets tokens see later ones in a way that cannot be sharded.
     """
+    forward = current_forward()
+    if forward is not None and forward.cut is not None:
+        return block_mask(mask_function, batch_size, q_length, device)
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError("attention_mask: it has padding; pass the batch to seqpar.hf.shard_batch, which keeps it")
+    return None
 
 
 def attention_forward(
@@ -81,9 +97,11 @@ def attention_forward(
             "them (activation checkpointing)"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    layer_type = _layer_type(module)
     in_layer = causal, *window_and_chunk(module, sliding_window)
+    mask = seqpar.mask_of(layer_type, causal) if isinstance(seqpar, BatchShard) else seqpar.mask
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
-    weight = None
+    weight, shared_key = None, key
     if hands_on_latents(module):
         if isinstance(seqpar, BatchShard) and patch.ranks > 1:
             weight = latent_weight(module, query.shape[1], key, patch.ulysses_ranks)
@@ -97,9 +115,9 @@ def attention_forward(
     with torch.autocast(query.device.type, enabled=False):
         compiling = torch.compiler.is_compiling() and patch.strategy != "auto"
         if compiling and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
-            out = _traced(module, q, k, v, weight, seqpar, patch, in_layer, score, dropout, name)
+            out = _traced(module, q, k, v, weight, seqpar, patch, mask, in_layer, score, dropout, name)
         else:
-            out = _eager(module, q, k, v, weight, seqpar, patch, in_layer, score, dropout, name)
+            out = _eager(module, q, k, v, weight, shared_key, seqpar, patch, mask, in_layer, score, dropout, name)
     return out, None
 
 
@@ -111,6 +129,7 @@ def _traced(
     weight: Tensor | None,
     shard: BatchShard,
     patch: Patch,
+    mask: Mask,
     in_layer: LayerMask,
     score: Score,
     dropout: float,
@@ -118,7 +137,15 @@ def _traced(
 ) -> Tensor:
     """The attention while torch.compile traces it: one operator."""
     _check_tuning(module, shard, name)
-    options = AttentionOptions(
+    options = _operator_options(patch, in_layer, score, dropout)
+    assert shard.sharding is not None
+    seed = _dropout_seed(module, shard, dropout)
+    out: Tensor = attention_op(q, k, v, score.sinks, None, seed, mask, shard.sharding, ANY_RANKS, options)[0]
+    return out
+
+
+def _operator_options(patch: Patch, in_layer: LayerMask, score: Score, dropout: float) -> AttentionOptions:
+    return AttentionOptions(
         strategy=patch.strategy,
         strategy_options=constants(patch.options),
         softmax_scale=constant_float(score.softmax_scale),
@@ -127,11 +154,14 @@ def _traced(
         backend=patch.backend,
         layer_mask=in_layer,
     )
-    assert shard.seed_on_host is not None and shard.sharding is not None
-    seed = (shard.seed_on_host + _layer_seed(module)) % 2**62 if dropout else None
-    call = seed, shard.mask, shard.sharding, ANY_RANKS, options
-    out: Tensor = attention_op(q, k, v, score.sinks, None, *call, weight)[0]
-    return out
+
+
+def _dropout_seed(module: nn.Module, shard: BatchShard, dropout: float) -> Tensor | None:
+    """int64 ``[]`` on the host; None without dropout."""
+    if not dropout:
+        return None
+    assert shard.seed_on_host is not None
+    return (shard.seed_on_host + _layer_seed(module)) % 2**62
 
 
 @no_compile
@@ -141,17 +171,23 @@ def _eager(
     k: Tensor,
     v: Tensor,
     weight: Tensor | None,
+    shared_key: Tensor,
     shard: BatchShard | DecodeShard,
     patch: Patch,
+    mask: Mask,
     in_layer: LayerMask,
     score: Score,
     dropout: float,
     name: str,
 ) -> Tensor:
-    mask = layer_mask(shard.mask, *in_layer)
+    in_batch, mask = mask, layer_mask(mask, *in_layer)
     if isinstance(shard, DecodeShard):
         return decode(module, q, k, v, shard, patch, mask, score, name)
     _check_shard(module, shard, patch, name)
+    if shard.sharding is not None and gathers_shared_keys(module, patch, mask):
+        options = replace(_operator_options(patch, in_layer, score, dropout), replicated=True)
+        seed = _dropout_seed(module, shard, dropout)
+        return attend_to_shared_keys(q, k, v, shared_key, score.sinks, in_batch, shard.sharding, options, seed)
     return _sharded_attention(module, q, k, v, weight, shard, patch, mask, score, dropout)
 
 
@@ -219,15 +255,20 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def _layer_type(module: nn.Module) -> str | None:
+    """The layer's entry in its config's ``layer_types``."""
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    return types[layer] if types is not None and layer is not None and layer < len(types) else None
+
+
 def window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
     """The layer's window (``|i - j| < window``) and chunk size.
 
     Layers that rely on the dense mask for them do not pass them on: they are in the config.
     """
     config = getattr(module, "config", None)
-    types = getattr(config, "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    layer_type = types[layer] if types is not None and layer is not None and layer < len(types) else None
+    layer_type = _layer_type(module)
     if layer_type == "sliding_attention" and sliding_window is None:
         sliding_window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None) if layer_type == "chunked_attention" else None

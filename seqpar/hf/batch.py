@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,8 @@ class BatchShard:
         max_position: the largest of the batch's ``position_ids``.
         ranks, layout: how the sequence is sharded.
         mask: documents and padding, in global positions. Causality and windows belong to the layers.
+        block_masks: by type of layer ("" for all types), where causal layers let the tokens of an image see each other:
+            ``mask`` with causality and these blocks.
         num_items: labels in the full batch that are not ``IGNORE_INDEX``; None: there are no labels.
         seed: the same on all ranks of the sequence. The dropout of attention weights depends on it.
         valid: bool ``[batch, seq_local]``, False for padding; None: there is no padding.
@@ -63,6 +65,13 @@ class BatchShard:
     in_place: tuple[Tensor, int] | None = None
     sharding: Sharding | None = None
     seed_on_host: Tensor | None = None
+    block_masks: dict[str, Mask] = field(default_factory=dict)
+
+    def mask_of(self, layer_type: str | None, causal: bool) -> Mask:
+        """The mask to which a layer adds causality, its window and its chunks."""
+        if not causal or not self.block_masks:
+            return self.mask
+        return self.block_masks.get(layer_type or "", self.block_masks.get("", self.mask))
 
     def add_sharding(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
         """Add what compiled layers need. ``mesh`` and ``group`` are the model's."""
@@ -274,8 +283,9 @@ class _BatchSpec:
     def checksum(self) -> int:
         """Of the batch's content, to compare batches and to derive a seed."""
         value = zlib.crc32(f"{self.mask!r} {sorted(self.tensors)} {self.layout}".encode())
-        for name in sorted(self.tensors):
-            x = self.tensors[name].detach().cpu().contiguous()
+        arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
+        for _, given in sorted({**self.tensors, **arrays}.items()):
+            x = given.detach().cpu().contiguous()
             value = zlib.crc32(x.view(-1).view(torch.uint8).numpy(), value)
         return value
 

@@ -30,17 +30,21 @@ from ..layout import shard_positions
 from ..mask import Mask
 from ..sharding import unshard
 from .batch import BatchShard, batch_mask, token_ranges
+from .shared_keys import storing_layer
 from .state import DecodeShard, Patch, Prefill
 
 _GATHERED_BYTES = 256 << 20  # of the partial results that one all-gather collects
 
 
-def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> Prefill:
+def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merging: bool) -> Prefill:
     """Replace the arguments of a forward on full tokens, the same on every rank, by this rank's, in place.
 
+    With ``merging``, images are merged into the prompt first: its tokens are left whole for the model, whose text model
+    shards what it is given.
+
     Raises:
-        ValueError: the call has labels; the prompt has padding on the right; or the ranks bring
-            different tokens.
+        ValueError: the call has labels; the prompt has padding on the right; the ranks bring different tokens; or
+            images come after the prompt.
         RuntimeError: another rank raised on its arguments.
     """
     cache = kwargs.get("past_key_values")
@@ -61,11 +65,17 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any]) -> P
     if position_ids is None:
         position_ids = torch.arange(past, total, device=tokens.device)[None]
     if past == 0 and new >= patch.ranks:
-        return _prepare_prefill(cache, patch, kwargs, position_ids, attention_mask, total)
+        return _prepare_prefill(cache, patch, kwargs, position_ids, attention_mask, total, merging)
+    if merging and any(
+        name.startswith(("pixel_values", "input_features")) for name, x in kwargs.items() if x is not None
+    ):
+        raise ValueError(
+            "pixel_values: images come with a prompt shorter than the number of ranks, or after the cache is filled; "
+            "give generate all images with the first prompt"
+        )
     positions = torch.arange(past, total)
     select_new = (positions % patch.ranks == patch.rank).nonzero().flatten()  # of the new tokens, those kept here
-    for layer in cache.layers:
-        layer.expect(positions[select_new], select_new, total)
+    _expect(cache, positions[select_new], select_new, total)
     kwargs["position_ids"] = position_ids
     kwargs["seqpar"] = DecodeShard(cache, past, _left_padding(attention_mask))
     return Prefill(sharded=False)
@@ -98,26 +108,33 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
 
 
 def _prepare_prefill(
-    cache: Any, patch: Patch, kwargs: dict[str, Any], position_ids: Tensor, attention_mask: Tensor | None, total: int
+    cache: Any,
+    patch: Patch,
+    kwargs: dict[str, Any],
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
+    total: int,
+    merging: bool,
 ) -> Prefill:
     positions = [shard_positions(total, patch.ranks, rank, patch.layout) for rank in range(patch.ranks)]
     mine = positions[patch.rank]
-    for name in ("input_ids", "inputs_embeds"):
-        if kwargs.get(name) is not None:
-            kwargs[name] = kwargs[name].index_select(1, mine.to(kwargs[name].device))
-    kwargs["position_ids"] = position_ids.index_select(-1, mine.to(position_ids.device))
+    kwargs["position_ids"] = position_ids
+    if not merging:
+        for name in ("input_ids", "inputs_embeds"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name].index_select(1, mine.to(kwargs[name].device))
+        kwargs["position_ids"] = position_ids.index_select(-1, mine.to(position_ids.device))
     ranges = None if attention_mask is None else token_ranges(attention_mask)
     mask = batch_mask(None, ranges, total)
     kwargs["seqpar"] = BatchShard(total, int(position_ids.max()), patch.ranks, patch.layout, mask)
-    for layer in cache.layers:
-        layer.expect(mine, None, total)
+    _expect(cache, mine, None, total)
     keep = kwargs.pop("logits_to_keep", 0)
     if isinstance(keep, Tensor):
         raise ValueError("logits_to_keep: it is a tensor of indices; while the prompt is sharded, give a number")
-    if keep == 1:  # each rank's last token: one of them is the prompt's
-        kwargs["logits_to_keep"] = 1
+    if keep == 1:  # each rank's last token: one of them is the prompt's. A number would let Gemma 4 drop the others
+        kwargs["logits_to_keep"] = torch.tensor([len(mine) - 1])
     last_rank = next(rank for rank, p in enumerate(positions) if int(p[-1]) == total - 1)
-    return Prefill(sharded=True, logits_to_keep=keep, last_rank=last_rank)
+    return Prefill(sharded=True, logits_to_keep=keep, last_rank=last_rank, cut=mine if merging else None)
 
 
 def _left_padding(attention_mask: Tensor | None) -> Mask:
@@ -298,9 +315,10 @@ def shard_cache(cache: Any, layers: int) -> None:
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values={type(cache).__name__}: expected a transformers Cache")
-    if cache.layers and all(isinstance(layer, ShardedCacheLayer) for layer in cache.layers):
+    stored = [layer for layer in cache.layers if not _is_shared(layer)]
+    if stored and all(isinstance(layer, ShardedCacheLayer) for layer in stored):
         return
-    other = [layer for layer in cache.layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)]
+    other = [layer for layer in stored if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)]
     if other:
         raise ValueError(
             f"past_key_values: it has layers of type {type(other[0]).__name__}, but a sharded cache must grow; leave "
@@ -309,9 +327,22 @@ def shard_cache(cache: Any, layers: int) -> None:
     if cache.get_seq_length() > 0:
         raise ValueError("past_key_values: it was filled before the model was parallelized; start with an empty cache")
     cache.layers = [
-        ShardedCacheLayer(getattr(layer, "sliding_window", None), getattr(layer, "record_past", False))
+        layer
+        if _is_shared(layer)
+        else ShardedCacheLayer(getattr(layer, "sliding_window", None), getattr(layer, "record_past", False))
         for layer in cache.layers or [None] * layers
     ]
+
+
+def _is_shared(layer: Any) -> bool:
+    """Whether it holds no keys, because its attention reads those of another layer's cache."""
+    return type(layer).__name__ == "DummyLayer"
+
+
+def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int) -> None:
+    for layer in cache.layers:
+        if isinstance(layer, ShardedCacheLayer):
+            layer.expect(positions, select_new, total)
 
 
 @torch.no_grad()
@@ -342,7 +373,7 @@ def decode(
     Returns:
         ``[b, new, h, v_head_dim]`` in q's dtype, the same bits on every rank.
     """
-    positions = shard.cache.layers[module.layer_idx].attended
+    positions = shard.cache.layers[storing_layer(module)].attended
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
     # As many of the new tokens at a time as have _GATHERED_BYTES of partial results on all ranks together.

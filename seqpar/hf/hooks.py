@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..checks import no_compile
 from .generate import finish_forward, prepare_forward
 from .loss import LazyLogits, TokenLoss, reduce_over_ranks
+from .multimodal import brings_more_than_text, merges, shard_merged_call
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
 from .support import predicts_in_place, uses_loss_function
 from .whole import gather_outputs, generates, shard_call
@@ -39,11 +40,22 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     patch = cast(Patch, model._seqpar)
     parameters = inspect.signature(model.forward).parameters
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    whole = None
-    if kwargs.get("seqpar") is None and not generates(kwargs):
-        kwargs, whole = shard_call(kwargs, patch)
+    whole = cut = keep_logits = None
+    merging = merges(model)
+    if kwargs.get("seqpar") is not None:
+        if merging and brings_more_than_text(kwargs):
+            raise ValueError(
+                f"batch: it is sharded, but {type(model).__name__} merges images into all tokens before they are "
+                "sharded; call it with the full batch, without shard_batch"
+            )
+    elif not generates(kwargs):
+        if merging and brings_more_than_text(kwargs):
+            kwargs, whole, kwargs["seqpar"], keep_logits = shard_merged_call(kwargs, patch)
+            cut = whole.tokens[patch.rank]
+        else:
+            kwargs, whole = shard_call(kwargs, patch)
     shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
-    forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole)
+    forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole, cut=cut, keep=keep_logits)
     if shard is not None:
         if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
             shard.add_sharding(patch.mesh, patch.given_group)
@@ -59,8 +71,12 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if "use_cache" in parameters and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
     else:
-        forward.prefill = prepare_forward(model, patch, kwargs)
-        forward.shard = kwargs["seqpar"]
+        forward.prefill = prepare_forward(model, patch, kwargs, merging and brings_more_than_text(kwargs))
+        forward.shard, forward.cut = kwargs["seqpar"], forward.prefill.cut
+        if forward.cut is not None:
+            forward.keep = kwargs.pop("logits_to_keep", None)
+    if merging:
+        del kwargs["seqpar"]  # before_text_model gives it to the text model
     push_forward(forward)
     return (), kwargs
 
@@ -102,7 +118,11 @@ def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
 def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Where a loss follows, give the output embedding no tokens, and keep its input ``[..., seq, hidden]``."""
     forward = current_forward()
-    if forward is None or not forward.wants_loss or not _is_plain_linear(head, forward.model):
+    if forward is None:
+        return None
+    if forward.keep is not None:
+        return (args[0].index_select(-2, forward.keep.to(args[0].device)), *args[1:])
+    if not forward.wants_loss or not _is_plain_linear(head, forward.model):
         return None
     forward.hidden = args[0]
     return (args[0][..., :0, :], *args[1:])
@@ -131,7 +151,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Append the batch's largest position to this rank's ``position_ids [batch, seq_local]``.
+    """Append the batch's largest position to this rank's ``position_ids [..., batch, seq_local]``.
 
     The module then computes the frequencies of the full sequence. ``after_rope`` drops the extra angle.
     """
@@ -148,11 +168,11 @@ def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, 
     forward = current_forward()
     if forward is None or forward.batch_shard is None:
         return None
-    return tuple(x[:, :-1] for x in output)
+    return tuple(x[..., :-1, :] for x in output)
 
 
 def _append(position_ids: Tensor, position: int) -> Tensor:
-    return torch.cat([position_ids, position_ids.new_full((len(position_ids), 1), position)], dim=1)
+    return torch.cat([position_ids, position_ids.new_full((*position_ids.shape[:-1], 1), position)], dim=-1)
 
 
 # Router balancing losses of mixture-of-experts models. transformers' ``load_balancing_loss_func`` multiplies two means

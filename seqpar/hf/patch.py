@@ -21,6 +21,7 @@ from . import hooks
 from .attention import attention_forward, no_mask
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
+from .multimodal import before_text_model, text_model
 from .state import NAME, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_model
 from .verification import verify_while_training
@@ -104,7 +105,8 @@ def parallelize(
         check_model(root, layers)
     patch = Patch(mesh, group, strategy, layout, backend, options, groups.sequence, gradients, loss_chunk, outputs)
     patch.ulysses_ranks = groups.ulysses_size
-    _replace_configs(model, patch)
+    texts = [text_model(root) for root in roots]
+    _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
     for module in (*roots, *layers.values()):
         module._seqpar = patch
         patch.modules.append(module)
@@ -155,8 +157,8 @@ def _root_models(model: nn.Module) -> list[PreTrainedModel]:
     return [found for child in model.children() for found in _root_models(child)]
 
 
-def _replace_configs(model: nn.Module, patch: Patch) -> None:
-    """Give the modules copies of their configs that name this attention.
+def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) -> None:
+    """Give the modules copies of their configs; those of ``sharded`` modules name this attention.
 
     Copies, because another model may have been made from the same config.
     """
@@ -171,7 +173,10 @@ def _replace_configs(model: nn.Module, patch: Patch) -> None:
     for module, name, original in held:
         if id(original) not in copies:
             ours = copies[id(original)] = copy.deepcopy(original, memo)
-            ours._attn_implementation = NAME
+            if module in sharded:
+                ours._attn_implementation = NAME
+            elif ours._attn_implementation == NAME:  # from_pretrained names it for all parts; a tower runs whole
+                ours._attn_implementation_internal = "sdpa"
             # restore compares these values by identity: a value that nobody sets stays the same object.
             patch.config_copies.append((original, ours, dict(vars(ours))))
         patch.configs.append((module, name, original))
@@ -183,10 +188,15 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     handles.append(root.register_forward_pre_hook(hooks.before_forward, with_kwargs=True))
     # always_call: the forward must end even where the model raises.
     handles.append(root.register_forward_hook(hooks.after_forward, prepend=True, with_kwargs=True, always_call=True))
-    for module in root.modules():
+    text = text_model(root)
+    if text is not root:
+        handles.append(text.register_forward_pre_hook(before_text_model, with_kwargs=True))
+    for module in text.modules():
         if hooks.depends_on_length(module):
+            patch.depends_on_length = True
             handles.append(module.register_forward_pre_hook(hooks.before_rope, with_kwargs=True))
             handles.append(module.register_forward_hook(hooks.after_rope, with_kwargs=True))
+    for module in root.modules():
         if isinstance(module, PreTrainedModel):
             patch.loss_functions.append((module, vars(module).get("_loss_function")))
             module.loss_function = TokenLoss(patch, root)

@@ -42,6 +42,7 @@ class Patch:
         handles: the registered hooks.
         modules: the modules that hold this patch.
         configs: (module, attribute name, original config) of every config that was replaced.
+        depends_on_length: whether a rotary embedding's frequencies depend on the largest position.
         config_copies: (original, copy, the copy's values at first) of every replaced config.
         loss_functions: (model, its own loss function or None) of every model whose loss function was replaced.
     """
@@ -59,6 +60,7 @@ class Patch:
     ulysses_ranks: int = 1
     calls: int = 0
     seed: int = 0
+    depends_on_length: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     configs: list[tuple[nn.Module, str, PreTrainedConfig]] = field(default_factory=list)
@@ -125,11 +127,13 @@ class Prefill:
             rank.
         logits_to_keep: as given by the caller; 0 keeps the logits of all tokens.
         last_rank: the rank that holds the last token.
+        cut: the positions of this rank's tokens, if the text model is to shard what it is given.
     """
 
     sharded: bool
     logits_to_keep: int = 0
     last_rank: int = 0
+    cut: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +166,9 @@ class Forward:
         wants_loss: whether the caller gave labels.
         prefill: set while the model generates.
         whole: set if the caller gave the full batch.
+        cut: the positions of this rank's tokens ``[seq_local]``, until the text model shards what it is given. None:
+            the batch is sharded.
+        keep: which of this rank's tokens get logits; None: all.
         hidden: the input of the output embedding ``[batch, seq, hidden]``, kept until the loss needs it.
         labels, num_items: taken from a model whose forward would compute a loss of its own.
     """
@@ -172,6 +179,8 @@ class Forward:
     wants_loss: bool = False
     prefill: Prefill | None = None
     whole: Whole | None = None
+    cut: Tensor | None = None
+    keep: Tensor | None = None
     hidden: Tensor | None = None
     labels: Tensor | None = None
     num_items: Any = None

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from .multimodal import text_model
 from .tracing import Trace, trace_tokens
 
 # A first look, before ``trace_tokens`` runs the model. It costs nothing, names the layer by what it is (the trial run
@@ -29,12 +30,17 @@ _POOLER = re.compile(r"pooler$", re.IGNORECASE)
 _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the prediction is for the token itself
-_LOSSES = ("ForCausalLM", *_LOSSES_IN_PLACE)
+_LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that call transformers' attention interface, by name."""
-    return {name: module for name, module in model.named_modules() if _uses_interface(type(module))}
+    """The modules that call transformers' attention interface, by name. Vision and audio towers have none."""
+    in_towers: set[nn.Module] = set()
+    for root in model.modules():
+        if isinstance(root, PreTrainedModel) and (text := text_model(root)) is not root:
+            in_towers |= {*root.modules()} - {*text.modules()}
+    used = {name: module for name, module in model.named_modules() if module not in in_towers}
+    return {name: module for name, module in used.items() if _uses_interface(type(module))}
 
 
 def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
@@ -52,10 +58,8 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
         raise ValueError(
             f"model={model_name}: encoder-decoder models attend across two sequences; give a decoder or an encoder"
         )
-    for config in ("vision_config", "audio_config"):
-        if getattr(model.config, config, None) is not None:
-            raise ValueError(f"model={model_name}: it has a {config}; parallelize its language model alone")
-    if (found := _find_mixer(model, layers)) is not None:
+    text = text_model(model)
+    if (found := _find_mixer(text, layers if text is model else attention_layers(text))) is not None:
         name, class_name = found
         raise ValueError(
             f"model={model_name}: layer {name!r} ({class_name}) mixes tokens but does not go through transformers' "
@@ -65,7 +69,7 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
         raise ValueError(f"model={model_name}: none of its layers goes through transformers' AttentionInterface")
     _check_layer_types(model, model_name)
     _check_head(model, model_name)
-    _check_positions(model, model_name)
+    _check_positions(text, model_name)
     _check_trace(trace_tokens(model), model, layers)
 
 

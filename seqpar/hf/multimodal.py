@@ -1,0 +1,228 @@
+"""Models that merge images, video or audio into their text.
+
+The wrapper, with its vision and audio towers, runs on the full batch on every rank. What it gives to its text model is
+sharded there: the merged embeddings ``inputs_embeds``, the positions, and all else that has a value for each token.
+The labels are sharded before. So a rank computes the gradients of the towers and of the embeddings from its own tokens
+alone: they are partial gradients, as those of all other weights.
+
+A batch without images is sharded before the wrapper runs, as that of any other model.
+
+Shapes: rows of a batch, seq tokens of the full sequence, seq_local of them on this rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from ..checks import no_compile
+from ..mask import Mask
+from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
+from .state import Forward, Patch, Whole, current_forward
+from .whole import shard_call
+
+_TOWERS = ("vision_config", "audio_config")
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 is text
+_LABELS = ("labels", "shift_labels")  # sharded before the wrapper runs
+_TEXT_INPUTS = {
+    *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", "past_key_values", "seqpar"),
+    *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES),
+}
+_ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
+# Qwen3-VL: where visual tokens are [rows, seq], and what early layers add to them [visual tokens, hidden].
+_VISUAL_TOKENS, _VISUAL_EMBEDS = "visual_pos_masks", "deepstack_visual_embeds"
+_SHARDED_BELOW = ("attention_mask", "position_ids", _VISUAL_EMBEDS)
+
+
+def text_model(root: PreTrainedModel) -> PreTrainedModel:
+    """The part of ``root`` whose sequence is sharded: the text model of a wrapper, otherwise ``root`` itself.
+
+    Raises:
+        ValueError: ``root`` has a vision or audio tower, and does not merge its output into the text's embeddings.
+    """
+    towers = [name for name in _TOWERS if getattr(root.config, name, None) is not None]
+    if not towers or root.config.get_text_config() is root.config:
+        return root
+    text = cast(Any, root).get_decoder()
+    if isinstance(text, PreTrainedModel) and text is not root and "inputs_embeds" in _parameters(root):
+        parameters = _parameters(text)
+        if "inputs_embeds" in parameters and not any(name in parameters for name in _ATTENDS_ACROSS):
+            return text
+    raise ValueError(
+        f"model={type(root).__name__}: it has a {towers[0]}, but does not merge images or sound into the embeddings of "
+        "a text model; parallelize its language model alone"
+    )
+
+
+def merges(model: nn.Module) -> bool:
+    """Whether ``model`` is a wrapper with towers around a text model."""
+    return isinstance(model, PreTrainedModel) and text_model(model) is not model
+
+
+def brings_more_than_text(kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of a call hold images, video, sound, or tokens that stand for them."""
+    plain = bool | int | float | str
+    if any(
+        not (name in _TEXT_INPUTS or x is None or isinstance(x, plain) or _is_scalar(x)) for name, x in kwargs.items()
+    ):
+        return True
+    ids = kwargs.get("position_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 3:  # several ids a token, as for images
+        return True
+    return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
+
+
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 0
+
+
+def shard_merged_call(kwargs: dict[str, Any], patch: Patch) -> tuple[dict[str, Any], Whole, BatchShard, Tensor | None]:
+    """Prepare a call with the full batch in which the text model will shard what it is given.
+
+    Args:
+        kwargs: the wrapper's arguments.
+        patch: the model's.
+
+    Returns:
+        The wrapper's arguments with this rank's labels; the call; its shard; and which of this rank's tokens get
+        logits (None: all).
+
+    Raises:
+        ValueError: the batch cannot be sharded, or the ranks bring different batches.
+    """
+    given = {name: x for name, x in kwargs.items() if x is not None}
+    ids = given.get("position_ids")
+    boundaries = [name for name in BOUNDARY_NAMES if name in given]
+    if boundaries and ids is None:
+        raise ValueError(
+            f"{boundaries[0]}: with images, document boundaries need position_ids that start again at each of them; "
+            "positions that the model derives from the images do not"
+        )
+    batch = dict(given)
+    if isinstance(ids, Tensor) and ids.dim() == 3:
+        # [4, rows, seq]: the first are the text's, which tell documents apart. [3, rows, seq]: there is one document.
+        batch.pop("position_ids")
+        if len(ids) == 4:
+            batch["position_ids"] = ids[0]
+    local, whole = shard_call(batch, patch)
+    shard, keep = local["seqpar"], local.get("logits_to_keep")
+    for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
+        given.pop(name, None)
+    given.update({name: local[name] for name in (*_LABELS, "num_items_in_batch") if name in local})
+    return given, whole, shard, keep
+
+
+@no_compile
+def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Shard what the wrapper gives to its text model, unless the batch was sharded before.
+
+    Raises:
+        ValueError: an argument has no dimension of tokens.
+    """
+    forward = current_forward()
+    if forward is None or forward.shard is None:
+        return None
+    parameters = _parameters(text)
+    kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    if "use_cache" in parameters and forward.prefill is None and kwargs.get("past_key_values") is None:
+        kwargs["use_cache"] = False
+    if forward.cut is not None:
+        kwargs = _cut(text, kwargs, forward, forward.cut)
+        forward.cut = None
+    kwargs["seqpar"] = forward.shard
+    return (), kwargs
+
+
+def _cut(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: Tensor) -> dict[str, Any]:
+    """This rank's part of the text model's arguments: the tokens at ``positions [seq_local]``."""
+    shard, embeds = forward.batch_shard, kwargs.get("inputs_embeds")
+    if shard is None or embeds is None:
+        raise ValueError(f"{type(text).__name__}: it is given no inputs_embeds into which images have been merged")
+    rows, seq = embeds.shape[:2]
+    positions = positions.to(embeds.device)
+    local: dict[str, Any] = {}
+    for name, x in kwargs.items():
+        if name in _SHARDED_BELOW or name in _LABELS or not isinstance(x, Tensor) or x.numel() == 1:
+            local[name] = x
+        elif tuple(x.shape[:2]) == (rows, seq):
+            local[name] = x.index_select(1, positions)
+        else:
+            raise ValueError(
+                f"{name}: the text model is given a tensor of shape {tuple(x.shape)}, which has no dimensions "
+                f"{rows, seq} of tokens that could be sharded"
+            )
+    masks = kwargs.get("attention_mask")
+    by_type = masks if isinstance(masks, dict) else {"": masks}
+    blocks = {kind: shard.mask & mask for kind, mask in by_type.items() if isinstance(mask, Mask)}
+    local["attention_mask"] = dict.fromkeys(masks) if isinstance(masks, dict) else None
+    ids = kwargs.get("position_ids")
+    if ids is None:
+        local["position_ids"] = positions.expand(rows, -1)
+    else:
+        local["position_ids"] = ids.index_select(-1, positions)
+    longest = int(ids.max()) if ids is not None and forward.patch.depends_on_length else shard.max_position
+    forward.shard = replace(shard, block_masks=blocks, max_position=longest)
+    if kwargs.get(_VISUAL_EMBEDS) is not None:
+        visual = kwargs[_VISUAL_TOKENS].to(embeds.device)  # [rows, seq]
+        number = visual.flatten().cumsum(0).view_as(visual) - 1  # of each visual token among them all
+        mine = number.index_select(1, positions)[local[_VISUAL_TOKENS].to(embeds.device)]
+        local[_VISUAL_EMBEDS] = [x.index_select(0, mine.to(x.device)) for x in kwargs[_VISUAL_EMBEDS]]
+    return local
+
+
+def block_mask(
+    mask_function: Callable[..., Any] | None, rows: int, length: int, device: torch.device | None
+) -> Mask | None:
+    """The mask in which the tokens of an image see each other, from the function that a model makes its mask of.
+
+    The blocks are where a token sees the next one. Windows, documents and padding are left out: they belong to the
+    layers and to the batch.
+
+    Args:
+        mask_function: ``(row, head, query, key) -> whether it is visible``, on tensors of indices.
+        rows: of the batch.
+        length: tokens of the full sequence.
+        device: of the tensors that the function may hold.
+
+    Returns:
+        None: no token sees a later one.
+
+    Raises:
+        ValueError: a token sees some later ones that are not in one block with it.
+    """
+    if mask_function is None or mask_function is causal_mask_function or length < 2:
+        return None
+    row = torch.arange(rows, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.int64, device=device)
+
+    def visible(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = torch.as_tensor(mask_function(row, head, query, key))
+        return seen.expand(torch.broadcast_shapes(row.shape, query.shape)).cpu()
+
+    query = torch.arange(length - 1, device=device)[None]
+    change = F.pad(visible(row, query, query + 1).int(), (1, 1)).diff(dim=1)  # [rows, length]: blocks start and stop
+    starts, stops = (change == 1).nonzero(), (change == -1).nonzero()  # [blocks, 2] each: row and token
+    if not len(starts):
+        return None
+    first, last = starts[:, 1].to(device), stops[:, 1].to(device)
+    if not bool(visible(starts[:, 0].to(device), first, last).all()):
+        raise ValueError(
+            "attention_mask: the model lets tokens see later ones that are not in one block with them (the tokens of "
+            "an image); such a mask cannot be sharded"
+        )
+    blocks: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+    for (r, start), (_, stop) in zip(starts.tolist(), stops.tolist(), strict=True):
+        blocks[r].append((start, stop + 1))
+    return Mask.causal(blocks[:1] if all(x == blocks[0] for x in blocks) else blocks)
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
