@@ -140,7 +140,8 @@ def _traced(
     options = _operator_options(patch, in_layer, score, dropout)
     assert shard.sharding is not None
     seed = _dropout_seed(module, shard, dropout)
-    out: Tensor = attention_op(q, k, v, score.sinks, None, seed, mask, shard.sharding, ANY_RANKS, options)[0]
+    call = seed, mask, shard.sharding, ANY_RANKS, options
+    out: Tensor = attention_op(q, k, v, score.sinks, None, *call, weight)[0]
     return out
 
 
