@@ -2,7 +2,6 @@
 
     torchrun --nproc-per-node 2 examples/gemma3.py --text LICENSE --documents 8
     python examples/gemma3.py --text LICENSE --documents 8             # one process, the same losses
-    torchrun --nproc-per-node 8 examples/gemma3.py --text LICENSE --model google/gemma-3-1b-it
 
 One argument makes the ranks share each row: parallelism_config. The documents are the paragraphs of the text. Without
 --model it trains a small Gemma 3 with random weights, whose tokens are bytes.
@@ -31,7 +30,7 @@ import seqpar.hf
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="a text file")
-    parser.add_argument("--model", help="a model's name on the Hub, or its folder")
+    parser.add_argument("--model", help="a model's name on the Hub (google/gemma-3-1b-it), or its folder")
     parser.add_argument("--documents", type=int, default=32, help="paragraphs in a row, all ranks together")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--output", default="output", help="the Trainer's folder")
