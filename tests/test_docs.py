@@ -1,10 +1,12 @@
 """The documentation is right: its Python runs as written, its links lead somewhere, its figures are up to date.
 
-The ``python`` blocks of a page run one after another in one namespace.
+The ``python`` blocks of a page run one after another in one namespace. So does what a ``diff`` block leaves: its lines
+with ``+`` or a space.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import subprocess
@@ -21,8 +23,8 @@ from .pool import Pool, on_ranks
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(str(page.relative_to(ROOT)) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 # These start what a process has once (accelerate's state, a Trainer): each runs in a process of its own.
-ONE_PROCESS = ("README.md", "docs/huggingface.md")
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ONE_PROCESS = ("README.md", "docs/huggingface.md", "docs/migrating.md")
+_BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 _WIDTH = 95  # columns that the site shows beside its side bars, and GitHub without a scroll bar
 
@@ -30,7 +32,15 @@ _WIDTH = 95  # columns that the site shows beside its side bars, and GitHub with
 def _blocks(page: str) -> list[tuple[int, str]]:
     """The Python of a page, as (lines before it, source)."""
     text = (ROOT / page).read_text()
-    return [(text.count("\n", 0, match.start()) + 1, match[1]) for match in _BLOCK.finditer(text)]
+    return [
+        (text.count("\n", 0, match.start()) + 1, _side(match[2], "+") if match[1] == "diff" else match[2])
+        for match in _BLOCK.finditer(text)
+    ]
+
+
+def _side(diff: str, sign: str) -> str:
+    """The source before ("-") or after ("+") the change. Lines of the other side are empty, so that numbers stay."""
+    return "".join(line[1:] if line[0] in (sign, " ") else "\n" for line in diff.splitlines(keepends=True))
 
 
 def _given() -> dict[str, Any]:
@@ -113,6 +123,13 @@ def test_the_quickstart_runs_under_torchrun() -> None:
 def test_the_quickstart_is_the_example(page: str) -> None:
     _, example = (ROOT / "examples" / "quickstart.py").read_text().split('"""\n', 1)
     assert _blocks(page)[0][1].strip() == example.strip()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_side_before_a_change_is_python(page: str) -> None:
+    for language, source in _BLOCK.findall((ROOT / page).read_text()):
+        if language == "diff":
+            ast.parse(_side(source, "-"))
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])

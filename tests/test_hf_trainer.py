@@ -1,12 +1,8 @@
-"""The Trainer and the example scripts: several ranks have the losses of one process."""
+"""The Trainer: several ranks have the losses of one process."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +24,6 @@ from .hf_workers import VOCAB, tiny
 from .pool import Pool, on_ranks
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
 Run = tuple[list[float], float, int, int]
 
 
@@ -105,35 +100,6 @@ def test_trainer(pool: Pool, tmp_path: Path, dp: int, across: bool, evaluated_on
         # Replicas are weighted by their tokens before the shift, one process's batches by those after it.
         assert ours_evaluated == pytest.approx(evaluated, abs=1e-4 if dp == 1 else 2e-2 if across else 0.2)
         assert ours_counts == counts
-
-
-def run(script: str, ranks: int, folder: Path, *more: str) -> list[float]:
-    """The losses an example prints."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    text = ROOT / "LICENSE"
-    command = [sys.executable, *launcher, str(ROOT / "examples" / script), "--text", str(text), *more]
-    if script == "finetune.py":
-        command += ["--output", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "--length", "513", "--steps", "5"], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"losses"')]
-    losses: list[float] = json.loads(line)["losses"]
-    return losses
-
-
-@pytest.mark.parametrize(("script", "more"), [("finetune.py", ("--accumulate", "2")), ("lora.py", ())])
-def test_examples(tmp_path: Path, script: str, more: tuple[str, ...]) -> None:
-    if script == "lora.py":
-        pytest.importorskip("peft")
-    assert len((ROOT / "examples" / script).read_text().splitlines()) <= 80
-    with ThreadPoolExecutor() as threads:  # two processes import packages most of the time
-        runs = [threads.submit(run, script, ranks, tmp_path / str(ranks), *more) for ranks in (1, 2)]
-    alone, together = (run.result() for run in runs)
-    assert len(alone) == 5 and alone[0] > alone[-1]
-    assert together == pytest.approx(alone, abs=5e-5)
 
 
 def test_refused_arguments(tmp_path: Path) -> None:
