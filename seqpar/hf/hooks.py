@@ -37,11 +37,13 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             ``logits_to_keep``.
     """
     patch = cast(Patch, model._seqpar)
+    if not patch.sharded:
+        return args, kwargs
     parameters = inspect.signature(model.forward).parameters
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     whole = None
     if kwargs.get("seqpar") is None and not generates(kwargs):
-        kwargs, whole = shard_call(kwargs, patch)
+        kwargs, whole = shard_call(model, kwargs)
     shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
     forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole)
     if shard is not None:
@@ -75,6 +77,8 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         # While the forward is under way, because the loss looks at the wrappers around its model.
         if forward.labels is not None and output is not None:
             output = _add_loss(output, forward, forward.labels)
+        if forward.scores is not None and output is not None:
+            output = _with_scores(output, forward.scores)
         if forward.whole is not None and output is not None:
             return gather_outputs(output, forward, forward.whole)
     finally:
@@ -87,7 +91,21 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(getattr(output, "logits", None), LazyLogits):
         return type(output)(**{name: x for name, x in output.items() if name != "logits"})
-    return output if forward.labels is not None else None
+    return output if forward.labels is not None or forward.scores is not None else None
+
+
+def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the scores of this rank's tokens: the model would choose the last of them, not of the full sequence."""
+    forward = current_forward()
+    if forward is not None and forward.batch_shard is not None:
+        forward.scores = output
+
+
+def _with_scores(output: Any, scores: Tensor) -> Any:
+    """``output`` with the scores of all tokens in the place of those that the model has chosen."""
+    if isinstance(output, tuple):
+        raise ValueError("return_dict=False: a sequence's scores are all-gathered by name; leave it out")
+    return type(output)(**{**output, "logits": scores})
 
 
 def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:

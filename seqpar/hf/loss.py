@@ -91,8 +91,8 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
 
     Under a wrapper that averages gradients over the ranks of the sequence, the backward multiplies by their number.
     """
-    if patch.group is None or patch.ranks == 1:
-        return local_loss
+    if patch.group is None or patch.ranks == 1 or patch.batches == "own":
+        return local_loss  # of other ranks' batches: the exchange of outputs sums it
     return all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
 
 

@@ -7,7 +7,7 @@ around the model's forward and its output embedding, and the loss function is re
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
@@ -20,8 +20,9 @@ from ..strategies import StrategyName, resolve
 from . import hooks
 from .attention import attention_forward, no_mask
 from .loss import GRADIENTS, TokenLoss
-from .state import Gradients, Outputs, Patch
-from .support import attention_layers, check_model
+from .own import give_calls_back, take_over_calls
+from .state import Batches, Gradients, Outputs, Patch
+from .support import attention_layers, check_model, pools_last_token
 from .whole import OUTPUTS
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ NAME = "seqpar"
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, no_mask)
 
+BATCHES: tuple[str, ...] = get_args(Batches)
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -47,6 +49,7 @@ def parallelize(
     gradients: Gradients = "auto",
     loss_chunk: int | None = None,
     outputs: Outputs = "auto",
+    batches: Batches = "shared",
     **options: Unpack[StrategyOptions],
 ) -> Model:
     """Let ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
@@ -77,6 +80,11 @@ def parallelize(
             "whole": all tokens, in order, on every rank. "local": this rank's tokens. "auto": all tokens, but no logits
             where there are labels, because the loss does not need them all at once. A loss that you compute from whole
             outputs, the same on every rank, gets the gradients of ``model(**batch).loss``: each rank its share.
+        batches: "shared": the ranks of a sequence call the model with the same batch. "own": each rank calls it with a
+            batch of its own and gets the outputs of that batch, as if the ranks were data-parallel. In turn, each of
+            the batches is sharded over all ranks; in backward, all but one of these forwards are computed again. All
+            ranks call the model equally often, and each calls backward on a loss of its outputs. The sum of all ranks'
+            gradients is then the gradient of the sum of their losses. A rank generates on its own.
         options: the strategy's options, as in ``seqpar.attention``.
 
     Raises:
@@ -90,6 +98,9 @@ def parallelize(
     check_backend(backend)
     check_choice("gradients", gradients, GRADIENTS)
     check_choice("outputs", outputs, OUTPUTS)
+    check_choice("batches", batches, BATCHES)
+    if batches == "own" and outputs != "auto":
+        raise ValueError(f"outputs={outputs!r}: with batches='own' each rank gets the outputs of its batch; leave it out")
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)
     sequence = resolve(strategy, mesh, group, options).sequence
@@ -101,7 +112,7 @@ def parallelize(
     layers = attention_layers(model)
     for root in roots:
         check_model(root, layers)
-    patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk, outputs)
+    patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk, outputs, batches)
     _replace_configs(model, patch)
     for module in (*roots, *layers.values()):
         module._seqpar = patch
@@ -126,6 +137,7 @@ def restore(model: Model) -> Model:
         handle.remove()
     for module, loss_function in patch.loss_functions:
         hooks.unpatch_router_loss(module)
+        give_calls_back(module)
         if loss_function is None:
             del module._loss_function
         else:
@@ -200,6 +212,10 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             patch.loss_functions.append((module, vars(module).get("_loss_function")))
             module.loss_function = TokenLoss(patch, root)
             hooks.patch_router_loss(module)
+    if pools_last_token(root):
+        handles.append(root.score.register_forward_hook(hooks.after_score))
+    if patch.batches == "own" and patch.ranks > 1:
+        take_over_calls(root)
     head = root.get_output_embeddings()
     if isinstance(head, nn.Module):
         handles.append(head.register_forward_pre_hook(hooks.before_head))

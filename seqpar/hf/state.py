@@ -26,6 +26,7 @@ from .batch import BatchShard
 
 Gradients = Literal["auto", "partial", "mean"]
 Outputs = Literal["auto", "whole", "local"]
+Batches = Literal["shared", "own"]
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Patch:
     Attributes:
         mesh, given_group: as given to ``parallelize``.
         group: the process group that the sequence is sharded over; None is one process.
+        sharded: False while the model runs on this rank alone.
         calls: how many full batches the model has been called with: the same on every rank.
         seed: of the dropout of attention weights in those calls, drawn by the first rank of the sequence.
         handles: the registered hooks.
@@ -54,6 +56,8 @@ class Patch:
     gradients: Gradients
     loss_chunk: int | None
     outputs: Outputs
+    batches: Batches
+    sharded: bool = True
     calls: int = 0
     seed: int = 0
     handles: list[RemovableHandle] = field(default_factory=list)
@@ -125,6 +129,8 @@ class Whole:
         fused: whether TRL's fused head computes the outputs, and drop_last: whether it was given unshifted labels, so
             that the last token has no output.
         num_items: what the fused head's loss is divided by.
+        last: int64 ``[rows]``: the token whose scores are the row's, if the model classifies sequences.
+        labels: of the rows, in that case.
     """
 
     rows: int
@@ -133,6 +139,8 @@ class Whole:
     fused: bool = False
     drop_last: bool = False
     num_items: Any = None
+    last: Tensor | None = None
+    labels: Tensor | None = None
 
 
 @dataclass
@@ -145,6 +153,7 @@ class Forward:
         prefill: set while the model generates.
         whole: set if the caller gave the full batch.
         hidden: the input of the output embedding ``[batch, seq, hidden]``, kept until the loss needs it.
+        scores: of a model that classifies sequences, each token's ``[batch, seq_local, num_labels]``.
         labels, num_items: taken from a model whose forward would compute a loss of its own.
     """
 
@@ -155,6 +164,7 @@ class Forward:
     prefill: Prefill | None = None
     whole: Whole | None = None
     hidden: Tensor | None = None
+    scores: Tensor | None = None
     labels: Tensor | None = None
     num_items: Any = None
 
