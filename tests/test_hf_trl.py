@@ -95,31 +95,30 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [sum(word in ("t5", "t7", "t11", "t30", "t31", "t32") for word in x.split()) / 4 for x in completions]
 
 
-def log_of(kind: str, model_kind: str, folder: str, parallel: dict[str, Any] | None, **arguments: Any) -> Log:
+def log_of(kind: str, model_kind: str, folder: str, config: Any) -> Log:
     """What the trainer logs in three steps of two micro-batches, and in an evaluation."""
     import trl
 
-    rl = kind in ("grpo", "rloo")
+    arguments: dict[str, Any] = {}
+
     name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[kind]
-    models = [tiny(model_kind, seed=seed) for seed in (0, 1)]
+    model, given = tiny(model_kind), {}
     if kind == "reward":
-        config = models[0].config
-        config.num_labels = 1
         torch.manual_seed(0)
-        models = [transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")]
-    if parallel is not None:
-        for model in models:
-            seqpar.hf.parallelize(model, batches="own", **parallel)
-    if rl:
-        arguments |= {"num_generations": 2, "max_completion_length": 12, "reward_funcs": reward, "beta": 0.0}
-    given = {name: arguments.pop(name) for name in ("reward_funcs",) if name in arguments}
-    if kind == "grpo":
+        changed = transformers.AutoConfig.for_model(**{**model.config.to_dict(), "num_labels": 1})
+        model = transformers.AutoModelForSequenceClassification.from_config(changed)
+    if kind in ("grpo", "rloo"):
+        arguments |= {"num_generations": 2, "max_completion_length": 12}
+        given["reward_funcs"] = reward
+    if kind == "grpo":  # samples are trained on twice, so that their old log-probabilities are computed
         given["rollout_func"] = rollout
+        model = os.path.join(folder, model_kind)  # the reference model is loaded from there too
+        arguments |= {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.8}
     if kind in ("dpo", "kto"):
-        given["ref_model"] = models[1]
+        given["ref_model"] = tiny(model_kind, seed=1)
     data = dataset(kind)
     trainer = getattr(trl, f"{name}Trainer")(
-        model=models[0],
+        model=model,
         args=getattr(trl, f"{name}Config")(
             output_dir=folder,
             max_steps=3,
@@ -133,6 +132,7 @@ def log_of(kind: str, model_kind: str, folder: str, parallel: dict[str, Any] | N
             report_to="none",
             use_cpu=True,
             bf16=False,
+            parallelism_config=config,
             disable_tqdm=True,
             **arguments,
         ),
@@ -149,34 +149,36 @@ def log_of(kind: str, model_kind: str, folder: str, parallel: dict[str, Any] | N
     ]
 
 
+# By number of processes: the trainer, the model, the ranks of a sequence.
 CASES = {
-    2: [("grpo", "llama"), ("rloo", "llama"), ("dpo", "mistral"), ("kto", "llama"), ("reward", "llama")],
-    4: [("grpo", "mistral"), ("dpo", "llama")],
+    2: [("grpo", "llama", 2), ("rloo", "llama", 2), ("dpo", "mistral", 2), ("kto", "llama", 2), ("reward", "llama", 2)],
+    4: [("grpo", "mistral", 4), ("dpo", "llama", 2)],
 }
 
 
 @on_ranks
-def logs(group: ProcessGroup, cases: list[tuple[str, str]], folder: str) -> list[tuple[Log, Log]]:
+def logs(group: ProcessGroup, cases: list[tuple[str, str, int]], folder: str) -> list[list[Log]]:
     """Of each case: without and with sequence parallelism."""
     found = []
-    for case in cases:
-        pair = []
-        for parallel in (None, {"group": group}):
+    for kind, model_kind, cp_size in cases:
+        found.append([])
+        for config in (None, seqpar.hf.ParallelismConfig(cp_size)):
             with torchrun(group):
-                pair.append(log_of(*case, folder, parallel))
-        found.append((pair[0], pair[1]))
+                found[-1].append(log_of(kind, model_kind, folder, config))
     return found
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_trainers(tmp_path: Path, world: int) -> None:
+    for kind in ("llama", "mistral"):
+        tiny(kind).save_pretrained(tmp_path / kind)
     pool = Pool(world, deadline_s=240.0, environment={"TRL_EXPERIMENTAL_SILENCE": "1"})
     try:
         by_rank = pool.run(world, logs, CASES[world], str(tmp_path))
     finally:
         pool.close()
     for found in by_rank:
-        for (kind, _), (plain, ours) in zip(CASES[world], found, strict=True):
+        for (kind, *_), (plain, ours) in zip(CASES[world], found, strict=True):
             assert len(plain) == len(ours) > 4 and "loss" in plain[0], kind
             for expected, entry in zip(plain, ours, strict=True):
                 assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4, nan_ok=True), kind
