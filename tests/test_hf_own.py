@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
@@ -21,7 +23,8 @@ import seqpar
 import seqpar.hf
 
 from .hf_workers import PARALLELIZE, gradients, make_batch, tiny, worst
-from .pool import Pool, WorkerError, mesh_of, on_ranks
+from .live_bytes import LiveBytes
+from .pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
 
 pytestmark = pytest.mark.slow
 LOSS, GRADIENT, OUTPUT = 2e-5, 1e-3, 1e-4
@@ -75,3 +78,205 @@ def test_loss_and_gradients(
 ) -> None:
     for loss, gradient in pool.run(world, trained, kind, strategy, how, checkpointing):
         assert loss < LOSS and gradient < GRADIENT
+
+
+def full_gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients, whole where ``fully_shard`` or FSDP1 has sharded them."""
+    return {
+        name.replace("module.", ""): g.full_tensor() if isinstance(g, DTensor) else g
+        for name, g in gradients(model).items()
+    }
+
+
+@on_ranks
+def wrapped(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
+    """Wrappers average over all ranks, of which four share a sequence."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    losses, grads = one_device(world, "llama", "right")
+    mesh = mesh_of(2, 4, 1, 1)
+    model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh, batches="own")
+    outer: Any = model
+    if wrapper == "ddp":  # finding unused parameters walks through the exchange
+        outer = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        everyone = dist.device_mesh.init_device_mesh("cpu", (world,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=everyone)
+        fully_shard(model, mesh=everyone)
+    loss = outer(**batch_of(rank, "right")).loss
+    ((1 + rank) * loss).backward()
+    expected = {name: g / world for name, g in grads.items()}
+    return abs(loss.item() - losses[rank]), worst(full_gradients(outer), expected)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_wrappers_that_average(pool: Pool, wrapper: str) -> None:
+    for loss, gradient in pool.run(8, wrapped, wrapper):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+@on_ranks
+def inferred(group: ProcessGroup) -> list[float]:
+    """Errors of outputs without labels, and of what a rank generates from its own prompt."""
+    rank = group.rank()
+    plain, model = tiny("mistral").eval(), tiny("mistral").eval()
+    batch = batch_of(rank, "left")
+    del batch["labels"]
+    with torch.no_grad():
+        expected = plain(**batch, output_hidden_states=True, use_cache=False)
+        seqpar.hf.parallelize(model, group=group, batches="own")
+        output = model(**batch, output_hidden_states=True)
+        kept = model(**batch, logits_to_keep=5).logits
+        prompt = {name: x[:1] for name, x in batch.items()}
+        same = [
+            x.generate(**prompt, max_new_tokens=5 + 3 * rank, do_sample=False, eos_token_id=None)
+            for x in (plain, model)
+        ]
+    real = batch["attention_mask"].bool()
+    errors = [
+        float((ours - theirs)[real].abs().max())
+        for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True)
+    ]
+    errors.append(float((output.logits - expected.logits)[real].abs().max()))
+    errors.append(float((kept - expected.logits[:, -5:]).abs().max()))
+    assert torch.equal(same[0], same[1])
+    # A copy calls itself, and restoring gives the calls back.
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+        assert float(other(**batch).logits.abs().max()) == 0
+        errors.append(float((seqpar.hf.restore(model)(**batch).logits - expected.logits)[real].abs().max()))
+    return errors
+
+
+def test_outputs_and_generation(pool: Pool) -> None:
+    for errors in pool.run(2, inferred):
+        assert max(errors) < OUTPUT, errors
+
+
+@on_ranks
+def classified(group: ProcessGroup, batches: Any) -> tuple[float, float, float]:
+    """Errors of scores, loss and gradients of a model that scores the last token of each row."""
+    rank = group.rank()
+    config = transformers.AutoConfig.for_model(**{**tiny("llama").config.to_dict(), "num_labels": 3})
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+
+    def batch_of_rows(rank: int) -> dict[str, Tensor]:
+        batch = batch_of(rank, "right")
+        batch["labels"] = torch.arange(len(batch["input_ids"])) % 3
+        return batch
+
+    plain = made()
+    own = [batch_of_rows(i if batches == "own" else 0) for i in range(group.size())]
+    expected = [plain(**batch, use_cache=False) for batch in own]
+    torch.stack([x.loss for x in (expected if batches == "own" else expected[:1])]).sum().backward()
+    model = seqpar.hf.parallelize(made(), group=group, batches=batches)
+    output = model(**own[rank])
+    output.loss.backward()
+    seqpar.sync_gradients(model, group=group)
+    scores = float((output.logits - expected[rank].logits).abs().max())
+    return scores, abs(output.loss.item() - expected[rank].loss.item()), worst(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("batches", ["own", "shared"])
+def test_sequence_classification(pool: Pool, batches: str) -> None:
+    for scores, loss, gradient in pool.run(2, classified, batches):
+        assert scores < OUTPUT and loss < LOSS and gradient < GRADIENT
+
+
+@on_ranks
+def peaks(group: ProcessGroup) -> tuple[int, int]:
+    """The most bytes held in a forward and backward: of a shared batch, and of own batches of the same size."""
+    found = []
+    for batches in ("shared", "own"):
+        model = seqpar.hf.parallelize(tiny("llama"), group=group, batches=batches)
+        batch = make_batch("plain", 1024, 1, seed=0)
+        with LiveBytes() as live:
+            model(**batch).loss.backward()
+        found.append(live.peak)
+    return found[0], found[1]
+
+
+def test_activations_of_one_batch_at_a_time(pool: Pool) -> None:
+    for shared, own in pool.run(4, peaks):
+        assert own < 1.25 * shared, (own, shared)
+
+
+@on_ranks
+def refused(group: ProcessGroup, how: str) -> None:
+    rank = group.rank()
+    model = seqpar.hf.parallelize(tiny("llama"), group=group, batches="own")
+    batch: dict[str, Any] = batch_of(rank, "right")
+    if how == "gap" and rank == 1:
+        batch["attention_mask"][0, 3] = 0
+    elif how == "arguments" and rank == 1:
+        batch["output_hidden_states"] = True
+    elif how == "gradients" and rank == 1:
+        torch.set_grad_enabled(False)
+    elif how == "sharded":
+        batch = seqpar.hf.shard_batch(make_batch("plain"), group=group)
+    elif how == "boundaries":
+        batch["cu_seq_lens_q"] = torch.tensor([0, 45])
+    elif how == "object":
+        batch["more"] = object()
+    elif how == "tuple":
+        batch["return_dict"] = False
+    elif how == "short" and rank == 1:
+        batch = {name: x[:, :1] for name, x in batch.items()}
+    elif how == "nothing":
+        batch = {}
+    try:
+        model(**batch)
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("gap", "the batch of rank 1 of the sequence: attention_mask: row 0 has zeros between ones"),
+        ("arguments", "arguments: the ranks of the group differ"),
+        ("gradients", "gradients"),
+        ("sharded", "batch: it is sharded already"),
+        ("boundaries", "cu_seq_lens_q: not supported"),
+        ("object", "more=object"),
+        ("tuple", "return_dict=False"),
+        ("short", "the batch of rank 1 of the sequence: batch: rows of 1 tokens"),
+        ("nothing", "batch: expected 'input_ids'"),
+    ],
+)
+def test_refused_calls(how: str, message: str, pool: Pool) -> None:
+    with pytest.raises(WorkerError) as raised:
+        pool.run(2, refused, how)
+    assert str(raised.value).count(f"Error: {message}") == 2, raised.value
+
+
+@on_ranks
+def called_less(group: ProcessGroup, port: int) -> str:
+    """Rank 1 calls the model once, rank 0 twice."""
+    group = start(port, "calls", group.rank(), group.size(), timeout_s=3.0)
+    model = seqpar.hf.parallelize(tiny("llama"), batches="own")
+    with torch.no_grad():
+        model(**batch_of(group.rank(), "right"))
+        try:
+            if group.rank() == 0:
+                model(**batch_of(0, "right"))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_call(own: OwnPool) -> None:
+    waited, _ = own.pool.run(2, called_less, own.port, deadline_s=30.0)
+    assert "1" in waited and "handshake" in waited, waited
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="batches='mine'"):
+        seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="mine")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="outputs='local'"):
+        seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="own", outputs="local")

@@ -23,12 +23,20 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 import seqpar.hf
 
 from .hf_workers import VOCAB, tiny
-from .pool import Pool, on_ranks
+from .pool import OwnPool, on_ranks, start
 
 pytestmark = pytest.mark.slow
 Log = list[dict[str, float]]
 # What differs between two runs of the same.
 _TIMES = ("runtime", "per_second", "step_time", "flos")
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[OwnPool]:
+    """The Trainers' processes are all of the default group, whose size the tests change."""
+    own = OwnPool(4)
+    yield own
+    own.pool.close()
 
 
 @contextmanager
@@ -107,12 +115,12 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any) -> Log:
         torch.manual_seed(0)
         changed = transformers.AutoConfig.for_model(**{**model.config.to_dict(), "num_labels": 1})
         model = transformers.AutoModelForSequenceClassification.from_config(changed)
-    if kind in ("grpo", "rloo"):
+    if kind in ("grpo", "rloo"):  # the reference model is loaded from this path too
+        model = os.path.join(folder, model_kind)
         arguments |= {"num_generations": 2, "max_completion_length": 12}
         given["reward_funcs"] = reward
     if kind == "grpo":  # samples are trained on twice, so that their old log-probabilities are computed
         given["rollout_func"] = rollout
-        model = os.path.join(folder, model_kind)  # the reference model is loaded from there too
         arguments |= {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.8}
     if kind in ("dpo", "kto"):
         given["ref_model"] = tiny(model_kind, seed=1)
@@ -157,26 +165,23 @@ CASES = {
 
 
 @on_ranks
-def logs(group: ProcessGroup, cases: list[tuple[str, str, int]], folder: str) -> list[list[Log]]:
+def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], folder: str) -> list[list[Log]]:
     """Of each case: without and with sequence parallelism."""
+    world = start(port, f"{len(cases)} cases", group.rank(), group.size(), timeout_s=60.0)
     found = []
     for kind, model_kind, cp_size in cases:
         found.append([])
         for config in (None, seqpar.hf.ParallelismConfig(cp_size)):
-            with torchrun(group):
+            with torchrun(world):
                 found[-1].append(log_of(kind, model_kind, folder, config))
     return found
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_trainers(tmp_path: Path, world: int) -> None:
+def test_trainers(processes: OwnPool, tmp_path: Path, world: int) -> None:
     for kind in ("llama", "mistral"):
         tiny(kind).save_pretrained(tmp_path / kind)
-    pool = Pool(world, deadline_s=240.0, environment={"TRL_EXPERIMENTAL_SILENCE": "1"})
-    try:
-        by_rank = pool.run(world, logs, CASES[world], str(tmp_path))
-    finally:
-        pool.close()
+    by_rank = processes.pool.run(world, logs, processes.port, CASES[world], str(tmp_path), deadline_s=240.0)
     for found in by_rank:
         for (kind, *_), (plain, ours) in zip(CASES[world], found, strict=True):
             assert len(plain) == len(ours) > 4 and "loss" in plain[0], kind
