@@ -17,7 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
 
+pytest.importorskip("accelerate")
+
+import accelerate
 import transformers
+from torch.utils.data import DataLoader
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import seqpar
 import seqpar.hf
@@ -25,6 +30,7 @@ import seqpar.hf
 from .hf_workers import PARALLELIZE, gradients, make_batch, tiny, worst
 from .live_bytes import LiveBytes
 from .pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
+from .test_hf_compose import fsdp1, fsdp1_gradients
 
 pytestmark = pytest.mark.slow
 LOSS, GRADIENT, OUTPUT = 2e-5, 1e-3, 1e-4
@@ -81,7 +87,7 @@ def test_loss_and_gradients(
 
 
 def full_gradients(model: Any) -> dict[str, Tensor]:
-    """The gradients, whole where ``fully_shard`` or FSDP1 has sharded them."""
+    """The gradients, whole where ``fully_shard`` has sharded them."""
     return {
         name.replace("module.", ""): g.full_tensor() if isinstance(g, DTensor) else g
         for name, g in gradients(model).items()
@@ -96,8 +102,12 @@ def wrapped(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
     mesh = mesh_of(2, 4, 1, 1)
     model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh, batches="own")
     outer: Any = model
+    if "checkpointed" in wrapper:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if wrapper == "ddp":  # finding unused parameters walks through the exchange
         outer = DistributedDataParallel(model, find_unused_parameters=True)
+    elif wrapper == "fsdp1":
+        outer = fsdp1(model, True, LlamaDecoderLayer)
     else:
         everyone = dist.device_mesh.init_device_mesh("cpu", (world,))
         for layer in model.model.layers:
@@ -106,10 +116,11 @@ def wrapped(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
     loss = outer(**batch_of(rank, "right")).loss
     ((1 + rank) * loss).backward()
     expected = {name: g / world for name, g in grads.items()}
-    return abs(loss.item() - losses[rank]), worst(full_gradients(outer), expected)
+    ours = fsdp1_gradients(outer, "llama") if wrapper == "fsdp1" else full_gradients(outer)
+    return abs(loss.item() - losses[rank]), worst(ours, expected)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp, checkpointed layers", "fsdp1"])
 def test_wrappers_that_average(pool: Pool, wrapper: str) -> None:
     for loss, gradient in pool.run(8, wrapped, wrapper):
         assert loss < LOSS and gradient < GRADIENT
@@ -280,3 +291,52 @@ def test_arguments() -> None:
         seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="mine")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="outputs='local'"):
         seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="own", outputs="local")
+
+
+class PreferenceTrainer(transformers.Trainer):
+    """Makes an Accelerator as a Trainer does."""
+
+    __module__ = "trl.trainer.some_trainer"
+
+    def __init__(self, fsdp: bool, config: Any) -> None:
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
+        self.accelerator = accelerate.Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+
+
+@on_ranks
+def dealt_to(group: ProcessGroup, port: int, fsdp: bool) -> tuple[list[float], float, float]:
+    """What a rank's batches hold, and errors of loss and gradients, with a trainer that needs own batches."""
+    group = start(port, f"fsdp {fsdp}", group.rank(), group.size())
+    rank = group.rank()
+    with torchrun(group):
+        config = seqpar.hf.ParallelismConfig(group.size())
+        # Without a trainer of TRL the ranks of a sequence share batches; the next Accelerator has the same state.
+        shared = accelerate.Accelerator(cpu=True, parallelism_config=config)
+        rows = DataLoader(torch.arange(6.0), batch_size=1)  # type: ignore[arg-type]
+        assert [float(x) for x in shared.prepare_data_loader(rows)] == [0, 1, 2, 3, 4, 5]
+        if fsdp:
+            accelerate.state.AcceleratorState._reset_state()
+        accelerator = PreferenceTrainer(fsdp, config).accelerator
+        dealt = [float(x) for x in accelerator.prepare_data_loader(rows)]
+        losses, grads = one_device(group.size(), "llama", "right")
+        model = accelerator.prepare(tiny("llama"))
+        loss = model(**batch_of(rank, "right")).loss
+        accelerator.backward((1 + rank) * loss)
+        assert accelerator.gather_for_metrics(torch.tensor([float(rank)])).tolist() == [0, 1]
+    expected = {name: g / group.size() for name, g in grads.items()}
+    return dealt, abs(loss.item() - losses[rank]), worst(full_gradients(model), expected)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_trainer_that_needs_own_batches(own: OwnPool, fsdp: bool) -> None:
+    (first, *errors), (second, *more) = own.pool.run(2, dealt_to, own.port, fsdp)
+    assert first == [0, 2, 4] and second == [1, 3, 5]
+    for loss, gradient in (errors, more):
+        assert loss < LOSS and gradient < GRADIENT
+
+
+def test_which_trainers_need_own_batches() -> None:
+    trl_sft: Any = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
+    for cls, needs in ((PreferenceTrainer, True), (trl_sft, False), (transformers.Trainer, False)):
+        assert _is_for_own_batches(cls.__new__(cls)) is needs
+    assert not _is_for_own_batches(None)
