@@ -20,7 +20,7 @@ import transformers
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.patch import NAME
+from seqpar.hf.state import NAME
 
 from .hf_workers import MODELS, PARALLELIZE, VOCAB, gradients, make_batch, one_device, table, tiny, worst
 from .pool import Pool, on_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -26,11 +26,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import seqpar
 import seqpar.hf
+from seqpar.hf.parallelism import _is_for_own_batches
 
 from .hf_workers import PARALLELIZE, gradients, make_batch, tiny, worst
 from .live_bytes import LiveBytes
 from .pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
 from .test_hf_compose import fsdp1, fsdp1_gradients
+from .test_hf_parallelism import torchrun
 
 pytestmark = pytest.mark.slow
 LOSS, GRADIENT, OUTPUT = 2e-5, 1e-3, 1e-4
@@ -138,6 +140,7 @@ def inferred(group: ProcessGroup) -> list[float]:
         seqpar.hf.parallelize(model, group=group, batches="own")
         output = model(**batch, output_hidden_states=True)
         kept = model(**batch, logits_to_keep=5).logits
+        assert "logits" not in model(**batch, labels=batch["input_ids"])
         prompt = {name: x[:1] for name, x in batch.items()}
         same = [
             x.generate(**prompt, max_new_tokens=5 + 3 * rank, do_sample=False, eos_token_id=None)
@@ -287,13 +290,14 @@ def test_a_rank_that_does_not_call(own: OwnPool) -> None:
 
 
 def test_arguments() -> None:
+    unknown: Any = "mine"
     with pytest.raises(ValueError, match="batches='mine'"):
-        seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="mine")  # type: ignore[arg-type]
+        seqpar.hf.parallelize(tiny("llama"), strategy="local", batches=unknown)
     with pytest.raises(ValueError, match="outputs='local'"):
         seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="own", outputs="local")
 
 
-class PreferenceTrainer(transformers.Trainer):
+class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]
     """Makes an Accelerator as a Trainer does."""
 
     __module__ = "trl.trainer.some_trainer"
@@ -312,7 +316,7 @@ def dealt_to(group: ProcessGroup, port: int, fsdp: bool) -> tuple[list[float], f
         config = seqpar.hf.ParallelismConfig(group.size())
         # Without a trainer of TRL the ranks of a sequence share batches; the next Accelerator has the same state.
         shared = accelerate.Accelerator(cpu=True, parallelism_config=config)
-        rows = DataLoader(torch.arange(6.0), batch_size=1)  # type: ignore[arg-type]
+        rows: Any = DataLoader(cast(Any, torch.arange(6.0)), batch_size=1)
         assert [float(x) for x in shared.prepare_data_loader(rows)] == [0, 1, 2, 3, 4, 5]
         if fsdp:
             accelerate.state.AcceleratorState._reset_state()

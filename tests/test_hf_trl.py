@@ -1,11 +1,13 @@
-"""TRL's preference and RL trainers on sharded sequences have their own losses, rewards and metrics."""
+"""TRL's preference and RL trainers on sharded sequences have the losses, rewards and metrics of their own."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,41 +20,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
 import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import seqpar.hf
 
 from .hf_workers import VOCAB, tiny
 from .pool import OwnPool, on_ranks, start
+from .test_hf_parallelism import torchrun
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
 Log = list[dict[str, float]]
 # What differs between two runs of the same.
 _TIMES = ("runtime", "per_second", "step_time", "flos")
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[OwnPool]:
-    """The Trainers' processes are all of the default group, whose size the tests change."""
-    own = OwnPool(4)
-    yield own
-    own.pool.close()
-
-
-@contextmanager
-def torchrun(group: ProcessGroup) -> Iterator[None]:
-    """The environment of ``torchrun``, and accelerate as in a new process."""
-    before = dict(os.environ)
-    rank, world = str(group.rank()), str(group.size())
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, ACCELERATE_USE_CPU="true", **address)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
 
 
 @cache
@@ -110,7 +89,8 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any) -> Log:
     arguments: dict[str, Any] = {}
 
     name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[kind]
-    model, given = tiny(model_kind), {}
+    model: Any = tiny(model_kind)
+    given: dict[str, Any] = {}
     if kind == "reward":
         torch.manual_seed(0)
         changed = transformers.AutoConfig.for_model(**{**model.config.to_dict(), "num_labels": 1})
@@ -168,7 +148,7 @@ CASES = {
 def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], folder: str) -> list[list[Log]]:
     """Of each case: without and with sequence parallelism."""
     world = start(port, f"{len(cases)} cases", group.rank(), group.size(), timeout_s=60.0)
-    found = []
+    found: list[list[Log]] = []
     for kind, model_kind, cp_size in cases:
         found.append([])
         for config in (None, seqpar.hf.ParallelismConfig(cp_size)):
@@ -178,12 +158,35 @@ def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], fold
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_trainers(processes: OwnPool, tmp_path: Path, world: int) -> None:
+def test_trainers(own: OwnPool, tmp_path: Path, world: int) -> None:
     for kind in ("llama", "mistral"):
         tiny(kind).save_pretrained(tmp_path / kind)
-    by_rank = processes.pool.run(world, logs, processes.port, CASES[world], str(tmp_path), deadline_s=240.0)
+    by_rank = own.pool.run(world, logs, own.port, CASES[world], str(tmp_path), deadline_s=240.0)
     for found in by_rank:
         for (kind, *_), (plain, ours) in zip(CASES[world], found, strict=True):
             assert len(plain) == len(ours) > 4 and "loss" in plain[0], kind
             for expected, entry in zip(plain, ours, strict=True):
                 assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4, nan_ok=True), kind
+
+
+def run(cp_size: int, folder: Path) -> dict[str, list[float]]:
+    """What the example prints on two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--text", str(ROOT / "LICENSE"), "--cp-size", str(cp_size), "--steps", "2", "--output", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*launcher, str(ROOT / "examples" / "grpo.py"), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"reward"')]
+    steps: dict[str, list[float]] = json.loads(line)
+    return steps
+
+
+def test_example(tmp_path: Path) -> None:
+    assert len((ROOT / "examples" / "grpo.py").read_text().splitlines()) <= 80
+    with ThreadPoolExecutor() as threads:
+        runs = [threads.submit(run, cp_size, tmp_path / str(cp_size)) for cp_size in (1, 2)]
+    plain, together = (run.result() for run in runs)
+    for name, values in plain.items():  # rounding of the weights changes which tokens are sampled after the first step
+        assert len(values) == len(together[name]) == 2 and values[0] > 0
+        assert together[name][0] == pytest.approx(values[0], abs=1e-4)

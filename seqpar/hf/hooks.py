@@ -89,7 +89,9 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return finish_forward(output, forward.prefill, forward.patch)
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
-    if isinstance(getattr(output, "logits", None), LazyLogits):
+    if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
+        if forward.patch.batches == "own" and forward.patch.outputs == "whole":
+            return type(output)(**{**output, "logits": lazy.materialize()})
         return type(output)(**{name: x for name, x in output.items() if name != "logits"})
     return output if forward.labels is not None or forward.scores is not None else None
 

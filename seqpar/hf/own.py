@@ -28,24 +28,25 @@ from ..checks import no_compile
 from ..comm.collectives import all_gather
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..comm.trace import count_sent
-from .state import Patch, Whole
+from .state import NAME, Patch, Whole
 from .whole import PER_TOKEN, finish, generates, shard_call
 
 # Scalars of which each rank computes its tokens' part.
 _PARTIAL_SUMS = ("loss", "aux_loss")
 _PLAIN = (bool, int, float, str)
+# ``nn.Module.__call__`` looks it up in the module; it runs the hooks and the forward.
+_CALL = "_call_impl"
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens", "cu_seqlens")
 
 
 def take_over_calls(model: nn.Module) -> None:
     """Let calls of ``model`` run ``call``, outside of all its hooks, because they are run once for each batch."""
-    model._call_impl = MethodType(call, model)
+    vars(model)[_CALL] = MethodType(call, model)
 
 
 def give_calls_back(model: nn.Module) -> None:
     """Undo ``take_over_calls``."""
-    if "_call_impl" in vars(model):
-        del model._call_impl
+    vars(model).pop(_CALL, None)
 
 
 @no_compile
@@ -88,12 +89,13 @@ def _one_device(patch: Patch) -> Iterator[None]:
     """Within the block the model attends on this rank alone."""
     patch.sharded = False
     for original, ours, _ in patch.config_copies:
-        ours._attn_implementation = original._attn_implementation
+        implementation = original._attn_implementation
+        ours._attn_implementation = "sdpa" if implementation == NAME else implementation
     try:
         yield
     finally:
-        for _, ours, at_first in patch.config_copies:
-            ours._attn_implementation = at_first["_attn_implementation_internal"]
+        for _, ours, _ in patch.config_copies:
+            ours._attn_implementation = NAME
         patch.sharded = True
 
 
@@ -174,8 +176,8 @@ class _Arguments:
                 self.values[name] = x
             else:
                 raise TypeError(
-                    f"{name}={type(x).__name__}: with batches='own' the arguments are sent to the other ranks; expected "
-                    "a tensor, a number, a bool or a string"
+                    f"{name}={type(x).__name__}: with batches='own' the other ranks get the arguments; expected a "
+                    "tensor, a number, a bool or a string"
                 )
         # What stands for each dimension: "rows", "seq", or its size.
         self.shapes = {name: tuple(self._dimensions(x)) for name, x in self.tensors.items()}
@@ -224,7 +226,7 @@ def _tensors(packed: Tensor, shapes: Sequence[tuple[Sequence[int], torch.dtype]]
     return found
 
 
-def _to_owners(outputs: list[Any], wholes: list[Whole], model: nn.Module) -> Any:
+def _to_owners(outputs: list[Any], wholes: list[Whole], model: Any) -> Any:
     """The output of this rank's batch, from all ranks' parts of it.
 
     Args:

@@ -127,9 +127,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             "batches": batches,
             **options,
         }
-        # In the config that an Accelerator keeps, which was made from ``_given``:
-        self.sequence_ranks = 1
-        self._given = self
+        self.sequence_ranks = 1  # in the config that an Accelerator keeps
+        self._given = self  # that config is a copy, made from this one
         self._group: ProcessGroup | None = None
 
     def __repr__(self) -> str:
@@ -151,7 +150,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         if batches == "auto":
             batches = "own" if _is_for_own_batches(_trainer_being_made()) else "shared"
         if self is not self._given and self.arguments["batches"] == batches:
-            config = self  # a second Accelerator shares the state of the first
+            config = self  # a second Accelerator has the state of the first, with the config that was made for it
         else:
             config = self._given._of(accelerator, batches)
         accelerator.state.parallelism_config = config
@@ -195,8 +194,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         config._group = mesh["cp"].get_group()
         if batches == "own":  # accelerate reads from the mesh that cp's ranks get the same batch
             config.dp_shard_size *= cp_size
-            sizes = config.dp_replicate_size, config.dp_shard_size
-            mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+            dp = config.dp_replicate_size, config.dp_shard_size
+            mesh = init_device_mesh(accelerator.device.type, dp, mesh_dim_names=("dp_replicate", "dp_shard"))
             mesh["dp_shard"]._flatten("dp_shard_cp")
         else:
             mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
@@ -208,10 +207,11 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         found = [getattr(m, "_seqpar", None) for m in model.modules()]
         patches = [patch for patch in found if isinstance(patch, Patch)]
         wanted = self.sequence_ranks, self.arguments["batches"]
-        if patches and wanted[0] > 1 and (patches[0].ranks, patches[0].batches) != wanted:
+        if patches and (patches[0].ranks, patches[0].batches if wanted[0] > 1 else wanted[1]) != wanted:
             raise ValueError(
                 f"model: it is parallelized over {patches[0].ranks} ranks with batches={patches[0].batches!r}, but the "
-                f"ParallelismConfig has cp_size={wanted[0]} and batches={wanted[1]!r}; leave the call of parallelize out"
+                f"ParallelismConfig has cp_size={wanted[0]} and batches={wanted[1]!r}; leave the call of parallelize "
+                "out"
             )
         if not patches and any(isinstance(m, PreTrainedModel) for m in model.modules()):
             parallelize(model, group=self._group, **self.arguments)
@@ -282,8 +282,8 @@ def share_sequences(accelerator: accelerate.Accelerator, shared: int) -> None:
 
 def share_sequences_of(accelerator: accelerate.Accelerator, shared: int) -> None:
     """The same for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
-    config = ParallelismConfig()
-    config.sequence_ranks, config.cp_size, config._is_kept = shared, 1, True
+    config = copy.copy(ParallelismConfig(batches="shared"))
+    config.sequence_ranks, config.cp_size = shared, 1
     accelerator.state.parallelism_config = config
     share_sequences(accelerator, shared)
 

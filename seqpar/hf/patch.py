@@ -21,7 +21,7 @@ from . import hooks
 from .attention import attention_forward, no_mask
 from .loss import GRADIENTS, TokenLoss
 from .own import give_calls_back, take_over_calls
-from .state import Batches, Gradients, Outputs, Patch
+from .state import NAME, Batches, Gradients, Outputs, Patch
 from .support import attention_layers, check_model, pools_last_token
 from .whole import OUTPUTS
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from ..strategies import StrategyOptions
 
-NAME = "seqpar"
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, no_mask)
 
@@ -99,8 +98,8 @@ def parallelize(
     check_choice("gradients", gradients, GRADIENTS)
     check_choice("outputs", outputs, OUTPUTS)
     check_choice("batches", batches, BATCHES)
-    if batches == "own" and outputs != "auto":
-        raise ValueError(f"outputs={outputs!r}: with batches='own' each rank gets the outputs of its batch; leave it out")
+    if batches == "own" and outputs == "local":
+        raise ValueError("outputs='local': with batches='own' each rank gets all outputs of its batch; leave it out")
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)
     sequence = resolve(strategy, mesh, group, options).sequence

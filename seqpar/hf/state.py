@@ -24,6 +24,7 @@ from ..mesh import rank_in, size_of
 from ..strategies import StrategyName, StrategyOptions
 from .batch import BatchShard
 
+NAME = "seqpar"  # of the attention function, in transformers' interfaces
 Gradients = Literal["auto", "partial", "mean"]
 Outputs = Literal["auto", "whole", "local"]
 Batches = Literal["shared", "own"]

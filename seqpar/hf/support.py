@@ -105,7 +105,8 @@ def _check_head(model: PreTrainedModel, model_name: str) -> None:
     if has_head and not supported:
         raise ValueError(
             f"model={model_name}: its loss is {loss or 'its own'}; supported are heads with one prediction a token "
-            f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without a head"
+            f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without "
+            "a head"
         )
     for parameter, reason in (("kwargs", "which pass the mask to the layers"), ("position_ids", "which shards need")):
         if parameter not in inspect.signature(model.forward).parameters:
