@@ -272,7 +272,7 @@ def test_refused_calls(how: str, message: str, pool: Pool) -> None:
 @on_ranks
 def called_less(group: ProcessGroup, port: int) -> str:
     """Rank 1 calls the model once, rank 0 twice."""
-    group = start(port, "calls", group.rank(), group.size(), timeout_s=3.0)
+    group = start(port, "calls", group.rank(), group.size(), timeout_s=4.0)
     model = seqpar.hf.parallelize(tiny("llama"), batches="own")
     with torch.no_grad():
         model(**batch_of(group.rank(), "right"))
@@ -285,7 +285,7 @@ def called_less(group: ProcessGroup, port: int) -> str:
 
 
 def test_a_rank_that_does_not_call(own: OwnPool) -> None:
-    waited, _ = own.pool.run(2, called_less, own.port, deadline_s=30.0)
+    waited, _ = own.pool.run(2, called_less, own.port)
     assert "1" in waited and "handshake" in waited, waited
 
 
