@@ -174,7 +174,7 @@ def shard_batch(
         raise ValueError(
             "batch: the ranks of the sequence group brought different batches, but they share one sequence; seed "
             "their samplers alike (ranks along dp differ, ranks along the sequence do not), or use "
-            "seqpar.hf.ShardedLoader"
+            "seqpar.hf.ShardedLoader; where each rank has samples of its own, parallelize with batches='own'"
         )
     return specs[0].shard(group.rank(), seed)
 

@@ -38,6 +38,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             ``logits_to_keep``.
     """
     patch = cast(Patch, model._seqpar)
+    if not patch.sharded:
+        return args, kwargs
     parameters = inspect.signature(model.forward).parameters
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     whole = cut = keep_logits = None
@@ -50,10 +52,10 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             )
     elif not generates(kwargs):
         if merging and brings_more_than_text(kwargs):
-            kwargs, whole, kwargs["seqpar"], keep_logits = shard_merged_call(kwargs, patch)
+            kwargs, whole, kwargs["seqpar"], keep_logits = shard_merged_call(model, kwargs)
             cut = whole.tokens[patch.rank]
         else:
-            kwargs, whole = shard_call(kwargs, patch)
+            kwargs, whole = shard_call(model, kwargs)
     shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
     forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole, cut=cut, keep=keep_logits)
     if shard is not None:
@@ -91,6 +93,8 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         # While the forward is under way, because the loss looks at the wrappers around its model.
         if forward.labels is not None and output is not None:
             output = _add_loss(output, forward, forward.labels)
+        if forward.scores is not None and output is not None:
+            output = _with_scores(output, forward.scores)
         if forward.whole is not None and output is not None:
             return gather_outputs(output, forward, forward.whole)
     finally:
@@ -101,9 +105,25 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return finish_forward(output, forward.prefill, forward.patch)
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
-    if isinstance(getattr(output, "logits", None), LazyLogits):
+    if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
+        if forward.patch.batches == "own" and forward.patch.outputs == "whole":
+            return type(output)(**{**output, "logits": lazy.materialize()})
         return type(output)(**{name: x for name, x in output.items() if name != "logits"})
-    return output if forward.labels is not None else None
+    return output if forward.labels is not None or forward.scores is not None else None
+
+
+def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the scores of this rank's tokens: the model would choose the last of them, not of the full sequence."""
+    forward = current_forward()
+    if forward is not None and forward.batch_shard is not None:
+        forward.scores = output
+
+
+def _with_scores(output: Any, scores: Tensor) -> Any:
+    """``output`` with the scores of all tokens in the place of those that the model has chosen."""
+    if isinstance(output, tuple):
+        raise ValueError("return_dict=False: a sequence's scores are all-gathered by name; leave it out")
+    return type(output)(**{**output, "logits": scores})
 
 
 def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:

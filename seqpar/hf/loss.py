@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from ..checks import no_compile
@@ -91,8 +92,8 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
 
     Under a wrapper that averages gradients over the ranks of the sequence, the backward multiplies by their number.
     """
-    if patch.group is None or patch.ranks == 1:
-        return local_loss
+    if patch.group is None or patch.ranks == 1 or patch.batches == "own":
+        return local_loss  # of other ranks' batches: the exchange of outputs sums it
     return all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
 
 
@@ -239,7 +240,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
             span = slice(start, start + chunk)
             rows = hidden[span]
             logits = F.linear(rows, weight, bias).requires_grad_(any(ctx.needs_input_grad[:3]))  # [chunk, vocabulary]
-            with torch.enable_grad():
+            # Detached, what is saved here never goes to hooks around the model: activation checkpointing would run the
+            # model again as soon as the gradient below asks for it.
+            with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
                 scores = logits
                 for function in pointwise:
                     scores = function(scores)

@@ -84,12 +84,14 @@ def _is_scalar(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 0
 
 
-def shard_merged_call(kwargs: dict[str, Any], patch: Patch) -> tuple[dict[str, Any], Whole, BatchShard, Tensor | None]:
+def shard_merged_call(
+    model: nn.Module, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], Whole, BatchShard, Tensor | None]:
     """Prepare a call with the full batch in which the text model will shard what it is given.
 
     Args:
-        kwargs: the wrapper's arguments.
-        patch: the model's.
+        model: the wrapper.
+        kwargs: its arguments.
 
     Returns:
         The wrapper's arguments with this rank's labels; the call; its shard; and which of this rank's tokens get
@@ -112,7 +114,7 @@ def shard_merged_call(kwargs: dict[str, Any], patch: Patch) -> tuple[dict[str, A
         batch.pop("position_ids")
         if len(ids) == 4:
             batch["position_ids"] = ids[0]
-    local, whole = shard_call(batch, patch)
+    local, whole = shard_call(model, batch)
     shard, keep = local["seqpar"], local.get("logits_to_keep")
     for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
         given.pop(name, None)

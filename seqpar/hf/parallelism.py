@@ -20,8 +20,9 @@ relies on beside documented methods, and ``tests/test_hf_parallelism.py`` holds 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
 import torch
@@ -32,15 +33,15 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int, check_options
 from ..kernels import BackendName, check_backend
 from ..layout import LAYOUTS, Layout
 from ..strategies import STRATEGIES, StrategyName, strategy_options
 from .loss import GRADIENTS
-from .patch import parallelize
-from .state import Gradients, Outputs, Patch
+from .patch import BATCHES, parallelize
+from .state import Batches, Gradients, Outputs, Patch
 from .whole import OUTPUTS
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
     Give it to ``TrainingArguments(parallelism_config=...)``, to a config of TRL, or to ``Accelerator``; nothing else
     changes. ``accelerator.prepare``, which the Trainers call too, parallelizes the model. The ranks of a sequence get
-    the same batches, and the other ranks are data-parallel: under DDP, or with FSDP2 over all ranks.
+    the same batches, and the other ranks are data-parallel: under DDP, or with FSDP2 over all ranks. In TRL's
+    preference and RL trainers, each rank keeps its own batches.
 
     Args:
         cp_size: ranks that share a sequence. -1: all ranks. By default what ``accelerate launch`` sets from
@@ -65,6 +67,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         gradients: as in ``parallelize``.
         loss_chunk: as in ``parallelize``.
         outputs: as in ``parallelize``. "whole" if you evaluate with ``compute_metrics``, which needs the logits.
+        batches: "shared": the ranks of a sequence get the same batches. "own": every rank gets batches of its own, as
+            without sequence parallelism (see ``parallelize``). "auto": "own" in the trainers of TRL other than
+            SFTTrainer and those made from it, else "shared".
         dp_replicate_size: data-parallel replicas, and
         dp_shard_size: data-parallel ranks that FSDP2 shards the weights over, beside the ranks of the sequence. By
             default all remaining ranks are of the one kind or the other, depending on whether FSDP2 is used.
@@ -92,6 +97,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         gradients: Gradients = "auto",
         loss_chunk: int | None = None,
         outputs: Outputs = "auto",
+        batches: Batches | Literal["auto"] = "auto",
         dp_replicate_size: int | None = None,
         dp_shard_size: int | None = None,
         **options: Unpack[StrategyOptions],
@@ -107,6 +113,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         check_backend(backend)
         check_choice("gradients", gradients, GRADIENTS)
         check_choice("outputs", outputs, OUTPUTS)
+        check_choice("batches", batches, ("auto", *BATCHES))
         # accelerate checks what its own backend needs where its cp_size is greater than 1.
         super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1)
         self.cp_size = cp_size
@@ -117,10 +124,11 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             "gradients": gradients,
             "loss_chunk": loss_chunk,
             "outputs": outputs,
+            "batches": batches,
             **options,
         }
         self.sequence_ranks = 1  # in the config that an Accelerator keeps
-        self._is_kept = False
+        self._given = self  # that config is a copy, made from this one
         self._group: ProcessGroup | None = None
 
     def __repr__(self) -> str:
@@ -138,13 +146,20 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
         """Called by an Accelerator at the end of its start: make it deal batches and prepare models for sequences."""
-        # A second Accelerator has the state of the first, with the config that was made for it.
-        config = self if self._is_kept else self._of(accelerator)
+        batches = self._given.arguments["batches"]
+        if batches == "auto":
+            batches = "own" if _is_for_own_batches(_trainer_being_made()) else "shared"
+        if self is not self._given and self.arguments["batches"] == batches:
+            config = self  # a second Accelerator has the state of the first, with the config that was made for it
+        else:
+            config = self._given._of(accelerator, batches)
         accelerator.state.parallelism_config = config
         accelerator.state.device_mesh = config.device_mesh
-        share_sequences(accelerator, config.sequence_ranks, config._parallelize)
+        prepare_models(accelerator, config._parallelize)
+        if batches == "shared":
+            share_sequences(accelerator, config.sequence_ranks)
 
-    def _of(self, accelerator: accelerate.Accelerator) -> ParallelismConfig:
+    def _of(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
         """The config that the Accelerator keeps: with the mesh, and without sizes to divide by."""
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
@@ -166,7 +181,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
                 "cp_size must divide it and the others be left out"
             )
         config = copy.copy(self)
-        config.sequence_ranks, config.cp_size, config._is_kept = cp_size, 1, True
+        config.sequence_ranks, config.cp_size = cp_size, 1
+        config.arguments = {**self.arguments, "batches": batches}
         if world == 1:
             return config
         if given == 1 and accelerator.is_fsdp2:
@@ -175,30 +191,54 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             config.dp_replicate_size = world // cp_size
         sizes = config.dp_replicate_size, config.dp_shard_size, cp_size
         mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
-        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        config.device_mesh, config._group = mesh, mesh["cp"].get_group()
+        config._group = mesh["cp"].get_group()
+        if batches == "own":  # accelerate reads from the mesh that cp's ranks get the same batch
+            config.dp_shard_size *= cp_size
+            dp = config.dp_replicate_size, config.dp_shard_size
+            mesh = init_device_mesh(accelerator.device.type, dp, mesh_dim_names=("dp_replicate", "dp_shard"))
+            mesh["dp_shard"]._flatten("dp_shard_cp")
+        else:
+            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        config.device_mesh = mesh
         return config
 
     def _parallelize(self, model: nn.Module) -> None:
         """Parallelize a model that is prepared, unless it is already or holds no transformers model."""
         found = [getattr(m, "_seqpar", None) for m in model.modules()]
         patches = [patch for patch in found if isinstance(patch, Patch)]
-        if patches and patches[0].ranks != self.sequence_ranks:
+        wanted = self.sequence_ranks, self.arguments["batches"]
+        if patches and (patches[0].ranks, patches[0].batches if wanted[0] > 1 else wanted[1]) != wanted:
             raise ValueError(
-                f"model: it is parallelized over {patches[0].ranks} ranks, but the ParallelismConfig has "
-                f"cp_size={self.sequence_ranks}; leave the call of parallelize out"
+                f"model: it is parallelized over {patches[0].ranks} ranks with batches={patches[0].batches!r}, but the "
+                f"ParallelismConfig has cp_size={wanted[0]} and batches={wanted[1]!r}; leave the call of parallelize "
+                "out"
             )
         if not patches and any(isinstance(m, PreTrainedModel) for m in model.modules()):
             parallelize(model, group=self._group, **self.arguments)
 
 
-def share_sequences(accelerator: accelerate.Accelerator, shared: int, prepare: Any) -> None:
-    """Make ``accelerator`` deal the same batches to ``shared`` consecutive ranks, and call ``prepare`` with each model.
+def _trainer_being_made() -> Trainer | None:
+    """The Trainer whose ``__init__`` makes the Accelerator; accelerate does not hand it to the config."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            return trainer
+        frame = frame.f_back
+    return None
 
-    ``gather_for_metrics`` then returns the values of each batch once.
+
+def _is_for_own_batches(trainer: Trainer | None) -> bool:
+    """Whether it is a trainer of TRL whose loss is not the mean over a batch's tokens.
+
+    Generation, rewards and the statistics of the loss count every process's samples once.
     """
+    names = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
+    return bool(names) and "SFTTrainer" not in names
+
+
+def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
+    """Make ``accelerator`` call ``prepare`` with each model that it prepares."""
     plain_prepare, plain_prepare_model = accelerator.prepare, accelerator.prepare_model
-    plain_gather_for_metrics = accelerator.gather_for_metrics
 
     def prepare_all(*objects: Any, **kwargs: Any) -> Any:
         for x in objects:
@@ -209,6 +249,16 @@ def share_sequences(accelerator: accelerate.Accelerator, shared: int, prepare: A
     def prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         prepare(model)
         return plain_prepare_model(model, *args, **kwargs)
+
+    accelerator.prepare, accelerator.prepare_model = prepare_all, prepare_model
+
+
+def share_sequences(accelerator: accelerate.Accelerator, shared: int) -> None:
+    """Make ``accelerator`` deal the same batches to ``shared`` consecutive ranks.
+
+    ``gather_for_metrics`` then returns the values of each batch once.
+    """
+    plain_gather_for_metrics = accelerator.gather_for_metrics
 
     def prepare_loader(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         if not getattr(loader, "_is_accelerate_prepared", False):
@@ -227,16 +277,15 @@ def share_sequences(accelerator: accelerate.Accelerator, shared: int, prepare: A
         finally:
             del accelerator.gather
 
-    accelerator.prepare, accelerator.prepare_model = prepare_all, prepare_model
     accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepare_loader, gather_for_metrics
 
 
 def share_sequences_of(accelerator: accelerate.Accelerator, shared: int) -> None:
     """The same for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
-    config = ParallelismConfig()
-    config.sequence_ranks, config.cp_size, config._is_kept = shared, 1, True
+    config = copy.copy(ParallelismConfig(batches="shared"))
+    config.sequence_ranks, config.cp_size = shared, 1
     accelerator.state.parallelism_config = config
-    share_sequences(accelerator, shared, lambda model: None)
+    share_sequences(accelerator, shared)
 
 
 def _of_each_sequence(gathered: Tensor, shared: int) -> Tensor:

@@ -7,7 +7,7 @@ around the model's forward and its output embedding, and the loss function is re
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
@@ -22,8 +22,9 @@ from .attention import attention_forward, no_mask
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
 from .multimodal import before_text_model, text_model
-from .state import NAME, Gradients, Outputs, Patch, patch_of
-from .support import attention_layers, check_model
+from .own import give_calls_back, take_over_calls
+from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
+from .support import attention_layers, check_model, pools_last_token
 from .verification import verify_while_training
 from .whole import OUTPUTS
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, no_mask)
 
+BATCHES: tuple[str, ...] = get_args(Batches)
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -49,6 +51,7 @@ def parallelize(
     gradients: Gradients = "auto",
     loss_chunk: int | None = None,
     outputs: Outputs = "auto",
+    batches: Batches = "shared",
     **options: Unpack[StrategyOptions],
 ) -> Model:
     """Let ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
@@ -79,6 +82,11 @@ def parallelize(
             "whole": all tokens, in order, on every rank. "local": this rank's tokens. "auto": all tokens, but no logits
             where there are labels, because the loss does not need them all at once. A loss that you compute from whole
             outputs, the same on every rank, gets the gradients of ``model(**batch).loss``: each rank its share.
+        batches: "shared": the ranks of a sequence call the model with the same batch. "own": each rank calls it with a
+            batch of its own and gets the outputs of that batch, as if the ranks were data-parallel. In turn, each of
+            the batches is sharded over all ranks; in backward, all but one of these forwards are computed again. All
+            ranks call the model equally often, and each calls backward on a loss of its outputs. The sum of all ranks'
+            gradients is then the gradient of the sum of their losses. A rank generates on its own.
         options: the strategy's options, as in ``seqpar.attention``.
 
     Raises:
@@ -92,6 +100,9 @@ def parallelize(
     check_backend(backend)
     check_choice("gradients", gradients, GRADIENTS)
     check_choice("outputs", outputs, OUTPUTS)
+    check_choice("batches", batches, BATCHES)
+    if batches == "own" and outputs == "local":
+        raise ValueError("outputs='local': with batches='own' each rank gets all outputs of its batch; leave it out")
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)
     groups = resolve(strategy, mesh, group, options)
@@ -103,7 +114,8 @@ def parallelize(
     layers = attention_layers(model)
     for root in roots:
         check_model(root, layers)
-    patch = Patch(mesh, group, strategy, layout, backend, options, groups.sequence, gradients, loss_chunk, outputs)
+    sequence = groups.sequence
+    patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk, outputs, batches)
     patch.ulysses_ranks = groups.ulysses_size
     texts = [text_model(root) for root in roots]
     _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
@@ -133,6 +145,7 @@ def restore(model: Model) -> Model:
         handle.remove()
     for module, loss_function in patch.loss_functions:
         hooks.unpatch_router_loss(module)
+        give_calls_back(module)
         if loss_function is None:
             del module._loss_function
         else:
@@ -201,6 +214,10 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             patch.loss_functions.append((module, vars(module).get("_loss_function")))
             module.loss_function = TokenLoss(patch, root)
             hooks.patch_router_loss(module)
+    if pools_last_token(root):
+        handles.append(root.score.register_forward_hook(hooks.after_score))
+    if patch.batches == "own" and patch.ranks > 1:
+        take_over_calls(root)
     head = root.get_output_embeddings()
     if isinstance(head, nn.Module):
         handles.append(head.register_forward_pre_hook(hooks.before_head))

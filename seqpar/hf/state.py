@@ -27,6 +27,7 @@ from .batch import BatchShard
 NAME = "seqpar"  # of the attention function, in a model's config
 Gradients = Literal["auto", "partial", "mean"]
 Outputs = Literal["auto", "whole", "local"]
+Batches = Literal["shared", "own"]
 
 
 @dataclass(eq=False)
@@ -37,6 +38,7 @@ class Patch:
         mesh, given_group: as given to ``parallelize``.
         group: the process group that the sequence is sharded over; None is one process.
         ulysses_ranks: how many ranks an all-to-all has.
+        sharded: False while the model runs on this rank alone.
         calls: how many full batches the model has been called with: the same on every rank.
         seed: of the dropout of attention weights in those calls, drawn by the first rank of the sequence.
         handles: the registered hooks.
@@ -57,7 +59,9 @@ class Patch:
     gradients: Gradients
     loss_chunk: int | None
     outputs: Outputs
+    batches: Batches
     ulysses_ranks: int = 1
+    sharded: bool = True
     calls: int = 0
     seed: int = 0
     depends_on_length: bool = False
@@ -147,6 +151,8 @@ class Whole:
         fused: whether TRL's fused head computes the outputs, and drop_last: whether it was given unshifted labels, so
             that the last token has no output.
         num_items: what the fused head's loss is divided by.
+        last: int64 ``[rows]``: the token whose scores are the row's, if the model classifies sequences.
+        labels: of the rows, in that case.
     """
 
     rows: int
@@ -155,6 +161,8 @@ class Whole:
     fused: bool = False
     drop_last: bool = False
     num_items: Any = None
+    last: Tensor | None = None
+    labels: Tensor | None = None
 
 
 @dataclass
@@ -170,6 +178,7 @@ class Forward:
             the batch is sharded.
         keep: which of this rank's tokens get logits; None: all.
         hidden: the input of the output embedding ``[batch, seq, hidden]``, kept until the loss needs it.
+        scores: of a model that classifies sequences, each token's ``[batch, seq_local, num_labels]``.
         labels, num_items: taken from a model whose forward would compute a loss of its own.
     """
 
@@ -182,6 +191,7 @@ class Forward:
     cut: Tensor | None = None
     keep: Tensor | None = None
     hidden: Tensor | None = None
+    scores: Tensor | None = None
     labels: Tensor | None = None
     num_items: Any = None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from .multimodal import text_model
 from .tracing import Trace, trace_tokens
@@ -139,12 +140,13 @@ def _check_layer_types(model: PreTrainedModel, model_name: str) -> None:
 def _check_head(model: PreTrainedModel, model_name: str) -> None:
     loss = getattr(model, "loss_type", None)
     # A language model whose class has an unusual name (GPT2LMHeadModel) has no loss type, but transformers' loss.
-    supported = loss in _LOSSES or (loss is None and uses_loss_function(type(model)))
+    supported = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function(type(model)))
     has_head = model.base_model is not model
     if has_head and not supported:
         raise ValueError(
             f"model={model_name}: its loss is {loss or 'its own'}; supported are heads with one prediction a token "
-            f"({', '.join(_LOSSES)}), and base models without a head"
+            f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without "
+            "a head"
         )
     for parameter, reason in (("kwargs", "which pass the mask to the layers"), ("position_ids", "which shards need")):
         if parameter not in inspect.signature(model.forward).parameters:
@@ -181,6 +183,13 @@ def _uses_interface(cls: type[Any]) -> bool:
 def uses_loss_function(cls: type[Any]) -> bool:
     """Whether its forward calls the model's ``loss_function``. Otherwise it computes a loss of its own."""
     return "loss_function(" in _forward_source(cls)
+
+
+def pools_last_token(model: nn.Module) -> bool:
+    """Whether it is one of transformers' decoders that classify a sequence: by the score of the last token."""
+    forward = getattr(inspect.getattr_static(type(model), "forward", None), "__wrapped__", None)
+    generic = inspect.getattr_static(GenericForSequenceClassification, "forward").__wrapped__
+    return isinstance(model, GenericForSequenceClassification) and forward is generic
 
 
 def predicts_in_place(model: nn.Module) -> bool:

@@ -16,12 +16,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..comm.collectives import all_gather
 from ..layout import shard_positions
 from .batch import shard_batch, shard_for_rank
 from .loss import LazyLogits, gradient_scale, reduce_over_ranks
 from .state import Forward, Outputs, Patch, Whole
+from .support import pools_last_token
 
 OUTPUTS: tuple[str, ...] = get_args(Outputs)
 _CHECKED_FIRST, _CHECKED_EVERY = 4, 64
@@ -30,7 +32,7 @@ _ODD = 0x9E3779B97F4A7C15  # spreads the calls' seeds
 _FUSED = "fused_lm_head"
 _FUSED_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 # The outputs that have a value for each token. A name must decide: by their shapes, ranks could decide differently.
-_PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_FUSED_PER_TOKEN)
+PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_FUSED_PER_TOKEN)
 
 
 def generates(kwargs: dict[str, Any]) -> bool:
@@ -40,20 +42,32 @@ def generates(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(_FUSED)
 
 
-def shard_call(kwargs: dict[str, Any], patch: Patch) -> tuple[dict[str, Any], Whole]:
+def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], Whole]:
     """The arguments of this rank's forward, from those of a call with the full batch.
+
+    Args:
+        model: the model that is called.
+        kwargs: the call's arguments.
+        seed: of the dropout of attention weights, where all ranks are known to have the same batch. None: the ranks
+            compare their batches and agree on a seed.
 
     Raises:
         ValueError: the batch cannot be sharded, or the ranks bring different batches.
         RuntimeError: another rank raised on its batch.
     """
+    patch: Patch = model._seqpar
     batch = {name: x for name, x in kwargs.items() if x is not None}
+    pools = pools_last_token(model)
+    row_labels = batch.pop("labels", None) if pools else None
     fused, shifted = bool(batch.get(_FUSED)), "shift_labels" in batch
     keep = batch.pop("logits_to_keep", 0)
     keeps_some = isinstance(keep, Tensor) or keep != 0
     if keeps_some and ("labels" in batch or shifted):
         raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
-    local = _shard(batch, patch)
+    if seed is None:
+        local = _shard(batch, patch)
+    else:
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=seed)
     shard = local["seqpar"]
     tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, patch.layout) for rank in range(patch.ranks))
     logits = tokens
@@ -68,7 +82,18 @@ def shard_call(kwargs: dict[str, Any], patch: Patch) -> tuple[dict[str, Any], Wh
         num_items = local.get("num_items_in_batch")
         num_items = local["num_items_in_batch"] = max(1, shard.num_items) if num_items is None else num_items
     rows = len(local["position_ids"])
-    return local, Whole(rows, tokens, logits, fused, not shifted, num_items)
+    last = _last_tokens(model, batch) if pools else None
+    return local, Whole(rows, tokens, logits, fused, not shifted, num_items, last, row_labels)
+
+
+def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
+    """By row: the last token that is not padding, as transformers finds it. int64 ``[batch]``."""
+    pad, ids = model.config.get_text_config().pad_token_id, batch.get("input_ids")
+    if pad is None or ids is None:
+        rows, seq_len = batch["inputs_embeds" if ids is None else "input_ids"].shape[:2]
+        return torch.full((rows,), seq_len - 1)
+    last: Tensor = (torch.arange(ids.shape[1], device=ids.device) * (ids != pad)).argmax(-1)
+    return last
 
 
 def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
@@ -114,12 +139,24 @@ def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
     named = dict(output.items())
     if leaves_logits_out:
         named.pop("logits", None)
-    if which != "local":
+    if which != "local" or whole.last is not None:
         gather = _Gather(forward, whole)
-        named = {name: gather(name, x) for name, x in named.items()}
-        if whole.fused and whole.drop_last:
-            named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN})
+        named = finish({name: gather(name, x) for name, x in named.items()}, whole, forward.model)
     return type(output)(**named)
+
+
+def finish(named: dict[str, Any], whole: Whole, model: Any) -> dict[str, Any]:
+    """The outputs that the model returns on one device, from those of every token."""
+    if whole.fused and whole.drop_last:
+        named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
+    if whole.last is not None:
+        logits = named["logits"]  # [batch, seq, num_labels]
+        logits = logits[torch.arange(whole.rows, device=logits.device), whole.last.to(logits.device)]
+        named["logits"] = logits  # [batch, num_labels]
+        if whole.labels is not None:
+            loss = LOSS_MAPPING["ForSequenceClassification"]
+            named = {"loss": loss(labels=whole.labels, pooled_logits=logits, config=model.config), **named}
+    return named
 
 
 def _reduce_fused_loss(output: Any, forward: Forward, whole: Whole) -> Any:
@@ -148,7 +185,7 @@ class _Gather:
             return type(x)(self(name, y) for y in x)
         if isinstance(x, LazyLogits):
             x = x.materialize()
-        if not isinstance(x, Tensor) or name not in _PER_TOKEN:
+        if not isinstance(x, Tensor) or name not in PER_TOKEN:
             return x
         if name == "router_logits":  # [batch * seq_local, experts]
             return self._all_gather(x.unflatten(0, (self.whole.rows, -1)), self.whole.tokens).flatten(0, 1)
