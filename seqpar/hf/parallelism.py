@@ -209,9 +209,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         wanted = self.sequence_ranks, self.arguments["batches"]
         if patches and (patches[0].ranks, patches[0].batches if wanted[0] > 1 else wanted[1]) != wanted:
             raise ValueError(
-                f"model: it is parallelized over {patches[0].ranks} ranks with batches={patches[0].batches!r}, but the "
-                f"ParallelismConfig has cp_size={wanted[0]} and batches={wanted[1]!r}; leave the call of parallelize "
-                "out"
+                f"model: it is parallelized over {patches[0].ranks} ranks, but the ParallelismConfig has "
+                f"cp_size={wanted[0]} (batches={patches[0].batches!r}, here {wanted[1]!r}); leave the call of "
+                "parallelize out"
             )
         if not patches and any(isinstance(m, PreTrainedModel) for m in model.modules()):
             parallelize(model, group=self._group, **self.arguments)
