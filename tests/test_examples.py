@@ -35,6 +35,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "sft.py": (("trl", "datasets"), ["--length", "256"]),
 }
 ELSEWHERE = {
+    "grpo.py",  # test_hf_trl.py
     "quickstart.py",  # test_docs.py
     "two_hosts.py",  # below
 }

@@ -26,7 +26,7 @@ from transformers.masking_utils import causal_mask_function
 from ..checks import no_compile
 from ..mask import Mask
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
-from .state import Forward, Patch, Whole, current_forward
+from .state import Forward, Whole, current_forward
 from .whole import shard_call
 
 _TOWERS = ("vision_config", "audio_config")
