@@ -27,7 +27,7 @@ from .hf_workers import gradients, make_batch, tiny
 from .pool import Pool, on_ranks
 
 pytestmark = pytest.mark.slow
-HEALTHY = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert", "llama4", "gpt2")
+HEALTHY = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert", "llama4", "gpt2", "deepseek_v3")
 BATCHES = ("plain", "packed", "left", "right")
 LAYER = "model.layers.{}.self_attn"
 
@@ -199,6 +199,18 @@ def planted(group: ProcessGroup, fault: str) -> VerificationReport:
         if group.rank() == 1:
             model.model.layers[0].self_attn.scaling = 1.0
         return verify(model, make_batch("plain"), False)
+    if fault == "stale latents in backward":
+        with mock.patch.object(hf_attention, "attention", stale_attention):
+            return verify(parallel(group, "deepseek_v3"), make_batch("plain"), False)
+    if fault == "wrong rotation of latents' keys":
+        model = parallel(group, "deepseek_v3")
+        rotate = hf_attention.attention
+
+        def rotated(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+            return rotate(q, k, v.roll(1, 1), **kwargs)  # v: the rotated keys
+
+        with mock.patch.object(hf_attention, "attention", rotated):
+            return verify(model, make_batch("plain"), False)
     if fault == "other weights":
         model = parallel(group)
         with torch.no_grad():
@@ -227,6 +239,12 @@ FAULTS: dict[str, tuple[tuple[str, str, str], str]] = {
     "gradients divided by P": (("gradient", "", "module.model.embed_tokens.weight"), "divided by the 2 ranks"),
     "gradients times P": (("gradient", "", "model.embed_tokens.weight"), "multiplied by the 2 ranks"),
     "stale keys in backward": (("backward", LAYER.format(1), "gradient of value"), "its backward used other keys"),
+    "stale latents in backward": (
+        ("backward", LAYER.format(1), "gradient of query"), "its backward used other keys"
+    ),
+    "wrong rotation of latents' keys": (
+        ("forward", LAYER.format(0), "attention"), "from the same queries, keys and values"
+    ),
     "another strategy": (("path", "", "path"), "strategy='ulysses'"),
     "another layer": (("path", "", "path"), "('scaling', 1.0)"),
     "other weights": (("weights", "", "model.norm.weight"), "different weights"),
