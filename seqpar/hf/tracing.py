@@ -35,6 +35,7 @@ _ROWS = len(_CHANGED) + 1
 _LENGTHS = (11, 13, 17, 19, 23, 29)  # of which one is no other dimension of the model
 _TOLERANCE = 1e-4
 _CHANNELS = 1024  # of a tensor that are looked at, spread over all of them
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SMALL = 1 << 16  # elements of a parameter that is copied
 
 
@@ -176,10 +177,12 @@ def _kind(layer: nn.Module) -> Any:
         if types and isinstance(index, int) and index < len(types):
             held["layer type"] = types[index]
         for key, x in vars(module).items():
-            if isinstance(x, str | int | float | None) and key not in ("layer_idx", "layer_id"):
-                held[key] = x
-            elif isinstance(x, list | tuple):
+            if key in _OF_EVERY_MODULE or key in ("layer_idx", "layer_id"):
+                continue
+            if isinstance(x, str | int | float | list | tuple | None):
                 held[key] = str(x)
+            else:  # such as a forward of its own
+                held[key] = id(x) if callable(x) else type(x)
         for key, x in (*module._parameters.items(), *module._buffers.items()):
             held[key] = None if x is None else tuple(x.shape)
         kind.append(tuple(held.items()))
