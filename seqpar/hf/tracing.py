@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,11 +183,18 @@ def _kind(layer: nn.Module) -> Any:
             if isinstance(x, str | int | float | list | tuple | None):
                 held[key] = str(x)
             else:  # such as a forward of its own
-                held[key] = id(x) if callable(x) else type(x)
+                held[key] = _function(x) if callable(x) else type(x)
         for key, x in (*module._parameters.items(), *module._buffers.items()):
             held[key] = None if x is None else tuple(x.shape)
         kind.append(tuple(held.items()))
     return tuple(kind)
+
+
+def _function(x: Any) -> Any:
+    """Equal for one function with the same options, bound to several modules."""
+    if isinstance(x, partial):
+        return _function(x.func), str(x.keywords)
+    return id(getattr(x, "__func__", x))
 
 
 def _without_cache(root: PreTrainedModel) -> dict[str, Any]:
