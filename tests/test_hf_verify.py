@@ -204,7 +204,7 @@ def planted(group: ProcessGroup, fault: str) -> VerificationReport:
             return verify(parallel(group, "deepseek_v3"), make_batch("plain"), False)
     if fault == "wrong rotation of latents' keys":
         model = parallel(group, "deepseek_v3")
-        rotate = hf_attention.attention
+        rotate = seqpar.attention
 
         def rotated(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
             return rotate(q, k, v.roll(1, 1), **kwargs)  # v: the rotated keys
