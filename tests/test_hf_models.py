@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -495,6 +496,18 @@ def test_the_trial_run_changes_nothing(kind: str) -> None:
     assert torch.equal(random, torch.get_rng_state())
     trace = trace_tokens(model.to("meta"))
     assert (trace.mixes, trace.error, len(trace.attends)) == (None, None, 2)
+
+
+@pytest.mark.parametrize(("kind", "run"), [("llama", 1), ("gemma2", 2), ("qwen3_moe", 1)])
+def test_of_layers_that_are_alike_the_trial_runs_one(kind: str, run: int) -> None:
+    changes = {"layer_types": ["sliding_attention", "full_attention"] * 3} if kind == "gemma2" else {}
+    model = tiny(kind, num_hidden_layers=6, **changes)
+    with mock.patch.object(type(model.model.layers[0]), "forward", autospec=True) as forward:
+        forward.side_effect = lambda layer, hidden_states, **kwargs: hidden_states
+        trace_tokens(model)
+    assert forward.call_count == run
+    trace = trace_tokens(model)
+    assert {id(m) for m in trace.attends} == {id(layer.self_attn) for layer in model.model.layers}
 
 
 def test_a_model_that_cannot_be_tried_warns() -> None:

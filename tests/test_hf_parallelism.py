@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import seqpar.hf
 
-from .hf_workers import VOCAB, tiny
+from .hf_workers import VOCAB, make_batch, tiny
 from .pool import Pool, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -269,6 +270,60 @@ def test_accelerate_loop(pools: dict[int, Pool], cp_size: int, data: str, fsdp: 
     losses = torch.tensor([run[0] for run in runs]).unflatten(0, (dp, cp_size))  # [dp, cp, steps]
     assert torch.equal(losses, losses[:, :1].expand_as(losses))
     assert losses.mean((0, 1)).tolist() == pytest.approx(expected, abs=LOSS)
+
+
+@on_ranks
+def verified(group: ProcessGroup) -> str:
+    """The report on a model that accelerate prepares; each sequence has a batch of its own."""
+    with torchrun(group):
+        accelerator = accelerate.Accelerator(cpu=True, parallelism_config=seqpar.hf.ParallelismConfig(cp_size=2))
+        model = accelerator.prepare(tiny("gpt_oss"))
+        return str(seqpar.hf.verify(model, make_batch("packed", seed=group.rank() // 2), raise_on_error=False))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_verify(pools: dict[int, Pool], world: int) -> None:
+    for said in pools[world].run(world, verified):
+        assert "equal to one device: 45 tokens on 2 rank(s)" in said, said
+
+
+@on_ranks
+def verified_by_trainer(group: ProcessGroup, folder: str, summed: bool) -> tuple[list[str], str]:
+    """What is logged with SEQPAR_VERIFY=3 while a Trainer makes five steps."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("seqpar")
+    level = logger.level
+    config = seqpar.hf.ParallelismConfig(cp_size=2, gradients="auto" if summed else "partial")
+    with torchrun(group):
+        os.environ["SEQPAR_VERIFY"] = "3"
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            trainer = transformers.Trainer(
+                tiny("mistral"),
+                transformers.TrainingArguments(
+                    parallelism_config=config,
+                    per_device_train_batch_size=2,
+                    **settings(folder, 5),
+                ),
+                train_dataset=sequences(20),
+            )
+            trainer.train()
+        except seqpar.hf.VerificationError as error:
+            return said, str(error)
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+    return said, ""
+
+
+def test_verify_while_training(pools: dict[int, Pool], tmp_path: Path) -> None:
+    for said, error in pools[2].run(2, verified_by_trainer, str(tmp_path), True):
+        assert not error and [x.split(":")[0] for x in said if "equal to one device" in x] == ["step 1", "step 4"]
+    for _, error in pools[2].run(2, verified_by_trainer, str(tmp_path), False):
+        assert "divided by the 2 ranks" in error
 
 
 def resumed(config: Any, folder: str, kind: str) -> list[float]:

@@ -221,7 +221,7 @@ def compare_tensors(
 ) -> tuple[list[Difference], list[Difference]]:
     """The first tensor of the forward that differs, and the first gradient of one in backward."""
     valid = batch.valid.index_select(1, batch.positions)  # [b, s_local]
-    order = {place: at for at, place in enumerate(theirs.tensors)}
+    order = {place: at for at, place in enumerate(theirs.tensors) if not _is_expanded(place, ours)}
     forward, backward = [], []
     for place in order:
         found = _compare(place, ours.tensors.get(place), theirs.tensors[place], batch, valid, tolerance)
@@ -242,11 +242,16 @@ def compare_tensors(
         if found is not None:
             tokens, error, why = found
             why = why or _explain_backward(place)
-            at = len(order) - order[place]
+            at = len(theirs.tensors) - order[place]
             quantity = f"gradient of {place.quantity}"
             backward.append(Difference("backward", quantity, place.layer, tokens, (), error, tolerance, why, at=at))
             break
     return forward, backward
+
+
+def _is_expanded(place: Place, ours: Recording) -> bool:
+    """Whether it is the keys or values of a layer whose latents were recorded, because those are what is sent."""
+    return place.quantity in ("key", "value") and Place(place.layer, "latents") in ours.tensors
 
 
 def _compare(
@@ -285,7 +290,7 @@ def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, valid:
 
 
 def _explain_forward(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
-    if place.quantity in ("query", "key"):
+    if place.quantity in ("query", "key", "rotated keys"):
         return "from the same input as on one device: the positions in its rotary embedding are others"
     if place.quantity == "input" and "input_ids" in ours.inputs:
         return "something before this layer, and after the attention before it, mixes or changes tokens"
@@ -295,7 +300,7 @@ def _explain_forward(place: Place, ours: Recording, theirs: Recording, batch: Fu
 
 
 def _explain_backward(place: Place) -> str:
-    if place.quantity in ("query", "key", "value"):
+    if place.quantity in ("query", "key", "value", "latents", "rotated keys"):
         return "from the right gradient of the attention: its backward used other keys, values or statistics"
     return ""
 

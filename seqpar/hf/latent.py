@@ -9,6 +9,8 @@ Shapes: latents ``[batch, 1, seq, width]``, rotated keys ``[batch, 1, seq, rope]
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +48,27 @@ def expand(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, 
     method: Any = getattr(type(layer), _METHOD)
     keys, values = method(layer, latents, rotated)
     return keys, values
+
+
+@contextmanager
+def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
+    """In the block, ``record(layer, latents, rotated)`` is called before a layer of latent attention expands them.
+
+    A layer that hands on latents expands nothing.
+    """
+    if not callable(getattr(layer, _METHOD, None)) or hands_on_latents(layer):
+        yield
+        return
+
+    def record_and_expand(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        record(layer, latents, rotated)
+        return expand(layer, latents, rotated)
+
+    setattr(layer, _METHOD, record_and_expand)
+    try:
+        yield
+    finally:
+        hand_on_keys(layer)
 
 
 def latent_weight(layer: nn.Module, heads: int, latents: Tensor, copies: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from .latent import hand_on_keys, hand_on_latents, hands_on_latents, recorded_expansion
 from .state import Patch
 from .support import attention_layers
 from .tracing import replaced_interface
@@ -59,7 +60,8 @@ class Recording:
     Attributes:
         inputs: ``input_ids``, ``position_ids`` and ``labels`` as the model's forward got them.
         tensors: float ``[batch, seq, ...]``: of each attention layer its input, query, key, value, attention and
-            output, and the model's last hidden states.
+            output, and the model's last hidden states. In latent attention, latents and rotated keys stand for key and
+            value in a parallelized model, and are there too in one that is not.
         gradients: the loss's gradients of these tensors.
         calls: the calls of the attention interface.
         options: by layer: the module and the keyword arguments of its call.
@@ -85,11 +87,20 @@ class Recording:
         described = f"{[(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (q, k, v)]} {sorted(plain.items())}"
         self.calls.append(Call(layer, implementation, q.shape[2], described))
         self.options[layer] = module, kwargs
-        for name, x in (("query", q), ("key", k), ("value", v)):
-            self._keep(layer, name, x, token_dim=2)
+        self._keep(layer, "query", q, token_dim=2)
+        if hands_on_latents(module):
+            self.keep_latents(module, k, v)
+        else:
+            self._keep(layer, "key", k, token_dim=2)
+            self._keep(layer, "value", v, token_dim=2)
         out, weights = function(module, q, k, v, *args, **kwargs)
         self._keep(layer, "attention", out)
         return out, weights
+
+    def keep_latents(self, layer: nn.Module, latents: Tensor, rotated: Tensor) -> None:
+        """Record what a layer with latent attention expands to keys and values."""
+        self._keep(self._names[layer], "latents", latents, token_dim=2)
+        self._keep(self._names[layer], "rotated keys", rotated, token_dim=2)
 
     def watch_inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name in _INPUTS:
@@ -146,14 +157,18 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
     def record_calls(implementation: str, function: Attend) -> Attend:
         return partial(record.attend, implementation, attend or function)
 
+    layers = attention_layers(root).values()
     handles = [root.register_forward_pre_hook(record.watch_inputs, with_kwargs=True)]
-    for layer in attention_layers(root).values():
+    for layer in layers:
         handles.append(layer.register_forward_pre_hook(record.watch_input, with_kwargs=True))
         handles.append(layer.register_forward_hook(record.watch_output))
     if root.base_model is not root or root.get_output_embeddings() is None:  # otherwise its output is logits
         handles.append(root.base_model.register_forward_hook(record.watch_last))
     try:
-        with replaced_interface(record_calls):
+        with ExitStack() as stack:
+            stack.enter_context(replaced_interface(record_calls))
+            for layer in layers:
+                stack.enter_context(recorded_expansion(layer, record.keep_latents))
             yield record
     finally:
         for handle in handles:
@@ -172,6 +187,9 @@ def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iter
     """
     with ExitStack() as stack:
         stack.enter_context(_without_hooks(patch.handles))
+        for layer in filter(hands_on_latents, patch.modules):
+            hand_on_keys(layer)
+            stack.callback(hand_on_latents, layer)
         for module, loss_function in patch.loss_functions:
             stack.callback(setattr, module, "_loss_function", vars(module)["_loss_function"])
             if loss_function is None:

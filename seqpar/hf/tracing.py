@@ -6,7 +6,8 @@ where one token of the input is changed, the outputs of all other tokens must st
 
 The model's weights are not read and not moved: they may be on a GPU, on the meta device, quantized or sharded. During
 the run every parameter is a view of a few kilobytes of numbers, and linear layers and embeddings, which are most of a
-model, are replaced by cheap functions of each token. So the cost does not depend on the size of the weights.
+model, are replaced by cheap functions of each token. So the cost does not depend on the size of the weights. Of layers
+that are alike, only the first one runs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
+from .latent import expand, hands_on_latents
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # the token that is changed, by row; the row before these is unchanged
@@ -32,6 +36,7 @@ _ROWS = len(_CHANGED) + 1
 _LENGTHS = (11, 13, 17, 19, 23, 29)  # of which one is no other dimension of the model
 _TOLERANCE = 1e-4
 _CHANNELS = 1024  # of a tensor that are looked at, spread over all of them
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SMALL = 1 << 16  # elements of a parameter that is copied
 
 
@@ -56,6 +61,8 @@ def attend_to_own_token(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """An attention function in which each token sees itself alone, with all of its query, key and value."""
+    if hands_on_latents(module):
+        k, v = expand(module, k, v)
     groups = q.shape[1] // k.shape[1]
     token = v + k.mean(-1, keepdim=True)  # [batch, kv_heads, seq, v_head_dim]
     out = token.repeat_interleave(groups, dim=1) + q.mean(-1, keepdim=True)
@@ -108,10 +115,15 @@ def trace_tokens(root: PreTrainedModel) -> Trace:
             for module in root.modules():
                 stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(after).remove)
+            alike = _run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(lambda name, default: attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
             positions = torch.arange(length)[None].expand(_ROWS, -1)
             output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
+            attends = set(trace.attends)
+            for layer, first in alike:
+                pairs = zip(layer.modules(), first.modules(), strict=True)
+                trace.attends += [m for m, same in pairs if same in attends and m not in attends]
             if trace.mixes is None and any(_depends_on_others(x, length) for x in _tensors(output)):
                 trace.mixes = "", type(root).__name__
             for x in _tensors(output):
@@ -123,6 +135,66 @@ def trace_tokens(root: PreTrainedModel) -> Trace:
         except Exception as error:
             trace.error = error
     return trace
+
+
+def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Let each layer of a list return what the first one like it returned, if its arguments have the same shapes.
+
+    The forwards stay replaced: ``_substitutes`` puts them back. Returns each such layer, with the first one like it.
+    """
+    alike = []
+    lists = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.ModuleList)]
+    for name, layers in lists:
+        if any(name.startswith(outer + ".") for outer, _ in lists):
+            continue
+        first: dict[Any, tuple[nn.Module, dict[Any, Any]]] = {}
+        for layer in layers:
+            like, results = first.setdefault(_kind(layer), (layer, {}))
+            vars(layer)["forward"] = _memoized(layer.forward, results)
+            if like is not layer:
+                alike.append((layer, like))
+    return alike
+
+
+def _memoized(forward: Callable[..., Any], results: dict[Any, Any]) -> Callable[..., Any]:
+    """``forward``, or the result in ``results`` of another one with arguments of the same shapes."""
+
+    def run_once(*args: Any, **kwargs: Any) -> Any:
+        shapes = str([tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in tree_leaves((args, kwargs))])
+        if shapes not in results:
+            results[shapes] = forward(*args, **kwargs)
+        return tree_map_only(Tensor, Tensor.clone, results[shapes])  # models add to it in place
+
+    return run_once
+
+
+def _kind(layer: nn.Module) -> Any:
+    """Equal for layers that differ in their index and in the values of their weights only."""
+    kind = []
+    for name, module in layer.named_modules():
+        held = {"type": type(module), "name": name}
+        config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        types = getattr(config, "layer_types", None)
+        if types and isinstance(index, int) and index < len(types):
+            held["layer type"] = types[index]
+        for key, x in vars(module).items():
+            if key in _OF_EVERY_MODULE or key in ("layer_idx", "layer_id"):
+                continue
+            if isinstance(x, str | int | float | list | tuple | None):
+                held[key] = str(x)
+            else:  # such as a forward of its own
+                held[key] = _function(x) if callable(x) else type(x)
+        for key, x in (*module._parameters.items(), *module._buffers.items()):
+            held[key] = None if x is None else tuple(x.shape)
+        kind.append(tuple(held.items()))
+    return tuple(kind)
+
+
+def _function(x: Any) -> Any:
+    """Equal for one function with the same options, bound to several modules."""
+    if isinstance(x, partial):
+        return _function(x.func), str(x.keywords)
+    return id(getattr(x, "__func__", x))
 
 
 def _without_cache(root: PreTrainedModel) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from ..layers.gradients import sync_gradients
 from ..mesh import global_ranks
 from ..rendezvous import group_timeout, meet
 from ..sharding import Sharding
-from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard, shard_batch
+from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .loss import reduce_over_ranks
 from .recording import Recording, one_device, recording
@@ -47,6 +47,7 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, tor
 
 Batch = Mapping[str, Any]
 _DEADLINE_S = 120.0
+_NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # no loss; and no generation, which a cache would mean
 _log = logging.getLogger("seqpar")
 
 
@@ -120,10 +121,11 @@ def verify(
     generators, buffers and modes are afterwards what they were before. No optimizer step is made.
 
     Args:
-        model: a parallelized model, or DDP or FSDP (1 or ``fully_shard``) around it.
-        batch: the full batch, as for ``shard_batch``. Without labels, a fixed function of the outputs is the loss.
+        model: a parallelized model, or DDP or FSDP (1 or ``fully_shard``) around it, also as accelerate prepares it.
+        batch: the full batch, as the model is called with. Without labels, a fixed function of the outputs is the loss.
         raise_on_error: raise if something differs; otherwise only return the report.
-        shard: how the training loop cuts a batch, if not by ``shard_batch`` with the model's mesh and layout.
+        shard: how the training loop shards a batch, if not the model does: a function from the full batch to this
+            rank's part, such as ``shard_batch`` with the loop's mesh and layout.
         sync: how the training loop sums gradients after backward, called with ``model``. By default
             ``sync_gradients``, and nothing inside DDP or FSDP over the ranks of the sequence.
         tolerance: largest error relative to the norm of what is compared; by default 1e-3 for float32, 0.02 for
@@ -145,6 +147,8 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(_deadline(patch.group, deadline_s))
         stack.enter_context(_unchanged(model))
+        stack.callback(patch.__setattr__, "calls", patch.calls)
+        stack.callback(patch.__setattr__, "seed", patch.seed)
         run = _Verification(model, root, patch, batch, tolerance, deadline_s)
         report = run.report(shard, sync)
     if raise_on_error and not report.ok:
@@ -204,10 +208,10 @@ class _Verification:
             dry = Recording(self.root)
 
             def cut_and_dry_run() -> None:
-                local.update(self._cut(shard))
+                local.update(self.batch.given if shard is None else shard(self.batch.given))
                 with torch.no_grad(), recording(self.root, attend_to_own_token) as record:
                     dry.__dict__.update(record.__dict__)
-                    self.model(**{name: x for name, x in local.items() if name != "labels"})
+                    self.model(**{name: x for name, x in local.items() if name not in _NOT_IN_DRY_RUN})
 
             differences = self._on_same_path(cut_and_dry_run, dry) + self._lengths(dry)
         if not any(difference.stops for difference in differences):
@@ -237,12 +241,6 @@ class _Verification:
             why = "the ranks hold different weights; load the same checkpoint, or make the model from the same seed"
             return [Difference("weights", name, ranks=ranks, explanation=why, stops=True)]
         return []
-
-    def _cut(self, shard: Callable[[Batch], dict[str, Any]] | None) -> dict[str, Any]:
-        patch = self.patch
-        if shard is not None:
-            return shard(self.batch.given)
-        return shard_batch(self.batch.given, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
 
     def _on_same_path(self, run: Callable[[], None], record: Recording) -> list[Difference]:
         """Run, and compare what the ranks did. An error, or other calls on another rank, is a difference."""
@@ -312,6 +310,7 @@ class _Verification:
         """A loss for a model without one: the sum of its first output, each value times a number of its own."""
         values = output if isinstance(output, tuple) else tuple(output.values())
         x = next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3)
+        alone = alone or x.shape[1] == self.batch.seq_len  # whole on every rank: all-gathered
         positions = torch.arange(self.batch.seq_len) if alone else self.batch.positions
         weight = torch.cos(positions[:, None] + 0.7 * torch.arange(x.shape[2]))  # [seq, channels]
         valid = self.batch.valid.index_select(1, positions).to(x.device)
