@@ -21,9 +21,9 @@ PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 demo: $(READY)
 	$(BIN)/seqpar demo
 
-# Every test.
+# Every test, in two processes: ranks wait for one another much of the time.
 test: $(READY)
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 # The tests to run while writing code: everything that is not marked slow.
 test-fast: $(READY)

@@ -12,10 +12,9 @@ Shapes: rows of a batch, seq tokens of the full sequence, seq_local of them on t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,39 +26,18 @@ from ..checks import no_compile
 from ..mask import Mask
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
 from .state import Forward, Whole, current_forward
+from .support import parameters_of, text_model
 from .whole import shard_call
 
-_TOWERS = ("vision_config", "audio_config")
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 is text
 _LABELS = ("labels", "shift_labels")  # sharded before the wrapper runs
 _TEXT_INPUTS = {
     *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", "past_key_values", "seqpar"),
     *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES),
 }
-_ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
 # Qwen3-VL: where visual tokens are [rows, seq], and what early layers add to them [visual tokens, hidden].
 _VISUAL_TOKENS, _VISUAL_EMBEDS = "visual_pos_masks", "deepstack_visual_embeds"
 _SHARDED_BELOW = ("attention_mask", "position_ids", _VISUAL_EMBEDS)
-
-
-def text_model(root: PreTrainedModel) -> PreTrainedModel:
-    """The part of ``root`` whose sequence is sharded: the text model of a wrapper, otherwise ``root`` itself.
-
-    Raises:
-        ValueError: ``root`` has a vision or audio tower, and does not merge its output into the text's embeddings.
-    """
-    towers = [name for name in _TOWERS if getattr(root.config, name, None) is not None]
-    if not towers or root.config.get_text_config() is root.config:
-        return root
-    text = cast(Any, root).get_decoder()
-    if isinstance(text, PreTrainedModel) and text is not root and "inputs_embeds" in _parameters(root):
-        parameters = _parameters(text)
-        if "inputs_embeds" in parameters and not any(name in parameters for name in _ATTENDS_ACROSS):
-            return text
-    raise ValueError(
-        f"model={type(root).__name__}: it has a {towers[0]}, but does not merge images or sound into the embeddings of "
-        "a text model; parallelize its language model alone"
-    )
 
 
 def merges(model: nn.Module) -> bool:
@@ -132,7 +110,7 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     forward = current_forward()
     if forward is None or forward.shard is None:
         return None
-    parameters = _parameters(text)
+    parameters = parameters_of(text)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     if "use_cache" in parameters and forward.prefill is None and kwargs.get("past_key_values") is None:
         kwargs["use_cache"] = False
@@ -224,7 +202,3 @@ def block_mask(
     for (r, start), (_, stop) in zip(starts.tolist(), stops.tolist(), strict=True):
         blocks[r].append((start, stop + 1))
     return Mask.causal(blocks[:1] if all(x == blocks[0] for x in blocks) else blocks)
-
-
-def _parameters(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)

@@ -21,10 +21,10 @@ from . import hooks
 from .attention import attention_forward, no_mask
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
-from .multimodal import before_text_model, text_model
+from .multimodal import before_text_model
 from .own import give_calls_back, take_over_calls
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
-from .support import attention_layers, check_model, pools_last_token
+from .support import attention_layers, check_model, pools_last_token, text_model
 from .verification import verify_while_training
 from .whole import OUTPUTS
 

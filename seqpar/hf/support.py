@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .multimodal import text_model
 from .tracing import Trace, trace_tokens
 
 # A first look, before ``trace_tokens`` runs the model. It costs nothing, names the layer by what it is (the trial run
@@ -32,6 +31,33 @@ _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the prediction is for the token itself
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
+_TOWERS = ("vision_config", "audio_config")
+_ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
+
+
+def text_model(root: PreTrainedModel) -> PreTrainedModel:
+    """The part of ``root`` whose sequence is sharded: the text model of a wrapper, otherwise ``root`` itself.
+
+    Raises:
+        ValueError: ``root`` has a vision or audio tower, and does not merge its output into the text's embeddings.
+    """
+    towers = [name for name in _TOWERS if getattr(root.config, name, None) is not None]
+    if not towers or root.config.get_text_config() is root.config:
+        return root
+    text = cast(Any, root).get_decoder()
+    if isinstance(text, PreTrainedModel) and text is not root and "inputs_embeds" in parameters_of(root):
+        parameters = parameters_of(text)
+        if "inputs_embeds" in parameters and not any(name in parameters for name in _ATTENDS_ACROSS):
+            return text
+    raise ValueError(
+        f"model={type(root).__name__}: it has a {towers[0]}, but does not merge images or sound into the embeddings of "
+        "a text model; parallelize its language model alone"
+    )
+
+
+def parameters_of(module: nn.Module) -> list[str]:
+    """The names of its forward's parameters."""
+    return list(inspect.signature(module.forward).parameters)
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
