@@ -26,7 +26,7 @@ from transformers.masking_utils import causal_mask_function
 from ..checks import no_compile
 from ..mask import Mask
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
-from .state import Forward, Whole, current_forward
+from .state import Forward, Whole, current_forward, cuts_below
 from .whole import shard_call
 
 _TOWERS = ("vision_config", "audio_config")
@@ -139,6 +139,7 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if forward.cut is not None:
         kwargs = _cut(text, kwargs, forward, forward.cut)
         forward.cut = None
+        cuts_below[0] = False
     kwargs["seqpar"] = forward.shard
     return (), kwargs
 
