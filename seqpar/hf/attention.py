@@ -24,7 +24,7 @@ from .generate import decode
 from .latent import expand, hands_on_latents, latent_weight
 from .multimodal import block_mask
 from .shared_keys import attend_to_shared_keys, gathers_shared_keys
-from .state import DecodeShard, Patch, current_forward
+from .state import DecodeShard, Patch, current_forward, cuts_below
 
 # Causality, window and chunk of a layer: see ``mask.layer_mask``.
 LayerMask = tuple[bool, int | None, int | None]
@@ -46,12 +46,19 @@ def no_mask(
     Raises:
         ValueError: the attention mask has padding, or lets tokens see later ones in a way that cannot be sharded.
     """
-    forward = current_forward()
-    if forward is not None and forward.cut is not None:
-        return block_mask(mask_function, batch_size, q_length, device)
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError("attention_mask: it has padding; pass the batch to seqpar.hf.shard_batch, which keeps it")
+    if cuts_below[0]:
+        return _mask_of_images(mask_function, batch_size, q_length, device)
     return None
+
+
+@no_compile
+def _mask_of_images(
+    mask_function: Callable[..., Any] | None, rows: int, length: int, device: torch.device | None
+) -> Mask | None:
+    forward = current_forward()
+    if forward is None or forward.cut is None:  # the text model runs, on its part
+        return None
+    return block_mask(mask_function, rows, length, device)
 
 
 def attention_forward(

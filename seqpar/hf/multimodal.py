@@ -25,7 +25,7 @@ from transformers.masking_utils import causal_mask_function
 from ..checks import no_compile
 from ..mask import Mask
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
-from .state import Forward, Whole, current_forward
+from .state import Forward, Whole, current_forward, cuts_below
 from .support import parameters_of, text_model
 from .whole import shard_call
 
@@ -117,6 +117,7 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if forward.cut is not None:
         kwargs = _cut(text, kwargs, forward, forward.cut)
         forward.cut = None
+        cuts_below[0] = False
     kwargs["seqpar"] = forward.shard
     return (), kwargs
 

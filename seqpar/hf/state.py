@@ -205,6 +205,11 @@ class Forward:
 _forwards: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", default=())
 
 
+# Whether the innermost forward was started with ``cut``. A plain value, which torch.compile can read where it cannot
+# read the forwards.
+cuts_below = [False]
+
+
 def current_forward() -> Forward | None:
     """The innermost forward under way, or None."""
     forwards = _forwards.get()
@@ -213,7 +218,10 @@ def current_forward() -> Forward | None:
 
 def push_forward(forward: Forward) -> None:
     _forwards.set((*_forwards.get(), forward))
+    cuts_below[0] = forward.cut is not None
 
 
 def pop_forward() -> None:
     _forwards.set(_forwards.get()[:-1])
+    forward = current_forward()
+    cuts_below[0] = forward is not None and forward.cut is not None
