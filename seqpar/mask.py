@@ -611,12 +611,28 @@ def _short(values: Sequence[Any]) -> str:
     return f"[{', '.join(shown)}]"
 
 
-@lru_cache(maxsize=512)
+LayerMask = tuple[bool, int | None, int | None]  # causality, window and chunk that a layer adds: see ``layer_mask``
+
+
 def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
     """The mask of a layer that adds causality, a window (``|i - j| < window``) or chunks to that of the batch.
 
     A mask of the batch with blocks is the causal one already.
     """
+    kept: Mask | None = mask.plans.get((causal, window, chunk))
+    return _layer_mask(mask, causal, window, chunk) if kept is None else kept
+
+
+def keep_layer_mask(mask: Mask, layer: LayerMask) -> Mask:
+    """``layer_mask`` of a layer, kept with ``mask``: it and its plans live and are pickled with the batch's mask."""
+    result = layer_mask(mask, *layer)
+    if result is not mask:
+        mask.plans[layer] = result
+    return result
+
+
+@lru_cache(maxsize=512)
+def _layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
     result = mask & Mask.causal() if causal and not mask.has_blocks else mask
     if window is not None:
         right = -1 if mask.has_blocks else 0 if causal else window - 1

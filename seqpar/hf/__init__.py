@@ -14,7 +14,8 @@ except ImportError as error:
     raise ImportError("seqpar.hf requires transformers 5: pip install 'seqpar[hf]'") from error
 
 from .batch import BatchShard, shard_batch
-from .loader import ShardCollator, ShardedLoader
+from .loader import PlanCollator, ShardCollator, ShardedLoader
+from .packing import PackedDataset
 from .patch import parallelize, restore
 from .verification import VerificationError, VerificationReport, verify
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchShard",
+    "PackedDataset",
     "ParallelismConfig",
+    "PlanCollator",
     "SequenceParallelMixin",
     "SequenceParallelTrainer",
     "ShardCollator",

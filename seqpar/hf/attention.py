@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..checks import no_compile
 from ..functional import attention
 from ..kernels.base import Score
-from ..mask import Mask, layer_mask
+from ..mask import LayerMask, Mask, layer_mask
 from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op, constant_float, constants
 from .batch import BatchShard
 from .generate import decode
@@ -25,9 +25,6 @@ from .latent import expand, hands_on_latents, latent_weight
 from .multimodal import block_mask
 from .shared_keys import attend_to_shared_keys, gathers_shared_keys
 from .state import DecodeShard, Patch, current_forward, cuts_below
-
-# Causality, window and chunk of a layer: see ``mask.layer_mask``.
-LayerMask = tuple[bool, int | None, int | None]
 
 
 def no_mask(
@@ -103,10 +100,9 @@ def attention_forward(
             "it with what seqpar.hf.shard_batch returns. A model whose layers do not pass **kwargs on cannot recompute "
             "them (activation checkpointing)"
         )
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     layer_type = _layer_type(module)
-    in_layer = causal, *window_and_chunk(module, sliding_window)
-    mask = seqpar.mask_of(layer_type, causal) if isinstance(seqpar, BatchShard) else seqpar.mask
+    in_layer = layer_mask_of(module, is_causal, sliding_window)
+    mask = seqpar.mask_of(layer_type, in_layer[0]) if isinstance(seqpar, BatchShard) else seqpar.mask
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
     weight, shared_key = None, key
     if hands_on_latents(module):
@@ -268,6 +264,12 @@ def _layer_type(module: nn.Module) -> str | None:
     types = getattr(getattr(module, "config", None), "layer_types", None)
     layer = getattr(module, "layer_idx", None)
     return types[layer] if types is not None and layer is not None and layer < len(types) else None
+
+
+def layer_mask_of(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
+    """Causality, window and chunk of a layer, from what it passes to the attention function and its config."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    return causal, *window_and_chunk(module, sliding_window)
 
 
 def window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:

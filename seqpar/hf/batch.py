@@ -28,7 +28,9 @@ from ..sharding import Sharding, check_sharding
 IGNORE_INDEX = -100
 # The names under which collators give document boundaries, and the names of what comes with them and is not used here.
 BOUNDARY_NAMES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens", "cu_seq_lens_k")
-UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx")
+# Under this name ``PlanCollator`` adds the batch's mask, which holds the plans of the model's layers.
+PLANNED = "seqpar_mask"
+UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx", PLANNED)
 
 Documents = list[tuple[int, ...]]  # by batch row: the documents' boundaries, 0 first
 TokenRanges = list[tuple[int, int]]  # by batch row: the first token that is not padding, and one past the last
@@ -191,6 +193,12 @@ def shard_for_rank(
     return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
 
 
+def mask_and_length(batch: Mapping[str, Any]) -> tuple[Mask, int]:
+    """The mask of a full batch, documents and padding, and the tokens of its rows."""
+    spec = _BatchSpec(batch, 1, "contiguous", None)
+    return spec.mask, spec.seq_len
+
+
 class _BatchHeader(NamedTuple):
     """Whether a rank brings a batch, a checksum of it, and a seed."""
 
@@ -218,12 +226,15 @@ class _BatchSpec:
                 f"batch: rows of {self.seq_len} tokens cannot be sharded over {ranks} ranks; use longer rows or "
                 "fewer ranks"
             )
+        planned = rest.pop(PLANNED, None)
         attention_mask = rest.pop("attention_mask", None)
         ranges = None if attention_mask is None else token_ranges(attention_mask)
         if attention_mask is not None and tuple(attention_mask.shape) != (self.rows, self.seq_len):
             raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {self.rows, self.seq_len}")
         documents = self._parse_positions(rest, tokens.device, ranges)
         self.mask = batch_mask(documents, ranges, self.seq_len)
+        if planned == self.mask:  # unless the batch has been changed since
+            self.mask = planned
         self.valid = None if ranges is None else attention_mask != 0  # [batch, seq]
         self._parse_labels(rest, shift_labels)
         self.tensors = {name: x for name, x in rest.items() if self._has_sequence(x)}

@@ -18,7 +18,7 @@ from ..kernels import BackendName, check_backend
 from ..layout import LAYOUTS, Layout
 from ..strategies import StrategyName, resolve
 from . import hooks
-from .attention import attention_forward, no_mask
+from .attention import attention_forward, layer_mask_of, no_mask
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
 from .multimodal import before_text_model
@@ -112,11 +112,10 @@ def parallelize(
     if not roots:
         raise TypeError(f"model={type(model).__name__}: it holds no transformers model (PreTrainedModel)")
     layers = attention_layers(model)
-    for root in roots:
-        check_model(root, layers)
+    masked = [layer for root in roots for layer in check_model(root, layers)]
     sequence = groups.sequence
     patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk, outputs, batches)
-    patch.ulysses_ranks = groups.ulysses_size
+    patch.ulysses_ranks, patch.layer_masks = groups.ulysses_size, {layer_mask_of(*layer) for layer in masked}
     texts = [text_model(root) for root in roots]
     _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
     for module in (*roots, *layers.values()):

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from ..kernels import BackendName
 from ..keys import KeyIntervals
 from ..layout import Layout
-from ..mask import Mask
+from ..mask import LayerMask, Mask
 from ..mesh import rank_in, size_of
 from ..strategies import StrategyName, StrategyOptions
 from .batch import BatchShard
@@ -39,6 +39,7 @@ class Patch:
         group: the process group that the sequence is sharded over; None is one process.
         ulysses_ranks: how many ranks an all-to-all has.
         sharded: False while the model runs on this rank alone.
+        layer_masks: what the layers add to the mask of a batch, as far as a trial run has shown it.
         calls: how many full batches the model has been called with: the same on every rank.
         seed: of the dropout of attention weights in those calls, drawn by the first rank of the sequence.
         handles: the registered hooks.
@@ -62,6 +63,7 @@ class Patch:
     batches: Batches
     ulysses_ranks: int = 1
     sharded: bool = True
+    layer_masks: set[LayerMask] = field(default_factory=set)
     calls: int = 0
     seed: int = 0
     depends_on_length: bool = False

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .tracing import Trace, trace_tokens
+from .tracing import MaskedLayer, Trace, trace_tokens
 
 # A first look, before ``trace_tokens`` runs the model. It costs nothing, names the layer by what it is (the trial run
 # names the innermost module that it happens in), and finds a mixer whose memory a few tokens do not fill.
@@ -70,12 +70,15 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in used.items() if _uses_interface(type(module))}
 
 
-def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[MaskedLayer]:
     """Raise if a sharded sequence would give wrong results.
 
     Args:
         model: a transformers model.
         layers: its ``attention_layers``.
+
+    Returns:
+        What the layers passed to the attention function in the trial run; nothing if it failed.
 
     Raises:
         ValueError: with the reason and the layer's name.
@@ -97,7 +100,9 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     _check_layer_types(model, model_name)
     _check_head(model, model_name)
     _check_positions(text, model_name)
-    _check_trace(trace_tokens(model), model, layers)
+    trace = trace_tokens(model)
+    _check_trace(trace, model, layers)
+    return trace.masked
 
 
 def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:

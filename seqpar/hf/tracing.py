@@ -39,6 +39,8 @@ _CHANNELS = 1024  # of a tensor that are looked at, spread over all of them
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SMALL = 1 << 16  # elements of a parameter that is copied
 
+MaskedLayer = tuple[nn.Module, bool | None, int | None]  # an attention layer, its is_causal and its sliding_window
+
 
 @dataclass
 class Trace:
@@ -46,12 +48,14 @@ class Trace:
 
     Attributes:
         attends: the modules that called the attention interface.
+        masked: each of them with the ``is_causal`` and the ``sliding_window`` that it passed.
         mixes: name and class of the innermost module whose output for a token depends on other tokens, or None.
         pools: name and class of the innermost module that returns one vector for all tokens, or None.
         error: why the model could not be run; None if it was.
     """
 
     attends: list[nn.Module] = field(default_factory=list)
+    masked: list[MaskedLayer] = field(default_factory=list)
     mixes: tuple[str, str] | None = None
     pools: tuple[str, str] | None = None
     error: Exception | None = None
@@ -100,6 +104,7 @@ def trace_tokens(root: PreTrainedModel) -> Trace:
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         trace.attends.append(module)
+        trace.masked.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
         if any(_depends_on_others(x.transpose(1, 2), length) for x in (q, k, v)):
             mixed_in(module)
         return attend_to_own_token(module, q, k, v)
