@@ -310,7 +310,7 @@ def train_with_plans(group: ProcessGroup, kind: str, strategy: str, way: str) ->
                 loss = model(**batch).loss
                 loss.backward()
                 losses.append(float(loss))
-    plain = DataLoader(Documents(), batch_size=1)
+    plain: DataLoader[Any] = DataLoader(Documents(), batch_size=1)
     expected = [float(model(**batch).loss) for batch in plain]
     return made.call_count, max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
 
