@@ -45,6 +45,8 @@ def no_mask(
     """
     if cuts_below[0]:
         return _mask_of_images(mask_function, batch_size, q_length, device)
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError("attention_mask: it has padding; pass the batch to seqpar.hf.shard_batch, which keeps it")
     return None
 
 
