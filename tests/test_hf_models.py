@@ -23,6 +23,7 @@ import transformers
 
 import seqpar
 import seqpar.hf
+from seqpar.hf.attention import no_mask
 from seqpar.hf.state import NAME
 from seqpar.hf.tracing import trace_tokens
 
@@ -333,6 +334,14 @@ def test_pickling_is_refused(pool: Pool) -> None:
     assert all("restore(model) first" in words for words in pool.run(2, pickled))
 
 
+def test_padding_without_a_shard_is_refused() -> None:
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    assert no_mask(2, 5, mask) is None
+    mask[0, 0] = False
+    with pytest.raises(ValueError, match="attention_mask: it has padding"):
+        no_mask(2, 5, mask)
+
+
 def test_queries_scaled_by_place_are_refused() -> None:
     model = seqpar.hf.parallelize(tiny("llama4", floor_scale=45), strategy="local")
     with pytest.raises(ValueError, match=r"layer 1 .* attn_temperature_tuning"):
@@ -366,7 +375,7 @@ def refused(change: str) -> Any:
     elif change == "linear layers":
         model.config.layer_types = ["full_attention", "linear_attention"]
     elif change == "pooled head":
-        return transformers.LlamaForSequenceClassification(model.config)
+        return transformers.GPT2ForSequenceClassification(tiny("gpt2").config)
     elif change == "convolution inside":
         model.model.layers[0].self_attn.conv = nn.Conv1d(4, 4, 3)
     elif change == "sentence pairs":

@@ -118,7 +118,7 @@ def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Modu
             "output for a token depended on other tokens, and not through transformers' AttentionInterface; such a "
             "layer cannot be sharded along the sequence"
         )
-    if trace.pools is not None:
+    if trace.pools is not None and not pools_last_token(model):
         name, class_name = trace.pools
         raise ValueError(
             f"model={model_name}: layer {name!r} ({class_name}) pools the tokens in its input, which here are one "
