@@ -21,7 +21,7 @@ PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 demo: $(READY)
 	$(BIN)/seqpar demo
 
-# Every test, in two processes: ranks wait for one another much of the time.
+# Every test, in two processes (pytest-xdist): ranks wait for one another much of the time.
 test: $(READY)
 	$(PYTEST) --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 

@@ -89,8 +89,10 @@ def make_loader(kind: str, values: list[int], workers: int) -> Any:
         dataset = dataset.shuffle(seed=3, buffer_size=4) if "shuffled" in kind else dataset
     if not workers and "stateful" not in kind:
         return DataLoader(dataset, batch_size=2)
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    return stateful(dataset, batch_size=2, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    context = "fork" if workers else None
+    return StatefulDataLoader(dataset, batch_size=2, num_workers=workers, multiprocessing_context=context)
 
 
 def seen(batches: Any, count: int | None = None) -> list[list[int]]:

@@ -126,6 +126,7 @@ TOOLS = {
     "mkdocs-material": "mkdocs.yml",
     "mkdocstrings": "mkdocs.yml",
     "pre-commit": "CONTRIBUTING.md",
+    "pytest-xdist": "Makefile",
     "ruff": "Makefile",
     "triton": "triton_kernels/forward.py",
 }
