@@ -58,6 +58,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     the same batches, and the other ranks are data-parallel: under DDP, or with FSDP2 over all ranks. In TRL's
     preference and RL trainers, each rank keeps its own batches.
 
+    Further keyword arguments are the strategy's options, as in ``parallelize``.
+
     Args:
         cp_size: ranks that share a sequence. -1: all ranks. By default what ``accelerate launch`` sets from
             ``parallelism_config_cp_size`` in its YAML file, or 1.
@@ -73,7 +75,6 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         dp_replicate_size: data-parallel replicas, and
         dp_shard_size: data-parallel ranks that FSDP2 shards the weights over, beside the ranks of the sequence. By
             default all remaining ranks are of the one kind or the other, depending on whether FSDP2 is used.
-        options: the strategy's options, as in ``parallelize``.
 
     Raises:
         TypeError: an argument has the wrong type.
