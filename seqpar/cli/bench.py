@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..checks import check_int
+from ..layout import Layout
 from ..mesh import init_mesh
 from ..planner.mixes import MIXES
 from .comparison.cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
@@ -91,7 +92,7 @@ def bench(
         config = BenchConfig(
             presets=tuple(preset or ("causal",)),
             strategies=tuple(strategy or ()),
-            layouts=tuple(layout or ()),
+            layouts=cast(tuple[Layout, ...], tuple(layout or ())),  # the config checks them
             masks=tuple(mask or ()),
             seq_lens=tuple(read_tokens(text) for text in seq_len or ()),
             ranks=tuple(ranks or ()),

@@ -366,7 +366,8 @@ def parameter_differences(
     for name in dict.fromkeys([*theirs, *ours]):
         mine, want = ours.get(name), theirs.get(name)
         if want is None or mine is None:
-            if float((mine if want is None else want).norm()) <= 1e-3 * tolerance * largest:  # type: ignore[union-attr]
+            only = ours[name] if want is None else want
+            if float(only.norm()) <= 1e-3 * tolerance * largest:
                 continue
             why = "one device has none" if want is None else "it has none"
             found.append(Difference("gradient", name, error=math.inf, tolerance=tolerance, explanation=why))

@@ -201,13 +201,13 @@ def one_process(setting: Setting) -> Iterator[tuple[str, Callable[[], Attempt]]]
 def strategy_attempt(setting: Setting, contender: Contender) -> Attempt:
     """A strategy of seqpar."""
     case, mask = setting.case, setting.mask
-    sharding = Sharding(case.seq_len, contender.layout, group=setting.group)  # type: ignore[arg-type]
+    sharding = Sharding(case.seq_len, contender.layout, group=setting.group)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = attention(q, k, v, mask=mask, sharding=sharding, **contender.options)
         return out
 
-    positions = setting.positions(contender.layout)  # type: ignore[arg-type]
+    positions = setting.positions(contender.layout)
     return Attempt(
         contender.name,
         "seqpar",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...checks import check_choice, check_int
 from ...kernels import BACKENDS
-from ...layout import LAYOUTS
+from ...layout import LAYOUTS, Layout
 from ...mask import Mask
 from ...planner.mixes import mask_of
 from ...strategies import COMMS, STRATEGIES
@@ -63,7 +63,7 @@ class BenchConfig:
 
     presets: tuple[str, ...] = ("causal",)
     strategies: tuple[str, ...] = ()
-    layouts: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = ()
     masks: tuple[str, ...] = ()
     seq_lens: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -150,7 +150,7 @@ class BenchConfig:
         strategies = self.strategies or ("ring", "ulysses", "all_gather", *several, "auto")
         found = []
         for strategy, backend in product(strategies, self.backends):
-            balanced = "contiguous" if strategy in ("ulysses", "a2a") else "zigzag"
+            balanced: Layout = "contiguous" if strategy in ("ulysses", "a2a") else "zigzag"
             found += [Contender(strategy, layout, backend) for layout in self.layouts or (balanced,)]
         return found
 
@@ -165,7 +165,7 @@ class Contender:
     """A strategy of seqpar with a layout and a backend."""
 
     strategy: str
-    layout: str
+    layout: Layout
     backend: str = "auto"
 
     @property
