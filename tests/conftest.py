@@ -69,6 +69,13 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_groups(pool: Pool) -> Iterator[None]:
+    """After each file, start new workers if its tests have made many groups."""
+    yield
+    pool.close_if_many_groups()
+
+
 @pytest.fixture(scope="module")
 def own() -> Iterator[OwnPool]:
     """Four worker processes, whose default group the tests of the module replace."""

@@ -37,6 +37,7 @@ WORLDS = (1, 2, 3, 4, 8)
 _START_DEADLINE_S = 120.0
 # When a rank has failed, the other ranks get this long to report: their error may be the one that explains it.
 _GRACE_S = 3.0
+_MOST_GROUPS = 24
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=Callable[..., Any])
@@ -56,10 +57,11 @@ class WorkerError(AssertionError):
 
 
 class _Answer(NamedTuple):
-    """What one rank sends back: its result, or the text of its error."""
+    """What one rank sends back: its result, or the text of its error, and how many process groups it has by now."""
 
     ok: bool
     value: Any
+    groups: int = 0
 
 
 class Pool:
@@ -80,6 +82,7 @@ class Pool:
         self._pipes: list[Connection] = []
         self._stack_files: list[Any] = []
         self._store: dist.TCPStore | None = None
+        self._groups = 0
 
     def run(
         self, world: int, body: Callable[..., Result], *args: Any, deadline_s: float | None = None, **kwargs: Any
@@ -112,7 +115,12 @@ class Pool:
             process.join()
         for resource in (*self._pipes, *self._stack_files):
             resource.close()
-        self._processes, self._pipes, self._stack_files = [], [], []
+        self._processes, self._pipes, self._stack_files, self._groups = [], [], [], 0
+
+    def close_if_many_groups(self) -> None:
+        """End the processes if tests have made many groups: each has a gloo thread, which wakes 100 times a second."""
+        if self._groups > _MOST_GROUPS:
+            self.close()
 
     def _start(self) -> None:
         # A fork server imports torch once, and transformers and datasets where collected tests use them. Each worker is
@@ -154,6 +162,7 @@ class Pool:
                 if not answers[rank].ok:
                     end = min(end, time.monotonic() + _GRACE_S)
         if len(answers) == world and all(answer.ok for answer in answers.values()):
+            self._groups = max(self._groups, *(answer.groups for answer in answers.values()))
             return [answers[rank].value for rank in range(world)]
         message = self._failures(world, answers, deadline_s)
         self.close()
@@ -232,7 +241,8 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
             return
         try:
             world, body, args, kwargs = pickle.loads(message)
-            answer = pickle.dumps((True, body(groups[world], *args, **kwargs)))
+            result = body(groups[world], *args, **kwargs)
+            answer = pickle.dumps((True, result, dist.get_pg_count()))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)

@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 def _environment(interpreted: bool) -> dict[str, str]:
@@ -26,88 +24,78 @@ def _environment(interpreted: bool) -> dict[str, str]:
     return {**environment, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpreted else {})}
 
 
-def _run_two_at_a_time(calls: dict[str, list[str]], interpreted: bool) -> dict[str, CompletedProcess[str]]:
-    """Run Python with the arguments of each call, in processes of one thread."""
-
-    def run(arguments: list[str]) -> CompletedProcess[str]:
-        command = [sys.executable, *arguments]
-        return subprocess.run(
-            command, cwd=ROOT, env=_environment(interpreted), capture_output=True, text=True, timeout=280, check=False
-        )
-
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(calls, threads.map(run, calls.values()), strict=True))
+def _run(arguments: list[str], interpreted: bool) -> CompletedProcess[str]:
+    """Run Python with these arguments, in a process of one thread."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=_environment(interpreted), capture_output=True, text=True, timeout=280, check=False
+    )
 
 
-@lru_cache(maxsize=1)
-def _interpreted() -> dict[str, CompletedProcess[str]]:
-    pytest_file = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_triton_interpreter.py", "-k"]
-    some = "test_masks or test_head or test_the_steps_of_a_ring"  # they take as long as the rest
-    calls = {"some": [*pytest_file, some], "rest": [*pytest_file, f"not ({some})"]}
-    return _run_two_at_a_time({**calls, "benchmark": ["benchmarks/gpu.py", "--smoke"]}, interpreted=True)
+_SOME = "test_masks or test_head or test_the_steps_of_a_ring"  # they take as long as the rest
 
 
-@pytest.mark.parametrize("part", ["some", "rest"])
+@pytest.mark.parametrize("part", [_SOME, f"not ({_SOME})"], ids=["some", "rest"])
 def test_in_the_interpreter(part: str) -> None:
-    run = _interpreted()[part]
+    pytest_file = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_triton_interpreter.py", "-k"]
+    run = _run([*pytest_file, part], interpreted=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout and "skipped" not in run.stdout
 
 
 def test_the_gpu_benchmark_runs() -> None:
-    run = _interpreted()["benchmark"]
+    run = _run(["benchmarks/gpu.py", "--smoke"], interpreted=True)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert "every part ran" in run.stdout and "0 failed" in run.stdout
 
 
-@lru_cache(maxsize=1)
-def _inspections() -> dict[str, CompletedProcess[str]]:
-    # The rest of the table takes minutes: python -m seqpar.triton_kernels.inspect --what all
-    usual = [word for head_dim in (64, 128, 256) for word in ("--head-dim", str(head_dim))]
-    wide = ["--head-dim", "192", "--head-dim", "512", "--dtype", "bfloat16"]  # 192 beside 128 of v
-    calls = {target: ["--target", target, *usual] for target in TARGETS}
-    calls["wide, sm_90"] = ["--target", "sm_90", "--target", "sm_100", *wide]
-    calls["wide, sm_80"] = ["--target", "sm_80", "--target", "gfx942", *wide]
-    for target in ("sm_80", "sm_100"):
-        calls[target] += ["--dtype", "bfloat16"]  # float32 uses the same tiles as sm_90
-    calls["others"] = ["--target", "sm_120", "--target", "gfx950", "--head-dim", "128", "--dtype", "bfloat16"]
-    calls["unaligned"] = ["--target", "sm_90", "--what", "unaligned", "--head-dim", "128"]
-    calls["features"] = ["--target", "sm_90", "--what", "features"]
-    calls["small"] = [word for target in TARGETS for word in ("--target", target)] + ["--what", "small"]
-    inspect = ["-m", "seqpar.triton_kernels.inspect", "--json"]
-    return _run_two_at_a_time({name: [*inspect, *more] for name, more in calls.items()}, interpreted=False)
+# The parts of the gate: how many kernels each compiles, and which. The rest of the table takes minutes:
+# python -m seqpar.triton_kernels.inspect --what all
+_USUAL = "--head-dim 64 --head-dim 128 --head-dim 256"
+_WIDE = "--head-dim 192 --head-dim 512 --dtype bfloat16"  # 192 beside 128 of v
+PARTS = {
+    "sm_80": (11, f"--target sm_80 {_USUAL} --dtype bfloat16"),  # float32 uses the same tiles as sm_90, as on sm_100
+    "sm_90": (21, f"--target sm_90 {_USUAL}"),
+    "sm_100": (12, f"--target sm_100 {_USUAL} --dtype bfloat16"),
+    "gfx942": (18, f"--target gfx942 {_USUAL}"),
+    "wide, sm_90": (14, f"--target sm_90 --target sm_100 {_WIDE}"),
+    "wide, sm_80": (12, f"--target sm_80 --target gfx942 {_WIDE}"),
+    "others": (7, "--target sm_120 --target gfx950 --head-dim 128 --dtype bfloat16"),
+    "unaligned": (4, "--target sm_90 --what unaligned --head-dim 128"),
+    "features": (32, "--target sm_90 --what features"),
+    "small": (16, "--target sm_80 --target sm_90 --target sm_100 --target gfx942 --what small"),
+}
+
+
+@cache
+def _inspection(part: str) -> CompletedProcess[str]:
+    return _run(["-m", "seqpar.triton_kernels.inspect", "--json", *PARTS[part][1].split()], interpreted=False)
 
 
 def _rows(run: CompletedProcess[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-ROWS = {
-    "sm_80": 11, "sm_90": 21, "sm_100": 12, "gfx942": 18, "wide, sm_90": 14, "wide, sm_80": 12, "others": 7,
-    "unaligned": 4, "features": 32, "small": 16,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", ROWS)
-def test_compiles_without_spills_and_with_matrix_instructions(what: str) -> None:
-    run = _inspections()[what]
+@pytest.mark.parametrize("part", PARTS)
+def test_compiles_without_spills_and_with_matrix_instructions(part: str) -> None:
+    run = _inspection(part)
     assert run.returncode in (0, 1), run.stderr[-4000:]
     rows = _rows(run)
-    assert len(rows) == ROWS[what]
+    assert len(rows) == PARTS[part][0]
     wrong = [row for row in rows if row["wrong"]]
     assert len(wrong) == 0 and run.returncode == 0, "\n".join(str(row) for row in wrong)
 
 
 @pytest.mark.parametrize(("target", "instruction"), [("sm_90", "wgmma"), ("sm_100", "tcgen05"), ("gfx942", "mfma")])
 def test_half_precision_uses_the_newest_matrix_instructions(target: str, instruction: str) -> None:
-    rows = _rows(_inspections()[target])
+    rows = _rows(_inspection(target))
     used = {row["matrix"] for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] <= 128}
     assert used == {instruction}
 
 
 def test_the_products_of_the_backward() -> None:
     """One kernel has five products in one loop; the pair has four in one, and three in each of two loops."""
-    rows = _rows(_inspections()["sm_90"])
+    rows = _rows(_inspection("sm_90"))
     half = [row for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] <= 128]
     products = {
         kernel: {row["products"] for row in half if row["kernel"] == kernel} for kernel in ("backward", "dkdv", "dq")
