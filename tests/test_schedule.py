@@ -243,6 +243,19 @@ def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> N
     assert torch.equal(covered, seen.long())
 
 
+@pytest.mark.parametrize(("size", "calls"), [(256, 1), (257, 3), (600, 5), (767, 5), (768, 1)])
+def test_a_short_causal_square_is_cut(size: int, calls: int) -> None:
+    """Where the kernel for the CPU wastes much above the diagonal, and nowhere else."""
+    keys = torch.arange(size)
+    found = list(decompose(torch.full((size,), 3), 4 + keys))
+    covered = torch.zeros(size, size + 3)
+    for tile in found:
+        ones = torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0)
+        covered[tile.q0 : tile.q1, tile.k0 : tile.k1] += ones.tril() if tile.kind is Kind.CAUSAL else ones
+    assert len(found) == calls
+    assert torch.equal(covered[:, 3:], (keys <= keys[:, None]).float()) and not covered[:, :3].any()
+
+
 def test_a_causal_shard_is_one_causal_tile() -> None:
     """The most common case is one kernel call without a mask tensor."""
     intervals = AttentionPlan(Mask.causal(), SequenceSharding(4096, "zigzag", ring=2), 0).intervals(0, CPU)

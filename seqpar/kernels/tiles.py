@@ -25,6 +25,9 @@ from ..keys import KeyIntervals
 # A run of fewer queries is cheaper as part of a masked tile than as tiles of its own, unless it is the only one.
 _SHORT_RUN = 64
 _MIN_BLOCK, _MAX_BLOCK = 64, 512  # queries in a masked tile
+# A causal square of 256 to 768 queries is faster as smaller ones beside rectangles: PyTorch's kernel for the CPU wastes
+# up to a quarter of its time above their diagonal (measured in benchmarks/LOG.md).
+_CAUSAL_BLOCK, _CAUSAL_WHOLE = 256, 768
 
 
 class Kind(Enum):
@@ -120,9 +123,15 @@ def _plain(lo: int, hi: int, start: int, stop: int, kind: int) -> Iterator[Tile]
     if kind == STILL:
         yield Tile(start, stop, lo, hi, Kind.FULL)
         return
-    if hi - 1 > lo:
-        yield Tile(start, stop, lo, hi - 1, Kind.FULL)
-    yield Tile(start, stop, hi - 1, hi - 1 + stop - start, Kind.CAUSAL)
+    k0, size = hi - 1, stop - start
+    if k0 > lo:
+        yield Tile(start, stop, lo, k0, Kind.FULL)
+    block = _CAUSAL_BLOCK if size < _CAUSAL_WHOLE else size
+    for first in range(0, size, block):
+        end = min(first + block, size)
+        if first:
+            yield Tile(start + first, start + end, k0, k0 + first, Kind.FULL)
+        yield Tile(start + first, start + end, k0 + first, k0 + end, Kind.CAUSAL)
 
 
 def _masked(lo: list[int], hi: list[int], start: int, stop: int) -> Iterator[Tile]:
