@@ -54,7 +54,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import seqpar
 from seqpar.kernels import BACKENDS, select
-from seqpar.kernels.base import Backend, OutputGrad, Score
+from seqpar.kernels.base import Backend, Grads, OutputGrad, Score
 from seqpar.kernels.library import LibraryBackend
 from seqpar.kernels.triton import TritonBackend
 from seqpar.keys import KeyIntervals
@@ -193,9 +193,8 @@ def run_steps(
         at, intervals = keys.to(DEVICE), key_intervals(mask, positions, keys)
         step_k, step_v = take(k, at), take(v, at)
         grads = [torch.full(x.shape, torch.nan, dtype=torch.float32, device=DEVICE) for x in (step_k, step_v)]
-        backend.backward(
-            q, step_k, step_v, output, intervals, score, dq, grads[0], grads[1], new_dq=step == 0, new_dkv=True
-        )
+        targets = Grads(dq, grads[0], grads[1], new_dq=step == 0, new_dkv=True)
+        backend.backward(q, step_k, step_v, output, intervals, score, targets)
         dk[:, at], dv[:, at] = grads
     return [out, dq, dk, dv]
 
@@ -492,7 +491,8 @@ class Case:
         if backend.reads_delta:
             output = output._replace(delta=delta(self.out, self.dout))
         inputs = self.q, self.k, self.v, output, self.intervals, self.score
-        backend.backward(*inputs, *self.gradients, new_dq=True, new_dkv=True)
+        dq, dk, dv = self.gradients
+        backend.backward(*inputs, Grads(dq, dk, dv, new_dq=True, new_dkv=True))
 
     def call(self) -> Iterator[tuple[str, Callable[[], Tensor], list[Tensor]]]:
         """``seqpar.attention`` as users call it, on the backend that "auto" takes; as in ``peers``."""

@@ -19,7 +19,7 @@ import seqpar
 from seqpar import Mask
 from seqpar.kernels import BACKENDS, _uncut, _warn_of_reference, flash, order, select
 from seqpar.kernels.bands import Abilities
-from seqpar.kernels.base import Backend, Carry, OutputGrad, Score, empty_carry, finish, row_delta
+from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
 from seqpar.kernels.triton import TritonBackend
@@ -98,11 +98,11 @@ def ring_of(
             grads = [torch.full_like(x[:, at], torch.nan, dtype=torch.float32) for x in (k, v)]
             output = OutputGrad(rank_dout, rank_out, rank_lse, None)
             seen = plan.intervals(i, CPU)
-            backend.backward(
-                rank_q, k[:, at], v[:, at], output, seen, score, rank_dq, *grads, new_dq=number == 0, new_dkv=True
-            )
-            dk[:, at] += grads[0]
-            dv[:, at] += grads[1]
+            step_dk, step_dv = grads
+            targets = Grads(rank_dq, step_dk, step_dv, new_dq=number == 0, new_dkv=True)
+            backend.backward(rank_q, k[:, at], v[:, at], output, seen, score, targets)
+            dk[:, at] += step_dk
+            dv[:, at] += step_dv
         out[:, own], lse[:, :, own] = rank_out.float(), rank_lse
         dq[:, own] = rank_dq if steps else 0.0
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "carry": unrounded}
@@ -425,9 +425,8 @@ def test_values_of_another_head_dim(name: str) -> None:
         output = OutputGrad(dout[:, rows].contiguous(), out, lse, delta)
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         for keys, seen in ((rows, first), (slice(0, 12), second)):
-            backend.backward(
-                q[:, rows], k[:, keys], v[:, keys], output, seen, score, dq[:, rows], dk[:, keys], dv[:, keys]
-            )
+            grads = Grads(dq[:, rows], dk[:, keys], dv[:, keys])
+            backend.backward(q[:, rows], k[:, keys], v[:, keys], output, seen, score, grads)
         found = {"out": out, "lse": lse, "dq": dq[:, rows]}
     for which, x in found.items():
         expected = exact[which][:, :, rows] if which == "lse" else exact[which][:, rows]

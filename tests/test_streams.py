@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import seqpar
 from seqpar import kernels
 from seqpar.comm import p2p, streams
+from seqpar.kernels.base import Grads
 from seqpar.strategies import autograd, ulysses
 from seqpar.strategies import call as calls
 
@@ -47,10 +48,8 @@ class Kernels:
         self._run("attend", [q, k, v, *(carry or ())], [out, lse])
         return out, lse
 
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, output: Any, intervals: Any, score: Any, *gradients: Tensor, **_: Any
-    ) -> None:
-        self._run("gradients", [q, k, v, *(x for x in output if x is not None)], gradients)
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, output: Any, intervals: Any, score: Any, grads: Grads) -> None:
+        self._run("gradients", [q, k, v, *(x for x in output if x is not None)], grads[:3])
 
 
 @contextmanager

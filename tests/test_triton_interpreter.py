@@ -25,7 +25,7 @@ import seqpar.triton_kernels
 import seqpar.triton_kernels.backward as backward_module
 import seqpar.triton_kernels.forward as forward_module
 from seqpar.kernels import base
-from seqpar.kernels.base import Score
+from seqpar.kernels.base import Grads, Score
 from seqpar.kernels.triton import TritonBackend
 from seqpar.keys import KeyIntervals
 from seqpar.layers import rotary as rotary_module
@@ -258,7 +258,7 @@ def test_the_steps_of_a_ring(layout: str) -> None:
         for keys in steps:
             grads = torch.zeros_like(full.k[:, keys]), torch.zeros_like(full.v[:, keys])
             k, v = full.k[:, keys], full.v[:, keys]
-            backend.backward(q, k, v, output, local.intervals(keys), full.score, dq, *grads)
+            backend.backward(q, k, v, output, local.intervals(keys), full.score, Grads(dq, *grads))
             dk[:, keys] += grads[0]
             dv[:, keys] += grads[1]
         torch.testing.assert_close(dq.double(), expected["dq"][:, own], atol=2e-5, rtol=2e-5)
@@ -382,7 +382,7 @@ def test_deterministic_algorithms_take_the_deterministic_kernels(monkeypatch: py
         torch.use_deterministic_algorithms(wanted)
         try:
             grads = [torch.zeros_like(x) for x in (p.q, p.k, p.v)]
-            backend.backward(p.q, p.k, p.v, output, p.intervals(), p.score, *grads)
+            backend.backward(p.q, p.k, p.v, output, p.intervals(), p.score, Grads(*grads))
         finally:
             torch.use_deterministic_algorithms(False)
     assert used == [True, False, False]

@@ -70,10 +70,39 @@ class OutputGrad(NamedTuple):
     delta: Tensor | None
 
 
+class Grads(NamedTuple):
+    """Where a backend adds the gradients of one step.
+
+    Attributes:
+        dq: ``[b, q, h, d]``.
+        dk: ``[b, k, n, d]``.
+        dv: ``[b, k, n, e]``.
+        new_dq: whether ``dq`` has no values yet and is written instead.
+        new_dkv: whether ``dk, dv`` have no values yet and are written instead.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    new_dq: bool = False
+    new_dkv: bool = False
+
+    @property
+    def new(self) -> tuple[bool, bool, bool]:
+        """Of ``dq, dk, dv``, whether it has no values yet."""
+        return self.new_dq, self.new_dkv, self.new_dkv
+
+    def zero_new_(self) -> None:
+        """Write zeros where there are no values yet."""
+        for x, new in zip(self[:3], self.new, strict=True):
+            if new:
+                x.zero_()
+
+
 class Backend(Protocol):
     """Attention of local queries over the keys of one step, computed by one kernel library.
 
-    Shapes: ``q, dq [b, q, h, d]``, ``k, dk [b, k, n, d]``, ``v, dv [b, k, n, e]``, ``out, dout [b, q, h, e]``,
+    Shapes: ``q [b, q, h, d]``, ``k [b, k, n, d]``, ``v [b, k, n, e]``, ``out, dout [b, q, h, e]``,
     ``lse, delta [b, h, q]``; e is v's head_dim, for most models d. Query head ``i`` reads KV head ``i // (h // n)``.
     Statistics and accumulators are float32, or float64 for float64 inputs.
     """
@@ -111,19 +140,7 @@ class Backend(Protocol):
         ...
 
     def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: OutputGrad,
-        intervals: KeyIntervals,
-        score: Score,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        new_dq: bool = False,
-        new_dkv: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
         """The gradients of one step.
 
@@ -131,9 +148,7 @@ class Backend(Protocol):
             q, k, v: the local queries, and the step's keys and values.
             output: the output of the local queries and its gradient.
             intervals, score: as in ``forward``.
-            dq, dk, dv: added to; written if they are new.
-            new_dq: whether ``dq`` has no values yet.
-            new_dkv: whether ``dk, dv`` have no values yet.
+            grads: added to; written where they are new.
         """
         ...
 

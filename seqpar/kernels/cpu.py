@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..keys import KeyIntervals
-from .base import Carry, OutputGrad, Score, empty_carry, finish, merge_
+from .base import Carry, Grads, OutputGrad, Score, empty_carry, finish, merge_
 from .tiles import Kind, Tile, tiles
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -76,28 +76,16 @@ class CpuBackend:
         return finish(carry, score, q.dtype) if last else carry
 
     def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: OutputGrad,
-        intervals: KeyIntervals,
-        score: Score,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        new_dq: bool = False,
-        new_dkv: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
         dout, out, lse, _ = output
         width = max(q.shape[3], v.shape[3])
         dout_heads, q_heads, k_heads, v_heads, out_heads = (_heads_first(x, width) for x in (dout, q, k, v, out))
-        targets = [x.transpose(1, 2) for x in (dq, dk, dv)]  # [b, h or n, q or k, d]: views
-        new = [new_dq, new_dkv, new_dkv]
+        targets = [x.transpose(1, 2) for x in grads[:3]]  # [b, h or n, q or k, d]: views
+        new = list(grads.new)
         for batch, tile in _tiles(intervals, q.shape[0]):
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            grads = _backward(
+            results = _backward(
                 dout_heads[batch, :, queries],
                 q_heads[batch, :, queries],
                 k_heads[batch, :, keys],
@@ -109,7 +97,7 @@ class CpuBackend:
                 attn_mask=_mask(intervals, batch, tile),
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
-            for i, (grad, target, rows) in enumerate(zip(grads, targets, (queries, keys, keys), strict=True)):
+            for i, (grad, target, rows) in enumerate(zip(results, targets, (queries, keys, keys), strict=True)):
                 grad = grad[..., : target.shape[3]]
                 if new[i] and grad.shape == target.shape:
                     target.copy_(grad)  # the first gradient, of all rows

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..keys import KeyIntervals
-from .base import Backend, Carry, OutputGrad, Score
+from .base import Backend, Carry, Grads, OutputGrad, Score
 
 
 class Expansion(Protocol):
@@ -89,20 +89,9 @@ class ExpandedKV:
         return torch.cat([acc for acc, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
     def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: OutputGrad,
-        intervals: KeyIntervals,
-        score: Score,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        new_dq: bool = False,
-        new_dkv: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
+        dq, dk, dv, new_dq, new_dkv = grads
         if new_dkv:
             dk.zero_()
             dv.zero_()
@@ -123,11 +112,7 @@ class ExpandedKV:
                 of_heads,
                 intervals,
                 score.heads(heads.start, heads.stop),
-                dq[:, :, at],
-                block_dk,
-                block_dv,
-                new_dq=new_dq,
-                new_dkv=True,
+                Grads(dq[:, :, at], block_dk, block_dv, new_dq, new_dkv=True),
             )
             del block_k, block_v
             self._expansion.add_gradients(k, v, block_dk, block_dv, heads, dk, dv)

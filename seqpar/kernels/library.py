@@ -29,7 +29,7 @@ from ..cache import upload
 from ..comm.trace import count_backend
 from ..keys import KeyIntervals
 from .bands import Abilities, Call, cut
-from .base import Backend, Carry, OutputGrad, Score, empty_carry, finish, head_dims, merge_, row_delta
+from .base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, head_dims, merge_, row_delta
 from .triton import TritonBackend
 
 # A step that takes more calls runs on a kernel that takes the intervals as they are, if there is one.
@@ -203,32 +203,20 @@ class LibraryBackend(ABC):
         return finish(carry, score, q.dtype) if last else carry
 
     def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: OutputGrad,
-        intervals: KeyIntervals,
-        score: Score,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        new_dq: bool = False,
-        new_dkv: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
         launches = self._launches(intervals, q, k)
         if launches is None:
             other = self._other(q, k, v, score)
             if other.reads_delta and output.delta is None:
                 output = output._replace(delta=row_delta(output.out, output.dout, None))
-            other.backward(q, k, v, output, intervals, score, dq, dk, dv, new_dq=new_dq, new_dkv=new_dkv)
+            other.backward(q, k, v, output, intervals, score, grads)
             return
-        targets, new = (dq, dk, dv), [new_dq, new_dkv, new_dkv]
+        targets, new = grads[:3], list(grads.new)
         for launch in launches:
             call = launch.call
             at = call.queries, call.keys, call.keys
-            grads = self.call_backward(
+            results = self.call_backward(
                 _rows(output.dout, call, call.queries),
                 _rows(q, call, call.queries),
                 _rows(k, call, call.keys),
@@ -237,7 +225,7 @@ class LibraryBackend(ABC):
                 _statistics(output.lse, call),
                 _options(launch, intervals, score),
             )
-            for i, (grad, target, rows) in enumerate(zip(grads, targets, at, strict=True)):
+            for i, (grad, target, rows) in enumerate(zip(results, targets, at, strict=True)):
                 if new[i] and grad.numel() < target.numel():
                     target.zero_()
                 part = _rows(target, call, rows, writable=True)

@@ -16,7 +16,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ..keys import KeyIntervals
-from .base import Carry, OutputGrad, Score, accumulator, empty_carry, finish, merge_
+from .base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, merge_
 from .dropout import keep_mask
 
 # A block of float32 scores takes 1 MiB a head.
@@ -56,25 +56,11 @@ class ReferenceBackend:
         return finish((acc, lse), score, q.dtype) if last else (acc, lse)
 
     def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: OutputGrad,
-        intervals: KeyIntervals,
-        score: Score,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        new_dq: bool = False,
-        new_dkv: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
         dout, _, lse, delta = output
         assert delta is not None
-        for x, new in ((dq, new_dq), (dk, new_dkv), (dv, new_dkv)):
-            if new:
-                x.zero_()
+        grads.zero_new_()
         intervals = intervals.to(q.device)
         dtype = accumulator(q.dtype)
         for queries, keys in _blocks(intervals):
@@ -93,9 +79,9 @@ class ReferenceBackend:
             ds = p * (dp - delta[:, :, queries, None]) * derivative
             ds, dropped = (rearrange(x, "b (n g) q k -> b n g q k", n=k.shape[2]) for x in (ds, dropped))
             block_dq = einsum(ds, block_k, "b n g q k, b k n d -> b q n g d")
-            dq[:, queries] += rearrange(block_dq, "b q n g d -> b q (n g) d")
-            dk[:, keys] += einsum(ds, block_q, "b n g q k, b q n g d -> b k n d")
-            dv[:, keys] += einsum(dropped, block_dout, "b n g q k, b q n g e -> b k n e")
+            grads.dq[:, queries] += rearrange(block_dq, "b q n g d -> b q (n g) d")
+            grads.dk[:, keys] += einsum(ds, block_q, "b n g q k, b q n g d -> b k n d")
+            grads.dv[:, keys] += einsum(dropped, block_dout, "b n g q k, b q n g e -> b k n e")
 
 
 def _blocks(intervals: KeyIntervals) -> Iterator[tuple[slice, slice]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..keys import KeyIntervals
-from .base import Carry, OutputGrad, Score, head_dims
+from .base import Carry, Grads, OutputGrad, Score, head_dims
 from .elementwise import DTYPES, interpreted, targeted, unavailable
 
 _MAX_HEAD_DIM = 512  # in half precision
@@ -62,19 +62,7 @@ class TritonBackend:
             return attention_forward(q, k, v, intervals.to(q.device), score, carry=carry, last=last)
 
     def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        output: OutputGrad,
-        intervals: KeyIntervals,
-        score: Score,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        new_dq: bool = False,
-        new_dkv: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
         from ..triton_kernels import attention_backward
 
@@ -90,11 +78,9 @@ class TritonBackend:
                 delta,
                 intervals.to(q.device),
                 score,
-                dq,
-                dk,
-                dv,
-                new_dq=new_dq,
-                new_dkv=new_dkv,
+                *grads[:3],
+                new_dq=grads.new_dq,
+                new_dkv=grads.new_dkv,
                 deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled(),
             )
 

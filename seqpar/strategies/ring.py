@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ..heads import Heads
 from ..kernels import select
-from ..kernels.base import Carry, OutputGrad, accumulator, empty_carry, finish, row_delta
+from ..kernels.base import Carry, Grads, OutputGrad, accumulator, empty_carry, finish, row_delta
 from .call import AttentionCall
 from .remote import RemoteSteps, Returns, connect, new_gradients, of_heads
 
@@ -126,28 +126,20 @@ def ring_backward(
     dq = torch.empty_like(q, dtype=dtype)
     own_dkv = [torch.empty_like(x, dtype=dtype) for x in (k, v)]  # gradients of this rank's K/V
 
-    def backward(
-        part: Heads, i: int, step_k: Tensor, step_v: Tensor, dk: Tensor, dv: Tensor, *, new_dq: bool, new_dkv: bool
-    ) -> None:
+    def backward(part: Heads, i: int, step_k: Tensor, step_v: Tensor, grads: Grads) -> None:
         """Add the gradients of step ``i`` for some heads, or write them where there are none yet."""
         at = part.queries_in(heads)
-        part_dq = of_heads(dq, at)
         if (seen := call.intervals(i, q)) is not None:
             part_q, part_dout, part_out = (of_heads(x, at) for x in (q, dout, out))
             part_delta = None if delta is None else delta[:, at.start : at.stop]
             output = OutputGrad(part_dout, part_out, lse[:, at.start : at.stop], part_delta)
-            part_score = call.score_of(part)
-            backend.backward(
-                part_q, step_k, step_v, output, seen, part_score, part_dq, dk, dv, new_dq=new_dq, new_dkv=new_dkv
-            )
-            return
-        for x, new in ((part_dq, new_dq), (dk, new_dkv), (dv, new_dkv)):
-            if new:
-                x.zero_()
+            backend.backward(part_q, step_k, step_v, output, seen, call.score_of(part), grads)
+        else:
+            grads.zero_new_()
 
-    def own_backward(part: Heads, *, new_dq: bool, new_dkv: bool) -> None:
-        at = part.kv_in(heads)
-        backward(part, 0, *(of_heads(x, at) for x in (k, v, *own_dkv)), new_dq=new_dq, new_dkv=new_dkv)
+    def own_backward(part: Heads, **new: bool) -> None:
+        part_k, part_v, dk, dv = (of_heads(x, part.kv_in(heads)) for x in (k, v, *own_dkv))
+        backward(part, 0, part_k, part_v, Grads(of_heads(dq, part.queries_in(heads)), dk, dv, **new))
 
     remote = RemoteSteps(call, heads, k, v)
     first, *rest = [heads] if expansion is not None or all(step.is_local for step in plan) else halves(heads)
@@ -162,12 +154,12 @@ def ring_backward(
         grads = new_gradients(plan[i], step_k, step_v, dtype)
         if grads:
             dk, dv = (x for message in grads for x in message.tensors)
-            backward(part, i, step_k, step_v, dk, dv, new_dq=False, new_dkv=True)
+            backward(part, i, step_k, step_v, Grads(of_heads(dq, part.queries_in(heads)), dk, dv, new_dkv=True))
             del dk, dv
         del step_k, step_v  # what is sent now takes their memory
         returns.start(i, grads, [of_heads(x, part.kv_in(heads)) for x in own_dkv])
     for part in rest:  # behind the last return
-        own_backward(part, new_dq=False, new_dkv=False)
+        own_backward(part)
     returns.finish()
     dsinks = None
     if score.sinks is not None:
