@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .checks import (
+    check_bool,
     check_choice,
     check_dropout,
     check_head_vector,
@@ -274,6 +275,8 @@ def _eager(
         groups = _resolve(strategy, mask, mesh, group, layout, backend, strategy_options)
         if sharding is not None:
             sharding.check_ranks(groups.sequence)
+        check_bool("deterministic", deterministic)
+        check_bool("return_lse", return_lse)
         dropout_p = check_dropout(dropout_p)
         softcap = check_number("softcap", softcap)
         if softcap < 0:

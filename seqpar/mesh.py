@@ -86,6 +86,10 @@ def init_mesh(
         check_int(name, size)
         if size < 1 and size != -1:
             raise ValueError(f"{name}={size}: expected a size of at least 1, or -1 for all remaining ranks")
+    if device_type is not None and not isinstance(device_type, str):
+        raise TypeError(f"device_type={device_type!r}: expected 'cuda' or 'cpu', got {type(device_type).__name__}")
+    if device_type not in (None, "cuda", "cpu"):
+        raise ValueError(f"device_type={device_type!r}: expected 'cuda' or 'cpu'")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     # Sizes are checked before the process group starts, so that a bad size fails without a rendezvous.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

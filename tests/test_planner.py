@@ -657,6 +657,13 @@ def test_bad_input(arguments: dict[str, Any], words: str) -> None:
         seqpar.plan(**{"model": "llama3-8b", "seq_len": 1024, "ranks": 8, **arguments})
 
 
+@pytest.mark.parametrize("arguments", [{"hardware": None}, {"mask": "causal"}, {"seq_len": "1M"}])
+def test_input_of_another_type(arguments: dict[str, Any]) -> None:
+    ((name, value),) = arguments.items()
+    with pytest.raises(TypeError, match=f"{name}={value!r}: expected"):
+        seqpar.plan(**{"model": "llama3-8b", "seq_len": 1024, "ranks": 8, **arguments})
+
+
 def test_tokens_in_words() -> None:
     assert [read_tokens(x) for x in ("131072", "128K", "1M", "1.5k", "1_000")] == [131072, 131072, 1 << 20, 1536, 1000]
 

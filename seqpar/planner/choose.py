@@ -162,6 +162,8 @@ def plan(
     if recompute is not None:
         check_choice("recompute", recompute, RECOMPUTE)
     mask = Mask.causal() if mask is None else mask
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask={mask!r}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     mask.check_length(seq_len)
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
