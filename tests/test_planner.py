@@ -675,10 +675,18 @@ def test_tokens_in_words() -> None:
         ({"mask": "causl"}, "did you mean 'causal'"),
         ({"mask": "window:x"}, "after the colon"),
         ({"hardware": "missing.yaml"}, "No such file"),
+        ({"hardware": "bad.yaml"}, "^hardware=bad.yaml: cannot be parsed: [^\n]+$"),
         ({"csv": Path("/proc/nowhere/x.csv")}, "can be written"),
+        ({"charts": Path("/proc/nowhere")}, "--charts /proc/nowhere: .* can be written"),
+        ({"gpus": 0}, "gpus=0: expected at least 1"),
+        ({"dp": 3}, "dp=3: expected a divisor of gpus=2"),
+        ({"top": 0}, "top=0: expected at least 1"),
+        ({"state_bytes": -1.0}, "state_bytes=-1.0: expected the bytes"),
     ],
 )
-def test_bad_options(options: dict[str, Any], words: str) -> None:
+def test_bad_options(options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text("base: [h100")
     run: Callable[..., None] = plan_command
     with pytest.raises(CommandError, match=words) as error:
         run(**{"model": "llama3-8b", "seq_len": "8K", "gpus": 2, **options})

@@ -244,7 +244,7 @@ def read_mapping(argument: str, path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{argument}={path}: {error.strerror or error}") from error
     except Exception as error:  # the errors of json and of yaml
-        raise ValueError(f"{argument}={path}: cannot be parsed: {error}") from error
+        raise ValueError(f"{argument}={path}: cannot be parsed: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{argument}={path}: expected a mapping of names to values")
     return value
