@@ -137,7 +137,8 @@ def attention(
             another than ``head_dim``; nothing is padded that is sent.
         strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" is whichever of them is
             expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once on
-            a machine (see ``docs/strategies.md``). torch.compile does not trace it.
+            a machine (see ``docs/strategies.md``); forward and backward together, also where no gradient is needed.
+            torch.compile does not trace it.
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.

@@ -49,7 +49,7 @@ def init_mesh(
 
     Rank order: tp is fastest, then ulysses, ring and dp, so that the ranks that communicate most are closest together.
     The sequence is sharded over ring x ulysses (rank = ring_rank * ulysses_size + ulysses_rank), and for
-    ``strategy="tp_sp"`` over tp too.
+    ``strategy="tp_sp"`` over tp too. If ring and ulysses are 1, it is sharded over tp under every strategy.
 
     The ranks compare their sizes, so that all of them raise if they differ, and learn which of them share a host.
 

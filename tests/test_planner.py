@@ -693,6 +693,16 @@ def test_bad_options(options: dict[str, Any], words: str, tmp_path: Path, monkey
     assert error.value.code == 2
 
 
+def test_the_sample_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    command, *lines = page.split("```\n$ ")[1].split("\n```")[0].splitlines()
+    assert command == "seqpar plan --model llama3-70b --seq-len 128K --gpus 64 --hardware h100"
+    plan_command("llama3-70b", "128K", 64)
+    printed = " ".join(capsys.readouterr().out.split())
+    missing = [line for line in lines if line.strip() != "..." and " ".join(line.split()) not in printed]
+    assert not missing, printed
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan_command("llama3-8b", "64K", 8, csv=tmp_path / "choices.csv", charts=tmp_path / "charts", as_json=True)
     printed = json.loads(capsys.readouterr().out)

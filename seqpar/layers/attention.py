@@ -499,7 +499,9 @@ class UlyssesAttention(AttentionLayer):
 
 
 class AutoAttention(AttentionLayer):
-    """In each call the strategy that is expected to be the fastest (see ``seqpar.attention``). No options.
+    """In each call the strategy that is expected to be the fastest, forward and backward. No options.
+
+    See ``seqpar.attention``; the choice is the same where no gradient is needed.
 
     ``torch.compile`` does not trace it: the layer is a graph break. See ``AttentionLayer`` for the arguments.
     """
