@@ -18,6 +18,17 @@ from torch.distributed.tensor import DTensor
 # except that it keeps signatures and imports the compiler (half a second) at the first call only.
 no_compile = _disable_dynamo
 
+# What other packages call what a mask says here.
+_SAID_BY_MASK = {
+    "causal": "mask=seqpar.Mask.causal(), which is the default, or mask=seqpar.Mask.full()",
+    "is_causal": "mask=seqpar.Mask.causal(), which is the default, or mask=seqpar.Mask.full()",
+    "window_size": "such as mask=seqpar.Mask.causal() & seqpar.Mask.sliding_window(left)",
+    "sliding_window": "such as mask=seqpar.Mask.causal() & seqpar.Mask.sliding_window(left)",
+    "cu_seqlens": "such as mask=seqpar.Mask.documents(cu_seqlens), with the boundaries of the whole sequence",
+    "attn_mask": "such as mask=seqpar.Mask.causal(): a dense mask is not taken",
+    "attention_mask": "such as mask=seqpar.Mask.causal(): a dense mask is not taken",
+}
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -39,6 +50,27 @@ def check_int(name: str, value: object, least: int | None = None) -> None:
         raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: expected at least {least}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise unless ``value`` is a bool: a string such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected True or False, got {type(value).__name__}")
+
+
+def check_module(name: str, value: object) -> None:
+    """Raise unless ``value`` is an nn.Module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(
+            f"{name}: expected an nn.Module, got {type(value).__name__}; pass the model, not its parameters: how its "
+            "weights are sharded is looked up in it"
+        )
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise unless ``dtype`` is None or one that weights may have."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype!r}: expected one of {', '.join(map(str, DTYPES))}, or None")
 
 
 def has_length(seq_len: object) -> bool:
@@ -67,6 +99,8 @@ def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str])
                 f"gather: not an option of strategy {strategy!r}, but of the layer seqpar.ContextParallelAttention, "
                 "which projects hidden states to keys and values itself; leave it out"
             )
+        if option in _SAID_BY_MASK:
+            raise TypeError(f"{option}: not an option; pass a mask, {_SAID_BY_MASK[option]}")
         nearest = get_close_matches(option, names, n=1, cutoff=0.0)
         hint = f"did you mean {nearest[0]!r}? Its options are {', '.join(names)}" if names else "it has none"
         raise TypeError(f"{option}: not an option of strategy {strategy!r}; {hint}")
@@ -189,6 +223,8 @@ def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
         raise ValueError(f"x_local: shape {tuple(x.shape)}; expected [batch, seq, hidden_size={hidden_size}]")
     if x.dtype not in DTYPES:
         raise TypeError(f"x_local: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
+    if x.device.type == "meta":
+        raise ValueError("x_local: device meta holds no data; move it to cpu or cuda")
     plain = isinstance(linear, nn.Linear) and not isinstance(linear.weight, DTensor) and linear.weight.dtype in DTYPES
     if not plain or torch.is_autocast_enabled(x.device.type):
         # Autocast converts the input itself, and so may modules that replace nn.Linear (FSDP, LoRA, quantised weights).

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .checks import (
+    check_bool,
     check_choice,
     check_dropout,
     check_head_vector,
@@ -136,7 +137,8 @@ def attention(
             another than ``head_dim``; nothing is padded that is sent.
         strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" is whichever of them is
             expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once on
-            a machine (see ``docs/strategies.md``). torch.compile does not trace it.
+            a machine (see ``docs/strategies.md``); forward and backward together, also where no gradient is needed.
+            torch.compile does not trace it.
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
@@ -274,6 +276,8 @@ def _eager(
         groups = _resolve(strategy, mask, mesh, group, layout, backend, strategy_options)
         if sharding is not None:
             sharding.check_ranks(groups.sequence)
+        check_bool("deterministic", deterministic)
+        check_bool("return_lse", return_lse)
         dropout_p = check_dropout(dropout_p)
         softcap = check_number("softcap", softcap)
         if softcap < 0:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .cache import upload
-from .checks import check_int
+from .checks import check_bool, check_int
 from .opaque import Opaque, passed_as_it_is
 
 # An upper end larger than every position, and far enough from int64's limit that sums with it do not overflow.
@@ -375,10 +375,12 @@ class Mask(Opaque):
                 nothing and no query sees them. Without it, attention raises an error for such boundaries.
 
         Raises:
-            TypeError: the boundaries are not integers.
+            TypeError: the boundaries are not integers, or another argument is not a bool.
             ValueError: the boundaries decrease or do not start at 0.
         """
-        return Mask((_Documents(document_boundaries(cu_seqlens), bool(causal), bool(padding)),))
+        check_bool("documents causal", causal)
+        check_bool("documents padding", padding)
+        return Mask((_Documents(document_boundaries(cu_seqlens), causal, padding),))
 
     @staticmethod
     def prefix_lm(prefix_len: int | Sequence[int] | Tensor) -> Mask:
@@ -410,17 +412,18 @@ class Mask(Opaque):
                 Position 0 is always one of them.
 
         Raises:
-            TypeError: ``size`` or a start is not an int.
+            TypeError: ``size`` or a start is not an int, or ``causal`` is not a bool.
             ValueError: ``size`` is below 1, or a start is negative.
         """
         check_int("chunked size", size)
+        check_bool("chunked causal", causal)
         if size < 1:
             raise ValueError(f"chunked size={size}: a chunk holds at least 1 token")
         rows = _batch_rows("chunked starts", () if starts is None else starts)
         for row in rows:
             if row and min(row) < 0:
                 raise ValueError(f"chunked starts={_short(row)}: give positions >= 0")
-        return Mask((_Chunked(size, bool(causal), tuple(tuple(sorted({0, *row})) for row in rows)),))
+        return Mask((_Chunked(size, causal, tuple(tuple(sorted({0, *row})) for row in rows)),))
 
     @staticmethod
     def padding(starts: int | Sequence[int] | Tensor, stops: int | Sequence[int] | Tensor | None = None) -> Mask:
@@ -506,7 +509,13 @@ class Mask(Opaque):
         Returns:
             ``(lo, hi)``, int64 ``[n]`` (``[batch, n]`` if the batch rows differ): first and one past the last
             visible key. ``hi`` may be larger than the sequence's length. A query that sees nothing has ``lo == hi``.
+
+        Raises:
+            TypeError: ``positions`` is not an integer tensor.
         """
+        if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
+            got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+            raise TypeError(f"positions: expected an integer tensor [n], got {got}")
         seq_len = int(positions.max()) + 1 if positions.numel() else 0
         rows = [runs.at(positions) for runs in self.runs(seq_len)]
         if len(rows) == 1:
@@ -530,6 +539,7 @@ class Mask(Opaque):
 
         For references and tests: its size is quadratic in the sequence's length.
         """
+        check_int("seq_len", seq_len, 0)
         keys = torch.arange(seq_len, device="cpu")
         lo, hi = self.intervals(keys)
         return (keys >= lo[..., None]) & (keys < hi[..., None])
@@ -560,6 +570,10 @@ def document_boundaries(cu_seqlens: Any) -> tuple[tuple[int, ...], ...]:
 
 def _checked_blocks(blocks: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Checked blocks by batch row, one for all rows if they are given once."""
+    if not isinstance(blocks, Sequence) or not all(isinstance(item, Sequence) for item in blocks):
+        raise TypeError(
+            f"causal blocks={blocks!r}: expected pairs (first token, one past the last), or a list of those"
+        )
     nested = any(len(item) == 0 or not isinstance(item[0], int) for item in blocks)
     checked = []
     for row in blocks if nested else [blocks]:

@@ -49,7 +49,7 @@ def init_mesh(
 
     Rank order: tp is fastest, then ulysses, ring and dp, so that the ranks that communicate most are closest together.
     The sequence is sharded over ring x ulysses (rank = ring_rank * ulysses_size + ulysses_rank), and for
-    ``strategy="tp_sp"`` over tp too.
+    ``strategy="tp_sp"`` over tp too. If ring and ulysses are 1, it is sharded over tp under every strategy.
 
     The ranks compare their sizes, so that all of them raise if they differ, and learn which of them share a host.
 
@@ -86,6 +86,10 @@ def init_mesh(
         check_int(name, size)
         if size < 1 and size != -1:
             raise ValueError(f"{name}={size}: expected a size of at least 1, or -1 for all remaining ranks")
+    if device_type is not None and not isinstance(device_type, str):
+        raise TypeError(f"device_type={device_type!r}: expected 'cuda' or 'cpu', got {type(device_type).__name__}")
+    if device_type not in (None, "cuda", "cpu"):
+        raise ValueError(f"device_type={device_type!r}: expected 'cuda' or 'cpu'")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     # Sizes are checked before the process group starts, so that a bad size fails without a rendezvous.
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -474,6 +474,8 @@ class MaskPlanner:
             mask: which keys each query sees.
             seq_len: tokens of the full sequence; by default those of the planner's sharding.
         """
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.documents(...)")
         sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
         attention_plan(mask, sharding, self.rank, self.gather, self.per_host, self.replicated).prepare()
         return mask

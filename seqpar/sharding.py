@@ -41,7 +41,7 @@ class Sharding(Opaque):
         mesh: the sequence is sharded over its ring and ulysses dimensions.
         group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
         strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
-            difference.
+            difference: where ring and ulysses are 1, it is sharded over tp anyway.
 
     Raises:
         TypeError: an argument has another type.

@@ -138,6 +138,12 @@ def test_heads_and_memory_rule_strategies_out() -> None:
     assert {c.strategy for c in found} == {"ring", "hybrid"}
 
 
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.prefix_lm([0, 0]), Mask.padding(0, 0)], ids=str)
+@pytest.mark.parametrize("seq_len", [0, 1, 3])
+def test_a_sequence_of_fewer_tokens_than_ranks(seq_len: int, mask: Mask) -> None:
+    assert best(mask, seq_len, 8) in set(candidates(8, LLAMA.heads))
+
+
 def test_a_contiguous_causal_sequence_takes_all_to_alls() -> None:
     """A ring's last rank would have all the work."""
     assert best(Mask.causal(), 1 << 17, 8, layout="contiguous") == Candidate("ulysses", 8)

@@ -129,6 +129,19 @@ def test_a_sink_of_minus_infinity_is_no_sink(backend: BackendName) -> None:
     assert gradients[-1][0] == 0
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_is_not_positive(scale: float) -> None:
+    """PyTorch's CPU kernel hides keys before it scales: -inf times 0 is NaN, and times -0.5 it is inf."""
+    q, k, v = torch.randn(3, 1, 40, 2, 8).unbind(0)
+    with seqpar.trace() as t:
+        out = seqpar.attention(q, k, v, strategy="local", softmax_scale=scale, backend="cpu")
+    queries, keys, values = (x.double().transpose(1, 2) for x in (q, k, v))
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    expected = (queries @ keys.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(out.double(), expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert list(t.backends) == ["reference"]
+
+
 def test_triton_is_made_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonBackend, "unavailable", lambda self: None)
     monkeypatch.setattr(TritonBackend, "unsupported", lambda self, q, k, score, **_: None)

@@ -127,6 +127,22 @@ BAD: dict[str, Bad] = {
         ValueError,
         ["dropout_seed=9223372036854775808", "[0, 2**63)"],
     ),
+    "deterministic": (
+        lambda: attend(deterministic="invariant"),
+        TypeError,
+        ["deterministic='invariant'", "True or False"],
+    ),
+    "return_lse": (lambda: attend(return_lse=1), TypeError, ["return_lse=1", "True or False"]),
+    "an argument of another package": (
+        lambda: attend(causal=True),
+        TypeError,
+        ["causal", "mask=seqpar.Mask.causal()", "mask=seqpar.Mask.full()"],
+    ),
+    "a mask to plan": (
+        lambda: seqpar.mask_planner(seqpar.Sharding(8), "local")("causal"),  # type: ignore[arg-type]
+        TypeError,
+        ["mask=str", "seqpar.Mask"],
+    ),
     "softcap": (lambda: attend(softcap=-2.0), ValueError, ["softcap=-2.0", "positive", "0 for none"]),
     "softmax_scale": (lambda: attend(softmax_scale=float("inf")), ValueError, ["softmax_scale=inf", "finite"]),
     "sinks": (lambda: attend(sinks=tensor(3)), ValueError, ["sinks", "(3,)", "(4,)"]),

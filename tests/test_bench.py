@@ -56,6 +56,8 @@ def test_options_survive_the_launch() -> None:
         (BenchConfig(dtype="int8"), "dtype='int8'"),
         (BenchConfig(masks=("window:0",)), "window:0"),
         (BenchConfig(rounds=0), "rounds=0"),
+        (BenchConfig(budget=-1.0), "budget=-1.0: expected seconds"),
+        (BenchConfig(seq_lens=(1,)), "seq_len=1: expected at least 2"),
         (BenchConfig(ranks=(4,)), "ranks=4: expected 1 to 2"),
         (BenchConfig(heads=8, kv_heads=3), "kv_heads=3: expected a divisor of heads=8"),
     ],

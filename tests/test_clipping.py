@@ -114,6 +114,13 @@ def test_bad_norms(max_norm: Any, error: type[Exception], words: str) -> None:
         seqpar.clip_grad_norm_(nn.Linear(2, 2), max_norm)
 
 
+def test_parameters_are_no_module() -> None:
+    parameters: Any = nn.Linear(2, 2).parameters()
+    for call in (seqpar.sync_gradients, lambda module: seqpar.clip_grad_norm_(module, 1.0)):
+        with pytest.raises(TypeError, match=r"module: expected an nn.Module, got generator; pass the model"):
+            call(parameters)
+
+
 @on_ranks
 def clip_with(group: ProcessGroup, norms: list[Any]) -> str:
     layer = attention_layer((4, 4), "tp_sp", group=group)

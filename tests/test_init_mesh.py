@@ -96,6 +96,8 @@ def test_several_ranks_without_local_rank(started: dict[str, Any], monkeypatch: 
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"device_type": "gpu"}, ValueError, r"device_type='gpu': expected 'cuda' or 'cpu'"),
+    ({"device_type": 0}, TypeError, r"device_type=0: expected 'cuda' or 'cpu', got int"),
     ({"timeout": 0}, ValueError, r"timeout=0: expected a positive"),
     ({"timeout": float("nan")}, ValueError, r"timeout=nan"),
     ({"timeout": "90"}, TypeError, r"timeout='90': expected seconds or a datetime.timedelta"),
@@ -112,7 +114,7 @@ def test_bad_arguments(
     started: dict[str, Any], arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        seqpar.init_mesh(device_type="cuda", **arguments)
+        seqpar.init_mesh(**{"device_type": "cuda", **arguments})
     assert not started
 
 

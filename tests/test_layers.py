@@ -229,6 +229,10 @@ def test_no_dropout_in_evaluation() -> None:
         ({"dropout_p": 1.0}, ValueError, r"dropout_p=1.0: expected a probability in \[0, 1\)"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0: expected a positive cap"),
         ({"rope": seqpar.RotaryEmbedding(8)}, ValueError, "rope: .*head_dim=8.* 6"),
+        ({"qk_norm": "no"}, TypeError, "qk_norm='no': expected True or False, got str"),
+        ({"sinks": torch.zeros(4)}, TypeError, "sinks=tensor.*expected True or False, got Tensor"),
+        ({"dtype": torch.int8}, TypeError, "dtype=torch.int8: expected one of torch.float32"),
+        ({"window_size": 3}, TypeError, "window_size: not an option; pass a mask, such as mask=.*sliding_window"),
         ({"rope": 10000.0}, TypeError, "rope=10000.0: expected a seqpar.RotaryEmbedding"),
         ({"comm": "p2p"}, TypeError, "comm: not an option of strategy 'ring'"),
         ({"strategy": "context_parallel", "comm": "p2"}, ValueError, "comm='p2': did you mean 'p2p'"),
@@ -248,6 +252,7 @@ def test_constructor_errors(arguments: dict[str, Any], error: type[Exception], w
     [
         ({"x_local": torch.zeros(1, 9, 7)}, ValueError, r"x_local: .*\(1, 9, 7\).*hidden_size=24"),
         ({"x_local": torch.zeros(9, HIDDEN)}, ValueError, r"x_local: .*\(9, 24\)"),
+        ({"x_local": torch.zeros(1, 9, HIDDEN, device="meta")}, ValueError, "x_local: device meta"),
         ({"x_local": None}, TypeError, "x_local: expected a tensor .*, got NoneType"),
         ({"mask": "causal"}, TypeError, "mask=str: expected a seqpar.Mask"),
         ({"mask": Mask.prefix_lm([1, 2, 3])}, ValueError, "mask: .*3 batch rows.* 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -144,6 +145,13 @@ def test_padding_without_an_end() -> None:
         (lambda: Mask.causal([(4, 6), (5, 7)]), ValueError, r"blocks=\[\(4, 6\), \(5, 7\)\]: expected pairs"),
         (lambda: Mask.causal([[(1, 2)], [(3, 3)]]), ValueError, r"blocks=\[\(3, 3\)\]: expected pairs"),
         (lambda: Mask.causal([(-1, 2)]), ValueError, "expected pairs"),
+        (lambda: Mask.causal([3, 5]), TypeError, r"blocks=\[3, 5\]: expected pairs"),
+        (lambda: Mask.causal(cast(Any, 3)), TypeError, "blocks=3: expected pairs"),
+        (lambda: Mask.documents([0, 4], causal=cast(Any, "no")), TypeError, "causal='no': expected True or False"),
+        (lambda: Mask.chunked(4, causal=cast(Any, None)), TypeError, "causal=None: expected True or False"),
+        (lambda: Mask.causal().dense(-1), ValueError, "seq_len=-1: expected at least 0"),
+        (lambda: Mask.causal().intervals(cast(Any, [1])), TypeError, "positions: expected an integer tensor .*list"),
+        (lambda: Mask.causal().intervals(torch.ones(2)), TypeError, "positions: .*torch.float32"),
     ],
 )
 def test_bad_arguments(make: Callable[[], Mask], error: type[Exception], words: str) -> None:

@@ -27,7 +27,7 @@ from seqpar.strategies import autograd, gathered_activations, operators, tensor_
 from .fake_cuda import fake_cuda
 from .strategies import LAYER_STRATEGIES
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 16, 8, 4
+HIDDEN, HEAD_DIM = 64, 4
 # Row of ``LAYER_STRATEGIES`` -> sizes of the mesh's dimensions dp, ring, ulysses, tp, at 8 and at 1,024 ranks.
 MESHES = {
     "ring": {8: (1, 8, 1, 1), 1024: (1, 1024, 1, 1)},
@@ -37,6 +37,13 @@ MESHES = {
     "hybrid": {8: (1, 4, 2, 1), 1024: (1, 128, 8, 1)},
     "tp_sp": {8: (1, 1, 1, 8), 1024: (128, 1, 1, 8)},
 }
+# Query heads and KV heads. Of 28 and 14, rank 5 of 8 holds three query heads, which read 1 and 2 times a KV head.
+EVEN_HEADS, UNEVEN_HEADS = (16, 8), (28, 14)
+CASES = [
+    *((strategy, 8, EVEN_HEADS) for strategy in MESHES),
+    *((strategy, 8, UNEVEN_HEADS) for strategy in ("ulysses", "tp_sp")),
+    *(pytest.param(strategy, 1024, EVEN_HEADS, marks=pytest.mark.slow) for strategy in MESHES),
+]
 
 
 class HostToDevice(TorchDispatchMode):
@@ -122,9 +129,10 @@ def without_a_gpu(world: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [8, pytest.param(1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("strategy", MESHES)
-def test_no_read_back_and_no_copy(strategy: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("strategy", "world", "heads"), CASES)
+def test_no_read_back_and_no_copy(
+    strategy: str, world: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     copies = {}
     with without_a_gpu(world):
@@ -140,7 +148,7 @@ def test_no_read_back_and_no_copy(strategy: str, world: int, monkeypatch: pytest
         documents = seqpar.Mask.documents([*range(0, seq_len, 50), seq_len])
         with fake_cuda(), torch.no_grad():
             layer = seqpar.ParallelAttention(
-                hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, mesh=mesh,
+                hidden_size=HIDDEN, num_heads=heads[0], num_kv_heads=heads[1], head_dim=HEAD_DIM, mesh=mesh,
                 qk_norm=False, device="cuda", dtype=torch.bfloat16, rope=seqpar.RotaryEmbedding(HEAD_DIM), **options,
             )  # fmt: skip
             for sharding in shardings:

@@ -657,6 +657,13 @@ def test_bad_input(arguments: dict[str, Any], words: str) -> None:
         seqpar.plan(**{"model": "llama3-8b", "seq_len": 1024, "ranks": 8, **arguments})
 
 
+@pytest.mark.parametrize("arguments", [{"hardware": None}, {"mask": "causal"}, {"seq_len": "1M"}])
+def test_input_of_another_type(arguments: dict[str, Any]) -> None:
+    ((name, value),) = arguments.items()
+    with pytest.raises(TypeError, match=f"{name}={value!r}: expected"):
+        seqpar.plan(**{"model": "llama3-8b", "seq_len": 1024, "ranks": 8, **arguments})
+
+
 def test_tokens_in_words() -> None:
     assert [read_tokens(x) for x in ("131072", "128K", "1M", "1.5k", "1_000")] == [131072, 131072, 1 << 20, 1536, 1000]
 
@@ -668,14 +675,32 @@ def test_tokens_in_words() -> None:
         ({"mask": "causl"}, "did you mean 'causal'"),
         ({"mask": "window:x"}, "after the colon"),
         ({"hardware": "missing.yaml"}, "No such file"),
+        ({"hardware": "bad.yaml"}, "^hardware=bad.yaml: cannot be parsed: [^\n]+$"),
         ({"csv": Path("/proc/nowhere/x.csv")}, "can be written"),
+        ({"charts": Path("/proc/nowhere")}, "--charts /proc/nowhere: .* can be written"),
+        ({"gpus": 0}, "gpus=0: expected at least 1"),
+        ({"dp": 3}, "dp=3: expected a divisor of gpus=2"),
+        ({"top": 0}, "top=0: expected at least 1"),
+        ({"state_bytes": -1.0}, "state_bytes=-1.0: expected the bytes"),
     ],
 )
-def test_bad_options(options: dict[str, Any], words: str) -> None:
+def test_bad_options(options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text("base: [h100")
     run: Callable[..., None] = plan_command
     with pytest.raises(CommandError, match=words) as error:
         run(**{"model": "llama3-8b", "seq_len": "8K", "gpus": 2, **options})
     assert error.value.code == 2
+
+
+def test_the_sample_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    command, *lines = page.split("```\n$ ")[1].split("\n```")[0].splitlines()
+    assert command == "seqpar plan --model llama3-70b --seq-len 128K --gpus 64 --hardware h100"
+    plan_command("llama3-70b", "128K", 64)
+    printed = " ".join(capsys.readouterr().out.split())
+    missing = [line for line in lines if line.strip() != "..." and " ".join(line.split()) not in printed]
+    assert not missing, printed
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

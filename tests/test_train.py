@@ -261,6 +261,13 @@ def test_a_loss_that_runs_away(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp
     assert "choose a lower --lr" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs here")
+def test_a_backend_that_cannot_run_here(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"^backend='triton' cannot run here: .*use backend='auto'$") as error:
+        train_here(SMALL, tmp_path, backend="triton")
+    assert error.value.code == 2
+
+
 def test_ranks_find_a_bad_option_together() -> None:
     message = r"^ulysses_size=3: expected a divisor of the group's 2 ranks; choose one of 1, 2$"
     with pytest.raises(CommandError, match=message) as error:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..checks import check_int
 from ..planner import HARDWARE, MODELS, Choice, Plan
 from ..planner import plan as make_plan
 from ..planner.hardware import hardware_of
@@ -53,6 +54,10 @@ def plan(
     """Predict which strategy and split of the GPUs is best, and why. Nothing is downloaded, no GPU is needed."""
     with bad_options():
         tokens = read_tokens(seq_len)
+        check_int("gpus", gpus, 1)
+        check_int("top", top, 1)
+        if dp is not None and (dp < 1 or gpus % dp):
+            raise ValueError(f"dp={dp}: expected a divisor of gpus={gpus}")
         if measure:
             from .measure import measure_machine
 
@@ -79,7 +84,8 @@ def plan(
     if charts is not None:
         from .plan_charts import draw_charts
 
-        _write(lambda: draw_charts(made, charts), charts)
+        with bad_options():
+            _write(lambda: draw_charts(made, charts), charts)
     if as_json:
         typer.echo(json.dumps(made.as_dict(), indent=2))
     else:

@@ -20,7 +20,7 @@ def draw_charts(made: Plan, folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    make_folder(folder)
+    make_folder(folder, "--charts")
     choices = made.choices[:_MOST]
     names = [
         f"{i}  {c.strategy if c.context == c.strategy else f'{c.strategy} + {c.context}'}  "

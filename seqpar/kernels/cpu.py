@@ -40,6 +40,8 @@ class CpuBackend:
             return f"the tensors are on {q.device.type}"
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"dtype {q.dtype}: float32, bfloat16 and float16 only"
+        if not score.softmax_scale > 0:  # it scales the -inf of hidden keys too
+            return f"softmax_scale={score.softmax_scale} (positive only)"
         for name, used in (("softcap", score.softcap), ("dropout", score.dropout_p)):
             if used:
                 return f"PyTorch's CPU flash kernel has no {name}"

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import (
+    check_bool,
     check_choice,
     check_dropout,
+    check_dtype,
     check_hidden,
     check_int,
     check_number,
@@ -148,6 +150,10 @@ class AttentionLayer(nn.Module):
         check_choice("backend", backend, ("auto", *BACKENDS))
         if check_number("softcap", softcap) < 0:
             raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
+        for name, flag in (("bias", bias), ("out_bias", out_bias), ("qk_norm", qk_norm), ("sinks", sinks)):
+            if name != "out_bias" or flag is not None:
+                check_bool(name, flag)
+        check_dtype(dtype)
         _check_rope(rope, head_dim)
         self._check_options(dict(strategy_options))
         self.hidden_size = hidden_size
@@ -493,7 +499,9 @@ class UlyssesAttention(AttentionLayer):
 
 
 class AutoAttention(AttentionLayer):
-    """In each call the strategy that is expected to be the fastest (see ``seqpar.attention``). No options.
+    """In each call the strategy that is expected to be the fastest, forward and backward. No options.
+
+    See ``seqpar.attention``; the choice is the same where no gradient is needed.
 
     ``torch.compile`` does not trace it: the layer is a graph break. See ``AttentionLayer`` for the arguments.
     """

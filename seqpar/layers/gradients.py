@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..checks import check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..mesh import context_group, sequence_group, size_of
@@ -54,6 +55,7 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
             these ranks before, by a wrapper or by this function.
         RuntimeError: another rank raised an error on its own gradients.
     """
+    check_module("module", module)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     shards = weight_shards(module)
     sharded = [(name, p) for name, p in named if p in shards and size_of(shards[p].group) > 1]
@@ -92,10 +94,11 @@ def clip_grad_norm_(
         The norm of all gradients before clipping, a scalar in float32 (float64 for float64), the same on every rank.
 
     Raises:
-        TypeError: ``max_norm`` is not a number.
+        TypeError: ``max_norm`` is not a number, or ``module`` is not a module.
         ValueError: ``max_norm`` is not positive, or the ranks of tp pass different ones.
         RuntimeError: another rank of tp raised an error on its own input.
     """
+    check_module("module", module)
     parameters = [p for p in module.parameters() if p.requires_grad]
     shards = weight_shards(module)
     tensor_parallel = any(p in shards and size_of(shards[p].group) > 1 for p in parameters)

@@ -199,7 +199,7 @@ def mask_summary(mask: Mask, seq_len: int, layout: Layout, ranks: int) -> MaskSu
     """What a choice for ``ranks`` ranks depends on."""
     rows = [_bounded(runs, seq_len) for runs in mask.runs(seq_len)]
     keys = sum(int(pairs_before(runs, np.array([seq_len]))[0]) for runs in rows) / max(1, len(rows) * seq_len)
-    if mask.batch == 1 and mask.starts == ((0,),):  # the same in every step
+    if not seq_len or (mask.batch == 1 and mask.starts == ((0,),)):  # the same in every step
         return MaskSummary("causal" if keys > 0.4 * seq_len else "window", mask, {})
     causal = max(1.0, 2 * keys)  # tokens of causal documents, all of one length, in which a query sees as many keys
     length = min(seq_len, round(2 ** (round(2 * log2(causal)) / 2)))

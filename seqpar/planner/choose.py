@@ -161,13 +161,15 @@ def plan(
     gpus.rate(kernel)
     if recompute is not None:
         check_choice("recompute", recompute, RECOMPUTE)
+    if check_number("state_bytes", state_bytes) < 0:
+        raise ValueError(f"state_bytes={state_bytes}: expected the bytes a weight, at least 0")
     mask = Mask.causal() if mask is None else mask
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask={mask!r}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     mask.check_length(seq_len)
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
-    base = Setting(
-        shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=check_number("state_bytes", state_bytes)
-    )
+    base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
     pairs = all_pairs(mask, seq_len, base.sharding.ring_positions(0))
     switches = list(_switches(recompute, offload, chunked_loss, tiled_mlp))
     found: dict[tuple[int, ...], tuple[Choice, Setting]] = {}

@@ -209,12 +209,15 @@ def hardware_of(value: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
     A file or a mapping may name a ``base`` of the table, whose fields it replaces.
 
     Raises:
+        TypeError: ``value`` has another type.
         ValueError: no such name, file or field.
     """
     if isinstance(value, Hardware):
         return value
     if isinstance(value, Mapping):
         return _of_mapping(value)
+    if not isinstance(value, str | Path):
+        raise TypeError(f"hardware={value!r}: expected a name, the path of a YAML or JSON file, a dict or a Hardware")
     if isinstance(value, Path) or value.endswith((".yaml", ".yml", ".json")):
         return _of_mapping({"name": Path(value).stem, **read_mapping("hardware", Path(value))})
     name = value.lower()
@@ -241,7 +244,7 @@ def read_mapping(argument: str, path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{argument}={path}: {error.strerror or error}") from error
     except Exception as error:  # the errors of json and of yaml
-        raise ValueError(f"{argument}={path}: cannot be parsed: {error}") from error
+        raise ValueError(f"{argument}={path}: cannot be parsed: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{argument}={path}: expected a mapping of names to values")
     return value

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..cache import cached_tensors, upload
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels.base import Score
@@ -78,7 +79,13 @@ class AttentionCall:
         if self.latent is not None:
             return self.latent.of(heads.queries_in(self.heads))
         index = heads.kv_index()
-        return None if index is None else RepeatedHeads(torch.tensor(index, device=device))
+        if index is None:
+            return None
+
+        def make() -> Tensor:
+            return upload(torch.tensor(index, device="cpu"), device)
+
+        return RepeatedHeads(cached_tensors(("KV heads", *index), device, make))
 
     def v_head_dim(self, v_shape: Sequence[int]) -> int:
         """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""

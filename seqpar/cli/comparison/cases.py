@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checks import check_choice, check_int
+from ...checks import check_choice, check_int, check_number
 from ...kernels import BACKENDS
 from ...layout import LAYOUTS, Layout
 from ...mask import Mask
@@ -108,7 +108,9 @@ class BenchConfig:
         for name, number in (("batch", self.batch), ("rounds", self.rounds)):
             check_int(name, number, 1)
         for seq_len in self.seq_lens:
-            check_int("seq_len", seq_len, 1)
+            check_int("seq_len", seq_len, max(self.ranks, default=world))  # a token for each rank
+        if check_number("budget", self.budget) < 0:
+            raise ValueError(f"budget={self.budget}: expected seconds, at least 0")
         for n in self.ranks:
             if not 1 <= n <= world:
                 raise ValueError(f"ranks={n}: expected 1 to {world}, the ranks that were started; raise --nproc")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import torch
 
 from ...checks import check_choice, check_int, check_number
-from ...kernels import BackendName
+from ...kernels import BackendName, check_backend
 from ...layers.factory import LAYERS
 from ...layout import LAYOUTS, Layout
 from ...strategies import Comm, StrategyOptions
@@ -130,6 +130,7 @@ class TrainConfig:
         check_choice("strategy", self.strategy, LAYERS)
         check_choice("layout", self.layout, LAYOUTS)
         check_choice("dtype", self.dtype, DTYPES)
+        check_backend(self.backend)
         check_choice("device", self.device, get_args(DeviceName))
         for name, (_, option) in self.options().items():
             if option.least is not None:

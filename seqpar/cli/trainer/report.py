@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 
-def make_folder(out: Path) -> None:
-    """
+def make_folder(out: Path, option: str = "--out") -> None:
+    """Make the folder that ``option`` names.
+
     Raises:
         ValueError: the folder cannot be made.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out {out}: {error.strerror or error}; name a folder that can be written") from error
+        raise ValueError(f"{option} {out}: {error.strerror or error}; name a folder that can be written") from error
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
