@@ -98,14 +98,13 @@ def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
 
 def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
     call, patch.calls = patch.calls, patch.calls + 1
-    if patch.ranks > 1 and _is_checked(call):
+    if _is_checked(call):
         local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
         patch.seed = local["seqpar"].seed
-        return local
-    if patch.ranks == 1:
-        patch.seed = int(torch.randint(2**62, ()).item())
-    seed = (patch.seed + call * _ODD) % 2**62
-    return shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=seed)
+    else:
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=patch.seed)
+    local["seqpar"].seed = (patch.seed + call * _ODD) % 2**62
+    return local
 
 
 def _is_checked(call: int) -> bool:
