@@ -146,7 +146,7 @@ def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
 
 def finish(named: dict[str, Any], whole: Whole, model: Any) -> dict[str, Any]:
     """The outputs that the model returns on one device, from those of every token."""
-    if whole.fused and whole.drop_last:
+    if whole.drop_last:
         named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
     if whole.last is not None:
         logits = named["logits"]  # [batch, seq, num_labels]
