@@ -126,14 +126,17 @@ def freeze_imports(kind: str) -> None:
     gc.freeze()
 
 
-def tiny(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> Any:
-    """A model with random weights, larger than the usual ones so that no path has a gradient near zero."""
+def tiny(kind: str, attention: str = "eager", seed: int = 0, auto: Any = None, **changes: Any) -> Any:
+    """A model with random weights, larger than the usual ones so that no path has a gradient near zero.
+
+    ``auto`` is the Auto class that makes it, if not the one for a language model of its kind.
+    """
     config = _config(kind)
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
-    auto_model: Any = transformers.AutoModelForCausalLM
-    if kind in IN_PLACE:
+    auto_model: Any = auto or transformers.AutoModelForCausalLM
+    if auto is None and kind in IN_PLACE:
         tokens = kind == "bert_tokens"
         auto_model = transformers.AutoModelForTokenClassification if tokens else transformers.AutoModelForMaskedLM
     model = auto_model.from_config(config, attn_implementation=attention)

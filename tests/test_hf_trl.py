@@ -65,11 +65,11 @@ def dataset(kind: str) -> Any:
 
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Completions that depend on the prompt, the step and the rank, so that nothing is sampled."""
+    """Completions that depend on the prompt, the step and the row among all ranks' rows, so that nothing is sampled."""
     encoded = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
     completions = []
-    for i, ids in enumerate(encoded):
-        g = random.Random(f"{ids} {i} {trainer.state.global_step} {trainer.accelerator.process_index}")
+    for i, ids in enumerate(encoded, trainer.accelerator.process_index * len(encoded)):
+        g = random.Random(f"{ids} {i} {trainer.state.global_step}")
         completions.append([g.randrange(3, VOCAB) for _ in range(g.randrange(4, 13))] + [2])
     return {
         "prompt_ids": encoded,
@@ -82,12 +82,11 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [sum(word in ("t5", "t7", "t11", "t30", "t31", "t32") for word in x.split()) / 4 for x in completions]
 
 
-def log_of(kind: str, model_kind: str, folder: str, config: Any) -> Log:
-    """What the trainer logs in three steps of two micro-batches, and in an evaluation."""
+def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: Any) -> Log:
+    """What the trainer logs in three steps of two micro-batches, and in an evaluation. "dpo lora": trains adapters."""
     import trl
 
-    arguments: dict[str, Any] = {}
-
+    kind, *lora = kind.split()
     name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[kind]
     model: Any = tiny(model_kind)
     given: dict[str, Any] = {}
@@ -97,32 +96,38 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any) -> Log:
         model = transformers.AutoModelForSequenceClassification.from_config(changed)
     if kind in ("grpo", "rloo"):  # the reference model is loaded from this path too
         model = os.path.join(folder, model_kind)
-        arguments |= {"num_generations": 2, "max_completion_length": 12}
+        arguments = {"num_generations": 2, "max_completion_length": 12, **arguments}
         given["reward_funcs"] = reward
     if kind == "grpo":  # samples are trained on twice, so that their old log-probabilities are computed
         given["rollout_func"] = rollout
-        arguments |= {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.8}
-    if kind in ("dpo", "kto"):
+        arguments = {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.8, **arguments}
+    if lora:  # their reference is the model without adapters
+        from peft import LoraConfig
+
+        given["peft_config"] = LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    elif kind in ("dpo", "kto"):
         given["ref_model"] = tiny(model_kind, seed=1)
     data = dataset(kind)
     trainer = getattr(trl, f"{name}Trainer")(
         model=model,
         args=getattr(trl, f"{name}Config")(
-            output_dir=folder,
-            max_steps=3,
-            per_device_train_batch_size=4,
-            per_device_eval_batch_size=4,
-            gradient_accumulation_steps=2,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            parallelism_config=config,
-            disable_tqdm=True,
-            **arguments,
+            **{
+                "output_dir": folder,
+                "max_steps": 3,
+                "per_device_train_batch_size": 4,
+                "per_device_eval_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "learning_rate": 1e-3,
+                "lr_scheduler_type": "constant",
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "report_to": "none",
+                "use_cpu": True,
+                "bf16": False,
+                "parallelism_config": config,
+                "disable_tqdm": True,
+                **arguments,
+            }
         ),
         train_dataset=data,
         eval_dataset=data.select(range(12)),
@@ -130,7 +135,8 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any) -> Log:
         **given,
     )
     trainer.train()
-    trainer.evaluate()
+    if trainer.state.max_steps == 3:
+        trainer.evaluate()
     return [
         {name: value for name, value in entry.items() if not any(time in name for time in _TIMES)}
         for entry in trainer.state.log_history
@@ -140,7 +146,7 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any) -> Log:
 # By number of processes: the trainer, the model, the ranks of a sequence.
 CASES = {
     2: [("grpo", "llama", 2), ("rloo", "llama", 2), ("dpo", "mistral", 2), ("kto", "llama", 2), ("reward", "llama", 2)],
-    4: [("grpo", "mistral", 4), ("dpo", "llama", 2)],
+    4: [("grpo", "mistral", 4), ("dpo lora", "gemma3", 2)],
 }
 
 
@@ -167,6 +173,30 @@ def test_trainers(own: OwnPool, tmp_path: Path, world: int) -> None:
             assert len(plain) == len(ours) > 4 and "loss" in plain[0], kind
             for expected, entry in zip(plain, ours, strict=True):
                 assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4, nan_ok=True), kind
+
+
+# Ten steps of which each has eight completions, of all ranks together.
+_STEPS = {"max_steps": 10, "gradient_accumulation_steps": 1, "num_iterations": 1, "top_entropy_quantile": 1.0}
+
+
+@on_ranks
+def together(group: ProcessGroup, port: int, folder: str) -> Log:
+    world = start(port, "together", group.rank(), group.size(), timeout_s=60.0)
+    with torchrun(world):
+        config = seqpar.hf.ParallelismConfig(-1)
+        return log_of("grpo", "mistral", folder, config, per_device_train_batch_size=8 // world.size(), **_STEPS)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_grpo_on_any_number_of_ranks(own: OwnPool, tmp_path: Path, world: int) -> None:
+    """The losses of one process without this package, which makes all the completions of a step."""
+    tiny("mistral").save_pretrained(tmp_path / "mistral")
+    with torchrun(None):
+        expected = log_of("grpo", "mistral", str(tmp_path), None, per_device_train_batch_size=8, **_STEPS)
+    for ours in own.pool.run(world, together, own.port, str(tmp_path), deadline_s=120.0):
+        for name in ("loss", "grad_norm", "reward", "kl", "entropy"):
+            values = [[entry[name] for entry in log if name in entry] for log in (ours, expected)]
+            assert len(values[0]) == 10 and values[0] == pytest.approx(values[1], abs=1e-4), name
 
 
 def run(cp_size: int, folder: Path) -> dict[str, list[float]]:

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
 
+import transformers
+
 import seqpar
 import seqpar.hf
 from seqpar.hf import VerificationError, VerificationReport
@@ -25,6 +27,8 @@ from seqpar.mask import Mask
 
 from .hf_workers import MODELS, gradients, make_batch, tiny
 from .pool import Pool, on_ranks
+from .test_hf_multimodal import make_batch as with_images
+from .test_hf_multimodal import tiny as tiny_wrapper
 
 pytestmark = pytest.mark.slow
 HEALTHY = (*(kind for kind in MODELS if kind != "qwen3"), "llama4", "gpt2", "deepseek_v3")
@@ -76,6 +80,36 @@ def healthy_in_wrappers(group: ProcessGroup) -> list[str]:
         report = seqpar.hf.verify(model, make_batch("packed"), raise_on_error=False)
         said += [] if report.ok else [f"{wrap.__name__}: {report}"]
     return said
+
+
+@on_ranks
+def healthy_others(group: ProcessGroup) -> list[str]:
+    """Models with images, models without a prediction a token, and ranks that bring batches of their own."""
+    text = make_batch("right")
+    text.pop("labels")
+    rows = torch.arange(len(text["input_ids"]))
+    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (tiny_wrapper("gemma3"), with_images("gemma3", "images"), {}),
+        (tiny_wrapper("qwen3_vl"), with_images("qwen3_vl", "left"), {}),
+        (tiny_wrapper("gemma4"), with_images("gemma4", "images"), {"strategy": "context_parallel"}),
+        (tiny("llama", auto=transformers.AutoModelForSequenceClassification), text, {}),
+        (tiny("llama", auto=transformers.AutoModelForSequenceClassification), {**text, "labels": rows}, {}),
+        (tiny("gemma2", auto=transformers.AutoModel), text, {}),
+        (tiny("mistral"), make_batch("left"), {"batches": "own"}),
+    ]
+    said = []
+    for model, batch, arguments in cases:
+        seqpar.hf.parallelize(model, group=group, **arguments)
+        report = seqpar.hf.verify(model, batch, raise_on_error=False)
+        if not report.ok or report.layers < 2:
+            said.append(f"{type(model).__name__}: {report}")
+    assert patch_of(model).batches == "own" and "_call_impl" in vars(model)
+    return said
+
+
+def test_healthy_others(pool: Pool) -> None:
+    for wrong in pool.run(2, healthy_others):
+        assert not wrong, wrong[0]
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +250,29 @@ def planted(group: ProcessGroup, fault: str) -> VerificationReport:
         with torch.no_grad():
             model.model.norm.weight.mul_(1 + 0.01 * group.rank())
         return verify(model, make_batch("plain"), False)
+    if fault == "images without their blocks":
+        model = seqpar.hf.parallelize(tiny_wrapper("gemma3"), group=group)
+        with mock.patch.object(hf_attention, "block_mask", return_value=None):
+            return verify(model, with_images("gemma3", "images"), False)
+    if fault in ("wrong positions of images", "other visual embeddings"):
+        model = seqpar.hf.parallelize(tiny_wrapper("qwen3_vl"), group=group)
+
+        def change(module: Any, args: Any, kwargs: Any) -> Any:
+            if current_forward() is None:  # one device
+                return None
+            if fault == "wrong positions of images":
+                return args, {**kwargs, "position_ids": kwargs["position_ids"][:1].expand(3, -1, -1)}
+            return args, {**kwargs, "deepstack_visual_embeds": [2 * x for x in kwargs["deepstack_visual_embeds"]]}
+
+        model.model.language_model.register_forward_pre_hook(change, with_kwargs=True)
+        return verify(model, with_images("qwen3_vl", "images"), False)
+    if fault == "unsummed gradient of the tower":
+        model = seqpar.hf.parallelize(tiny_wrapper("gemma3"), group=group)
+
+        def sync(model: Any) -> None:
+            seqpar.sync_gradients(model.model.language_model, group=group)
+
+        return verify(model, with_images("gemma3", "images"), False, sync=sync)
     raise ValueError(fault)
 
 
@@ -247,6 +304,14 @@ FAULTS: dict[str, tuple[tuple[str, str, str], str]] = {
     ),
     "another strategy": (("path", "", "path"), "strategy='ulysses'"),
     "another layer": (("path", "", "path"), "('scaling', 1.0)"),
+    "images without their blocks": (
+        ("forward", "model.language_model.layers.0.self_attn", "attention"), "without the blocks of its images"
+    ),
+    "wrong positions of images": (("input", "", "position_ids"), "they are not those of this rank's tokens"),
+    "other visual embeddings": (("forward", "model.language_model.layers.1.self_attn", "input"), "mixes or changes"),
+    "unsummed gradient of the tower": (
+        ("gradient", "", "model.vision_tower.embeddings.patch_embedding.weight"), "nobody summed"
+    ),
     "other weights": (("weights", "", "model.norm.weight"), "different weights"),
 }  # fmt: skip
 

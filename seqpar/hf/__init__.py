@@ -15,6 +15,7 @@ except ImportError as error:
 
 from .batch import BatchShard, shard_batch
 from .loader import PlanCollator, ShardCollator, ShardedLoader
+from .log_probs import token_log_probs
 from .packing import PackedDataset
 from .patch import parallelize, restore
 from .verification import VerificationError, VerificationReport, verify
@@ -37,6 +38,7 @@ __all__ = [
     "parallelize",
     "restore",
     "shard_batch",
+    "token_log_probs",
     "verify",
 ]
 

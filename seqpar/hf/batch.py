@@ -152,20 +152,21 @@ def shard_batch(
             )
         return spec
 
-    if not check or group is None or ranks == 1:
+    if not check:
         return parse().shard(rank_in(group))
     specs: list[_BatchSpec] = []
 
     def header() -> _BatchHeader:
-        if batch is None:
+        if batch is None and ranks > 1:
             return _BatchHeader(False, Fingerprint(0), 0)
         specs.append(parse())
-        return _BatchHeader(True, Fingerprint(specs[0].checksum), int(torch.randint(2**62, ()).item()))
+        # Not a random number: drawing one would change what the training loop draws next.
+        return _BatchHeader(True, Fingerprint(specs[0].checksum), torch.initial_seed() % 2**62)
 
     headers = all_gather_header(header, group)
     with_batch = [rank for rank, header in enumerate(headers) if header.has_batch]
-    seed = headers[0].seed
-    if with_batch == [0]:
+    seed = (headers[0].seed + int(headers[0].batch)) % 2**62
+    if with_batch == [0] and group is not None:
         return _scatter(specs[0] if specs else None, seed, group)
     if len(with_batch) < ranks:
         raise ValueError(
@@ -178,7 +179,7 @@ def shard_batch(
             "their samplers alike (ranks along dp differ, ranks along the sequence do not), or use "
             "seqpar.hf.ShardedLoader; where each rank has samples of its own, parallelize with batches='own'"
         )
-    return specs[0].shard(group.rank(), seed)
+    return specs[0].shard(rank_in(group), seed)
 
 
 def shard_for_rank(
@@ -200,7 +201,7 @@ def mask_and_length(batch: Mapping[str, Any]) -> tuple[Mask, int]:
 
 
 class _BatchHeader(NamedTuple):
-    """Whether a rank brings a batch, a checksum of it, and a seed."""
+    """Whether a rank brings a batch, a checksum of it, and the seed of the rank's random numbers."""
 
     has_batch: bool
     batch: Fingerprint

@@ -22,9 +22,10 @@ from ..layout import LAYOUTS, shard_positions
 from ..mask import document_boundaries
 from .attention import window_and_chunk
 from .batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES
+from .multimodal import brings_more_than_text, merges
 from .recording import Place, Recording
 from .state import Patch
-from .support import predicts_in_place
+from .support import pools_last_token, predicts_in_place
 
 _KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "backward", "gradient")
 
@@ -99,6 +100,7 @@ class FullBatch:
             sees depends on the attention implementation.
         for_one_device: the arguments of the model without ``parallelize``.
         documents: int ``[b, s]``, or None where each row is one document.
+        merges: whether images (or sound) come with the text: the model then shards what it has merged.
         valid: bool ``[b, s]``, False for padding.
         positions: int64 ``[s_local]``, this rank's tokens.
     """
@@ -120,7 +122,10 @@ class FullBatch:
         boundaries = [rest.pop(name) for name in BOUNDARY_NAMES if name in rest]
         for name in UNUSED_NAMES:
             rest.pop(name, None)
+        self.merges = merges(root) and brings_more_than_text(dict(batch))
         ids, documents = rest.get("position_ids"), None
+        if self.merges and isinstance(ids, Tensor) and ids.dim() == 3:
+            ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: the first are the text's
         if boundaries and boundaries[0] is not None:
             edges = [torch.tensor(row) for row in document_boundaries(boundaries[0])]
             documents = torch.stack([torch.searchsorted(row[1:], index, right=True) for row in edges]).expand(shape)
@@ -131,7 +136,9 @@ class FullBatch:
             documents = find_packed_sequence_indices((ids[None] if ids.dim() == 1 else ids).expand(shape))
         self.documents = None if documents is None else documents.to(tokens.device)
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
-        self.position_ids = rest["position_ids"] = ids.expand(shape)
+        self.position_ids = ids.expand(shape)
+        if not self.merges:  # otherwise the model may derive others from its images
+            rest["position_ids"] = self.position_ids
         mask = rest.pop("attention_mask", None)
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all()):
             self.valid = self.valid & (mask != 0).cpu()
@@ -139,7 +146,8 @@ class FullBatch:
         self.in_place = predicts_in_place(root)
         self.given = dict(batch)
         self.labels: Tensor | None = None  # [b, s], of the token that predicts
-        self._set_labels(rest)
+        if not pools_last_token(root):  # otherwise they are the rows'
+            self._set_labels(rest)
         if "use_cache" in inspect.signature(root.forward).parameters:
             rest["use_cache"] = False
         self.for_one_device = rest
@@ -169,11 +177,14 @@ class FullBatch:
         return value
 
 
-def compare_inputs(ours: Recording, batch: FullBatch, patch: Patch, root: PreTrainedModel) -> list[Difference]:
-    """Compare the tokens, positions and labels that the model's forward got with this rank's part of the batch."""
+def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: Patch) -> list[Difference]:
+    """Compare the tokens, positions and labels that the model's forward got with this rank's part of the batch.
+
+    With images, the positions are those that its text model got; its embeddings are compared as other tensors are.
+    """
     expected = {
-        "input_ids": batch.for_one_device.get("input_ids"),
-        "position_ids": batch.position_ids,
+        "input_ids": None if batch.merges else batch.for_one_device.get("input_ids"),
+        "position_ids": theirs.inputs.get("position_ids", batch.position_ids) if batch.merges else batch.position_ids,
         "labels": batch.labels,
     }
     found = []
@@ -182,14 +193,14 @@ def compare_inputs(ours: Recording, batch: FullBatch, patch: Patch, root: PreTra
         if mine is None or full is None:
             continue
         full = full.cpu()
-        want = full.index_select(1, batch.positions)  # [b, s_local]
-        mine = mine.expand(want.shape) if mine.shape[1:] == want.shape[1:] else mine
+        want = full.index_select(-1, batch.positions)  # [b, s_local]; of several positions a token [ids, b, s_local]
+        mine = mine.expand(want.shape) if mine.shape[-1] == want.shape[-1] and mine.dim() <= want.dim() else mine
         if mine.shape != want.shape:
             why = f"shape {tuple(mine.shape)}, expected this rank's part {tuple(want.shape)}"
             found.append(Difference("input", name, error=math.inf, explanation=why, at=at))
             continue
         valid = batch.valid.index_select(1, batch.positions)
-        wrong = ((mine != want) & (valid if name != "input_ids" else True)).any(0)
+        wrong = ((mine != want) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)
         if wrong.any():
             tokens = tuple(batch.positions[wrong].tolist())
             why = _guess_input(name, mine, full, patch, batch)
@@ -198,10 +209,10 @@ def compare_inputs(ours: Recording, batch: FullBatch, patch: Patch, root: PreTra
 
 
 def _guess_input(name: str, mine: Tensor, full: Tensor, patch: Patch, batch: FullBatch) -> str:
-    if name == "position_ids" and torch.equal(mine, torch.arange(mine.shape[1]).expand(mine.shape)):
+    if name == "position_ids" and torch.equal(mine, torch.arange(mine.shape[-1]).expand(mine.shape)):
         return "they count this rank's tokens, not those of the sequence"
     for layout in LAYOUTS:
-        other = full.index_select(1, shard_positions(batch.seq_len, patch.ranks, patch.rank, layout))
+        other = full.index_select(-1, shard_positions(batch.seq_len, patch.ranks, patch.rank, layout))
         if layout != patch.layout and other.shape == mine.shape and torch.equal(other, mine):
             return f"they are those of layout {layout!r}, but the model has layout={patch.layout!r}"
     if name == "labels":
@@ -315,8 +326,12 @@ def _guess_mask(place: Place, ours: Recording, theirs: Recording, batch: FullBat
                   else getattr(module, "is_causal", True))  # fmt: skip
     window, chunk = window_and_chunk(module, options.get("sliding_window"))
     parts: dict[str, Tensor] = {"the padding mask": batch.valid[:, None, :]}  # bool [b or 1, s_local or 1, s]
+    dense, images = options.get("attention_mask"), ""
     if causal:
-        parts["causality"] = (j <= i)[None]
+        parts["causality"] = alone = (j <= i)[None]
+        if batch.merges and isinstance(dense, Tensor):  # [b, 1, s, s], 0 where visible
+            parts["causality"] = alone | (dense[:, 0].cpu().index_select(1, positions) == 0)
+            images = "the blocks of its images"
     if window is not None:
         parts[f"its sliding window of {window}"] = ((i - j).abs() < window)[None]
     if chunk is not None:
@@ -328,9 +343,9 @@ def _guess_mask(place: Place, ours: Recording, theirs: Recording, batch: FullBat
     sinks = None if sinks is None else sinks.detach().cpu().float()
     scale = options.get("scaling") or q.shape[-1] ** -0.5
     valid = batch.valid.index_select(1, positions)
-    for left_out in (*parts, *([] if sinks is None else ["its sinks"])):
+    for left_out in (*parts, *filter(None, [images]), *([] if sinks is None else ["its sinks"])):
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
-        for name, part in parts.items():
+        for name, part in {**parts, "causality": alone}.items() if left_out == images else parts.items():
             mask = mask & (part if name != left_out else True)
         found = _dense_attention(
             q.index_select(1, positions), k, v, mask, scale, options.get("softcap"),

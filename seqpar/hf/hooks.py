@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ..checks import no_compile
 from .generate import finish_forward, prepare_forward
-from .loss import LazyLogits, TokenLoss, reduce_over_ranks
+from .log_probs import LOG_PROBS, LogProbsOutput
+from .loss import LazyLogits, TokenLoss, label_log_probs, reduce_over_ranks
 from .multimodal import brings_more_than_text, merges, shard_merged_call
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
 from .support import predicts_in_place, uses_loss_function
@@ -42,6 +43,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return args, kwargs
     parameters = inspect.signature(model.forward).parameters
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    wants_log_probs = kwargs.pop(LOG_PROBS, False)
     whole = cut = keep_logits = None
     merging = merges(model)
     if kwargs.get("seqpar") is not None:
@@ -67,6 +69,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if labels is not None and shard.in_place is not None and predicts_in_place(model):
             kwargs["labels"] = shard.in_place[0].to(labels.device)
             kwargs["seqpar"] = forward.shard = shard.for_in_place_labels()
+        if wants_log_probs:
+            forward.targets, kwargs["return_dict"] = labels, True
         if labels is not None and not uses_loss_function(type(model)):
             forward.labels, forward.num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         # Models use a cache by default. While training it would only keep every layer's keys.
@@ -91,7 +95,9 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return None
     try:
         # While the forward is under way, because the loss looks at the wrappers around its model.
-        if forward.labels is not None and output is not None:
+        if forward.targets is not None and output is not None:
+            output = LogProbsOutput(label_log_probs(output.logits, forward.targets, forward.patch.loss_chunk))
+        elif forward.labels is not None and output is not None:
             output = _add_loss(output, forward, forward.labels)
         if forward.scores is not None and output is not None:
             output = _with_scores(output, forward.scores)
@@ -109,7 +115,8 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if forward.patch.batches == "own" and forward.patch.outputs == "whole":
             return type(output)(**{**output, "logits": lazy.materialize()})
         return type(output)(**{name: x for name, x in output.items() if name != "logits"})
-    return output if forward.labels is not None or forward.scores is not None else None
+    changed = forward.labels is not None or forward.scores is not None or forward.targets is not None
+    return output if changed else None
 
 
 def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

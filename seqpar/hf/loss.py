@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from ..checks import no_compile
 from ..layers.loss import all_reduce_loss
@@ -65,6 +66,8 @@ class TokenLoss:
                 a way for which ``gradients="auto"`` has no factor.
         """
         forward = current_forward()
+        if forward is not None and forward.targets is not None:
+            return torch.zeros((), device=labels.device)  # log-probabilities are asked for, and no loss
         shard = seqpar or (forward.batch_shard if forward is not None else None)
         if shard is None or (shard.num_items is None and num_items_in_batch is None):
             raise ValueError(
@@ -209,6 +212,38 @@ def fused_cross_entropy(
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
     total: Tensor = _FusedCrossEntropy.apply(hidden, head.weight, head.bias, labels, pointwise, chunk)
     return total
+
+
+def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | None = None) -> Tensor:
+    """The log-probability of each label that counts, and 0 for the others, float32 ``[batch, seq]``.
+
+    Lazy logits are computed some tokens at a time, and again in backward, so that those of all tokens never exist.
+
+    Args:
+        logits: ``[batch, seq, vocabulary]``.
+        labels: int64 ``[batch, seq]``, shifted.
+        chunk: as in ``fused_cross_entropy``.
+    """
+    if not isinstance(logits, LazyLogits):
+        flat = logits.flatten(0, 1).float()
+        return -F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape)
+    head = logits.head
+    counted = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
+    rows, wanted = logits.hidden.flatten(0, -2)[counted], labels.flatten()[counted]
+    chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
+
+    def score(rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor) -> Tensor:
+        scores = F.linear(rows, weight, bias)  # [chunk, vocabulary]
+        for function in logits.pointwise:
+            scores = function(scores)
+        return -F.cross_entropy(scores.float(), wanted, reduction="none")
+
+    # At least one chunk, which may be empty: all ranks take part in the backward.
+    scored = [
+        checkpoint(score, x, head.weight, head.bias, y, use_reentrant=False, preserve_rng_state=False)
+        for x, y in zip(rows.split(chunk), wanted.split(chunk), strict=True)
+    ]
+    return torch.zeros(labels.numel(), device=rows.device).index_put((counted,), torch.cat(scored)).view(labels.shape)
 
 
 def _liger() -> Any:

@@ -51,6 +51,21 @@ def give_calls_back(model: nn.Module) -> None:
     vars(model).pop(_CALL, None)
 
 
+@contextmanager
+def shared_calls(model: nn.Module, patch: Patch) -> Iterator[None]:
+    """Within the block all ranks call ``model`` with the same batch, whatever they do otherwise."""
+    batches, taken_over = patch.batches, _CALL in vars(model)
+    if taken_over:
+        give_calls_back(model)
+    patch.batches = "shared"
+    try:
+        yield
+    finally:
+        patch.batches = batches
+        if taken_over:
+            take_over_calls(model)
+
+
 @no_compile
 def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """The outputs of this rank's batch. All ranks of the sequence call the model, each with its own.

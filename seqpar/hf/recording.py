@@ -23,7 +23,7 @@ from transformers.masking_utils import (
 
 from .latent import hand_on_keys, hand_on_latents, hands_on_latents, recorded_expansion
 from .state import Patch
-from .support import attention_layers
+from .support import attention_layers, text_model
 from .tracing import replaced_interface
 
 _INPUTS = ("input_ids", "position_ids", "labels")
@@ -58,42 +58,48 @@ class Recording:
     """What one forward and backward of a model computed, on the CPU, in the order of the forward.
 
     Attributes:
-        inputs: ``input_ids``, ``position_ids`` and ``labels`` as the model's forward got them.
-        tensors: float ``[batch, seq, ...]``: of each attention layer its input, query, key, value, attention and
-            output, and the model's last hidden states. In latent attention, latents and rotated keys stand for key and
-            value in a parallelized model, and are there too in one that is not.
+        inputs: ``input_ids``, ``position_ids`` and ``labels`` as the model's forward got them; ``position_ids`` of a
+            text model inside it as that got them.
+        tensors: float ``[batch, seq, ...]``: the embeddings that a text model inside the model gets, of each attention
+            layer its input, query, key, value, attention and output, and the model's last hidden states. In latent
+            attention, latents and rotated keys stand for key and value in a parallelized model, and are there too in
+            one that is not.
         gradients: the loss's gradients of these tensors.
         calls: the calls of the attention interface.
         options: by layer: the module and the keyword arguments of its call.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: PreTrainedModel) -> None:
         self.inputs: dict[str, Tensor] = {}
         self.tensors: dict[Place, Tensor] = {}
         self.gradients: dict[Place, Tensor] = {}
         self.calls: list[Call] = []
         self.options: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
         self._names = {module: name for name, module in root.named_modules()}
+        self._in_towers = {*root.modules()} - {*text_model(root).modules()}
 
     def attend(
-        self, implementation: str, function: Attend, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any,
-        **kwargs: Any,
+        self, implementation: str, function: Attend, instead: Attend | None, module: nn.Module, q: Tensor, k: Tensor,
+        v: Tensor, *args: Any, **kwargs: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Call the attention function, and record the call. Shapes as in ``attention_forward``."""
+        """Call the attention function, or another ``instead``, and record the call, unless a vision or audio tower
+        makes it. Shapes as in ``attention_forward``."""
+        if module in self._in_towers:
+            return function(module, q, k, v, *args, **kwargs)
         layer = self._names.get(module, type(module).__name__)
         plain = {
             name: x for name, x in kwargs.items() if isinstance(x, str | int | float | bool) and name != "max_length_q"
         }
         described = f"{[(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (q, k, v)]} {sorted(plain.items())}"
         self.calls.append(Call(layer, implementation, q.shape[2], described))
-        self.options[layer] = module, kwargs
+        self.options[layer] = module, {"attention_mask": args[0] if args else None, **kwargs}
         self._keep(layer, "query", q, token_dim=2)
         if hands_on_latents(module):
             self.keep_latents(module, k, v)
         else:
             self._keep(layer, "key", k, token_dim=2)
             self._keep(layer, "value", v, token_dim=2)
-        out, weights = function(module, q, k, v, *args, **kwargs)
+        out, weights = (instead or function)(module, q, k, v, *args, **kwargs)
         self._keep(layer, "attention", out)
         return out, weights
 
@@ -106,6 +112,12 @@ class Recording:
         for name in _INPUTS:
             if isinstance(x := kwargs.get(name), Tensor):
                 self.inputs[name] = x.detach().cpu()
+
+    def watch_text_inputs(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(ids := kwargs.get("position_ids"), Tensor):
+            self.inputs["position_ids"] = ids.detach().cpu()
+        if isinstance(x := kwargs.get("inputs_embeds"), Tensor):
+            self._keep("", "embeddings", x)
 
     def watch_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (x := _hidden_states((*args, kwargs.get("hidden_states")))) is not None:
@@ -150,20 +162,23 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
 
     Args:
         root: a transformers model.
-        attend: used instead of the model's attention functions.
+        attend: used instead of the model's attention functions, but not in vision and audio towers.
     """
     record = Recording(root)
 
     def record_calls(implementation: str, function: Attend) -> Attend:
-        return partial(record.attend, implementation, attend or function)
+        return partial(record.attend, implementation, function, attend)
 
     layers = attention_layers(root).values()
     handles = [root.register_forward_pre_hook(record.watch_inputs, with_kwargs=True)]
+    if (text := text_model(root)) is not root:
+        handles.append(text.register_forward_pre_hook(record.watch_text_inputs, with_kwargs=True))
     for layer in layers:
         handles.append(layer.register_forward_pre_hook(record.watch_input, with_kwargs=True))
         handles.append(layer.register_forward_hook(record.watch_output))
     if root.base_model is not root or root.get_output_embeddings() is None:  # otherwise its output is logits
-        handles.append(root.base_model.register_forward_hook(record.watch_last))
+        # Before the hook of a parallelized base model, which all-gathers its output.
+        handles.append(root.base_model.register_forward_hook(record.watch_last, prepend=True))
     try:
         with ExitStack() as stack:
             stack.enter_context(replaced_interface(record_calls))

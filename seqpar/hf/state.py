@@ -182,6 +182,7 @@ class Forward:
         hidden: the input of the output embedding ``[batch, seq, hidden]``, kept until the loss needs it.
         scores: of a model that classifies sequences, each token's ``[batch, seq_local, num_labels]``.
         labels, num_items: taken from a model whose forward would compute a loss of its own.
+        targets: this rank's labels, shifted, if their log-probabilities are asked for instead of a loss.
     """
 
     model: nn.Module
@@ -196,6 +197,7 @@ class Forward:
     scores: Tensor | None = None
     labels: Tensor | None = None
     num_items: Any = None
+    targets: Tensor | None = None
 
     @property
     def batch_shard(self) -> BatchShard | None:

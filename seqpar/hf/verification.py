@@ -36,6 +36,7 @@ from ..sharding import Sharding
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .loss import reduce_over_ranks
+from .own import shared_calls
 from .recording import Recording, one_device, recording
 from .state import NAME, Patch, patch_of
 from .support import attention_layers
@@ -117,7 +118,8 @@ def verify(
     the inputs of the model (tokens, positions, labels), of each attention layer the length, input, queries, keys,
     values, attention, output and their gradients, the loss, and the gradient of every parameter.
 
-    The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. Gradients, random number
+    The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. A model whose ranks bring
+    batches of their own (``batches="own"``) runs as one whose ranks share a batch. Gradients, random number
     generators, buffers and modes are afterwards what they were before. No optimizer step is made.
 
     Args:
@@ -149,6 +151,7 @@ def verify(
         stack.enter_context(_unchanged(model))
         stack.callback(patch.__setattr__, "calls", patch.calls)
         stack.callback(patch.__setattr__, "seed", patch.seed)
+        stack.enter_context(shared_calls(root, patch))
         run = _Verification(model, root, patch, batch, tolerance, deadline_s)
         report = run.report(shard, sync)
     if raise_on_error and not report.ok:
@@ -309,7 +312,9 @@ class _Verification:
     def _function_of(self, output: Any, alone: bool) -> Tensor:
         """A loss for a model without one: the sum of its first output, each value times a number of its own."""
         values = output if isinstance(output, tuple) else tuple(output.values())
-        x = next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3)
+        x = next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3))
+        if x.dim() == 2:  # one prediction a row, on every rank
+            return (x.float() * torch.cos(torch.arange(x.numel(), device=x.device)).view(x.shape)).sum() / len(x)
         alone = alone or x.shape[1] == self.batch.seq_len  # whole on every rank: all-gathered
         positions = torch.arange(self.batch.seq_len) if alone else self.batch.positions
         weight = torch.cos(positions[:, None] + 0.7 * torch.arange(x.shape[2]))  # [seq, channels]
@@ -325,7 +330,7 @@ class _Verification:
 
     def _compare(self, ours: _Run, theirs: _Run) -> list[Difference]:
         batch, tolerance = self.batch, self.tolerance
-        found = compare_inputs(ours.record, batch, self.patch, self.root)
+        found = compare_inputs(ours.record, theirs.record, batch, self.patch)
         forward, backward = compare_tensors(ours.record, theirs.record, batch, tolerance, self.patch.ranks)
         found += forward
         error = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), 1e-6)
@@ -592,6 +597,11 @@ class _Monitor:
         full = FullBatch(batch, self.patch, self.root)
         if full.seq_len <= self.tokens:
             return batch
+        if full.merges:
+            raise ValueError(
+                f"SEQPAR_VERIFY_TOKENS={self.tokens}: the batch has rows of {full.seq_len} tokens, and those with "
+                f"images cannot be cut; set it to {full.seq_len} or more, or verify a shorter batch by seqpar.hf.verify"
+            )
         start = int(full.valid.any(0).int().argmax())
         span = slice(start, start + self.tokens)
         cut = {name: x[:, span] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == full.seq_len else x
@@ -604,7 +614,7 @@ def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
     """Verify ``root`` before the optimizer's first step and every N-th after it, if ``SEQPAR_VERIFY=N`` is set.
 
     The batch is the last one that the model was trained on, and of it the first ``SEQPAR_VERIFY_TOKENS`` tokens (1,024
-    by default).
+    by default; a longer batch with images raises an error).
 
     Raises:
         ValueError: one of the variables is not a positive number.

@@ -98,14 +98,13 @@ def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
 
 def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
     call, patch.calls = patch.calls, patch.calls + 1
-    if patch.ranks > 1 and _is_checked(call):
+    if _is_checked(call):
         local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
         patch.seed = local["seqpar"].seed
-        return local
-    if patch.ranks == 1:
-        patch.seed = int(torch.randint(2**62, ()).item())
-    seed = (patch.seed + call * _ODD) % 2**62
-    return shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=seed)
+    else:
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=patch.seed)
+    local["seqpar"].seed = (patch.seed + call * _ODD) % 2**62
+    return local
 
 
 def _is_checked(call: int) -> bool:
@@ -147,7 +146,7 @@ def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
 
 def finish(named: dict[str, Any], whole: Whole, model: Any) -> dict[str, Any]:
     """The outputs that the model returns on one device, from those of every token."""
-    if whole.fused and whole.drop_last:
+    if whole.drop_last:
         named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
     if whole.last is not None:
         logits = named["logits"]  # [batch, seq, num_labels]
