@@ -58,7 +58,7 @@ PARTS = {
     "sm_90": (21, f"--target sm_90 {_USUAL}"),
     "sm_100": (12, f"--target sm_100 {_USUAL} --dtype bfloat16"),
     "gfx942": (18, f"--target gfx942 {_USUAL}"),
-    "wide, sm_90": (14, f"--target sm_90 --target sm_100 {_WIDE}"),
+    "wide, sm_90": (13, f"--target sm_90 --target sm_100 {_WIDE}"),
     "wide, sm_80": (12, f"--target sm_80 --target gfx942 {_WIDE}"),
     "others": (7, "--target sm_120 --target gfx950 --head-dim 128 --dtype bfloat16"),
     "unaligned": (4, "--target sm_90 --what unaligned --head-dim 128"),
