@@ -19,6 +19,7 @@ With ``SEQPAR_TRITON_AUTOTUNE=1``, :func:`candidates` are measured instead and t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -55,155 +56,72 @@ class Config:
         return options | ({"matrix_instr_nonkdim": self.instruction} if self.instruction else {})
 
 
-def _rocm(block_m: int, block_n: int) -> Config:
-    return Config(block_m, block_n, 4, 1, instruction=16)
-
-
 _INTERPRETED = Config(64, 64)
 _KERNELS = ("forward", "backward", "dkdv", "dq")
 # The head_dims of q and k, and of v, up to which a column of the table is for: the first that fits both.
 _COLUMNS = ((64, 64), (128, 128), (256, 128), (256, 256), (512, 512))
 # What stands for each column when the table is compiled ahead of time. 192 and 128 are DeepSeek-V3's.
 _COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
-# (architecture, bytes of an element) -> kernel -> configurations for each column
-_TABLE: dict[tuple[str, int], dict[str, tuple[Config | None, ...]]] = {
-    ("sm_80", 2): {
-        "forward": (
-            Config(128, 64, 8, 3),
-            Config(128, 32, 8, 3),
-            Config(128, 64, 8, 2),
-            Config(64, 32, 8, 2),
-            Config(32, 32, 8, 2),
-        ),
-        "backward": (Config(32, 128, 8, 2), Config(64, 64, 8, 2), None, None, None),
-        "dkdv": (
-            Config(32, 128, 8, 2),
-            Config(64, 64, 8, 2),
-            Config(32, 64, 8, 2),
-            Config(32, 32, 8, 2),
-            Config(16, 32, 8, 1),
-        ),
-        "dq": (
-            Config(128, 64, 8, 2),
-            Config(64, 64, 8, 2),
-            Config(64, 32, 8, 2),
-            Config(64, 16, 8, 2),
-            Config(32, 16, 8, 1),
-        ),
-    },
-    ("sm_86", 2): {
-        "forward": (
-            Config(128, 64, 8, 3),
-            Config(128, 32, 8, 3),
-            Config(128, 32, 8, 2),
-            Config(64, 32, 8, 2),
-            Config(32, 16, 8, 1),
-        ),
-        "backward": (Config(32, 128, 8, 2), Config(32, 64, 8, 2), None, None, None),
-        "dkdv": (
-            Config(32, 128, 8, 2),
-            Config(32, 64, 8, 2),
-            Config(32, 64, 8, 2),
-            Config(32, 32, 8, 2),
-            Config(16, 16, 8, 1),
-        ),
-        "dq": (
-            Config(128, 64, 8, 2),
-            Config(64, 64, 8, 2),
-            Config(64, 32, 8, 2),
-            Config(64, 16, 8, 2),
-            Config(16, 16, 8, 2),
-        ),
-    },
-    ("sm_90", 2): {
-        "forward": (
-            Config(128, 64, 4, 3, True),
-            Config(128, 128, 8, 2, True),
-            Config(128, 64, 8, 2, True),
-            Config(128, 64, 8, 2, True),
-            Config(64, 16, 8, 2, True),
-        ),
-        "backward": (
-            Config(128, 128, 8, 2, True),
-            Config(64, 128, 8, 2, True),
-            Config(32, 64, 8, 2, True),
-            Config(32, 64, 8, 2, True),
-            None,
-        ),
-        "dkdv": (
-            Config(128, 128, 8, 2, True),
-            Config(64, 128, 8, 2, True),
-            Config(64, 64, 8, 2, True),
-            Config(32, 64, 8, 2, True),
-            Config(32, 32, 8, 1),
-        ),
-        "dq": (
-            Config(128, 64, 8, 2, True),
-            Config(128, 64, 8, 2, True),
-            Config(64, 64, 8, 2, True),
-            Config(64, 32, 8, 2, True),
-            Config(32, 32, 8, 2, True),
-        ),
-    },
-    ("sm_100", 2): {
-        "forward": (
-            Config(128, 64, 4, 3, True),
-            Config(128, 128, 8, 2, True),
-            Config(128, 64, 8, 2, True),
-            Config(128, 32, 8, 2, True),
-            Config(64, 16, 8, 2, True),
-        ),
-        "backward": (
-            Config(64, 128, 8, 2, True),
-            Config(64, 128, 8, 1, True),
-            None,  # Triton 3.6: spills, or more columns than tensor memory has
-            Config(32, 64, 8, 1, True),
-            None,
-        ),
-        "dkdv": (
-            Config(64, 128, 8, 1, True),
-            Config(64, 128, 8, 1, True),
-            Config(32, 64, 8, 1),
-            Config(64, 64, 8, 1, True),
-            Config(32, 32, 8, 1),
-        ),
-        "dq": (
-            Config(128, 64, 4, 2, True),
-            Config(128, 64, 8, 2, True),
-            Config(64, 64, 8, 1, True),
-            Config(64, 64, 8, 1, True),
-            Config(32, 32, 8, 1, True),
-        ),
-    },
-    ("gfx942", 2): {
-        "forward": (
-            Config(128, 64, 4, 1),
-            Config(128, 64, 4, 1),
-            Config(64, 32, 4, 1),
-            Config(64, 32, 4, 1),
-            Config(64, 16, 4, 1),
-        ),
-        # With rows of 16, not 32, two programs at head_dim 128 fit the registers of a processor at a time, not one.
-        "dkdv": (_rocm(64, 64), _rocm(32, 64), _rocm(16, 64), _rocm(16, 32), _rocm(16, 16)),
-        "dq": (
-            Config(128, 64, 8, 1),
-            Config(128, 32, 8, 1),
-            Config(64, 16, 4, 1),
-            Config(64, 16, 4, 1),
-            Config(16, 16, 4, 1),
-        ),
-    },
-    ("sm_80", 4): {
-        "forward": (Config(32, 64, 8, 1), Config(16, 64, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), None),
-        "dkdv": (Config(32, 32, 4, 1), Config(16, 16, 8, 1), Config(32, 16, 8, 1), Config(32, 16, 8, 1), None),
-        "dq": (Config(16, 32, 4, 1), Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), None),
-    },
-    ("gfx942", 4): {
-        "forward": (Config(64, 32, 4, 1), Config(64, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1), None),
-        "dkdv": (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1), None),
-        "dq": (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1), None),
-    },
-}
+# By architecture, bytes of an element and kernel, a configuration for each column: block_m x block_n, w warps, s stages,
+# t where TMA reads the tiles, i rows of a matrix instruction. "-": there is none.
+_GRID = """
+#                  64, 64        128, 128      256, 128      256, 256      512, 512
+sm_80   2  forward   128x64w8s3    128x32w8s3    128x64w8s2    64x32w8s2     32x32w8s2
+sm_80   2  backward  32x128w8s2    64x64w8s2     -             -             -
+sm_80   2  dkdv      32x128w8s2    64x64w8s2     32x64w8s2     32x32w8s2     16x32w8s1
+sm_80   2  dq        128x64w8s2    64x64w8s2     64x32w8s2     64x16w8s2     32x16w8s1
+
+sm_86   2  forward   128x64w8s3    128x32w8s3    128x32w8s2    64x32w8s2     32x16w8s1
+sm_86   2  backward  32x128w8s2    32x64w8s2     -             -             -
+sm_86   2  dkdv      32x128w8s2    32x64w8s2     32x64w8s2     32x32w8s2     16x16w8s1
+sm_86   2  dq        128x64w8s2    64x64w8s2     64x32w8s2     64x16w8s2     16x16w8s2
+
+sm_90   2  forward   128x64w4s3t   128x128w8s2t  128x64w8s2t   128x64w8s2t   64x16w8s2t
+sm_90   2  backward  128x128w8s2t  64x128w8s2t   32x64w8s2t    32x64w8s2t    -
+sm_90   2  dkdv      128x128w8s2t  64x128w8s2t   64x64w8s2t    32x64w8s2t    32x32w8s1
+sm_90   2  dq        128x64w8s2t   128x64w8s2t   64x64w8s2t    64x32w8s2t    32x32w8s2t
+
+sm_100  2  forward   128x64w4s3t   128x128w8s2t  128x64w8s2t   128x32w8s2t   64x16w8s2t
+# 256 and 128: spills under Triton 3.6, or needs more columns than tensor memory has
+sm_100  2  backward  64x128w8s2t   64x128w8s1t   -             32x64w8s1t    -
+sm_100  2  dkdv      64x128w8s1t   64x128w8s1t   32x64w8s1     64x64w8s1t    32x32w8s1
+sm_100  2  dq        128x64w4s2t   128x64w8s2t   64x64w8s1t    64x64w8s1t    32x32w8s1t
+
+gfx942  2  forward   128x64w4s1    128x64w4s1    64x32w4s1     64x32w4s1     64x16w4s1
+# with rows of 16, two programs at head_dim 128 fit a processor's registers at a time
+gfx942  2  dkdv      64x64w4s1i16  32x64w4s1i16  16x64w4s1i16  16x32w4s1i16  16x16w4s1i16
+gfx942  2  dq        128x64w8s1    128x32w8s1    64x16w4s1     64x16w4s1     16x16w4s1
+
+sm_80   4  forward   32x64w8s1     16x64w8s1     16x16w8s1     16x16w8s1     -
+sm_80   4  dkdv      32x32w4s1     16x16w8s1     32x16w8s1     32x16w8s1     -
+sm_80   4  dq        16x32w4s1     16x32w8s1     16x16w8s1     16x16w8s1     -
+
+gfx942  4  forward   64x32w4s1     64x32w4s1     32x32w4s1     32x32w4s1     -
+gfx942  4  dkdv      32x32w4s1     16x32w4s1     16x16w4s1     16x16w4s1     -
+gfx942  4  dq        32x32w4s1     32x32w4s1     16x16w4s1     16x16w4s1     -
+"""
+
+
+def _parse(grid: str) -> dict[tuple[str, int], dict[str, list[Config | None]]]:
+    """(architecture, bytes of an element) -> kernel -> the configuration of each column."""
+    table: dict[tuple[str, int], dict[str, list[Config | None]]] = {}
+    for line in grid.splitlines():
+        if line and not line.startswith("#"):
+            architecture, size, kernel, *cells = line.split()
+            table.setdefault((architecture, int(size)), {})[kernel] = [_parse_cell(cell) for cell in cells]
+    return table
+
+
+def _parse_cell(cell: str) -> Config | None:
+    if cell == "-":
+        return None
+    found = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:i(\d+))?", cell)
+    assert found is not None, cell
+    m, n, warps, stages, tma, instruction = found.groups()
+    return Config(int(m), int(n), int(warps), int(stages), bool(tma), int(instruction or 0))
+
+
+_TABLE = _parse(_GRID)
 
 
 def architecture(device: torch.device) -> str:
