@@ -65,7 +65,7 @@ _COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
 # By architecture, bytes of an element and kernel, a configuration for each column: block_m x block_n, w warps, s stages,
 # t where TMA reads the tiles, i rows of a matrix instruction. "-": there is none.
 _GRID = """
-#                  64, 64        128, 128      256, 128      256, 256      512, 512
+#                    64, 64        128, 128      256, 128      256, 256      512, 512
 sm_80   2  forward   128x64w8s3    128x32w8s3    128x64w8s2    64x32w8s2     32x32w8s2
 sm_80   2  backward  32x128w8s2    64x64w8s2     -             -             -
 sm_80   2  dkdv      32x128w8s2    64x64w8s2     32x64w8s2     32x32w8s2     16x32w8s1
