@@ -123,15 +123,21 @@ def check_dropout(value: object) -> float:
     return p
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None) -> None:
-    """Raise unless one rank's tensors fit together; with a ``latent_weight``, k and v are latents and rotated keys."""
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None, all_heads: bool = True) -> None:
+    """Raise unless one rank's tensors fit together; with a ``latent_weight``, k and v are latents and rotated keys.
+
+    Args:
+        q, k, v, latent_weight: as given to ``seqpar.attention``.
+        all_heads: whether they hold all heads of a model. Of some, as under tensor parallelism, the first and the last
+            KV head may serve fewer query heads than the others.
+    """
     if latent_weight is None:
-        check_qkv(q, k, v)
+        check_qkv(q, k, v, all_heads)
     else:
         check_latents(q, k, v, latent_weight)
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, all_heads: bool = True) -> None:
     """Raise unless the shapes, dtypes and devices of one rank's ``q, k, v`` fit together.
 
     Shapes: ``q [batch, seq, heads, head_dim]``, ``k [batch, seq, kv_heads, head_dim]``, ``v [batch, seq, kv_heads,
@@ -150,7 +156,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"they need the same {name} (self-attention over one sequence, [batch, seq, heads, head_dim])"
             )
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+    if all_heads and (heads < 1 or kv_heads < 1 or heads % kv_heads):
         raise ValueError(
             f"heads={heads}, kv_heads={kv_heads}: the number of heads of q must be a multiple of the number of heads "
             "of k and v (grouped-query attention)"

@@ -208,6 +208,8 @@ def _traced(
     """``attention`` while torch.compile traces it: one operator. What changes from step to step is checked in it."""
     check_choice("strategy", strategy, STRATEGIES)
     check_options(strategy, strategy_options, STRATEGIES[strategy].options)
+    check_bool("deterministic", deterministic)
+    check_bool("return_lse", return_lse)
     q, k, v = to_autocast_dtype(q, k, v)
     if latent_weight is not None:
         (latent_weight,) = to_autocast_dtype(latent_weight)

@@ -139,7 +139,7 @@ BAD: dict[str, Bad] = {
         ["causal", "mask=seqpar.Mask.causal()", "mask=seqpar.Mask.full()"],
     ),
     "a mask to plan": (
-        lambda: seqpar.mask_planner(seqpar.Sharding(8), "local")("causal"),  # type: ignore[arg-type]
+        lambda: seqpar.mask_planner(seqpar.Sharding(8), "local")("causal"),
         TypeError,
         ["mask=str", "seqpar.Mask"],
     ),

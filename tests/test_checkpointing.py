@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -78,17 +79,26 @@ def test_recomputation_changes_no_number_and_repeats_no_attention(pool: Pool, st
 
 
 @on_ranks
-def recompute_tensor_parallel_layer(group: ProcessGroup, use_reentrant: bool) -> None:
+def recompute_tensor_parallel_layer(group: ProcessGroup, heads: tuple[int, int], how: dict[str, Any]) -> None:
     """A tensor-parallel layer with every kind of parameter, in float64."""
-    layer = attention_layer((6, 2), "tp_sp", group=group)
+    layer = attention_layer(heads, "tp_sp", group=group)
     randomize(layer)
     x = torch.randn(2, 48 // group.size(), HIDDEN, dtype=torch.float64, requires_grad=True)
     plain, _, _ = gradients_and_bytes(layer, layer, x)
-    recomputed, _, _ = gradients_and_bytes(lambda x: checkpoint(layer, x, use_reentrant=use_reentrant), layer, x)
+    recomputed, _, _ = gradients_and_bytes(lambda x: checkpoint(layer, x, **how), layer, x)
     for expected, actual in zip(plain, recomputed, strict=True):
         assert expected is not None and actual is not None and torch.equal(expected, actual)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_full_recomputation_of_a_tensor_parallel_layer(pool: Pool, use_reentrant: bool) -> None:
-    pool.run(2, recompute_tensor_parallel_layer, use_reentrant)
+HOW: dict[str, dict[str, Any]] = {
+    "full": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "keep_attention": {"use_reentrant": False, "context_fn": seqpar.keep_attention},
+}
+
+
+# Of 10 heads the second rank's first one shares its KV head with the first rank; of one head it has none.
+@pytest.mark.parametrize("heads", [(6, 2), (10, 5), (1, 1)], ids=str)
+@pytest.mark.parametrize("how", HOW)
+def test_recomputation_of_a_tensor_parallel_layer(pool: Pool, heads: tuple[int, int], how: str) -> None:
+    pool.run(2, recompute_tensor_parallel_layer, heads, HOW[how])

@@ -174,7 +174,7 @@ def _check(
     mask: Mask,
     groups: AttentionGroups,
     sharding: Sharding,
-    tensor_parallel: bool,
+    options: AttentionOptions,
 ) -> None:
     """Raise unless the tensors fit the mask and the sharding."""
     if groups.replicated:
@@ -182,11 +182,11 @@ def _check(
         if not k.shape[1] == v.shape[1] == sharding.seq_len:
             raise ValueError(keys)
         k, v = (x.narrow(1, 0, q.shape[1]) for x in (k, v))
-    check_inputs(q, k, v, latent_weight)
+    check_inputs(q, k, v, latent_weight, options.q_per_kv is None)
     if mask.batch not in (1, q.shape[0]):
         raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     mask.check_length(sharding.seq_len)
-    if not tensor_parallel:  # otherwise they hold the tokens of several ranks, which have checked theirs
+    if not options.tensor_parallel:  # otherwise they hold the tokens of several ranks, which have checked theirs
         group = groups.sequence
         check_length(q.shape[1], sharding.seq_len, size_of(group), rank_in(group), sharding.layout)
 
@@ -219,7 +219,7 @@ def attention_op(
         ``out [b, s, h, e]``, ``lse [b, h, s]``, and with an all-to-all what the backward needs.
     """
     groups, sequence = placement(sharding, ranks, options)
-    _check(q, k, v, latent_weight, mask, groups, sharding, options.tensor_parallel)
+    _check(q, k, v, latent_weight, mask, groups, sharding, options)
     heads = options.heads(q.shape, k.shape)
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options, True)
     call = with_latents(call, latent_weight, q.shape, v.shape)
