@@ -31,6 +31,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "finetune.py": ((), ["--length", "257", "--accumulate", "2"]),
     "fsdp2.py": ((), ["--length", "257"]),
     "gemma3.py": ((), ["--documents", "3"]),
+    "images.py": (("PIL",), []),
     "lora.py": (("peft",), ["--length", "257"]),
     "sft.py": (("trl", "datasets"), ["--length", "256"]),
 }

@@ -19,7 +19,7 @@ LOG_PROBS = "seqpar_log_probs"  # the argument of a call that asks for them
 
 
 @dataclass
-class LogProbsOutput(ModelOutput):  # type: ignore[misc]
+class LogProbsOutput(ModelOutput):
     """What a call that asks for log-probabilities returns: ``log_probs [batch, seq]``."""
 
     log_probs: Tensor | None = None
