@@ -42,7 +42,7 @@ def python_of(name: str, versions: tuple[str, ...]) -> Path:
     # As in the Makefile: torch first, its CPU build where the index can be reached.
     subprocess.run([*pip, "--retries", "0", "--timeout", "15", "--index-url", CPU_INDEX, TORCH], check=False)
     subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, "--editable", ".", "pytest", "triton", *versions], cwd=ROOT, check=True)
+    subprocess.run([*pip, "--editable", ".", "hypothesis", "pytest", "triton", *versions], cwd=ROOT, check=True)
     return python
 
 
