@@ -26,7 +26,7 @@ SETS = {
     "oldest": (("transformers==5.0.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"), "modernbert or resume"),
     "oldest, without Trainer": (
         ("transformers==5.0.0", "accelerate==1.10.0", "peft==0.18.0"),
-        "modernbert or resume or trainer",
+        "modernbert or resume or trainer or verify_while_training",
     ),
     "newest": (("transformers", "accelerate", "peft", "trl"), ""),
 }
