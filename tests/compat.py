@@ -26,7 +26,7 @@ SETS = {
     "oldest": (("transformers==5.0.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"), "modernbert or resume"),
     "oldest, without Trainer": (
         ("transformers==5.0.0", "accelerate==1.10.0", "peft==0.18.0"),
-        "modernbert or resume or trainer",
+        "modernbert or resume or trainer or verify_while_training",
     ),
     "newest": (("transformers", "accelerate", "peft", "trl"), ""),
 }
@@ -42,7 +42,7 @@ def python_of(name: str, versions: tuple[str, ...]) -> Path:
     # As in the Makefile: torch first, its CPU build where the index can be reached.
     subprocess.run([*pip, "--retries", "0", "--timeout", "15", "--index-url", CPU_INDEX, TORCH], check=False)
     subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, "--editable", ".", "pytest", "triton", *versions], cwd=ROOT, check=True)
+    subprocess.run([*pip, "--editable", ".", "hypothesis", "pytest", "triton", *versions], cwd=ROOT, check=True)
     return python
 
 

@@ -197,7 +197,7 @@ def table_config(
         head_dim: of q and k, up to :func:`most_head_dim`.
         dtype: of the inputs.
         heavy: whether scores need more registers than a scaled product does (softcap, ALiBi, dropout). The tile of the
-            inner loop is then halved, and CUDA uses 8 warps.
+            inner loop is then halved (of 32 queries of 128 keys in "backward", the keys), and CUDA uses 8 warps.
         v_head_dim: of v; by default that of q and k.
 
     Raises:

@@ -249,17 +249,19 @@ def _depends_on_others(x: Tensor, length: int) -> bool:
 @contextmanager
 def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
     """In the block, models that look up an attention function get ``replace(implementation, function)``."""
-    given = AttentionInterface.get_interface
+    # transformers 5.0 has no get_interface: models index the interface, and take "eager" from their own file.
+    name = "get_interface" if hasattr(AttentionInterface, "get_interface") else "__getitem__"
+    given = getattr(AttentionInterface, name)
 
-    def get_interface(self: AttentionInterface, attn_implementation: str, default: Any) -> Any:
-        return replace(attn_implementation, given(self, attn_implementation, default))
+    def look_up(self: AttentionInterface, attn_implementation: str, *default: Any) -> Any:
+        return replace(attn_implementation, given(self, attn_implementation, *default))
 
     # On the class, because some model files have an interface object of their own.
-    AttentionInterface.get_interface = get_interface
+    setattr(AttentionInterface, name, look_up)
     try:
         yield
     finally:
-        AttentionInterface.get_interface = given
+        setattr(AttentionInterface, name, given)
 
 
 @contextmanager
