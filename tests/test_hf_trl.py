@@ -181,7 +181,7 @@ _STEPS = {"max_steps": 10, "gradient_accumulation_steps": 1, "num_iterations": 1
 
 @on_ranks
 def together(group: ProcessGroup, port: int, folder: str) -> Log:
-    world = start(port, "together", group.rank(), group.size(), timeout_s=60.0)
+    world = start(port, f"together on {group.size()}", group.rank(), group.size(), timeout_s=60.0)
     with torchrun(world):
         config = seqpar.hf.ParallelismConfig(-1)
         return log_of("grpo", "mistral", folder, config, per_device_train_batch_size=8 // world.size(), **_STEPS)
