@@ -205,10 +205,10 @@ def parallel(group: ProcessGroup, body: str, config: dict[str, Any], *args: Any,
         return BODIES[body](seqpar.hf.ParallelismConfig(**config), *args, **kwargs)
 
 
-def alone(body: str, *args: Any, here: bool = False, **kwargs: Any) -> Run:
-    """One process without this package, or with it ``here``."""
+def alone(body: str, *args: Any, config: dict[str, Any] | None = None, **kwargs: Any) -> Run:
+    """One process without this package, or with it and this ``config``."""
     with torchrun(None):
-        return BODIES[body](seqpar.hf.ParallelismConfig(-1) if here else None, *args, **kwargs)
+        return BODIES[body](None if config is None else seqpar.hf.ParallelismConfig(**config), *args, **kwargs)
 
 
 def compare(ours: list[Run], theirs: Run, dp: int = 1) -> None:
@@ -237,7 +237,8 @@ def test_trainer(
 ) -> None:
     """``batch`` sequences for each micro-batch of all data-parallel ranks."""
     # transformers never keeps packed documents apart in gpt-oss: there the one process uses this package too.
-    expected = alone("trainer", str(tmp_path), kind, batch, data, here=kind == "gpt_oss")
+    own = {"cp_size": 1} if kind == "gpt_oss" else None
+    expected = alone("trainer", str(tmp_path), kind, batch, data, config=own)
     dp = 1 if config["cp_size"] == -1 else world // config["cp_size"]
     compare(pools[world].run(world, parallel, "trainer", config, str(tmp_path), kind, batch // dp, data), expected, dp)
 
@@ -266,9 +267,10 @@ def test_sft_trainer(
         config = {**config, "outputs": "whole"}
     dp = 1 if config["cp_size"] == -1 else world // config["cp_size"]
     # As in test_trainer, one process keeps gpt-oss's packed documents apart with this package only.
-    expected = alone("sft", str(tmp_path), kind, 2, packing, here=kind == "gpt_oss" and packing)
+    own = {**config, "cp_size": 1}
+    expected = alone("sft", str(tmp_path), kind, 2, packing, config=own if kind == "gpt_oss" and packing else None)
     if world == 1:
-        ours = [alone("sft", str(tmp_path), kind, 2, packing, here=True)]
+        ours = [alone("sft", str(tmp_path), kind, 2, packing, config=own)]
     else:
         ours = pools[world].run(world, parallel, "sft", config, str(tmp_path), kind, 2 // dp, packing)
     compare(ours, expected, dp)
