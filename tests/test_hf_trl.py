@@ -146,14 +146,20 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: An
 # By number of processes: the trainer, the model, the ranks of a sequence.
 CASES = {
     2: [("grpo", "llama", 2), ("rloo", "llama", 2), ("dpo", "mistral", 2), ("kto", "llama", 2), ("reward", "llama", 2)],
-    4: [("grpo", "mistral", 4), ("dpo lora", "gemma3", 2)],
+    4: [
+        ("grpo", "mistral", 4),
+        ("rloo", "llama", 4),
+        ("dpo lora", "gemma3", 2),
+        ("kto", "llama", 2),
+        ("reward", "llama", 4),
+    ],
 }
 
 
 @on_ranks
 def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], folder: str) -> list[list[Log]]:
     """Of each case: without and with sequence parallelism."""
-    world = start(port, f"{len(cases)} cases", group.rank(), group.size(), timeout_s=60.0)
+    world = start(port, f"trainers on {group.size()}", group.rank(), group.size(), timeout_s=60.0)
     found: list[list[Log]] = []
     for kind, model_kind, cp_size in cases:
         found.append([])
