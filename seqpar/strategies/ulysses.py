@@ -48,14 +48,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..cache import cached_tensors
-from ..comm.communicator import communicator
+from ..comm.collectives import start_all_to_all
 from ..comm.handshake import all_gather_header
 from ..comm.p2p import Pending
-from ..comm.trace import count_sent
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import SequenceSharding, split_range
@@ -329,17 +327,14 @@ def _split_heads(x: Tensor, counts: Sequence[int], dims: Sequence[int]) -> list[
 class Incoming:
     """Tensors that an all-to-all has not delivered yet."""
 
-    def __init__(self, work: dist.Work | None, buffers: list[Tensor], unpack: Callable[[], Tensor]) -> None:
-        self._work = work
-        self._buffers = buffers  # must live until the all-to-all is done
+    def __init__(self, pending: Pending, unpack: Callable[[], Tensor]) -> None:
+        self._pending = pending
         self._unpack = unpack
 
     def wait(self) -> Tensor:
         """The tensor, once it has arrived (on CUDA, the current stream waits). Call it once."""
-        Pending([] if self._work is None else [self._work], self._buffers).wait()
-        tensor = self._unpack()
-        self._buffers = []
-        return tensor
+        self._pending.wait()
+        return self._unpack()
 
 
 @lru_cache(maxsize=256)
@@ -469,9 +464,10 @@ class HeadExchange:
                 heads.copy_(part)
         sends = [tokens * batch * w for w in widths]
         width = widths[self.rank]
-        work, received = self._all_to_all(buffer, sends, [length * batch * width for length in self.lengths])
+        receives = [length * batch * width for length in self.lengths]
+        received, pending = start_all_to_all(buffer, sends, receives, self.group)
         received = received.view(sum(self.lengths), batch, width)
-        return Incoming(work, [buffer], lambda: self._ordered(received, 1))
+        return Incoming(pending, lambda: self._ordered(received, 1))
 
     def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
         """Send each rank its tokens of this rank's heads, in one all-to-all.
@@ -493,7 +489,7 @@ class HeadExchange:
         widths = [w * sum(dims) for w in slices.widths]  # by rank, elements of each token
         receives = [tokens * batch * w for w in widths]
         sends = [length * batch * width for length in self.lengths]
-        work, received = self._all_to_all(rows, sends, receives)
+        received, pending = start_all_to_all(rows, sends, receives, self.group)
 
         def unpack() -> Tensor:
             if slices.even and not slices.overlap:
@@ -514,7 +510,7 @@ class HeadExchange:
                 written = max(written, at.stop)
             return targets[-1]
 
-        return Incoming(work, [rows, received], unpack)
+        return Incoming(pending, unpack)
 
     def _ordered(self, rows: Tensor, direction: int) -> Tensor:
         """``rows [t, ...]`` in the order of the ranks instead of the positions (0), or the other way around (1)."""
@@ -527,21 +523,3 @@ class HeadExchange:
 
         orders = cached_tensors(("token orders", self.sharding, self.ring_rank), rows.device, make)
         return rows.index_select(0, orders[direction])
-
-    def _all_to_all(self, x: Tensor, sends: list[int], receives: list[int]) -> tuple[dist.Work | None, Tensor]:
-        """Start an all-to-all of ``x``, contiguous; ``sends`` and ``receives`` say how many elements, by rank.
-
-        Returns:
-            The work, and the received elements in one dimension, which are valid when it is done.
-        """
-        received = x.new_empty(sum(receives))
-        e = x.element_size()
-        # As bytes, which every backend takes.
-        into, sent = received.view(torch.uint8), x.view(-1).view(torch.uint8)
-        recv_sizes, send_sizes = [n * e for n in receives], [n * e for n in sends]
-        group = communicator(self.group, x.device)
-        work = dist.all_to_all_single(into, sent, recv_sizes, send_sizes, group=group, async_op=True)
-        for peer, size in enumerate(send_sizes):
-            if peer != self.rank and size:
-                count_sent(size, self.group, peer)
-        return work, received
