@@ -106,7 +106,7 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
         for peer in peers:
             host.send([peer], x[peer])
         total.copy_(x[ranks.rank()])
-        return total, Pending([host.receive(peer, total, add=True) for peer in peers], [x, total])
+        return total, Pending([host.receive(peer, total, "add") for peer in peers], [x, total])
     work = reduce_scatter_single(total.view(-1), x.view(-1), group=communicator(ranks, x.device), async_op=True)
     return total, Pending([work], [x, total])
 

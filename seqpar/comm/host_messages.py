@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..mesh import Ranks, global_ranks, host_name, parent_group, rank_in, size_of
 from ..rendezvous import group_timeout, is_simulated, meet, missing_message
 from .communicator import sends_nothing
+
+How = Literal["copy", "add", "borrow"]
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
 _SMALLEST_BLOCK = 1 << 16
@@ -96,9 +98,9 @@ class _Block:
 class Receiving:
     """A message that this rank receives."""
 
-    def __init__(self, messages: HostMessages, peer: int, out: Tensor, add: bool) -> None:
+    def __init__(self, messages: HostMessages, peer: int, out: Tensor, how: How) -> None:
         self._messages, self._peer = messages, peer
-        self.out, self.add = out.view(-1), add
+        self.out, self.how = out, how
         self.done = False
 
     def wait(self) -> None:
@@ -130,6 +132,7 @@ class HostMessages:
         self._arrived: dict[int, deque[_Record]] = {peer: deque() for peer in sockets}
         self._expected: dict[int, deque[Receiving]] = {peer: deque() for peer in sockets}
         self._mapped: dict[int, dict[int, mmap.mmap]] = {peer: {} for peer in sockets}
+        self._borrowed: list[tuple[StorageWeakRef, int, _Record]] = []
         self._ended: set[int] = set()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -155,9 +158,16 @@ class HostMessages:
             block.unread += 1
             self._post(peer, record, files)
 
-    def receive(self, peer: int, out: Tensor, *, add: bool = False) -> Receiving:
-        """Receive a message into ``out``, contiguous, or add it to ``out``."""
-        receiving = Receiving(self, peer, out, add)
+    def receive(self, peer: int, out: Tensor, how: How = "copy") -> Receiving:
+        """Receive a message into ``out``, contiguous.
+
+        Args:
+            peer: the rank that sends it.
+            out: where it goes.
+            how: copy it to ``out``; or add it; or let ``out`` be the memory that the sender wrote. The sender does not
+                use this memory again before all tensors in it are gone. Views of ``out`` must be made after the wait.
+        """
+        receiving = Receiving(self, peer, out, how)
         self._expected[peer].append(receiving)
         return receiving
 
@@ -209,12 +219,20 @@ class HostMessages:
                 f"{out.nbytes:,}: their calls differ"
             )
         mapped = self._mapped[peer][record.block]
-        message = torch.frombuffer(mapped, dtype=out.dtype, count=out.numel(), offset=record.start)
-        if expected.add:
+        message = torch.frombuffer(mapped, dtype=out.dtype, count=out.numel(), offset=record.start).view(out.shape)
+        expected.done = True
+        if expected.how == "borrow":
+            out.set_(message.untyped_storage(), message.storage_offset(), out.shape, out.stride())
+            self._borrowed.append((StorageWeakRef(message.untyped_storage()), peer, record))
+            return
+        if expected.how == "add":
             out.add_(message)
         else:
             out.copy_(message)
-        expected.done = True
+        self._give_back(peer, record)
+
+    def _give_back(self, peer: int, record: _Record) -> None:
+        """Tell the sender of a message that it has been read."""
         if peer not in self._ended:
             self._post(peer, record._replace(sent=False))
 
@@ -252,6 +270,11 @@ class HostMessages:
 
     def _progress(self, seconds: float) -> None:
         """Take what the sockets have; wait for something, but not longer than ``seconds``."""
+        if self._borrowed:
+            ended = [x for x in self._borrowed if x[0].expired()]
+            self._borrowed = [x for x in self._borrowed if not x[0].expired()]
+            for _, peer, record in ended:
+                self._give_back(peer, record)
         for descriptor, _ in self._poll.poll(seconds * 1000):
             self._drain(self._peers[descriptor])
 
@@ -288,7 +311,7 @@ def host_messages(ranks: Ranks, device: torch.device) -> HostMessages | None:
 
     The first call with these ranks is collective: all of them must make it, in the same order among such calls.
     """
-    if device.type != "cpu" or sends_nothing() or is_simulated():
+    if device.type != "cpu" or not _wanted() or sends_nothing() or is_simulated():
         return None
     world = dist.group.WORLD
     assert world is not None
@@ -344,13 +367,17 @@ def _connect(ranks: Ranks) -> HostMessages | None:
 @contextmanager
 def _listener(size: int) -> Iterator[socket.socket | None]:
     """A socket that ``size`` processes of this host can connect to; None if this process is not to share memory."""
-    if os.environ.get(VARIABLE, "1") in ("", "0") or not sys.platform.startswith("linux"):
+    if not _wanted() or not sys.platform.startswith("linux"):
         yield None
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # Linux chooses a name
         listener.listen(size)
         yield listener
+
+
+def _wanted() -> bool:
+    return os.environ.get(VARIABLE, "1") not in ("", "0")
 
 
 def _network() -> int:

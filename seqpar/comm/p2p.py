@@ -12,7 +12,7 @@ from torch import Tensor
 from ..mesh import Ranks
 from ..rendezvous import ADVICE
 from .communicator import communicator
-from .host_messages import host_messages
+from .host_messages import How, host_messages
 from .streams import posting_stream
 from .trace import count_sent
 
@@ -69,7 +69,16 @@ def make_ready(ranks: Ranks | None, device: torch.device) -> None:
         communicator(ranks, device)
 
 
-def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None) -> Pending:
+def new_message(numel: int, like: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty message to ``ranks``, ``[numel]``, which is not to be written any more once it is sent."""
+    dtype = dtype or like.dtype
+    host = host_messages(ranks, like.device)
+    return like.new_empty(numel, dtype=dtype) if host is None else host.empty(numel, dtype)
+
+
+def exchange(
+    sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None, *, borrow: bool = False
+) -> Pending:
     """Start sending and receiving messages, and return at once.
 
     Args:
@@ -77,6 +86,8 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
         receives: ``(peer, receive buffer)`` pairs. The sender and the receiver must list the messages between them in
             the same order.
         ranks: the ranks that exchange messages; None if there are none.
+        borrow: between processes that share memory, let the receive buffers be the memory that the senders wrote,
+            instead of copying from there. Their views must be made after the wait.
 
     The messages form one group of NCCL's, which must be small and complete: at most 32 messages, and the peers' groups
     hold their other ends (see ``schedule.exchange_groups``). On CUDA the transfers start when the work already queued
@@ -92,9 +103,10 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
     buffers = [tensor for _, tensor in (*sends, *receives)]
     device = buffers[0].device
     if (host := host_messages(ranks, device)) is not None:
+        how: How = "borrow" if borrow else "copy"
         for peer, tensor in sends:
             host.send([peer], tensor)
-        return Pending([host.receive(peer, tensor) for peer, tensor in receives], buffers)
+        return Pending([host.receive(peer, tensor, how) for peer, tensor in receives], buffers)
     group = communicator(ranks, device)
     ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
     ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
