@@ -53,7 +53,7 @@ from torch import Tensor
 from ..cache import cached_tensors
 from ..comm.collectives import start_all_to_all
 from ..comm.handshake import all_gather_header
-from ..comm.p2p import Pending
+from ..comm.p2p import Pending, exchange, new_message
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import SequenceSharding, split_range
@@ -324,6 +324,23 @@ def _split_heads(x: Tensor, counts: Sequence[int], dims: Sequence[int]) -> list[
     return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
 
 
+def _write_heads(by_peer: Sequence[Sequence[Tensor]], slices: HeadSlices, targets: Sequence[Tensor]) -> None:
+    """Write the heads that each rank has sent, ``[s, b, h, d]``, to sequence shards ``[b, s, h, d]``.
+
+    A head that several ranks have sent is summed.
+    """
+    written = 0
+    for at, from_peer in zip(slices.by_rank, by_peer, strict=True):
+        again = max(0, min(written, at.stop) - at.start)  # heads that an earlier rank has sent too
+        for target, heads in zip(targets, from_peer, strict=True):
+            x = heads.transpose(0, 1)
+            if again:
+                target[:, :, at.start : at.start + again] += x[:, :, :again]
+            if again < len(at):
+                target[:, :, at.start + again : at.stop] = x[:, :, again:]
+        written = max(written, at.stop)
+
+
 class Incoming:
     """Tensors that an all-to-all has not delivered yet."""
 
@@ -498,16 +515,11 @@ class HeadExchange:
                 for target, x in zip(targets, _split_heads(even, count, dims), strict=True):
                     slices.view(target).copy_(x)
                 return targets[-1]
-            written = 0
-            for at, from_peer, width in zip(slices.by_rank, received.split_with_sizes(receives), widths, strict=True):
-                again = max(0, min(written, at.stop) - at.start)  # heads that an earlier rank has sent too
-                parts = _split_heads(from_peer.view(tokens, batch, width).transpose(0, 1), [len(at)] * len(dims), dims)
-                for target, x in zip(targets, parts, strict=True):
-                    if again:
-                        target[:, :, at.start : at.start + again] += x[:, :, :again]
-                    if again < len(at):
-                        target[:, :, at.start + again : at.stop] = x[:, :, again:]
-                written = max(written, at.stop)
+            by_peer = [
+                _split_heads(part.view(tokens, batch, w), [heads] * len(dims), dims)
+                for part, w, heads in zip(received.split_with_sizes(receives), widths, slices.widths, strict=True)
+            ]
+            _write_heads(by_peer, slices, targets)
             return targets[-1]
 
         return Incoming(pending, unpack)
@@ -523,3 +535,59 @@ class HeadExchange:
 
         orders = cached_tensors(("token orders", self.sharding, self.ring_rank), rows.device, make)
         return rows.index_select(0, orders[direction])
+
+
+class HeadExchangeInMemory(HeadExchange):
+    """The all-to-all between processes that share memory: each reads what the others have written there.
+
+    There is no transfer to hide behind the computation, so all heads are exchanged at once.
+    """
+
+    def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
+        slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
+        tensors = (x, *kv)[: len(slices)]
+        batch, tokens = x.shape[:2]
+        dims = [y.shape[3] for y in tensors]
+        counts = list(zip(*(s.widths for s in slices), strict=True))  # by rank, heads of each tensor
+        widths = [_width(count, dims) for count in counts]  # by rank, elements of each token
+        received = x.new_empty(sum(self.lengths), batch, widths[self.rank])
+        by_peer = received.split_with_sizes(list(self.lengths))
+        sends = []
+        for peer, (count, width) in enumerate(zip(counts, widths, strict=True)):
+            target = by_peer[peer]
+            if peer != self.rank:
+                sends.append((peer, new_message(tokens * batch * width, x, self.group)))
+                target = sends[-1][1].view(tokens, batch, width)
+            for y, s, heads in zip(tensors, slices, _split_heads(target, count, dims), strict=True):
+                at = s.by_rank[peer]
+                heads.copy_(y[:, :, at.start : at.stop].transpose(0, 1))
+        receives = [(peer, y) for peer, y in enumerate(by_peer) if peer != self.rank]
+        return Incoming(exchange(sends, receives, self.group), lambda: self._ordered(received, 1))
+
+    def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
+        columns = [self._ordered(x.transpose(0, 1), 0) for x, _ in tensors]  # [t, b, h, d]
+        targets, tokens, lengths = [target for _, target in tensors], self.tokens, list(self.lengths)
+        like, (_, batch, heads, _) = columns[0], columns[0].shape
+        dims = [x.shape[3] for x in columns]
+        by_peer = [list(parts) for parts in zip(*(x.split_with_sizes(lengths) for x in columns), strict=True)]
+        sends, received = [], {}
+        for peer, length in enumerate(lengths):
+            if peer == self.rank:
+                continue
+            message = new_message(length * batch * heads * sum(dims), like, self.group)
+            into = _split_heads(message.view(length, batch, heads * sum(dims)), [heads] * len(dims), dims)
+            for x, y in zip(into, by_peer[peer], strict=True):
+                x.copy_(y)
+            sends.append((peer, message))
+            received[peer] = like.new_empty(tokens * batch * slices.widths[peer] * sum(dims))
+        pending = exchange(sends, list(received.items()), self.group, borrow=True)
+
+        def unpack() -> Tensor:
+            for peer, message in received.items():
+                count = slices.widths[peer]
+                shard = message.view(tokens, batch, count * sum(dims))
+                by_peer[peer] = _split_heads(shard, [count] * len(dims), dims)
+            _write_heads(by_peer, slices, targets)
+            return targets[-1]
+
+        return Incoming(pending, unpack)
