@@ -297,9 +297,7 @@ def transport(call: AttentionCall, device: torch.device) -> Transport:
 
 def share_memory(groups: AttentionGroups, device: torch.device) -> bool:
     """Whether the ranks of the ring read one another's messages in memory: there is no transfer to hide then."""
-    if groups.within is None or groups.within.size() < groups.ring_size:
-        return False
-    return host_messages(groups.within, device) is not None
+    return groups.across is None and groups.within is not None and host_messages(groups.within, device) is not None
 
 
 class _Messages:
