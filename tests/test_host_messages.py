@@ -7,6 +7,7 @@ import os
 import random
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar.comm import host_messages
 from seqpar.comm.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
+from seqpar.comm.communicator import without_messages
 from seqpar.comm.host_messages import HostMessages
 from seqpar.comm.p2p import exchange, new_message
 
@@ -119,6 +121,22 @@ def test_the_same_bytes_as_over_gloo(pool: Pool, name: str) -> None:
     in_memory, over_gloo = (pool.run(4, bytes_sent, STRATEGIES[name], shared_memory=how) for how in (True, False))
     assert in_memory == over_gloo
     assert min(in_memory) > 0
+
+
+@on_ranks
+def step_of_one_rank(group: ProcessGroup, options: dict[str, Any]) -> None:
+    """Rank 0 alone attends, without messages."""
+    q = torch.zeros(1, 8, 4, 16, requires_grad=True)  # [b, s, h, d]
+    sharding = seqpar.Sharding(8 * group.size(), group=group)
+    for ranks in (range(group.size()), range(1)):
+        with without_messages() if len(ranks) == 1 else nullcontext():
+            if group.rank() in ranks:
+                seqpar.attention(q, q, q, sharding=sharding, **options).sum().backward()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_without_messages_no_rank_waits(pool: Pool, name: str) -> None:
+    pool.run(4, step_of_one_rank, STRATEGIES[name], shared_memory=True, deadline_s=20)
 
 
 @on_ranks

@@ -311,6 +311,24 @@ class HostMessages:
                 del self._mapped[peer][record.block]
 
 
+class _NoMessages(HostMessages):
+    """Messages that take no time and bring nothing (see ``communicator.without_messages``)."""
+
+    def __init__(self) -> None:
+        pass
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def send(self, peers: Sequence[int], x: Tensor) -> None:
+        pass
+
+    def receive(self, peer: int, out: Tensor, how: How = "copy") -> Receiving:
+        receiving = Receiving(self, peer, out, how)
+        receiving.done = True
+        return receiving
+
+
 def _shut_down(messages: HostMessages | None) -> None:
     if messages is not None:
         messages.shutdown()
@@ -324,12 +342,13 @@ def host_messages(ranks: Ranks, device: torch.device) -> HostMessages | None:
 
     The first call with these ranks is collective: all of them must make it, in the same order among such calls.
     """
-    if device.type != "cpu" or not _wanted() or sends_nothing() or is_simulated():
+    if device.type != "cpu" or not _wanted() or is_simulated():
         return None
     made, members = _made.now(), global_ranks(ranks)
     if members not in made:
         made[members] = _connect(ranks)
-    return made[members]
+    messages = made[members]
+    return _NoMessages() if sends_nothing() and messages is not None else messages
 
 
 def _connect(ranks: Ranks) -> HostMessages | None:
