@@ -43,7 +43,7 @@ from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
 from .layer import Setting, attention_seconds
 from .model import ModelShape
 
-_VERSION = 2  # of the file
+_VERSION = 3  # of the file
 _DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 answers instead of costs
 _ROUNDS = 5
 # Kinds of masks, whose kernels lose differently much beside their operations.

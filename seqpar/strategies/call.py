@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache import cached_tensors, upload
+from ..comm.host_messages import host_messages
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels.base import Score
@@ -21,7 +22,7 @@ from .latent import LatentKeys
 
 # K/V are sent in chunks of heads of at least this many bytes: by device, so many that a transfer takes much longer than
 # to start it and to split a kernel.
-_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}
+_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 # The most chunks of a step. A ring has fewer, as its steps hide one another's transfers.
 _MAX_CHUNKS = 4
 
@@ -57,6 +58,11 @@ class AttentionCall:
     latent: LatentKeys | None = None
     _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
+    def shares_memory(self, device: torch.device) -> bool:
+        """Whether the ranks of the ring read one another's messages in memory: there is no transfer to hide then."""
+        groups = self.groups
+        return groups.across is None and groups.within is not None and host_messages(groups.within, device) is not None
+
     def parts(self, heads: Heads, k: Tensor, v: Tensor) -> list[Heads]:
         """``heads`` in the chunks in which the K/V of a step, ``[b, k, n, d]`` and ``[b, k, n, e]``, are sent.
 
@@ -67,6 +73,8 @@ class AttentionCall:
         if len(self.plan) == 1 or kv < 2 or heads.kv_index() is not None:
             return [heads]
         if (chunks := self.groups.chunks) is None:
+            if self.shares_memory(k.device):
+                return [heads]
             nbytes = k.shape[0] * self.plan.longest * kv * (k.shape[3] + v.shape[3]) * k.element_size()
             most = -(-_MAX_CHUNKS // (len(self.plan) - 1))
             chunks = max(1, min(most, nbytes // _CHUNK_BYTES.get(k.device.type, 8 << 20)))

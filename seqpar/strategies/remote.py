@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
-from ..comm.host_messages import host_messages
 from ..comm.p2p import Pending, exchange, make_ready, new_message
 from ..comm.pulls import shared_memory, start_pulls
 from ..comm.streams import TransferStream
@@ -291,13 +290,8 @@ class Transport(Protocol):
 def transport(call: AttentionCall, device: torch.device) -> Transport:
     """How the messages of a call are sent."""
     # Ranks that share memory read one another's messages where they are. An all-gather would copy them.
-    collective = call.plan.dense and not share_memory(call.groups, device)
+    collective = call.plan.dense and not call.shares_memory(device)
     return _Collectives(call.plan, call.groups) if collective else _Messages(call.plan, call.groups)
-
-
-def share_memory(groups: AttentionGroups, device: torch.device) -> bool:
-    """Whether the ranks of the ring read one another's messages in memory: there is no transfer to hide then."""
-    return groups.across is None and groups.within is not None and host_messages(groups.within, device) is not None
 
 
 class _Messages:

@@ -39,7 +39,7 @@ from ..heads import Heads
 from ..kernels import select
 from ..kernels.base import Carry, Grads, OutputGrad, accumulator, empty_carry, finish, row_delta
 from .call import AttentionCall
-from .remote import RemoteSteps, Returns, connect, new_gradients, of_heads, share_memory, transport
+from .remote import RemoteSteps, Returns, connect, new_gradients, of_heads, transport
 
 
 def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> Carry:
@@ -142,7 +142,7 @@ def ring_backward(
         backward(part, 0, part_k, part_v, Grads(of_heads(dq, part.queries_in(heads)), dk, dv, **new))
 
     remote = RemoteSteps(call, heads, k, v, transport(call, q.device))
-    nothing_to_hide = all(step.is_local for step in plan) or share_memory(call.groups, q.device)
+    nothing_to_hide = all(step.is_local for step in plan) or call.shares_memory(q.device)
     first, *rest = [heads] if expansion is not None or nothing_to_hide else halves(heads)
     for part in rest:  # computed at the end, when these hold the gradients of the remote steps
         of_heads(dq, part.queries_in(heads)).zero_()
