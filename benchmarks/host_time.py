@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar.kernels.cpu import CpuBackend
+from seqpar.strategies import compared_options
 
 HIDDEN, HEADS, KV_HEADS, RING, ULYSSES = 64, 8, 8, 4, 2
 STRATEGIES = ("local", "ring", "ulysses", "context_parallel", "hybrid")
@@ -57,7 +58,7 @@ def measure(strategy: Any, seq_len: int, repeats: int, ranks: int, kernels: Kern
     many = ranks > 1
     mesh = seqpar.init_mesh(ring=RING if many else 1, ulysses=ULYSSES if many else 1, device_type="cpu")
     single: dict[str, Any] = {} if strategy == "local" else {"mesh": mesh}
-    layer = seqpar.ParallelAttention(strategy, HIDDEN, HEADS, KV_HEADS, **single)
+    layer = seqpar.ParallelAttention(strategy, HIDDEN, HEADS, KV_HEADS, **single, **compared_options(strategy))
     sharding = seqpar.Sharding(seq_len, "zigzag", mesh=mesh)
     x = torch.randn(1, sharding.seq_local, HIDDEN, requires_grad=True)  # [b, s, hidden]
     dy = torch.randn_like(x)

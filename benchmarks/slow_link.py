@@ -235,7 +235,9 @@ def make_step(arguments: argparse.Namespace, mesh: dist.DeviceMesh, overlap: str
         ]
     else:
         layout = "contiguous" if strategy == "ulysses" else "zigzag"
-        options: dict[str, Any] = {"gather": overlap} if strategy == "context_parallel" else {}
+        options: dict[str, Any] = {}
+        if strategy == "context_parallel":
+            options = {"comm": "all_gather", "gather": overlap}
         layers = [seqpar.ParallelAttention(strategy, *heads, mesh=mesh, layout=layout, **options)]
     norms = [nn.RMSNorm(hidden, eps=1e-6) for _ in layers]
     chunks = 1 if strategy == "ulysses" and overlap == "none" else ulysses.MAX_CHUNKS

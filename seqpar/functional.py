@@ -165,8 +165,9 @@ def attention(
             key of a head is ``cat(latent_weight[head, :nope] @ latent, rotated key)``, its value ``latent_weight[head,
             nope:] @ latent``, and ``nope`` is ``head_dim - rope``. The gradient of ``latent_weight`` is this rank's
             partial gradient.
-        strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel; ``chunks`` of heads for
-            its all-gather; ``ulysses_size`` for hybrid and "a2a+p2p" on a plain group.
+        strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel, by default "all_gather"
+            on one host and "p2p" on several; ``chunks`` of heads for its all-gather; ``ulysses_size`` for hybrid and
+            "a2a+p2p" on a plain group.
 
     Returns:
         ``out [batch, seq, heads, v_head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
@@ -380,7 +381,7 @@ def mask_planner(
         raise ValueError("strategy='auto': it depends on the shapes of q, k and v too; name the strategy to plan for")
     groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
     spread = SequenceSharding(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
-    return MaskPlanner(spread, groups.ring_rank, groups.gather, groups.per_host)
+    return MaskPlanner(spread, groups.ring_rank, groups.gathers, groups.per_host)
 
 
 @overload
@@ -441,7 +442,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     *,
-    comm: Comm = "all_gather",
+    comm: Comm | None = None,
     ulysses_size: int | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[CommonOptions],
@@ -452,7 +453,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     *,
-    comm: Comm = "all_gather",
+    comm: Comm | None = None,
     ulysses_size: int | None = None,
     return_lse: Literal[True],
     **options: Unpack[CommonOptions],
@@ -462,7 +463,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     *,
-    comm: Comm = "all_gather",
+    comm: Comm | None = None,
     ulysses_size: int | None = None,
     return_lse: bool = False,
     **options: Unpack[CommonOptions],
@@ -473,7 +474,8 @@ def context_parallel_attention(
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
         v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
-        comm: "all_gather", "p2p" (ring), "a2a" (Ulysses) or "a2a+p2p" (hybrid).
+        comm: "all_gather", "p2p" (ring), "a2a" (Ulysses) or "a2a+p2p" (hybrid). By default "all_gather" if all ranks
+            share a host or ``chunks`` is given, otherwise "p2p".
         ulysses_size: for "a2a+p2p" on a plain group, the ranks of each all-to-all.
         return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
         options: the other arguments of ``attention``.

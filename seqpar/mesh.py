@@ -422,7 +422,7 @@ class AttentionGroups:
         sequence: the ranks that the sequence is sharded over.
         ring: the ranks that send keys and values to one another.
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
-        gather: whether the ring's keys and values are all received in one step.
+        gather: whether the ring's keys and values are all received in one step; None: if the ring has one host.
         chunks: in how many chunks of heads they are received then; None decides by their size.
         replicated: whether every rank of the ring holds the keys and values of all of them, so that none are sent.
     """
@@ -430,7 +430,7 @@ class AttentionGroups:
     sequence: ProcessGroup | None = None
     ring: Ranks | None = None
     ulysses: Ranks | None = None
-    gather: bool = False
+    gather: bool | None = False
     chunks: int | None = None
     replicated: bool = False
 
@@ -450,17 +450,28 @@ class AttentionGroups:
         return size_of(self.ulysses)
 
     @cached_property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the ring, host by host. May be collective, see ``ranks_by_host``."""
+        return ((0,),) if self.ring is None else ranks_by_host(self.ring)
+
+    @property
+    def gathers(self) -> bool:
+        """``gather``, decided by the hosts where it is None, alike on every rank.
+
+        A ring and an all-gather send the same bytes between hosts, where transfers take long: a ring hides each behind
+        the kernels of the steps before it, an all-gather behind those of other heads at most. May be collective, see
+        ``ranks_by_host``: ask for it after the ranks have checked their input.
+        """
+        return len(self.hosts) == 1 if self.gather is None else self.gather
+
+    @cached_property
     def per_host(self) -> int:
         """How many consecutive ranks of the ring share a host, if several do and as many on each of several hosts.
 
         All ranks of the ring otherwise: then the messages between hosts are those between any two ranks. May be
         collective, see ``ranks_by_host``.
         """
-        if self.ring is None:
-            return 1
-        if self.replicated:  # no messages
-            return self.ring_size
-        return ranks_per_host(ranks_by_host(self.ring))
+        return self.ring_size if self.replicated else ranks_per_host(self.hosts)  # replicated keys are not sent
 
     @cached_property
     def within(self) -> Ranks | None:

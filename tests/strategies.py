@@ -13,7 +13,7 @@ from typing import Any
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"},
     "ulysses": {"strategy": "ulysses"},
-    "all_gather": {"strategy": "context_parallel"},
+    "all_gather": {"strategy": "context_parallel", "comm": "all_gather"},
     "all_gather in chunks": {"strategy": "context_parallel", "chunks": 2},
     "p2p": {"strategy": "context_parallel", "comm": "p2p"},
     "a2a": {"strategy": "context_parallel", "comm": "a2a"},

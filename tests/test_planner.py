@@ -157,7 +157,7 @@ def test_a_kernel_computes_whole_tiles() -> None:
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"},
-    "context_parallel": {"strategy": "context_parallel"},
+    "context_parallel": {"strategy": "context_parallel", "comm": "all_gather"},
     "ulysses": {"strategy": "ulysses"},
     "hybrid": {"strategy": "hybrid", "ulysses_size": 4},
 }

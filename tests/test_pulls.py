@@ -131,7 +131,7 @@ def attend_with_pulls(simulator: Simulator, **options: Any) -> SimulatedMemory:
     """An all-gather's forward and backward; the memory that it made."""
     memory = SimulatedMemory(simulator)
     with mock.patch.object(pulls, "symmetric_memory", return_value=memory):
-        attend(simulator, strategy="context_parallel", **options)
+        attend(simulator, strategy="context_parallel", comm="all_gather", **options)
     return memory
 
 

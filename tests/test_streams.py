@@ -115,7 +115,7 @@ def attend(simulator: Simulator, layers: int = 2, mask: str = "full", restored: 
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"},
-    "all_gather": {"strategy": "context_parallel"},
+    "all_gather": {"strategy": "context_parallel", "comm": "all_gather"},
     "chunks": {"strategy": "context_parallel", "chunks": 4},
     "ulysses": {"strategy": "ulysses"},
     "hybrid": {"strategy": "hybrid", "ulysses_size": 2},

@@ -31,7 +31,7 @@ from ..mesh import init_mesh, ranks_by_host
 from ..planner.costs import cost_file
 from ..planner.costs import measure as measure_costs
 from ..sharding import Sharding
-from ..strategies import STRATEGIES
+from ..strategies import STRATEGIES, compared_options
 from .launch import follow_launcher
 
 _PATIENCE = timedelta(seconds=60)
@@ -209,7 +209,7 @@ def compare(group: ProcessGroup, device: torch.device) -> Iterator[Check]:
     for mask_name, mask in masks.items():
         problem = _Problem(tokens, mask, device)
         for strategy in names:
-            yield _check(strategy, mask_name, problem, group, {"strategy": strategy})
+            yield _check(strategy, mask_name, problem, group, {"strategy": strategy, **compared_options(strategy)})
     problem = _Problem(tokens, masks["causal"], device)
     for name, backend in BACKENDS.items():
         if backend.unavailable() is None:

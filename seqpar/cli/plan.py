@@ -131,6 +131,7 @@ def _row(choice: Choice) -> dict[str, Any]:
     return {
         "strategy": choice.strategy,
         "context": choice.context,
+        "comm": choice.comm,
         **choice.degrees,
         "layout": choice.layout,
         "fits": choice.fits,
@@ -196,7 +197,8 @@ def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
         highlight=False,
     )
     console.print(
-        "ranks: dp, ring, ulysses, tp. MFU: the model's FLOPs without recomputation, of visible pairs only, over "
+        "ranks: dp, ring, ulysses, tp. context_parallel: with comm='all_gather'; with 'p2p' it is the ring. MFU: the "
+        "model's FLOPs without recomputation, of visible pairs only, over "
         f"{gpu.peak_flops / 1e12:.3g} TFLOP/s. waits: the share of a step in which a GPU computes nothing. GB in, GB "
         "out: activations that a GPU sends in a step, inside its host and to others. memory: GB of a GPU. longest: "
         "tokens of a sequence that fits.",

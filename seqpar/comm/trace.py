@@ -21,7 +21,8 @@ class Trace:
         messages: payload messages sent to other ranks.
         steps: steps of a ring or an all-gather in which this rank received keys, forward and backward.
         backends: calls by backend name, forward and backward.
-        chosen: calls with ``strategy="auto"``, by the strategy that they took.
+        chosen: calls that leave it to the package how to communicate, by what they took: the strategy with
+            ``strategy="auto"``, "all_gather" or "p2p" with "context_parallel" without ``comm``.
     """
 
     bytes_sent: int = 0
@@ -85,7 +86,7 @@ def count_step() -> None:
 
 
 def count_choice(name: str) -> None:
-    """Add a call whose strategy was chosen for it."""
+    """Add a call whose way to communicate was chosen for it."""
     for record in _open:
         record.chosen[name] += 1
 

@@ -291,7 +291,7 @@ class PlanCollator:
         groups = resolve(patch.strategy, patch.mesh, patch.given_group, patch.options)
         sharding = SequenceSharding(patch.ranks, patch.layout, groups.ring_size, groups.ulysses_size)
         self.collate = collate
-        self.planner = MaskPlanner(sharding, groups.ring_rank, groups.gather, groups.per_host)
+        self.planner = MaskPlanner(sharding, groups.ring_rank, groups.gathers, groups.per_host)
         self.layer_masks = tuple(patch.layer_masks)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:

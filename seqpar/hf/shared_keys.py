@@ -46,7 +46,7 @@ def gathers_shared_keys(module: nn.Module, patch: Patch, mask: Mask) -> bool:
     modes = getattr(getattr(module, "config", None), "kv_sharing_modes", None)
     if modes is None or patch.ranks == 1 or patch.strategy != "context_parallel":
         return False
-    if patch.options.get("comm", "all_gather") != "all_gather" or mask.has_window:
+    if patch.options.get("comm") not in (None, "all_gather") or mask.has_window:
         return False
     types, storing = cast(Any, module.config).layer_types, storing_layer(module)
     return modes[storing] == "store" and any(

@@ -343,7 +343,7 @@ class AttentionLayer(nn.Module):
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
         sequence = SequenceSharding(sharding.seq_len, sharding.layout, *degrees)
-        return MaskPlanner(sequence, groups.ring_rank, groups.gather, groups.per_host, groups.replicated)
+        return MaskPlanner(sequence, groups.ring_rank, groups.gathers, groups.per_host, groups.replicated)
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The projections ``[b, s, h * d]`` by head, ``[b, s, h, d]``, and q and k normalised."""
@@ -461,7 +461,7 @@ class AttentionLayer(nn.Module):
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. What depends on the group is checked in ``forward``."""
         check_options(self.strategy, options, strategy_options(self.strategy))
-        if "comm" in options:
+        if options.get("comm") is not None:
             check_choice("comm", options["comm"], COMMS)
         for name in ("ulysses_size", "chunks"):
             if options.get(name) is not None:

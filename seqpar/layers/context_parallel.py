@@ -45,8 +45,8 @@ class ContextParallelAttention(AttentionLayer):
     """Context parallelism as TransformerEngine names it. See ``AttentionLayer`` for the other arguments.
 
     Args:
-        comm: "all_gather" (default: all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p"
-            (the hybrid).
+        comm: "all_gather" (all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p" (the hybrid).
+            By default "all_gather" if all ranks share a host or ``chunks`` or ``gather`` is given, otherwise "p2p".
         chunks: with "all_gather", in how many chunks of heads keys and values are received. More need less memory; by
             default as many as are worth it.
         ulysses_size: with "a2a+p2p" on a plain group, the size of the all-to-all's subgroups.
@@ -74,23 +74,25 @@ class ContextParallelAttention(AttentionLayer):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         *,
-        comm: Comm = "all_gather",
+        comm: Comm | None = None,
         chunks: int | None = None,
         ulysses_size: int | None = None,
         gather: Gather = "kv",
         **options: Any,
     ) -> None:
         check_choice("gather", gather, GATHERS)
-        if gather != "kv" and comm != "all_gather":
-            raise ValueError(f"gather={gather!r}: an option of comm='all_gather'; leave it out with comm={comm!r}")
+        if gather != "kv":
+            if comm not in (None, "all_gather"):
+                raise ValueError(f"gather={gather!r}: an option of comm='all_gather'; leave it out with comm={comm!r}")
+            comm = "all_gather"
         if gather == "activations" and chunks is not None:
             raise ValueError(
                 f"chunks={chunks}: with gather='activations' nothing is sent by heads; leave chunks out, or use "
                 "gather='kv'"
             )
         self.gather: Gather = gather
-        own = (("comm", comm, "all_gather"), ("chunks", chunks, None), ("ulysses_size", ulysses_size, None))
-        options.update((name, value) for name, value, default in own if value != default)
+        own = {"comm": comm, "chunks": chunks, "ulysses_size": ulysses_size}
+        options.update((name, value) for name, value in own.items() if value is not None)
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, **options)
 
     def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from ..comm.trace import count_choice
 from ..layout import Layout, SequenceSharding
 from ..mask import Mask, Runs
 from ..mesh import ranks_by_host, ranks_per_host
-from ..strategies import StrategyName, StrategyOptions
+from ..strategies import StrategyName, StrategyOptions, compared_options
 from .costs import Costs, MaskKind, attention_shape, costs_of
 from .layer import Setting, attention_seconds
 
@@ -66,7 +66,7 @@ class Candidate(NamedTuple):
     @property
     def options(self) -> StrategyOptions:
         """The strategy's options, as ``seqpar.attention`` takes them on a plain group."""
-        return {"ulysses_size": self.ulysses} if self.strategy == "hybrid" else {}
+        return {"ulysses_size": self.ulysses} if self.strategy == "hybrid" else compared_options(self.strategy)
 
 
 # By group: what has been chosen, and what has been simulated for it.

@@ -11,6 +11,7 @@ from typing import Any
 from ..checks import check_choice, check_int, check_number
 from ..layout import LAYOUTS, Layout
 from ..mask import Mask
+from ..strategies import Comm, compared_options
 from .hardware import Hardware, hardware_of
 from .layer import BETWEEN, LEVELS, STATE_BYTES, WITHIN, RankTimeline, Setting, parameter_links
 from .memory import RECOMPUTE, Memory, Switches, layer_activations, longest, memory, paper_activations
@@ -30,6 +31,7 @@ class Choice:
     Attributes:
         strategy: "local", "ring", "context_parallel", "ulysses", "hybrid" or "tp_sp", as elsewhere in the package.
         context: the strategy of attention; under "tp_sp" that over the ring and ulysses dimensions.
+        comm: what ``comm`` is where that strategy is "context_parallel"; its "p2p" is "ring".
         degrees: ranks by dimension of ``init_mesh``: "dp", "ring", "ulysses", "tp".
         layout: which positions each rank holds.
         switches: what is given up to save activations.
@@ -50,6 +52,7 @@ class Choice:
 
     strategy: str
     context: str
+    comm: Comm | None
     degrees: Mapping[str, int]
     layout: Layout
     switches: Switches
@@ -345,6 +348,7 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
     return Choice(
         strategy="tp_sp" if s.tensor > 1 else context_name(s),
         context=context_name(s),
+        comm=compared_options(context_name(s)).get("comm"),
         degrees={"dp": s.replicas, "ring": s.ring, "ulysses": s.ulysses, "tp": s.tensor},
         layout=s.layout,
         switches=switches,

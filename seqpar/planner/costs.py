@@ -37,7 +37,7 @@ from ..layout import Layout, SequenceSharding
 from ..mask import Mask
 from ..mesh import global_ranks, ranks_by_host
 from ..rendezvous import group_timeout, is_simulated, meet
-from ..strategies import resolve
+from ..strategies import compared_options, resolve
 from ..strategies.operators import AttentionOptions, attend
 from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
 from .layer import Setting, attention_seconds
@@ -316,7 +316,7 @@ class _Measurement:
     def _attention(self, name: str, tokens: int, mask: Mask) -> Callable[[], None]:
         """Forward and backward of attention by a strategy; "local": of all tokens, on each rank."""
         group = None if name == "local" else self._group
-        groups = resolve(name, None, group, {})
+        groups = resolve(name, None, group, compared_options(name))
         sequence = SequenceSharding(tokens, _LAYOUT, groups.ring_size, groups.ulysses_size)
         rank = 0 if group is None else group.rank()
         held = len(sequence.rank_positions(rank))

@@ -30,8 +30,9 @@ COMMS: tuple[str, ...] = get_args(Comm)
 class StrategyOptions(TypedDict, total=False):
     """The options of all strategies; ``Strategy.options`` names those that one of them takes."""
 
-    comm: Comm
-    """context_parallel: how ranks receive the keys they need."""
+    comm: Comm | None
+    """context_parallel: how ranks receive the keys they need. By default "all_gather" if all ranks of the ring share a
+    host, "p2p" if they are on several hosts."""
     ulysses_size: int | None
     """hybrid and "a2a+p2p" on a plain group: the ranks of each all-to-all, a divisor of the group's size."""
     chunks: int | None
@@ -98,16 +99,19 @@ def _hybrid_groups(
 def _context_parallel_groups(
     mesh: DeviceMesh | None,
     group: ProcessGroup | None,
-    comm: str = "all_gather",
+    comm: str | None = None,
     ulysses_size: int | None = None,
     chunks: int | None = None,
 ) -> AttentionGroups:
-    """The groups of the strategy that ``comm`` names. ``ulysses_size`` is an option of "a2a+p2p" only."""
-    check_choice("comm", comm, COMMS)
+    """The groups of the strategy that ``comm`` names. ``ulysses_size`` is an option of "a2a+p2p" only, and ``chunks``
+    of "all_gather": it implies that. With neither ``comm`` nor ``chunks``, the hosts decide."""
+    if comm is not None:
+        check_choice("comm", comm, COMMS)
     if chunks is not None:
         check_int("chunks", chunks, 1)
-    if chunks is not None and comm != "all_gather":
-        raise TypeError(f"chunks={chunks}: an option of comm='all_gather'; leave it out with comm={comm!r}")
+        if comm not in (None, "all_gather"):
+            raise TypeError(f"chunks={chunks}: an option of comm='all_gather'; leave it out with comm={comm!r}")
+        comm = "all_gather"
     if comm == "a2a+p2p":
         return _hybrid_groups(mesh, group, ulysses_size)
     if ulysses_size is not None:
@@ -117,7 +121,8 @@ def _context_parallel_groups(
         )
     if comm == "a2a":
         return _ulysses_groups(mesh, group)
-    return replace(_ring_groups(mesh, group), gather=comm == "all_gather", chunks=chunks)
+    gather = None if comm is None else comm == "all_gather"
+    return replace(_ring_groups(mesh, group), gather=gather, chunks=chunks)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -158,6 +163,11 @@ STRATEGIES: dict[str, Strategy] = {
         bytes_sent_backward="as the strategy that is chosen",
     ),
 }
+
+
+def compared_options(strategy: str) -> StrategyOptions:
+    """The options with which no two strategies are the same: an all-gather is what only context_parallel does."""
+    return {"comm": "all_gather"} if strategy == "context_parallel" else {}
 
 
 def strategy_options(strategy: str) -> tuple[str, ...]:

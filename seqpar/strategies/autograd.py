@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.host_messages import host_messages
+from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import SequenceSharding
@@ -49,6 +50,8 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
         ``out [b, s, h, e]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
         ``lse`` is a tensor without a meaning unless ``call.return_lse``.
     """
+    if call.groups.gather is None and call.groups.ring_size > 1:
+        count_choice("all_gather" if call.plan.gather else "p2p")
     exchange = head_exchange(call, q.shape, q.device)
     with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
         if exchange is None:

@@ -148,7 +148,7 @@ def make_call(
     return AttentionCall(
         groups=groups,
         sharding=sharding,
-        plan=attention_plan(mask, sharding, groups.ring_rank, groups.gather, groups.per_host, groups.replicated),
+        plan=attention_plan(mask, sharding, groups.ring_rank, groups.gathers, groups.per_host, groups.replicated),
         score=Score(
             softmax_scale=head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale,
             softcap=options.softcap,
