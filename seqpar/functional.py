@@ -137,7 +137,8 @@ def attention(
             another than ``head_dim``; nothing is padded that is sent.
         strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" is whichever of them is
             expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once on
-            a machine (see ``docs/strategies.md``); forward and backward together, also where no gradient is needed.
+            a machine (see ``docs/strategies.md``); forward and backward together, or forward alone where gradients are
+            off, which must be so on all ranks or on none, or no rank's inputs require one as the handshake says.
             torch.compile does not trace it.
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
@@ -300,7 +301,7 @@ def _eager(
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     seed = int(torch.randint(2**62, (), device="cpu").item()) if draw_seed else dropout_seed or 0
     batch, length, num_heads, head_dim = q.shape
-    joins_backward = True
+    joins_backward = torch.is_grad_enabled()
     if needs_handshake:
         degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks, layout)
         expanded = None if latent_weight is None else tuple(latent_weight.shape)
@@ -322,7 +323,7 @@ def _eager(
     mask.check_length(seq_len)
     if strategy == "auto" and groups.sequence is not None and groups.sequence.size() > 1:
         shape = AttentionShape(batch, num_heads, k.shape[2], (head_dim + v.shape[3]) // 2, q.dtype)
-        chosen = choose_strategy(mask, seq_len, layout, shape, groups.sequence, q.device)
+        chosen = choose_strategy(mask, seq_len, layout, shape, groups.sequence, q.device, joins_backward)
         strategy, strategy_options = chosen.strategy, chosen.options
         groups = resolve(strategy, mesh, group, strategy_options)
     out, lse = attend(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask
@@ -25,9 +29,10 @@ from seqpar.planner.auto import (
 )
 from seqpar.planner.costs import Costs, Overhead, cost_file, costs_of, default_costs, fit, measure
 from seqpar.planner.hardware import HARDWARE
-from seqpar.planner.layer import Setting, attention_seconds
+from seqpar.planner.layer import RankTimeline, Setting, attention_seconds
+from seqpar.planner.simulate import Timeline
 
-from .pool import Pool, on_ranks
+from .pool import OwnPool, Pool, on_ranks, start
 from .reference import assert_close
 
 CPU = torch.device("cpu")
@@ -125,6 +130,114 @@ def test_it_is_no_context_of_a_tensor_parallel_layer() -> None:
         seqpar.ParallelAttention("tp_sp", 8, 2, context="auto")
 
 
+# Without gradients
+
+
+@contextmanager
+def forward_takes_ulysses(group: ProcessGroup) -> Iterator[None]:
+    """Costs by which a ring is the fastest for a training step, and Ulysses for a forward alone."""
+    names = "ring", "context_parallel", "ulysses", "hybrid"
+    both, forward = ({"causal": {x: Overhead(1.0) for x in names if x != best}} for best in ("ring", "ulysses"))
+    patch = pytest.MonkeyPatch()
+    for name in ("_choices", "_simulated"):
+        patch.setattr(auto, name, WeakKeyDictionary())
+    patch.setattr(costs, "_known", WeakKeyDictionary({group: {"cpu": Costs(costs._CPU, both, forward)}}))
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+@on_ranks
+def _passes(group: ProcessGroup) -> dict[str, list[str]]:
+    """What is taken with and without gradients; every result against float64."""
+    inputs, (expected, *gradients) = one_device(67, Mask.causal())
+    sharding = seqpar.Sharding(67, "zigzag", group=group)
+    q, k, v, dout = (sharding.shard(x.float()) for x in inputs)
+    layer = seqpar.ParallelAttention("auto", 16, 4, 2, layout="zigzag")
+    found: dict[str, list[str]] = {}
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        out = seqpar.attention(q, k, v, strategy="auto", **(arguments or {"sharding": sharding}))
+        assert_close(out.detach(), sharding.shard(expected), torch.float32)
+        return out
+
+    @contextmanager
+    def case(name: str) -> Iterator[None]:
+        with seqpar.trace() as t:
+            yield
+        found[name] = list(t.chosen.elements())
+
+    asked: dict[str, Any] = {"group": group, "layout": "zigzag"}
+    with forward_takes_ulysses(group):
+        with case("no_grad"), torch.no_grad():
+            attend(q, k, v)
+            attend(q.requires_grad_(), k, v, **asked)
+            layer(q[:, :, 0], sharding=sharding)
+        with case("inference_mode"), torch.inference_mode():
+            attend(q, k, v)
+        q, k, v = (x.detach() for x in (q, k, v))
+        with case("nothing needs a gradient"):
+            attend(q, k, v, **asked)
+        with case("gradients are on"):
+            attend(q, k, v)
+        with case("one rank does"):
+            attend(q.clone().requires_grad_(group.rank() == 1), k, v, **asked)
+        with case("one rank is under no_grad"), torch.set_grad_enabled(group.rank() == 1):
+            attend(q, k, v, **asked)
+        for reentrant in (True, False):
+            with case(f"checkpoint {reentrant}"):
+                q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+                checkpoint(attend, q, k, v, use_reentrant=reentrant).backward(dout)
+            for x, full in zip((q, k, v), gradients, strict=True):
+                assert x.grad is not None
+                assert_close(x.grad, sharding.shard(full), torch.float32)
+    return found
+
+
+def test_a_forward_without_gradients_is_chosen_for(pool: Pool) -> None:
+    """Where all ranks know that there is no backward: gradients are off, or the handshake says that none needs one."""
+    ring, ulysses = ["ring"], ["ulysses"]
+    assert (
+        pool.run(4, _passes)
+        == [
+            {
+                "no_grad": 3 * ulysses,
+                "inference_mode": ulysses,
+                "nothing needs a gradient": ulysses,
+                "gradients are on": ring,
+                "one rank does": ring,
+                "one rank is under no_grad": ulysses,
+                "checkpoint True": ulysses + ring,  # the forward, and the forward that is recomputed
+                "checkpoint False": 2 * ring,
+            }
+        ]
+        * 4
+    )
+
+
+@on_ranks
+def _one_rank_forgets(group: ProcessGroup, port: int) -> str:
+    """Rank 1 does not turn gradients off."""
+    world = start(port, "one rank forgets", group.rank(), group.size(), timeout_s=2.0)
+    seqpar.init_mesh(ring=-1, device_type="cpu")
+    sharding = seqpar.Sharding(16, "zigzag", group=world)
+    q = torch.randn(1, sharding.seq_local, 4, 8)
+    with forward_takes_ulysses(world), torch.set_grad_enabled(world.rank() == 1):
+        try:
+            seqpar.attention(q, q, q, strategy="auto", sharding=sharding)
+        except RuntimeError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_ranks_that_differ_are_named(own: OwnPool) -> None:
+    """With a sharding no rank asks another one, so their first forward without gradients is a meeting."""
+    for rank, message in enumerate(own.pool.run(2, _one_rank_forgets, own.port)):
+        assert rank == 1 or "torch.no_grad() on all ranks, or on none): rank(s) [1]" in message, message
+        assert "nothing was raised" not in message
+
+
 # The choice
 
 
@@ -162,6 +275,36 @@ def test_measured_overheads_count() -> None:
     assert best(Mask.causal(), 1 << 17, 8, known=slow_ring).strategy == "ulysses"
     slow_ulysses = replace(H100, overheads={"causal": {"ulysses": Overhead(0.0, 9.0)}})
     assert best(Mask.causal(), 1 << 17, 8, known=slow_ulysses).strategy != "ulysses"
+
+
+def test_a_forward_alone_has_costs_of_its_own() -> None:
+    setting = Setting(costs.attention_shape(32, 8, 128), HARDWARE["h100"], Mask.causal(), 1 << 15, ring=4, ulysses=2)
+    forward, backward = (Timeline(), Timeline())
+    RankTimeline(setting).attention(forward)
+    RankTimeline(setting).attention(backward, backward=True)
+    assert attention_seconds(setting, backward=False) == forward.run().seconds
+    assert attention_seconds(setting) == forward.run().seconds + backward.run().seconds
+    names = ("ring", "context_parallel", "hybrid")
+    slow = replace(H100, overheads={"causal": {name: Overhead(1.0) for name in names}})
+    slow = replace(slow, forward_overheads={"causal": {"ulysses": Overhead(1.0)}})
+    summary, chosen = mask_summary(Mask.causal(), 1 << 17, "zigzag", 8), []
+    known: dict[Any, float] = {}
+    for needs_backward in (True, False, True):
+        found = predict(summary, 1 << 17, "zigzag", LLAMA, 8, slow, known, needs_backward)
+        assert found == predict(summary, 1 << 17, "zigzag", LLAMA, 8, slow, None, needs_backward)
+        chosen.append(min(found, key=found.__getitem__).strategy)
+    assert chosen[0] == chosen[2] == "ulysses" != chosen[1]
+
+
+def test_a_forward_alone_has_no_gradients_in_memory() -> None:
+    """K and V of the other ranks take 2 bytes an element, and their gradients 4."""
+    few = AttentionShape(1, 4, 4, 128, torch.bfloat16)
+    summary = mask_summary(Mask.causal(), 1 << 19, "zigzag", 8)
+    gathered = 7 / 8 * (1 << 19) * 2 * 4 * 128 * 2
+    small = replace(H100, hardware=replace(H100.hardware, memory_bytes=gathered / auto._GATHERED_SHARE))
+    for backward in (True, False):
+        found = predict(summary, 1 << 19, "zigzag", few, 8, small, None, backward)
+        assert ("context_parallel" in {c.strategy for c in found}) != backward
 
 
 def test_fit() -> None:
@@ -213,8 +356,11 @@ def test_costs_are_measured_once_and_kept(pool: Pool, tmp_path: Path) -> None:
     texts = pool.run(2, _measure, str(file))
     assert texts[0] == texts[1] == file.read_text()
     found = Costs.from_json(texts[0])
-    assert found.measured and set(found.overheads) == {"causal", "window", "documents"}
-    assert all(set(by_name) == {"ring", "context_parallel", "ulysses"} for by_name in found.overheads.values())
+    assert found.measured
+    for overheads in (found.overheads, found.forward_overheads):
+        assert set(overheads) == {"causal", "window", "documents"}
+        assert all(set(by_name) == {"ring", "context_parallel", "ulysses"} for by_name in overheads.values())
+    assert found.overheads != found.forward_overheads
     assert found.hardware.device == "cpu" and found.hardware.p2p > 1e6
     assert [path.name for path in file.parent.iterdir()] == ["costs.json"]
 
@@ -250,7 +396,7 @@ def test_rank_0s_costs_count(pool: Pool, tmp_path: Path) -> None:
 
 def test_a_file_that_is_damaged_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    for text in ("", "{", "[]", '{"version": 0}', '{"version": 2, "hardware": {}}'):
+    for text in ("", "{", "[]", '{"version": 0}', '{"version": 4, "hardware": {}}'):
         file.write_text(text)
         assert costs._read(file) is None
     text = default_costs(CPU).to_json()
@@ -274,9 +420,9 @@ def test_new_documents_are_not_simulated_each(monkeypatch: pytest.MonkeyPatch) -
     """Of a hundred steps with other documents, most find all four candidates in the table."""
     chance, simulated = random.Random(0), []
 
-    def counted(setting: Setting) -> float:
+    def counted(setting: Setting, backward: bool) -> float:
         simulated.append(setting)
-        return attention_seconds(setting)
+        return attention_seconds(setting, backward)
 
     monkeypatch.setattr(auto, "attention_seconds", counted)
     known: dict[Any, float] = {}

@@ -572,6 +572,7 @@ def test_a_plan_of_64_gpus_is_quick_and_ordered() -> None:
         assert sizes["dp"] * sizes["ring"] * sizes["ulysses"] * sizes["tp"] == 64
         assert choice.seconds == pytest.approx(choice.compute_s + choice.exposed_s, rel=1e-6)
         assert choice.fits == (choice.longest_seq_len >= 1 << 20)
+        assert choice.comm == ("all_gather" if choice.context == "context_parallel" else None)
     assert {"ring", "context_parallel", "ulysses", "hybrid", "tp_sp"} <= {c.strategy for c in plan.choices}
     json.dumps(plan.as_dict())
 

@@ -281,7 +281,7 @@ class AttentionLayer(nn.Module):
             self._check_sharding(sharding, sequence, seq_len)
             self._check_input(x_local, mask, positions, seq_len)
         total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
-        max_position, seed, joins_backward = total, 0, True
+        max_position, seed, joins_backward = total, 0, torch.is_grad_enabled()
         if needs_handshake:
             same = self._constants(groups, layout, dropout_p)
             headers = all_gather_header(lambda: self._header(x_local, mask, positions, same), sequence)
@@ -499,9 +499,7 @@ class UlyssesAttention(AttentionLayer):
 
 
 class AutoAttention(AttentionLayer):
-    """In each call the strategy that is expected to be the fastest, forward and backward. No options.
-
-    See ``seqpar.attention``; the choice is the same where no gradient is needed.
+    """In each call the strategy that is expected to be the fastest, see ``seqpar.attention``. No options.
 
     ``torch.compile`` does not trace it: the layer is a graph break. See ``AttentionLayer`` for the arguments.
     """
@@ -513,7 +511,9 @@ class AutoAttention(AttentionLayer):
         if group is not None and group.size() > 1:
             (batch, _, heads, head_dim), kv_heads = q.shape, k.shape[2]
             shape = AttentionShape(batch, heads, kv_heads, (head_dim + v.shape[3]) // 2, q.dtype)
-            chosen = choose_strategy(call.mask, sequence.seq_len, sequence.layout, shape, group, q.device)
+            chosen = choose_strategy(
+                call.mask, sequence.seq_len, sequence.layout, shape, group, q.device, call.joins_backward
+            )
             ranks = self._ranks(call.sharding)
             groups = resolve(chosen.strategy, ranks.mesh, ranks.group, chosen.options)
             sequence = replace(sequence, ring=groups.ring_size, ulysses=groups.ulysses_size)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import log2
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from torch.distributed import ProcessGroup
 from ..comm.trace import count_choice
 from ..layout import Layout, SequenceSharding
 from ..mask import Mask, Runs
-from ..mesh import ranks_by_host, ranks_per_host
+from ..mesh import global_ranks, ranks_by_host, ranks_per_host
+from ..rendezvous import group_timeout, meet
 from ..strategies import StrategyName, StrategyOptions, compared_options
 from .costs import Costs, MaskKind, attention_shape, costs_of
 from .layer import Setting, attention_seconds
@@ -72,18 +73,37 @@ class Candidate(NamedTuple):
 # By group: what has been chosen, and what has been simulated for it.
 _choices: MutableMapping[ProcessGroup, dict[Hashable, Candidate]] = WeakKeyDictionary()
 _simulated: MutableMapping[ProcessGroup, dict[Hashable, float]] = WeakKeyDictionary()
+# The groups whose ranks have met in a call without gradients.
+_without_gradients: WeakSet[ProcessGroup] = WeakSet()
 
 
 def choose_strategy(
-    mask: Mask, seq_len: int, layout: Layout, shape: AttentionShape, group: ProcessGroup, device: torch.device
+    mask: Mask,
+    seq_len: int,
+    layout: Layout,
+    shape: AttentionShape,
+    group: ProcessGroup,
+    device: torch.device,
+    backward: bool = True,
 ) -> Candidate:
-    """The strategy that is expected to be the fastest, forward and backward, of those that fit into memory.
+    """The strategy that is expected to be the fastest of those that fit into memory.
 
-    All ranks of ``group`` call this with the same arguments. Their first call is collective, see ``costs_of``.
+    All ranks of ``group`` call this with the same arguments. Their first call is collective, see ``costs_of``, and so
+    is the first one without ``backward``: ranks that do not all run without gradients would choose differently, and
+    wait for each other's messages. Of a program in which some never do, the others raise an error that names them.
+
+    Args:
+        mask, seq_len, layout, shape, group, device: the call.
+        backward: whether a backward may follow. Then the choice is that for forward and backward together, otherwise
+            that for forward alone.
     """
     chosen = _choices.setdefault(group, {})
+    if not (backward or group in _without_gradients):
+        purpose = "strategy 'auto' without gradients (torch.no_grad() on all ranks, or on none)"
+        meet(purpose, global_ranks(group), "", group_timeout(group))
+        _without_gradients.add(group)
     summary = mask_summary(mask, seq_len, layout, group.size())
-    key = summary, seq_len, layout, shape, device.type
+    key = summary, seq_len, layout, shape, device.type, backward
     if key not in chosen:
         if len(chosen) >= _MOST:
             chosen.clear()
@@ -96,7 +116,7 @@ def choose_strategy(
         known = _simulated.setdefault(group, {})
         if len(known) >= _MOST:
             known.clear()
-        seconds = predict(summary, seq_len, layout, shape, group.size(), costs, known)
+        seconds = predict(summary, seq_len, layout, shape, group.size(), costs, known, backward)
         chosen[key] = min(seconds, key=seconds.__getitem__)
     count_choice(chosen[key].strategy)
     return chosen[key]
@@ -110,8 +130,10 @@ def predict(
     ranks: int,
     costs: Costs,
     known: dict[Hashable, float] | None = None,
+    backward: bool = True,
 ) -> dict[Candidate, float]:
-    """The seconds of a forward and backward, by strategy; of those that are as fast, the simplest first.
+    """The seconds of a forward, with ``backward`` and its backward, by strategy; of those that are as fast, the
+    simplest first.
 
     ``known`` holds what was simulated with the same costs.
     """
@@ -131,15 +153,15 @@ def predict(
             gather=candidate.strategy == "context_parallel",
             dtype=shape.dtype,
         )
-        if setting.gather and _gathered_bytes(setting) > _GATHERED_SHARE * costs.hardware.memory_bytes:
+        if setting.gather and _gathered_bytes(setting, backward) > _GATHERED_SHARE * costs.hardware.memory_bytes:
             continue
         share = summary.imbalance.get(ring)
-        key = summary.mask, seq_len, layout, shape, candidate, share
+        key = summary.mask, seq_len, layout, shape, candidate, share, backward
         if key not in known:
             if share is not None:
                 setting = replace(setting, hardware=_slower(setting, share / setting.imbalance()))
-            known[key] = attention_seconds(setting)
-        seconds[candidate] = costs.seconds(summary.kind, candidate.strategy, known[key])
+            known[key] = attention_seconds(setting, backward)
+        seconds[candidate] = costs.seconds(summary.kind, candidate.strategy, known[key], backward)
     return seconds
 
 
@@ -154,10 +176,10 @@ def candidates(ranks: int, heads: int) -> Iterator[Candidate]:
             yield Candidate("hybrid", ulysses)
 
 
-def _gathered_bytes(setting: Setting) -> float:
-    """Bytes of the keys and values of the other ranks, and of their gradients in float32."""
+def _gathered_bytes(setting: Setting, backward: bool) -> float:
+    """Bytes of the keys and values of the other ranks, with ``backward`` and of their gradients in float32."""
     m, rest = setting.model, (setting.ring - 1) / setting.ring
-    return rest * setting.batch * setting.seq_len * 2 * m.d_kv * (setting.dtype.itemsize + 4)
+    return rest * setting.batch * setting.seq_len * 2 * m.d_kv * (setting.dtype.itemsize + (4 if backward else 0))
 
 
 def _slower(setting: Setting, factor: float) -> Any:

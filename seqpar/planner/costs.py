@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Literal
@@ -43,7 +44,8 @@ from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
 from .layer import Setting, attention_seconds
 from .model import ModelShape
 
-_VERSION = 3  # of the file
+_VERSION = 4  # of the file
+_PASSES = "overheads", "forward_overheads"  # those fields of ``Costs``
 _DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 answers instead of costs
 _ROUNDS = 5
 # Kinds of masks, whose kernels lose differently much beside their operations.
@@ -79,6 +81,10 @@ class Overhead:
     factor: float = 1.0
 
 
+# By kind of mask and strategy.
+Overheads = Mapping[str, Mapping[str, Overhead]]
+
+
 @dataclass(frozen=True)
 class Costs:
     """What the ranks of a group cost.
@@ -86,24 +92,31 @@ class Costs:
     Attributes:
         hardware: rates of kernels and links.
         overheads: by kind of mask and strategy, of forward and backward together. What is not there has none.
+        forward_overheads: the same of forward alone.
         measured: whether the rates were measured, not taken from a table.
     """
 
     hardware: Hardware
-    overheads: Mapping[str, Mapping[str, Overhead]] = field(default_factory=dict)
+    overheads: Overheads = field(default_factory=dict)
+    forward_overheads: Overheads = field(default_factory=dict)
     measured: bool = False
 
-    def seconds(self, kind: MaskKind, strategy: str, simulated: float) -> float:
-        """What a forward and backward takes that the simulation says takes ``simulated`` seconds."""
-        overhead = self.overheads.get(kind, {}).get(strategy, Overhead())
+    def seconds(self, kind: MaskKind, strategy: str, simulated: float, backward: bool = True) -> float:
+        """What a forward, with ``backward`` and its backward, takes that the simulation says takes ``simulated``
+        seconds."""
+        overheads = self.overheads if backward else self.forward_overheads
+        overhead = overheads.get(kind, {}).get(strategy, Overhead())
         return overhead.fixed + overhead.factor * simulated
 
     def to_json(self) -> str:
         hardware = asdict(self.hardware) | {
             "attention": {name: [r.forward, r.backward, r.carries] for name, r in self.hardware.attention.items()}
         }
-        overheads = {kind: {name: asdict(x) for name, x in by.items()} for kind, by in self.overheads.items()}
-        return json.dumps({"version": _VERSION, "hardware": hardware, "overheads": overheads})
+        passes = {
+            field: {kind: {name: asdict(x) for name, x in by.items()} for kind, by in getattr(self, field).items()}
+            for field in _PASSES
+        }
+        return json.dumps({"version": _VERSION, "hardware": hardware, **passes})
 
     @staticmethod
     def from_json(text: str) -> Costs:
@@ -115,8 +128,11 @@ class Costs:
             value = json.loads(text)
             if value["version"] != _VERSION:
                 raise ValueError(f"version {value['version']}, expected {_VERSION}")
-            overheads = {k: {name: Overhead(**x) for name, x in by.items()} for k, by in value["overheads"].items()}
-            return Costs(hardware_of(value["hardware"]), overheads, True)
+            passes = {
+                field: {kind: {name: Overhead(**x) for name, x in by.items()} for kind, by in value[field].items()}
+                for field in _PASSES
+            }
+            return Costs(hardware_of(value["hardware"]), **passes, measured=True)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"costs: {error!r}") from error
 
@@ -268,9 +284,10 @@ class _Measurement:
         masks.append(("window", long, Mask.sliding_window(long // 4)))
         masks.append(("documents", long, Mask.documents([*range(0, long, -(-long // 8)), long])))
         runs = {
-            (name, i): self._attention(name, tokens, mask)
+            (name, i, backward): self._attention(name, tokens, mask, backward)
             for i, (_, tokens, mask) in enumerate(masks)
             for name in self._strategies()
+            for backward in (False, True)
         }
         measured = dict.fromkeys(runs, inf)
         for number in range(_ROUNDS + 1):
@@ -278,15 +295,17 @@ class _Measurement:
                 seconds = self._seconds(run)
                 if number:  # the first round connects ranks and compiles kernels
                     measured[key] = min(measured[key], seconds)  # other programs only add
-        overheads: dict[str, dict[str, Overhead]] = {}
-        for name in self._strategies():
-            simulated = [attention_seconds(self._setting(hardware, name, tokens, mask)) for _, tokens, mask in masks]
-            causal = fit(simulated[:2], [measured[name, i] for i in (0, 1)])
+        both: dict[str, dict[str, Overhead]] = {}
+        forward: dict[str, dict[str, Overhead]] = {}
+        for name, (backward, overheads) in product(self._strategies(), ((True, both), (False, forward))):
+            settings = [self._setting(hardware, name, tokens, mask) for _, tokens, mask in masks]
+            simulated = [attention_seconds(setting, backward) for setting in settings]
+            causal = fit(simulated[:2], [measured[name, i, backward] for i in (0, 1)])
             overheads.setdefault("causal", {})[name] = causal
             for i, (kind, *_) in enumerate(masks[2:], start=2):
-                factor = max(0.1, (measured[name, i] - causal.fixed) / max(1e-12, simulated[i]))
+                factor = max(0.1, (measured[name, i, backward] - causal.fixed) / max(1e-12, simulated[i]))
                 overheads.setdefault(kind, {})[name] = Overhead(causal.fixed, factor)
-        return Costs(hardware, overheads, True)
+        return Costs(hardware, both, forward, True)
 
     # Strategies
 
@@ -313,15 +332,15 @@ class _Measurement:
             dtype=self._dtype,
         )
 
-    def _attention(self, name: str, tokens: int, mask: Mask) -> Callable[[], None]:
-        """Forward and backward of attention by a strategy; "local": of all tokens, on each rank."""
+    def _attention(self, name: str, tokens: int, mask: Mask, backward: bool) -> Callable[[], None]:
+        """Forward and, with ``backward``, backward of attention by a strategy; "local": of all tokens, on each rank."""
         group = None if name == "local" else self._group
         groups = resolve(name, None, group, compared_options(name))
         sequence = SequenceSharding(tokens, _LAYOUT, groups.ring_size, groups.ulysses_size)
         rank = 0 if group is None else group.rank()
         held = len(sequence.rank_positions(rank))
         shape = (1, held, self._heads, self._head_dim)  # [b, s, h, d]
-        q, k, v = (self._random(shape).requires_grad_() for _ in range(3))
+        q, k, v = (self._random(shape).requires_grad_(backward) for _ in range(3))
         dout = self._random(shape)
 
         def run() -> None:
@@ -340,8 +359,10 @@ class _Measurement:
                 sharding=None,
                 mesh=None,
                 group=group,
+                joins_backward=backward,
             )
-            out.backward(dout)
+            if backward:
+                out.backward(dout)
 
         return run
 
@@ -355,11 +376,16 @@ class _Measurement:
     def _hardware(self) -> Hardware:
         cuda = self._device.type == "cuda"
         tokens = 4096 if cuda else 1024
-        small, large = (self._kernel(n) for n in (64, tokens))
+        (small_forward, small), (forward, both) = (self._kernel(n) for n in (64, tokens))
         tile = HARDWARE["h100"].tile
         pairs = tokens * (tokens + tile) / 2
-        operations = 14.0 * pairs * self._heads * self._head_dim
-        rate = operations / max(1e-9, large - small)
+        operations = 2.0 * pairs * self._heads * self._head_dim  # of one product; forward has 2, backward 5
+        rate = 7 * operations / max(1e-9, both - small)
+        rates = AttentionRate(
+            2 * operations / max(1e-9, forward - small_forward),
+            5 * operations / max(1e-9, both - small - (forward - small_forward)),
+            carries=True,
+        )
         copied = torch.zeros(self._message, dtype=torch.uint8, device=self._device)
         target = torch.empty_like(copied)
         per_host = len(self._hosts[0]) if len({len(host) for host in self._hosts}) == 1 else 1
@@ -370,8 +396,7 @@ class _Measurement:
             name=device_name(self._device),
             peak_flops=rate,
             gemm_flops=rate,
-            # A backward has 2.5 times the products. That its rate is the forward's is near enough for a sum of both.
-            attention={"measured": AttentionRate(rate, rate, carries=True)},
+            attention={"measured": rates},
             memory_bytes=float(memory),
             memory_bandwidth=2 * copied.nbytes / self._best(lambda: target.copy_(copied)),
             kernel=small / 2,
@@ -385,9 +410,10 @@ class _Measurement:
             all_to_all=links.all_to_all,
         )
 
-    def _kernel(self, tokens: int) -> float:
-        """Forward and backward of attention on one rank, while the others do the same."""
-        return self._best(self._attention("local", tokens, Mask.causal()))
+    def _kernel(self, tokens: int) -> tuple[float, float]:
+        """Forward of attention on one rank, while the others do the same; forward and backward."""
+        forward, both = (self._best(self._attention("local", tokens, Mask.causal(), x)) for x in (False, True))
+        return forward, both
 
     def _links(self, per_host: int) -> Hardware:
         """Hardware with this group's bytes a second of each rank, while all ranks send."""

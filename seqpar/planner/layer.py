@@ -547,12 +547,12 @@ class RankTimeline:
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
 
 
-def attention_seconds(setting: Setting) -> float:
-    """Seconds of attention alone, forward and backward, on the slowest rank."""
+def attention_seconds(setting: Setting, backward: bool = True) -> float:
+    """Seconds of attention alone on the slowest rank, forward and, with ``backward``, backward."""
     rank, seconds = RankTimeline(setting), 0.0
-    for backward in (False, True):
+    for is_backward in (False, True)[: 1 + backward]:
         timeline = Timeline()
-        rank.attention(timeline, backward)
+        rank.attention(timeline, is_backward)
         seconds += timeline.run().seconds
     return seconds
 
