@@ -1,7 +1,8 @@
 """Where the time of one step goes on each rank: computation, messages under way, waiting for them.
 
-torch's profiler records one step. On a CPU, gloo's operations are under way as long as the profiler says, waits are the
-calls of ``Work.wait``, and the rest of the calling thread's time is computation. On CUDA, the kernels of NCCL are the
+torch's profiler records one step. On a CPU, gloo's operations are under way as long as the profiler says, and messages
+through shared memory while they are sent; waits are the calls that wait for either, which read messages in shared memory
+too, and the rest of the calling thread's time is computation. On CUDA, the kernels of NCCL are the
 messages, the other kernels are the computation, and a gap between those is a wait.
 """
 
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ...comm.host_messages import HostMessages, Receiving
+
 Span = tuple[float, float]  # seconds since the step began
-_WAIT, _STEP = "wait for messages", "step"
+_WAIT, _SEND, _STEP = "wait for messages", "send a message", "step"
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Timeline:
 def record(run: Callable[[], object], device: torch.device, chrome: Path | None = None) -> Timeline:
     """Run one step under the profiler, and write its Chrome trace if asked to."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with _named_waits(), profile(activities=activities) as profiler, record_function(_STEP):
+    with _named_messages(), profile(activities=activities) as profiler, record_function(_STEP):
         run()
     if chrome is not None:
         profiler.export_chrome_trace(str(chrome))
@@ -42,20 +45,26 @@ def record(run: Callable[[], object], device: torch.device, chrome: Path | None 
 
 
 @contextmanager
-def _named_waits() -> Iterator[None]:
-    """Waits for torch.distributed's work appear in the profile, whoever waits."""
-    works: Any = dist.Work
-    original = works.wait
+def _named_messages() -> Iterator[None]:
+    """Waits for messages appear in the profile, whoever waits, and so does sending them through shared memory."""
+    with _named(dist.Work, "wait", _WAIT), _named(Receiving, "wait", _WAIT), _named(HostMessages, "send", _SEND):
+        yield
 
-    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-        with record_function(_WAIT):
-            return original(work, *args, **kwargs)
 
-    works.wait = wait
+@contextmanager
+def _named(owner: Any, method: str, name: str) -> Iterator[None]:
+    """Calls of a method of the class ``owner`` appear in the profile."""
+    original = getattr(owner, method)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return original(*args, **kwargs)
+
+    setattr(owner, method, named)
     try:
         yield
     finally:
-        works.wait = original
+        setattr(owner, method, original)
 
 
 def on_cpu(events: Iterable[Any]) -> Timeline:
@@ -71,7 +80,7 @@ def on_cpu(events: Iterable[Any]) -> Timeline:
         )
 
     waits = spans(lambda name: name == _WAIT)
-    sends = spans(lambda name: name.startswith("gloo:"))
+    sends = spans(lambda name: name == _SEND or name.startswith("gloo:"))
     return Timeline(gaps(waits, 0.0, (step.end - step.start) / 1e6), sends, waits)
 
 
