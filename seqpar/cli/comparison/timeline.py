@@ -1,9 +1,9 @@
 """Where the time of one step goes on each rank: computation, messages under way, waiting for them.
 
 torch's profiler records one step. On a CPU, gloo's operations are under way as long as the profiler says, and messages
-through shared memory while they are sent; waits are the calls that wait for either, which read messages in shared memory
-too, and the rest of the calling thread's time is computation. On CUDA, the kernels of NCCL are the
-messages, the other kernels are the computation, and a gap between those is a wait.
+through shared memory while they are written. Waits are the calls that wait for either. The rest of the calling thread's
+time is computation. On CUDA, the kernels of NCCL are the messages, the other kernels are the computation, and a gap
+between those is a wait.
 """
 
 from __future__ import annotations
