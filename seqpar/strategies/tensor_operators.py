@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import ParallelContext, rank_in
-from ..opaque import constant
+from ..opaque import Opaque, constant
 from ..sharding import Sharding
 from .autograd import to_autocast_dtype
 from .operators import AttentionOptions, placement
@@ -31,7 +31,7 @@ _LEAST = 2
 
 @constant(AttentionOptions)
 @dataclass(frozen=True)
-class ChunkOptions:
+class ChunkOptions(Opaque):
     """The constants of ``SequenceChunks``.
 
     Attributes:
