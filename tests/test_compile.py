@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask, Sharding
+from seqpar.layers.sharded_vocab import VocabPart
+from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
+from seqpar.layout import split_range
 from seqpar.mesh import ParallelContext
 from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
@@ -47,6 +51,33 @@ def documents(seq_len: int, step: int) -> Mask:
     """Other documents at each step, and another number of them."""
     starts = sorted({0, *((7 * step + 11 * i) % seq_len for i in range(1 + step % 4))})
     return Mask.documents([*starts, seq_len])
+
+
+class LanguageModel(torch.nn.Module):
+    """An embedding and a head of a sharded vocabulary. Its output is a scalar of the losses, computed in two ways."""
+
+    def __init__(self, vocabulary: int, group: ProcessGroup) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"group": group, "dtype": torch.float64}
+        self.vocabulary = vocabulary
+        self.embedding = seqpar.VocabParallelEmbedding(vocabulary, HIDDEN, **where)
+        self.head = seqpar.VocabParallelHead(HIDDEN, vocabulary, bias=True, **where)
+
+    def forward(self, ids: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
+        x = self.embedding(ids, sharding).sin()  # [b, s, hidden]
+        logits = self.head(x, None, sharding)
+        of_logits = seqpar.vocab_parallel_cross_entropy(logits, labels, self.vocabulary, sharding=sharding)
+        in_chunks = self.head(x, labels, sharding, chunk_tokens=5)
+        return of_logits.square().sum() + in_chunks.sin().sum()
+
+
+def losses_on_one_device(ids: Tensor, labels: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """What ``LanguageModel`` returns, and the gradients of the embedding's weight, the head's and its bias."""
+    embedding, weight, bias = leaves = [w.clone().requires_grad_() for w in weights]
+    logits = F.linear(F.embedding(ids, embedding).sin(), weight, bias)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    value = losses.square().sum() + losses.sin().sum()
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
 def counting(graphs: list[str], backend: str) -> Callable[..., Any]:
@@ -105,6 +136,44 @@ def test_every_layer_class_is_compiled() -> None:
 
 def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
     assert pool.run(2, compare_over_steps, "activations", "aot_eager", 3, deadline_s=240.0) == [1, 1]
+
+
+@on_ranks
+def compare_language_models(group: ProcessGroup, vocabulary: int, backend: str, steps: int) -> int:
+    """Compare a compiled model with one device on sequences of new lengths; returns the number of graphs."""
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    shapes = (vocabulary, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    model = LanguageModel(vocabulary, group)
+    names = "embedding.weight", "head.weight", "head.bias"
+    model.load_state_dict(dict(zip(names, weights, strict=True)))
+    mine = split_range(vocabulary, group.size(), group.rank())
+    graphs: list[str] = []
+    compiled = torch.compile(model, backend=counting(graphs, backend), fullgraph=True)
+    for step in range(steps):
+        seq_len = 31 + 3 * step
+        sharding = Sharding(seq_len, "zigzag", group=group, strategy="tp_sp")
+        full = torch.randint(vocabulary, (2, 2, seq_len))
+        full[1, :, 3:6] = -100
+        ids, labels = (sharding.shard(x) for x in full)
+        for x in (ids, labels):
+            torch._dynamo.mark_dynamic(x, 1)
+        model.zero_grad()
+        value = compiled(ids, labels, sharding)
+        value.backward()
+        found = [value.detach(), *(model.get_parameter(name).grad for name in names)]
+        expected, *gradients = losses_on_one_device(*full, weights)
+        for actual, want in zip(found, [expected, *(d[mine.start : mine.stop] for d in gradients)], strict=True):
+            assert actual is not None
+            torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-11)
+    return len(graphs)
+
+
+# Uneven parts of the vocabulary, and more ranks than entries.
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 37), (2, 37), (4, 3)])
+def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vocabulary: int) -> None:
+    assert pool.run(ranks, compare_language_models, vocabulary, "aot_eager", 4, deadline_s=240.0) == [1] * ranks
 
 
 @on_ranks
@@ -182,6 +251,23 @@ def check_tensor_parallel_operators(group: ProcessGroup) -> None:
 
 def test_opcheck_of_tensor_parallel_operators(pool: Pool) -> None:
     pool.run(2, check_tensor_parallel_operators, deadline_s=240.0)
+
+
+@on_ranks
+def check_vocabulary_operators(group: ProcessGroup) -> None:
+    sharding, ranks = Sharding(22, "zigzag", group=group, strategy="tp_sp"), ParallelContext(None, group)
+    part = VocabPart.of_rank(11, group)
+    ids = sharding.shard(torch.arange(22)[None] % 11)
+    weight, bias = torch.randn(part.size, 8, requires_grad=True), torch.randn(part.size, requires_grad=True)
+    torch.library.opcheck(embedding_op, (ids, weight, 11, part, sharding, ranks))
+    x, logits = (torch.randn(1, *shape, requires_grad=True) for shape in ((sharding.seq_local, 8), (22, part.size)))
+    torch.library.opcheck(cross_entropy_op, (logits, ids, 11, -100, sharding))
+    for given in (bias, None):
+        torch.library.opcheck(linear_cross_entropy_op, (x, weight, given, ids, 11, part, 4, sharding, ranks))
+
+
+def test_opcheck_of_vocabulary_operators(pool: Pool) -> None:
+    pool.run(2, check_vocabulary_operators, deadline_s=240.0)
 
 
 @on_ranks
