@@ -230,8 +230,8 @@ class AttentionLayer(nn.Module):
             ValueError: a wrong value, or ranks that disagree, before any payload is sent.
             RuntimeError: another rank raised an error on its own input.
 
-        ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding`` and needs no
-        handshake. Otherwise the layer is one graph break in the code around it.
+        ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding`` and its rotary
+        embedding is not "dynamic". Otherwise the layer is one graph break in the code around it.
         """
         if torch.compiler.is_compiling() and self._is_traceable(sharding, positions, seq_len):
             return self._traced(x_local, mask, sharding, positions)

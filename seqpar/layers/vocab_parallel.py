@@ -89,7 +89,7 @@ class VocabParallelEmbedding(nn.Module):
         Args:
             ids: int64 ``[batch, seq]``.
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
-                their lengths in a handshake.
+                their lengths in a handshake, which is a graph break under ``torch.compile``.
 
         Returns:
             ``[batch, seq, hidden]`` in the dtype of the weight.
@@ -183,7 +183,7 @@ class VocabParallelHead(nn.Linear):
             x_local: ``[batch, seq, hidden]``, of this rank's tokens.
             labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
-                their lengths in a handshake.
+                their lengths in a handshake, which is a graph break under ``torch.compile``.
             ignore_index: the label of tokens without loss.
             chunk_tokens: with labels, how many tokens at a time; by default as many as have 128 MiB of float32 logits.
 
@@ -281,7 +281,7 @@ def vocab_parallel_cross_entropy(
         mesh: as given to ``VocabParallelHead``.
         group: as given to ``VocabParallelHead``.
         sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it,
-            the ranks exchange their lengths in a handshake.
+            the ranks exchange their lengths in a handshake, which is a graph break under ``torch.compile``.
         ignore_index: the label of tokens without loss.
 
     Returns:
