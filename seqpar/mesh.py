@@ -203,7 +203,7 @@ def _agree_on_mesh(spec: tuple[Any, ...]) -> None:
     assert world is not None
     ranks = range(world.size())
     entries = [
-        json.loads(x) for x in meet("init_mesh", ranks, json.dumps([spec, _own_host()]), group_timeout(world)).values
+        json.loads(x) for x in meet("init_mesh", ranks, json.dumps([spec, host_name()]), group_timeout(world)).values
     ]
     specs = {tuple(entry[0]): rank for rank, entry in reversed(list(enumerate(entries)))}
     if len(specs) > 1:
@@ -237,7 +237,7 @@ def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
     if members not in known:
         everyone = known.get(tuple(range(world.size())))
         known[members] = (
-            tuple(meet("the hosts of a group", members, _own_host(), group_timeout(parent_group(group))).values)
+            tuple(meet("the hosts of a group", members, host_name(), group_timeout(parent_group(group))).values)
             if everyone is None
             else tuple(everyone[rank] for rank in members)
         )
@@ -262,7 +262,7 @@ def _ranks_of_equal(values: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, ranks.values()))
 
 
-def _own_host() -> str:
+def host_name() -> str:
     """A name of this host that no other host has. Containers on different hosts may have equal host names."""
     if (name := os.environ.get("SEQPAR_HOST")) is not None:
         return name

@@ -32,8 +32,10 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
+from seqpar.comm import host_messages
 
 WORLDS = (1, 2, 3, 4, 8)
+_IN_SHARED_MEMORY = (3, 8)
 _START_DEADLINE_S = 120.0
 # When a rank has failed, the other ranks get this long to report: their error may be the one that explains it.
 _GRACE_S = 3.0
@@ -85,7 +87,13 @@ class Pool:
         self._groups = 0
 
     def run(
-        self, world: int, body: Callable[..., Result], *args: Any, deadline_s: float | None = None, **kwargs: Any
+        self,
+        world: int,
+        body: Callable[..., Result],
+        *args: Any,
+        deadline_s: float | None = None,
+        shared_memory: bool | None = None,
+        **kwargs: Any,
     ) -> list[Result]:
         """Call ``body(group, *args, **kwargs)`` on ranks ``0..world-1`` and return the results by rank.
 
@@ -94,6 +102,8 @@ class Pool:
             body: a top-level function that the workers can import, marked ``@on_ranks``. ``group`` is the process
                 group of those ranks.
             deadline_s: seconds until all ranks must have returned; ``self.deadline_s`` by default.
+            shared_memory: whether attention's messages go through shared memory instead of gloo. By default they do
+                among 3 and 8 ranks, so that tests at several world sizes try both.
 
         Raises:
             WorkerError: a rank raised, died or missed the deadline.
@@ -102,7 +112,8 @@ class Pool:
             raise ValueError(f"world={world}: the pool has groups of {self.worlds} ranks")
         if not self._processes:
             self._start()
-        message = pickle.dumps((world, body, args, kwargs))
+        shared_memory = world in _IN_SHARED_MEMORY if shared_memory is None else shared_memory
+        message = pickle.dumps((world, shared_memory, body, args, kwargs))
         for pipe in self._pipes[:world]:
             pipe.send_bytes(message)
         return self._collect(world, self.deadline_s if deadline_s is None else deadline_s)
@@ -240,7 +251,8 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
         except EOFError:
             return
         try:
-            world, body, args, kwargs = pickle.loads(message)
+            world, shared_memory, body, args, kwargs = pickle.loads(message)
+            os.environ[host_messages.VARIABLE] = str(int(shared_memory))
             result = body(groups[world], *args, **kwargs)
             answer = pickle.dumps((True, result, dist.get_pg_count()))
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import product
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.comm import collectives
+from seqpar.comm.host_messages import VARIABLE
 from seqpar.layout import LAYOUTS
 
 from .cases import Batch
@@ -118,7 +120,7 @@ def watch(forward: Callable[[], None], backward: Callable[[], None]) -> Sent:
 
 
 def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
-    """Run ``work``; the fields of ``Sent`` in one direction."""
+    """Run ``work`` over gloo; the fields of ``Sent`` in one direction."""
     handed_over = p2p = 0
     send, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
     all_gather, reduce_scatter = collectives.all_gather_single, collectives.reduce_scatter_single
@@ -148,6 +150,7 @@ def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
         return reduce_scatter(output, input, **kwargs)
 
     with (
+        mock.patch.dict(os.environ, {VARIABLE: "0"}),
         mock.patch.object(collectives, "all_gather_single", watched_all_gather),
         mock.patch.object(collectives, "reduce_scatter_single", watched_reduce_scatter),
         mock.patch.object(dist, "batch_isend_irecv", watched_send),

@@ -72,7 +72,7 @@ def made() -> dict[Any, ProcessGroup]:
     """The communicators of this process."""
     world = dist.group.WORLD
     assert world is not None
-    return dict(communicators._made.get(world, {}))
+    return dict(communicators._made.now())
 
 
 @on_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from seqpar import Mask
+from seqpar.comm.host_messages import VARIABLE
 from seqpar.comm.p2p import Message, Pending
 from seqpar.heads import Heads
 from seqpar.kernels.base import Score
@@ -28,7 +30,7 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     """The groups of messages that ring attention starts on one rank, in forward and in backward."""
     groups: list[Group] = []
 
-    def record(sends: Sequence[Message], receives: Sequence[Message], ranks: range) -> Pending:
+    def record(sends: Sequence[Message], receives: Sequence[Message], ranks: range, borrow: bool) -> Pending:
         operations = [Operation(True, ranks[peer]) for peer, _ in sends]
         groups.append(operations + [Operation(False, ranks[peer]) for peer, _ in receives])
         return Pending()
@@ -48,6 +50,7 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
         mock.patch.dict(calls._CHUNK_BYTES, cpu=1),
+        mock.patch.dict(os.environ, {VARIABLE: "0"}),
         mock.patch.object(remote, "exchange", record),
         mock.patch.object(remote, "make_ready"),
         mock.patch.object(ring, "select", return_value=stub),

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..comm.collectives import start_all_gather
-from ..comm.communicator import communicator
+from ..comm.collectives import start_all_gather, start_all_to_all
 from ..comm.p2p import exchange
 from ..functional import attention
 from ..kernels import BACKENDS
@@ -152,8 +151,9 @@ def measure_links(group: ProcessGroup, device: torch.device) -> Iterator[Link]:
         exchange([((rank + 1) % ranks, sent)], [((rank - 1) % ranks, received)], group).wait()
 
     def all_to_all(size: int) -> None:
-        sent = torch.empty(ranks, -(-size // (ranks - 1)), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(torch.empty_like(sent), sent, group=communicator(group, device))
+        each = -(-size // (ranks - 1))
+        sent = torch.empty(ranks * each, dtype=torch.uint8, device=device)
+        start_all_to_all(sent, [each] * ranks, [each] * ranks, group)[1].wait()
 
     def all_gather(size: int) -> None:
         start_all_gather(torch.empty(-(-size // (ranks - 1)), dtype=torch.uint8, device=device), group)[1].wait()

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ..mesh import Ranks
 from .communicator import communicator
+from .host_messages import host_messages
 from .p2p import Pending
 from .trace import count_sent
 
@@ -82,10 +83,15 @@ def start_all_gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     gathered = x.new_empty(ranks.size(), *x.shape)
     if not x.numel():
         return gathered, Pending()
+    count_sent(x.nbytes * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
+    if (host := host_messages(ranks, x.device)) is not None:
+        rank, peers = ranks.rank(), [peer for peer in range(ranks.size()) if peer != ranks.rank()]
+        host.send(peers, x)
+        gathered[rank].copy_(x)
+        return gathered, Pending([host.receive(peer, gathered[peer]) for peer in peers], [x, gathered])
     # As bytes, which every backend takes.
     sent, received = (y.view(-1).view(torch.uint8) for y in (x, gathered))
     work = all_gather_single(received, sent, group=communicator(ranks, x.device), async_op=True)
-    count_sent(sent.numel() * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
     return gathered, Pending([work], [x, gathered])
 
 
@@ -94,9 +100,49 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     total = torch.empty_like(x[0])
     if not x.numel():
         return total, Pending()
-    work = reduce_scatter_single(total.view(-1), x.view(-1), group=communicator(ranks, x.device), async_op=True)
     count_sent(total.nbytes * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
+    if (host := host_messages(ranks, x.device)) is not None:
+        peers = [peer for peer in range(ranks.size()) if peer != ranks.rank()]
+        for peer in peers:
+            host.send([peer], x[peer])
+        total.copy_(x[ranks.rank()])
+        return total, Pending([host.receive(peer, total, "add") for peer in peers], [x, total])
+    work = reduce_scatter_single(total.view(-1), x.view(-1), group=communicator(ranks, x.device), async_op=True)
     return total, Pending([work], [x, total])
+
+
+def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Ranks) -> tuple[Tensor, Pending]:
+    """Start to send each rank its part of ``x``, contiguous.
+
+    Args:
+        x: the parts, one after another.
+        sends: by rank, the elements of its part.
+        receives: by rank, the elements that it sends to this rank.
+        ranks: the ranks.
+
+    Returns:
+        The received parts, one after another, in one dimension.
+    """
+    received, rank = x.new_empty(sum(receives)), ranks.rank()
+    if ranks.size() == 1:
+        return received.copy_(x.view(-1)), Pending()
+    for peer, elements in enumerate(sends):
+        if peer != rank and elements:
+            count_sent(elements * x.element_size(), ranks, peer)
+    if (host := host_messages(ranks, x.device)) is not None:
+        parts, targets = x.view(-1).split_with_sizes(list(sends)), received.split_with_sizes(list(receives))
+        for peer, part in enumerate(parts):
+            if peer != rank and part.numel():
+                host.send([peer], part)
+        targets[rank].copy_(parts[rank])
+        works = [host.receive(peer, y) for peer, y in enumerate(targets) if peer != rank and y.numel()]
+        return received, Pending(works, [x, received])
+    # As bytes, which every backend takes.
+    into, sent = received.view(torch.uint8), x.view(-1).view(torch.uint8)
+    into_sizes, sent_sizes = ([elements * x.element_size() for elements in counts] for counts in (receives, sends))
+    group = communicator(ranks, x.device)
+    work = dist.all_to_all_single(into, sent, into_sizes, sent_sizes, group=group, async_op=True)
+    return received, Pending([work], [x, received])
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,9 +40,39 @@ Purpose = Literal["messages", "handshake", "nothing"]
 # that their own error, which names the ranks that are missing, comes first.
 _HANDSHAKE_MARGIN = timedelta(seconds=60)
 
-_Communicators = dict[tuple[Purpose, str, tuple[int, ...]], ProcessGroup]
-# By default group, so that they end with it.
-_made: MutableMapping[ProcessGroup, _Communicators] = WeakKeyDictionary()
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+
+class MadeOnce(Generic[Key, Made]):
+    """What is made once, and ends with the default group.
+
+    Args:
+        end: what is done with each of them at the end.
+    """
+
+    def __init__(self, end: Callable[[Made], None]) -> None:
+        self._end = end
+        self._made: MutableMapping[ProcessGroup, dict[Key, Made]] = WeakKeyDictionary()
+
+    def now(self) -> dict[Key, Made]:
+        """What has been made since the default group started, to which more may be added."""
+        world = dist.group.WORLD
+        assert world is not None
+        if world not in self._made:
+            for ended in list(self._made.values()):  # torch's own modules may hold a default group that was destroyed
+                self._end_all(ended)
+            made: dict[Key, Made] = {}
+            self._made[world] = made
+            weakref.finalize(world, self._end_all, made)
+        return self._made[world]
+
+    def _end_all(self, made: dict[Key, Made]) -> None:
+        for one in made.values():
+            self._end(one)
+        made.clear()
+
+
 _sends_nothing = False
 
 
@@ -83,26 +113,18 @@ def communicator(
     Raises:
         RuntimeError: in the first call, some ranks did not arrive; the message names them.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _made:
-        for ended in list(_made.values()):  # a default group may be held after it was destroyed, by torch's own modules
-            _shut_down(ended)
-        made: _Communicators = {}
-        _made[world] = made
-        weakref.finalize(world, _shut_down, made)
     if _sends_nothing and purpose == "messages":
         purpose = "nothing"
     key = (purpose, device.type, global_ranks(ranks))
-    if key not in _made[world]:
-        _made[world][key] = _make(ranks, device, purpose, patience)
-    return _made[world][key]
+    made = _made.now()
+    if key not in made:
+        made[key] = _make(ranks, device, purpose, patience)
+    return made[key]
 
 
 def existing_communicators() -> list[ProcessGroup]:
     """The communicators that this process has made since the default group started."""
-    world = dist.group.WORLD
-    return list(_made.get(world, {}).values()) if world is not None else []
+    return list(_made.now().values()) if dist.group.WORLD is not None else []
 
 
 def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timedelta | None) -> ProcessGroup:
@@ -166,8 +188,9 @@ def _fake(rank: int, size: int) -> Any:
     return c10d.Backend._plugins["FAKE"].creator_fn(options, None)
 
 
-def _shut_down(made: _Communicators) -> None:
-    for group in made.values():
-        c10d._world.pg_group_ranks.pop(group, None)
-        group.shutdown()
-    made.clear()
+def _shut_down(group: ProcessGroup) -> None:
+    c10d._world.pg_group_ranks.pop(group, None)
+    group.shutdown()
+
+
+_made: MadeOnce[tuple[Purpose, str, tuple[int, ...]], ProcessGroup] = MadeOnce(_shut_down)

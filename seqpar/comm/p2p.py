@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,18 @@ from torch import Tensor
 from ..mesh import Ranks
 from ..rendezvous import ADVICE
 from .communicator import communicator
+from .host_messages import How, host_messages
 from .streams import posting_stream
 from .trace import count_sent
 
 Message = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent to it or received from it
+
+
+class Started(Protocol):
+    """An operation that has been started, such as PyTorch's ``Work``."""
+
+    def wait(self) -> Any:
+        """Wait until it is done. On CUDA, the current stream waits instead of the host."""
 
 
 class Pending:
@@ -23,7 +32,7 @@ class Pending:
     Buffers on a ``TransferStream`` are held by it from then on, until their readers have been launched.
     """
 
-    def __init__(self, works: Sequence[dist.Work | None] = (), buffers: Sequence[Tensor] = ()) -> None:
+    def __init__(self, works: Sequence[Started | None] = (), buffers: Sequence[Tensor] = ()) -> None:
         self._works = works
         self._buffers = buffers
         self._posted_from = posting_stream()
@@ -56,11 +65,20 @@ def make_ready(ranks: Ranks | None, device: torch.device) -> None:
     NCCL connects ranks at the first operation of their group, in which every rank must take part. A step of a schedule
     may leave some ranks out, so it cannot be the first operation.
     """
-    if ranks is not None and ranks.size() > 1:
+    if ranks is not None and ranks.size() > 1 and host_messages(ranks, device) is None:
         communicator(ranks, device)
 
 
-def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None) -> Pending:
+def new_message(numel: int, like: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty message to ``ranks``, ``[numel]``, which is not to be written any more once it is sent."""
+    dtype = dtype or like.dtype
+    host = host_messages(ranks, like.device)
+    return like.new_empty(numel, dtype=dtype) if host is None else host.empty(numel, dtype)
+
+
+def exchange(
+    sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None, *, borrow: bool = False
+) -> Pending:
     """Start sending and receiving messages, and return at once.
 
     Args:
@@ -68,6 +86,8 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
         receives: ``(peer, receive buffer)`` pairs. The sender and the receiver must list the messages between them in
             the same order.
         ranks: the ranks that exchange messages; None if there are none.
+        borrow: between processes that share memory, let the receive buffers be the memory that the senders wrote,
+            instead of copying from there. Their views must be made after the wait.
 
     The messages form one group of NCCL's, which must be small and complete: at most 32 messages, and the peers' groups
     hold their other ends (see ``schedule.exchange_groups``). On CUDA the transfers start when the work already queued
@@ -78,9 +98,16 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
     if not sends and not receives:
         return Pending()
     assert ranks is not None
-    group = communicator(ranks, (sends or receives)[0][1].device)
-    ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
-    ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
     for peer, tensor in sends:
         count_sent(tensor.nbytes, ranks, peer)
-    return Pending(dist.batch_isend_irecv(ops), [tensor for _, tensor in (*sends, *receives)])
+    buffers = [tensor for _, tensor in (*sends, *receives)]
+    device = buffers[0].device
+    if (host := host_messages(ranks, device)) is not None:
+        how: How = "borrow" if borrow else "copy"
+        for peer, tensor in sends:
+            host.send([peer], tensor)
+        return Pending([host.receive(peer, tensor, how) for peer, tensor in receives], buffers)
+    group = communicator(ranks, device)
+    ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
+    ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
+    return Pending(dist.batch_isend_irecv(ops), buffers)

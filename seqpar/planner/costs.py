@@ -25,13 +25,11 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..comm.collectives import start_all_gather
-from ..comm.communicator import communicator
+from ..comm.collectives import start_all_gather, start_all_to_all
 from ..comm.p2p import exchange
 from ..comm.trace import untraced
 from ..heads import Heads
@@ -418,8 +416,8 @@ class _Measurement:
         start_all_gather(torch.zeros(size, dtype=torch.uint8, device=self._device), self._group)[1].wait()
 
     def _all_to_all(self, size: int) -> None:
-        sent = torch.zeros(self._ranks, size, dtype=torch.uint8, device=self._device)
-        dist.all_to_all_single(torch.empty_like(sent), sent, group=communicator(self._group, self._device))
+        sent = torch.zeros(self._ranks * size, dtype=torch.uint8, device=self._device)
+        start_all_to_all(sent, [size] * self._ranks, [size] * self._ranks, self._group)[1].wait()
 
     # Time
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.p2p import Pending
 from ..heads import Heads
 from ..keys import ShardKeys
 from ..layout import Layout, SequenceSharding
@@ -296,7 +297,7 @@ class _HeadMessages(HeadExchange):
             self.timeline.compute("unpack", 2 * sum(received) / bandwidth)
             return result
 
-        return Incoming(None, [], arrived)
+        return Incoming(Pending(), arrived)
 
 
 class RankTimeline:

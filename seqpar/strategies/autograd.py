@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.host_messages import host_messages
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import SequenceSharding
@@ -23,6 +24,7 @@ from .ring import ring_backward, ring_forward
 from .ulysses import (
     MAX_CHUNKS,
     HeadExchange,
+    HeadExchangeInMemory,
     chunk_limit,
     lse_gradient_to_heads,
     lse_to_sequence,
@@ -47,7 +49,7 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
         ``out [b, s, h, e]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
         ``lse`` is a tensor without a meaning unless ``call.return_lse``.
     """
-    exchange = head_exchange(call, q.shape, q.device.type)
+    exchange = head_exchange(call, q.shape, q.device)
     with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
         if exchange is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -79,7 +81,7 @@ def attention_backward(
     Returns:
         ``dq, dk, dv``, and ``dsinks [h]``, this rank's partial gradient; None without sinks.
     """
-    exchange = head_exchange(call, q_shape, saved[0].device.type)
+    exchange = head_exchange(call, q_shape, saved[0].device)
     like, sinks = saved[0], call.score.sinks
     dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
     dlse = dlse if call.return_lse else None
@@ -194,16 +196,25 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
-def head_exchange(call: AttentionCall, q_shape: Sequence[int], device_type: str) -> HeadExchange | None:
+def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    chunks = MAX_CHUNKS if call.fixed_chunks else chunk_limit(call.sharding, q_shape, device_type)
-    return head_exchange_of(call.groups, call.sharding, call.heads, chunks)
+    ulysses = call.groups.ulysses
+    in_memory = ulysses is not None and ulysses.size() > 1 and host_messages(ulysses, device) is not None
+    chunks = MAX_CHUNKS
+    if not call.fixed_chunks:
+        chunks = 1 if in_memory else chunk_limit(call.sharding, q_shape, device.type)
+    kind = HeadExchangeInMemory if in_memory else HeadExchange
+    return head_exchange_of(call.groups, call.sharding, call.heads, chunks, kind)
 
 
 def head_exchange_of(
-    groups: AttentionGroups, sharding: SequenceSharding, heads: Heads, chunks: int
+    groups: AttentionGroups,
+    sharding: SequenceSharding,
+    heads: Heads,
+    chunks: int,
+    kind: type[HeadExchange] = HeadExchange,
 ) -> HeadExchange | None:
     """The same before there is a call, in at most ``chunks`` chunks of heads."""
     if groups.ulysses is None or groups.ulysses_size == 1 or not heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks with no heads
-    return HeadExchange(groups.ulysses, sharding, groups.ring_rank, heads, chunks)
+    return kind(groups.ulysses, sharding, groups.ring_rank, heads, chunks)

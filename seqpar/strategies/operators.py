@@ -273,7 +273,7 @@ def attention_op(
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, options, True)
     call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = attention_forward(call, q, k, v)
-    exchange = head_exchange(call, q.shape, q.device.type)
+    exchange = head_exchange(call, q.shape, q.device)
     # The operator's results are contiguous, and none is one of its arguments.
     saved = [] if exchange is None else saved[: 3 * len(exchange.chunks)]
     if options.draws_seed:

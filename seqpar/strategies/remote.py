@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -22,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
-from ..comm.p2p import Pending, exchange, make_ready
+from ..comm.host_messages import host_messages
+from ..comm.p2p import Pending, exchange, make_ready, new_message
 from ..comm.pulls import shared_memory, start_pulls
 from ..comm.streams import TransferStream
 from ..comm.trace import count_step
 from ..heads import Heads
 from ..keys import GatheredKeys, Selection
-from ..mesh import AttentionGroups
+from ..mesh import AttentionGroups, Ranks
 from ..schedule import AttentionPlan, Exchange, Step, Transfer
 from .call import AttentionCall
 
@@ -55,12 +57,10 @@ class RemoteSteps:
     without keys for this rank, K/V are this rank's own.
     """
 
-    def __init__(
-        self, call: AttentionCall, heads: Heads, k: Tensor, v: Tensor, sent_by: Transport | None = None
-    ) -> None:
+    def __init__(self, call: AttentionCall, heads: Heads, k: Tensor, v: Tensor, transport: Transport) -> None:
         self.parts = call.parts(heads, k, v)
         self._plan = plan = call.plan
-        self._transport = sent_by or transport(call)
+        self._transport = transport
         at = [part.kv_in(heads) for part in self.parts]
         self._own = [_KeyValues((of_heads(k, some), of_heads(v, some))) for some in at]
         # Also the steps in which this rank has no messages: all ranks start theirs in the same order, ahead of the same
@@ -130,9 +130,9 @@ class Returns:
     once.
     """
 
-    def __init__(self, call: AttentionCall, sent_by: Transport | None = None) -> None:
+    def __init__(self, call: AttentionCall, transport: Transport) -> None:
         self._plan = call.plan
-        self._transport = sent_by or transport(call)
+        self._transport = transport
         self._step: list[Callable[[], None]] = []  # to wait for the last step, and add what was received
         self._fetch: list[Callable[[], None]] = []  # the same for the last fetch
         self._sums: list[dict[int, Any]] = [{}, {}]  # by owner, the gradients of the rows that this rank fetched
@@ -185,26 +185,42 @@ class Message:
 
     Attributes:
         flat: ``[elements]``, what is sent.
-        tensors: views of it, ``[..., rows, n, d]`` each. They may differ in d.
     """
 
     def __init__(
-        self, like: Sequence[Tensor], rows: int, *, dtype: torch.dtype | None = None, flat: Tensor | None = None
+        self,
+        like: Sequence[Tensor],
+        rows: int,
+        *,
+        dtype: torch.dtype | None = None,
+        flat: Tensor | None = None,
+        to: Ranks | None = None,
     ) -> None:
-        """An empty message of ``rows`` rows of tensors shaped as ``like``; or what ``flat`` holds."""
-        shapes = [(*x.shape[:-3], rows, *x.shape[-2:]) for x in like]
-        sizes = [prod(shape) for shape in shapes]
+        """An empty message of ``rows`` rows of tensors shaped as ``like``; or what ``flat`` holds.
+
+        ``to`` are the ranks that it will be sent to, if it will.
+        """
+        self._shapes = [(*x.shape[:-3], rows, *x.shape[-2:]) for x in like]
         self.rows = rows
-        self.flat = like[0].new_empty(sum(sizes), dtype=dtype) if flat is None else flat
-        parts = self.flat.split_with_sizes(sizes)
-        self.tensors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        if flat is None:
+            numel = sum(map(prod, self._shapes))
+            flat = like[0].new_empty(numel, dtype=dtype) if to is None else new_message(numel, like[0], to, dtype)
+        self.flat = flat
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Views of it, ``[..., rows, n, d]`` each, which may differ in d. To be read after it has been received."""
+        parts = self.flat.split_with_sizes([prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def narrow(self, start: int, length: int) -> list[Tensor]:
         """Some of the rows of each tensor."""
         return [x.narrow(-3, start, length) for x in self.tensors]
 
 
-def new_gradients(step: Step, step_k: Tensor, step_v: Tensor, dtype: torch.dtype) -> list[Message]:
+def new_gradients(
+    step: Step, step_k: Tensor, step_v: Tensor, dtype: torch.dtype, groups: AttentionGroups
+) -> list[Message]:
     """Empty messages for the gradients of a step's remote keys: one of dk and dv, or one of each.
 
     Those of an all-gather are copied once more before they are sent, so that dk can be freed before dv is copied.
@@ -214,7 +230,7 @@ def new_gradients(step: Step, step_k: Tensor, step_v: Tensor, dtype: torch.dtype
     rows, both = step_k.shape[1], (step_k, step_v)
     if isinstance(step.keys, GatheredKeys):
         return [Message([x], rows, dtype=dtype) for x in both]
-    return [Message(both, rows, dtype=dtype)]
+    return [Message(both, rows, dtype=dtype, to=groups.within)]
 
 
 def of_heads(x: Tensor, heads: range) -> Tensor:
@@ -229,12 +245,12 @@ class _KeyValues:
         self.kv = kv  # [b, k, n, d], [b, k, n, e]
         self._all_rows = message
 
-    def message(self, rows: Selection, length: int | None = None) -> Message:
-        """The rows; with a ``length``, so many, the last of which have any value."""
+    def message(self, rows: Selection, to: Ranks | None, length: int | None = None) -> Message:
+        """The rows, to be sent to ranks of ``to``; with a ``length``, so many, the last of which have any value."""
         full = len(rows) == self.kv[0].shape[1]
         if full and self._all_rows is not None:
             return self._all_rows
-        message = Message(self.kv, length or len(rows))
+        message = Message(self.kv, length or len(rows), to=to)
         self.copy_rows(rows, message.narrow(0, len(rows)))
         if full:
             self._all_rows = message  # every step of the ring sends it again
@@ -272,9 +288,16 @@ class Transport(Protocol):
         """Start to return the sums of a fetch. The returned function waits, and adds what was received to ``own``."""
 
 
-def transport(call: AttentionCall) -> Transport:
+def transport(call: AttentionCall, device: torch.device) -> Transport:
     """How the messages of a call are sent."""
-    return _Collectives(call.plan, call.groups) if call.plan.dense else _Messages(call.plan, call.groups)
+    # Ranks that share memory read one another's messages where they are. An all-gather would copy them.
+    collective = call.plan.dense and not share_memory(call.groups, device)
+    return _Collectives(call.plan, call.groups) if collective else _Messages(call.plan, call.groups)
+
+
+def share_memory(groups: AttentionGroups, device: torch.device) -> bool:
+    """Whether the ranks of the ring read one another's messages in memory: there is no transfer to hide then."""
+    return groups.across is None and groups.within is not None and host_messages(groups.within, device) is not None
 
 
 class _Messages:
@@ -284,7 +307,7 @@ class _Messages:
         self._plan, self._groups = plan, groups
 
     def start_fetch(self, fetch: Exchange, own: _KeyValues) -> Callable[[], dict[int, _KeyValues]]:
-        sends = {t.peer: own.message(t.at) for t in fetch.sends}
+        sends = {t.peer: own.message(t.at, self._groups.across) for t in fetch.sends}
         received = {t.peer: Message(own.kv, len(t.rows)) for t in fetch.receives}
         pending = self._fetch_exchange(fetch, sends, received)
 
@@ -296,13 +319,13 @@ class _Messages:
         return wait
 
     def start_step(self, step: Step, own: _KeyValues, fetched: dict[int, _KeyValues] | None) -> Callable[[], KV]:
-        sources = {**(fetched or {}), self._plan.rank: own}
+        within, sources = self._groups.within, {**(fetched or {}), self._plan.rank: own}
         sends: dict[int, Message] = {}
         for peer, transfers in _by_peer(step.sends).items():
             if len(transfers) == 1:
-                sends[peer] = sources[transfers[0].owner].message(transfers[0].at)
+                sends[peer] = sources[transfers[0].owner].message(transfers[0].at, within)
                 continue
-            sends[peer] = Message(own.kv, sum(len(t.rows) for t in transfers))
+            sends[peer] = Message(own.kv, sum(len(t.rows) for t in transfers), to=within)
             for transfer, views in zip(transfers, _views(transfers, sends), strict=True):
                 sources[transfer.owner].copy_rows(transfer.at, views)
         received = self._buffers(step.receives, sends, own.kv)
@@ -327,7 +350,7 @@ class _Messages:
             sends[step.receives[0].peer] = grad
         elif grad is not None:
             assert isinstance(step.keys, GatheredKeys)
-            sends = self._buffers(step.receives, {}, grad.tensors)
+            sends = self._buffers(step.receives, {}, grad.tensors, to=self._groups.within)
             for i, views in enumerate(_views(step.receives, sends)):
                 for x, view in zip(grad.tensors, views, strict=True):
                     step.keys.gather(i, x, view)
@@ -365,13 +388,17 @@ class _Messages:
         return accumulate
 
     def _buffers(
-        self, transfers: Sequence[Transfer], own: dict[int, Message], like: Sequence[Tensor]
+        self,
+        transfers: Sequence[Transfer],
+        own: dict[int, Message],
+        like: Sequence[Tensor],
+        to: Ranks | None = None,
     ) -> dict[int, Message]:
         """By peer, an empty message for its transfers; for this rank itself, the message of ``own``, if it has one."""
         return {
             peer: own[peer]
             if peer == self._plan.rank and peer in own
-            else Message(like, sum(len(t.rows) for t in part))
+            else Message(like, sum(len(t.rows) for t in part), to=to)
             for peer, part in _by_peer(transfers).items()
         }
 
@@ -457,7 +484,7 @@ class _Collectives:
 
     def _message(self, own: _KeyValues) -> Tensor:
         """This rank's K/V, ``[elements]``."""
-        return own.message(Selection(((0, own.kv[0].shape[1]),)), self._plan.longest).flat
+        return own.message(Selection(((0, own.kv[0].shape[1]),)), self._groups.within, self._plan.longest).flat
 
     def _rank_of(self, x: Tensor, transfer: Transfer, like: Sequence[Tensor]) -> Message:
         """What ``x [ranks of a host, hosts, elements]`` has of the owner of the rows."""
@@ -518,6 +545,7 @@ def _exchange(
             [(index(peer), sends[peer].flat) for peer in peers if peer in sends],
             [(index(peer), received[peer].flat) for peer in peers if peer in received],
             ranks,
+            borrow=True,
         )
         for peers in planned.groups
     ]

@@ -39,7 +39,7 @@ from ..heads import Heads
 from ..kernels import select
 from ..kernels.base import Carry, Grads, OutputGrad, accumulator, empty_carry, finish, row_delta
 from .call import AttentionCall
-from .remote import RemoteSteps, Returns, connect, new_gradients, of_heads
+from .remote import RemoteSteps, Returns, connect, new_gradients, of_heads, share_memory, transport
 
 
 def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> Carry:
@@ -67,7 +67,7 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
         carry=len(call.plan) > 1,
         v_head_dim=v_head_dim,
     )
-    remote = RemoteSteps(call, heads, k, v)
+    remote = RemoteSteps(call, heads, k, v, transport(call, q.device))
     last = max((i for i, step in enumerate(call.plan) if step.keys is not None and q.numel()), default=-1)
     carry: Carry | None = None
     if (seen := call.intervals(0, q)) is not None:
@@ -141,17 +141,18 @@ def ring_backward(
         part_k, part_v, dk, dv = (of_heads(x, part.kv_in(heads)) for x in (k, v, *own_dkv))
         backward(part, 0, part_k, part_v, Grads(of_heads(dq, part.queries_in(heads)), dk, dv, **new))
 
-    remote = RemoteSteps(call, heads, k, v)
-    first, *rest = [heads] if expansion is not None or all(step.is_local for step in plan) else halves(heads)
+    remote = RemoteSteps(call, heads, k, v, transport(call, q.device))
+    nothing_to_hide = all(step.is_local for step in plan) or share_memory(call.groups, q.device)
+    first, *rest = [heads] if expansion is not None or nothing_to_hide else halves(heads)
     for part in rest:  # computed at the end, when these hold the gradients of the remote steps
         of_heads(dq, part.queries_in(heads)).zero_()
         for x in own_dkv:
             of_heads(x, part.kv_in(heads)).zero_()
     own_backward(first, new_dq=True, new_dkv=not any(set(part.kv) & set(first.kv) for part in rest))
-    returns = Returns(call)
+    returns = Returns(call, transport(call, q.device))
     for _, part, i, step_k, step_v in remote:
         # Gradients of remote K/V are written to buffers that are sent to their owners.
-        grads = new_gradients(plan[i], step_k, step_v, dtype)
+        grads = new_gradients(plan[i], step_k, step_v, dtype, call.groups)
         if grads:
             dk, dv = (x for message in grads for x in message.tensors)
             backward(part, i, step_k, step_v, Grads(of_heads(dq, part.queries_in(heads)), dk, dv, new_dkv=True))

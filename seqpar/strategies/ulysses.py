@@ -48,14 +48,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..cache import cached_tensors
-from ..comm.communicator import communicator
+from ..comm.collectives import start_all_to_all
 from ..comm.handshake import all_gather_header
-from ..comm.p2p import Pending
-from ..comm.trace import count_sent
+from ..comm.p2p import Pending, exchange, new_message
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import SequenceSharding, split_range
@@ -326,20 +324,34 @@ def _split_heads(x: Tensor, counts: Sequence[int], dims: Sequence[int]) -> list[
     return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
 
 
+def _write_heads(by_peer: Sequence[Sequence[Tensor]], slices: HeadSlices, targets: Sequence[Tensor]) -> None:
+    """Write the heads that each rank has sent, ``[s, b, h, d]``, to sequence shards ``[b, s, h, d]``.
+
+    A head that several ranks have sent is summed.
+    """
+    written = 0
+    for at, from_peer in zip(slices.by_rank, by_peer, strict=True):
+        again = max(0, min(written, at.stop) - at.start)  # heads that an earlier rank has sent too
+        for target, heads in zip(targets, from_peer, strict=True):
+            x = heads.transpose(0, 1)
+            if again:
+                target[:, :, at.start : at.start + again] += x[:, :, :again]
+            if again < len(at):
+                target[:, :, at.start + again : at.stop] = x[:, :, again:]
+        written = max(written, at.stop)
+
+
 class Incoming:
     """Tensors that an all-to-all has not delivered yet."""
 
-    def __init__(self, work: dist.Work | None, buffers: list[Tensor], unpack: Callable[[], Tensor]) -> None:
-        self._work = work
-        self._buffers = buffers  # must live until the all-to-all is done
+    def __init__(self, pending: Pending, unpack: Callable[[], Tensor]) -> None:
+        self._pending = pending
         self._unpack = unpack
 
     def wait(self) -> Tensor:
         """The tensor, once it has arrived (on CUDA, the current stream waits). Call it once."""
-        Pending([] if self._work is None else [self._work], self._buffers).wait()
-        tensor = self._unpack()
-        self._buffers = []
-        return tensor
+        self._pending.wait()
+        return self._unpack()
 
 
 @lru_cache(maxsize=256)
@@ -469,9 +481,10 @@ class HeadExchange:
                 heads.copy_(part)
         sends = [tokens * batch * w for w in widths]
         width = widths[self.rank]
-        work, received = self._all_to_all(buffer, sends, [length * batch * width for length in self.lengths])
+        receives = [length * batch * width for length in self.lengths]
+        received, pending = start_all_to_all(buffer, sends, receives, self.group)
         received = received.view(sum(self.lengths), batch, width)
-        return Incoming(work, [buffer], lambda: self._ordered(received, 1))
+        return Incoming(pending, lambda: self._ordered(received, 1))
 
     def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
         """Send each rank its tokens of this rank's heads, in one all-to-all.
@@ -493,7 +506,7 @@ class HeadExchange:
         widths = [w * sum(dims) for w in slices.widths]  # by rank, elements of each token
         receives = [tokens * batch * w for w in widths]
         sends = [length * batch * width for length in self.lengths]
-        work, received = self._all_to_all(rows, sends, receives)
+        received, pending = start_all_to_all(rows, sends, receives, self.group)
 
         def unpack() -> Tensor:
             if slices.even and not slices.overlap:
@@ -502,19 +515,14 @@ class HeadExchange:
                 for target, x in zip(targets, _split_heads(even, count, dims), strict=True):
                     slices.view(target).copy_(x)
                 return targets[-1]
-            written = 0
-            for at, from_peer, width in zip(slices.by_rank, received.split_with_sizes(receives), widths, strict=True):
-                again = max(0, min(written, at.stop) - at.start)  # heads that an earlier rank has sent too
-                parts = _split_heads(from_peer.view(tokens, batch, width).transpose(0, 1), [len(at)] * len(dims), dims)
-                for target, x in zip(targets, parts, strict=True):
-                    if again:
-                        target[:, :, at.start : at.start + again] += x[:, :, :again]
-                    if again < len(at):
-                        target[:, :, at.start + again : at.stop] = x[:, :, again:]
-                written = max(written, at.stop)
+            by_peer = [
+                _split_heads(part.view(tokens, batch, w), [heads] * len(dims), dims)
+                for part, w, heads in zip(received.split_with_sizes(receives), widths, slices.widths, strict=True)
+            ]
+            _write_heads(by_peer, slices, targets)
             return targets[-1]
 
-        return Incoming(work, [rows, received], unpack)
+        return Incoming(pending, unpack)
 
     def _ordered(self, rows: Tensor, direction: int) -> Tensor:
         """``rows [t, ...]`` in the order of the ranks instead of the positions (0), or the other way around (1)."""
@@ -528,20 +536,58 @@ class HeadExchange:
         orders = cached_tensors(("token orders", self.sharding, self.ring_rank), rows.device, make)
         return rows.index_select(0, orders[direction])
 
-    def _all_to_all(self, x: Tensor, sends: list[int], receives: list[int]) -> tuple[dist.Work | None, Tensor]:
-        """Start an all-to-all of ``x``, contiguous; ``sends`` and ``receives`` say how many elements, by rank.
 
-        Returns:
-            The work, and the received elements in one dimension, which are valid when it is done.
-        """
-        received = x.new_empty(sum(receives))
-        e = x.element_size()
-        # As bytes, which every backend takes.
-        into, sent = received.view(torch.uint8), x.view(-1).view(torch.uint8)
-        recv_sizes, send_sizes = [n * e for n in receives], [n * e for n in sends]
-        group = communicator(self.group, x.device)
-        work = dist.all_to_all_single(into, sent, recv_sizes, send_sizes, group=group, async_op=True)
-        for peer, size in enumerate(send_sizes):
-            if peer != self.rank and size:
-                count_sent(size, self.group, peer)
-        return work, received
+class HeadExchangeInMemory(HeadExchange):
+    """The all-to-all between processes that share memory: each reads what the others have written there.
+
+    There is no transfer to hide behind the computation, so all heads are exchanged at once.
+    """
+
+    def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
+        slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
+        tensors = (x, *kv)[: len(slices)]
+        batch, tokens = x.shape[:2]
+        dims = [y.shape[3] for y in tensors]
+        counts = list(zip(*(s.widths for s in slices), strict=True))  # by rank, heads of each tensor
+        widths = [_width(count, dims) for count in counts]  # by rank, elements of each token
+        received = x.new_empty(sum(self.lengths), batch, widths[self.rank])
+        by_peer = received.split_with_sizes(list(self.lengths))
+        sends = []
+        for peer, (count, width) in enumerate(zip(counts, widths, strict=True)):
+            target = by_peer[peer]
+            if peer != self.rank:
+                sends.append((peer, new_message(tokens * batch * width, x, self.group)))
+                target = sends[-1][1].view(tokens, batch, width)
+            for y, s, heads in zip(tensors, slices, _split_heads(target, count, dims), strict=True):
+                at = s.by_rank[peer]
+                heads.copy_(y[:, :, at.start : at.stop].transpose(0, 1))
+        receives = [(peer, y) for peer, y in enumerate(by_peer) if peer != self.rank]
+        return Incoming(exchange(sends, receives, self.group), lambda: self._ordered(received, 1))
+
+    def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
+        columns = [self._ordered(x.transpose(0, 1), 0) for x, _ in tensors]  # [t, b, h, d]
+        targets, tokens, lengths = [target for _, target in tensors], self.tokens, list(self.lengths)
+        like, (_, batch, heads, _) = columns[0], columns[0].shape
+        dims = [x.shape[3] for x in columns]
+        by_peer = [list(parts) for parts in zip(*(x.split_with_sizes(lengths) for x in columns), strict=True)]
+        sends, received = [], {}
+        for peer, length in enumerate(lengths):
+            if peer == self.rank:
+                continue
+            message = new_message(length * batch * heads * sum(dims), like, self.group)
+            into = _split_heads(message.view(length, batch, heads * sum(dims)), [heads] * len(dims), dims)
+            for x, y in zip(into, by_peer[peer], strict=True):
+                x.copy_(y)
+            sends.append((peer, message))
+            received[peer] = like.new_empty(tokens * batch * slices.widths[peer] * sum(dims))
+        pending = exchange(sends, list(received.items()), self.group, borrow=True)
+
+        def unpack() -> Tensor:
+            for peer, message in received.items():
+                count = slices.widths[peer]
+                shard = message.view(tokens, batch, count * sum(dims))
+                by_peer[peer] = _split_heads(shard, [count] * len(dims), dims)
+            _write_heads(by_peer, slices, targets)
+            return targets[-1]
+
+        return Incoming(pending, unpack)
