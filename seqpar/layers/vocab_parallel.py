@@ -9,6 +9,7 @@ are the ranks' ``s``, and ``t`` is their sum. Tokens of the group are in the ord
 from __future__ import annotations
 
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -196,13 +197,12 @@ class VocabParallelHead(nn.Linear):
             ValueError: shapes that do not fit together, or a label outside the vocabulary.
             RuntimeError: another rank raised an error on its own input.
         """
-        part = VocabPart(self._vocab_start, len(self.weight), ignore_index)
         if torch.compiler.is_compiling() and isinstance(sharding, Sharding):
-            return self._traced(x_local, labels, sharding, part, chunk_tokens)
-        return self._eager(x_local, labels, sharding, part, chunk_tokens)
+            return self._traced(x_local, labels, sharding, ignore_index, chunk_tokens)
+        return self._eager(x_local, labels, sharding, ignore_index, chunk_tokens)
 
     def _traced(
-        self, x: Tensor, labels: Tensor | None, sharding: Any, part: VocabPart, chunk_tokens: int | None
+        self, x: Tensor, labels: Tensor | None, sharding: Any, ignore_index: int, chunk_tokens: int | None
     ) -> Tensor:
         """``forward`` while torch.compile traces it."""
         check_hidden(x, self.in_features, self)
@@ -212,6 +212,7 @@ class VocabParallelHead(nn.Linear):
             (logits,) = column_linear(x, (self,), chunks if self._tensor_ranks > 1 else None)
             return logits
         x, weight = to_autocast_dtype(x, self.weight)
+        part = VocabPart(self._vocab_start, len(weight), index(ignore_index))  # torch.compile may have made a variable
         tokens = self._tokens_at_a_time(chunk_tokens)
         loss: Tensor = linear_cross_entropy_op(
             x, weight, self.bias, labels, self._num_embeddings, part, tokens, sharding, ranks
@@ -231,7 +232,7 @@ class VocabParallelHead(nn.Linear):
         x_local: Tensor,
         labels: Tensor | None,
         sharding: Sharding | None,
-        part: VocabPart,
+        ignore_index: int,
         chunk_tokens: int | None,
     ) -> Tensor:
         """``forward`` outside of torch.compile."""
@@ -245,7 +246,7 @@ class VocabParallelHead(nn.Linear):
 
         def header() -> HiddenHeader:
             check_hidden(x_local, self.in_features, self)
-            check_labels(labels, x_local, self._num_embeddings, part.ignore_index)
+            check_labels(labels, x_local, self._num_embeddings, ignore_index)
             self._tokens_at_a_time(chunk_tokens)
             requires_gradient = x_local.requires_grad and torch.is_grad_enabled()
             return HiddenHeader(x_local.shape[1], x_local.shape[0], x_local.dtype, requires_gradient)
@@ -254,6 +255,7 @@ class VocabParallelHead(nn.Linear):
         chunks = SequenceChunks.in_rank_order(tp, lengths, "ring", x_local.device)
         x, weight = to_autocast_dtype(x_local, self.weight)
         all_labels = all_gather(labels, lengths, 1, tp)
+        part = VocabPart(self._vocab_start, len(weight), ignore_index)
         tokens = self._tokens_at_a_time(chunk_tokens)
         loss: Tensor = LinearCrossEntropy.apply(x, weight, self.bias, all_labels, part, tokens, chunks)
         return loss
