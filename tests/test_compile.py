@@ -236,7 +236,8 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
     def recomputed(*args: Any) -> Any:
         return checkpoint(layer, *args, **RECOMPUTED[how])
 
-    compiled: Any = torch.compile(recomputed if how in RECOMPUTED else layer, backend="aot_eager", fullgraph=True)
+    run_layer: Any = recomputed if how in RECOMPUTED else layer
+    compiled: Any = torch.compile(run_layer, backend="aot_eager", fullgraph=True, dynamic=True)
     runs = [layer, compiled]
     if how == "checkpoint around it":
         runs[1] = partial(checkpoint, compiled, use_reentrant=False)
@@ -247,7 +248,6 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
         results = []
         for run in runs:
             x = sharding.shard(full).requires_grad_()
-            torch._dynamo.mark_dynamic(x, 1)
             layer.zero_grad()
             torch.manual_seed(10 * step + group.rank())
             y = run(x, documents(seq_len, step), sharding)

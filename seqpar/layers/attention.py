@@ -374,7 +374,7 @@ class AttentionLayer(nn.Module):
         """``_options`` while torch.compile traces the layer."""
         if not self._dropout_p:
             return self._options(0.0, replicated)
-        return self._options(constant_float(self._dropout_p), replicated, draws_seed=True)
+        return self._options(self._dropout_p, replicated, draws_seed=True)
 
     def _options(self, dropout_p: float, replicated: bool = False, draws_seed: bool = False) -> AttentionOptions:
         """The constants of its attention, ``replicated`` and ``draws_seed`` as in ``AttentionOptions``."""
@@ -384,8 +384,8 @@ class AttentionLayer(nn.Module):
             tensor_parallel=self.strategy == "tp_sp",
             first_head=self._heads.queries.start,
             q_per_kv=self._heads.q_per_kv,
-            softcap=self.softcap,
-            dropout_p=dropout_p,
+            softcap=constant_float(self.softcap),
+            dropout_p=constant_float(dropout_p),
             backend=self.backend,
             replicated=replicated,
             draws_seed=draws_seed,
