@@ -34,7 +34,16 @@ from .schedule import MaskPlanner
 from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from .strategies import STRATEGIES, Comm, StrategyName, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
-from .strategies.operators import ANY_RANKS, AttentionOptions, attend, attention_op, constant_float, constants
+from .strategies.operators import (
+    ANY_RANKS,
+    AttentionOptions,
+    attend,
+    attention_op,
+    constant_float,
+    constants,
+    draw_seed,
+    traced_seed,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -182,7 +191,7 @@ def attention(
     rest = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse, strategy_options, latent_weight
     if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and strategy != "auto":
         beside = (mesh, group, layout, seq_len)
-        if all(x is None for x in beside) and (not dropout_p or dropout_seed is not None):
+        if all(x is None for x in beside):
             return _traced(q, k, v, strategy, mask, sharding, sinks, alibi_slopes, dropout_seed, *rest)
     given = mask, mesh, group, layout, sharding, sinks, alibi_slopes, seq_len, dropout_seed
     return _eager(q, k, v, strategy, *given, *rest)
@@ -218,6 +227,11 @@ def _traced(
     check_inputs(q, k, v, latent_weight)
     check_head_vector("sinks", sinks, q, batched=False)
     check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
+    seed, draws_seed = None, False
+    if dropout_p and dropout_seed is not None:
+        seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
+    elif dropout_p:
+        seed, draws_seed = traced_seed(), True
     options = AttentionOptions(
         strategy=strategy,
         strategy_options=constants(strategy_options),
@@ -227,8 +241,8 @@ def _traced(
         deterministic=deterministic,
         backend=backend,
         return_lse=return_lse,
+        draws_seed=draws_seed,
     )
-    seed = torch.full((), dropout_seed or 0, dtype=torch.int64, device="cpu") if dropout_p else None
     out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ANY_RANKS, options, latent_weight)
     return (out, lse) if return_lse else out
 
@@ -258,8 +272,8 @@ def _eager(
     latent_weight: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` outside of torch.compile."""
-    draw_seed = bool(dropout_p) and dropout_seed is None
-    needs_handshake = draw_seed or (sharding is None and not has_length(seq_len))
+    draws_seed = bool(dropout_p) and dropout_seed is None
+    needs_handshake = draws_seed or (sharding is None and not has_length(seq_len))
     single_rank = strategy == "local" and mesh is None and group is None
     if isinstance(sharding, Sharding):
         sequence = sharding.sequence_group
@@ -299,7 +313,7 @@ def _eager(
         check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-    seed = int(torch.randint(2**62, (), device="cpu").item()) if draw_seed else dropout_seed or 0
+    seed = int(draw_seed().item()) if draws_seed else dropout_seed or 0
     batch, length, num_heads, head_dim = q.shape
     joins_backward = torch.is_grad_enabled()
     if needs_handshake:
@@ -312,7 +326,7 @@ def _eager(
         )
         headers = all_gather_header(lambda: header, sequence)
         check_same(headers, "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "mask_or_options")
-        if not draw_seed:
+        if not draws_seed:
             check_same(headers, "dropout_seed")
         seq_len = check_lengths([header.length for header in headers], layout, seq_len)
         seed = headers[0].dropout_seed

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask, Sharding
+from seqpar.layers.sharded_vocab import VocabPart
+from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
+from seqpar.layout import split_range
 from seqpar.mesh import ParallelContext
 from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
@@ -47,6 +55,34 @@ def documents(seq_len: int, step: int) -> Mask:
     """Other documents at each step, and another number of them."""
     starts = sorted({0, *((7 * step + 11 * i) % seq_len for i in range(1 + step % 4))})
     return Mask.documents([*starts, seq_len])
+
+
+class LanguageModel(torch.nn.Module):
+    """An embedding and a head of a sharded vocabulary. Its output is a scalar of the losses, computed in two ways."""
+
+    def __init__(self, vocabulary: int, group: ProcessGroup) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"group": group, "dtype": torch.float64}
+        self.vocabulary = vocabulary
+        self.embedding = seqpar.VocabParallelEmbedding(vocabulary, HIDDEN, **where)
+        self.head = seqpar.VocabParallelHead(HIDDEN, vocabulary, bias=True, **where)
+
+    def forward(self, ids: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
+        x = self.embedding(ids, sharding).sin()  # [b, s, hidden]
+        logits = self.head(x, None, sharding)
+        of_logits = seqpar.vocab_parallel_cross_entropy(logits, labels, self.vocabulary, sharding=sharding)
+        in_chunks = self.head(x, labels, sharding, chunk_tokens=5)
+        return of_logits.add(1).square().sum() + in_chunks.sin().sum()
+
+
+def losses_on_one_device(ids_and_labels: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """What ``LanguageModel`` returns, and the gradients of the embedding's weight, the head's and its bias."""
+    ids, labels = ids_and_labels
+    embedding, weight, bias = leaves = [w.clone().requires_grad_() for w in weights]
+    logits = F.linear(F.embedding(ids, embedding).sin(), weight, bias)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    value = losses.add(1).square().sum() + losses.sin().sum()
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
 def counting(graphs: list[str], backend: str) -> Callable[..., Any]:
@@ -108,6 +144,44 @@ def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
 
 
 @on_ranks
+def compare_language_models(group: ProcessGroup, vocabulary: int, backend: str, steps: int) -> int:
+    """Compare a compiled model with one device on sequences of new lengths; returns the number of graphs."""
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    shapes = (vocabulary, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    model = LanguageModel(vocabulary, group)
+    names = "embedding.weight", "head.weight", "head.bias"
+    model.load_state_dict(dict(zip(names, weights, strict=True)))
+    mine = split_range(vocabulary, group.size(), group.rank())
+    graphs: list[str] = []
+    compiled = torch.compile(model, backend=counting(graphs, backend), fullgraph=True)
+    for step in range(steps):
+        seq_len = 31 + 3 * step
+        sharding = Sharding(seq_len, "zigzag", group=group, strategy="tp_sp")
+        full = torch.randint(vocabulary, (2, 2, seq_len))
+        full[1, :, 3:6] = -100
+        ids, labels = (sharding.shard(x) for x in full)
+        for x in (ids, labels):
+            torch._dynamo.mark_dynamic(x, 1)
+        model.zero_grad()
+        value = compiled(ids, labels, sharding)
+        value.backward()
+        found = [value.detach(), *(model.get_parameter(name).grad for name in names)]
+        expected, *gradients = losses_on_one_device(full, weights)
+        for actual, want in zip(found, [expected, *(d[mine.start : mine.stop] for d in gradients)], strict=True):
+            assert actual is not None
+            torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-11)
+    return len(graphs)
+
+
+# Uneven parts of the vocabulary, and more ranks than entries.
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 37), (2, 37), (4, 3)])
+def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vocabulary: int) -> None:
+    assert pool.run(ranks, compare_language_models, vocabulary, "aot_eager", 4, deadline_s=240.0) == [1] * ranks
+
+
+@on_ranks
 def compare_functions(group: ProcessGroup, strategy: str) -> None:
     """Every argument of the function, under ``dynamic=True``."""
     torch._dynamo.reset()
@@ -146,6 +220,89 @@ def test_the_function_is_one_graph(pool: Pool, strategy: str) -> None:
     pool.run(4 if strategy in ("hybrid", "a2a+p2p") else 2, compare_functions, strategy, deadline_s=240.0)
 
 
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "checkpoint": {"use_reentrant": False},
+    "keep_attention": {"use_reentrant": False, "context_fn": seqpar.keep_attention},
+}
+
+
+@on_ranks
+def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
+    """Compare a layer with a compiled one, which draws the same seeds. Each rank's generator has another state."""
+    torch._dynamo.reset()
+    layer = attention_layer((6, 2), group=group, dropout_p=0.25, **LAYER_STRATEGIES[strategy])
+    randomize(layer)
+
+    def recomputed(*args: Any) -> Any:
+        return checkpoint(layer, *args, **RECOMPUTED[how])
+
+    run_layer: Any = recomputed if how in RECOMPUTED else layer
+    compiled: Any = torch.compile(run_layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    runs = [layer, compiled]
+    if how == "checkpoint around it":
+        runs[1] = partial(checkpoint, compiled, use_reentrant=False)
+    for step in range(2):
+        seq_len = 33 + 6 * step
+        sharding = Sharding(seq_len, "zigzag", group=group, strategy="tp_sp" if strategy == "tp_sp" else None)
+        full = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        results = []
+        for run in runs:
+            x = sharding.shard(full).requires_grad_()
+            layer.zero_grad()
+            torch.manual_seed(10 * step + group.rank())
+            y = run(x, documents(seq_len, step), sharding)
+            y.sin().sum().backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        for expected, actual in zip(*results, strict=True):
+            assert expected is not None and actual is not None
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+DROPOUT = [("ring", 2, how) for how in ("plain", *RECOMPUTED, "checkpoint around it")]
+DROPOUT += [("tp_sp", 2, "checkpoint"), ("activations", 2, "checkpoint"), ("ulysses", 4, "checkpoint")]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
+def test_compiled_dropout_draws_one_seed(pool: Pool, strategy: str, ranks: int, how: str) -> None:
+    """The mask is that of eager code, in forward and in backward, also where backward computes the graph again."""
+    pool.run(ranks, compare_dropout, strategy, how, deadline_s=240.0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_has_one_mask_in_forward_and_backward() -> None:
+    """Attention is linear in v under one mask: <out, dout> = <v, dv>. Inductor has random numbers of its own."""
+    torch._dynamo.reset()
+    torch.manual_seed(2)
+
+    def attend(q: Tensor, v: Tensor, sharding: Sharding) -> Tensor:
+        out = seqpar.attention(q, q, v, sharding=sharding, strategy="local", dropout_p=0.5)
+        assert isinstance(out, Tensor)
+        return out
+
+    def twice(q: Tensor, v: Tensor, sharding: Sharding) -> Tensor:
+        recomputed: Tensor = checkpoint(attend, q, v, sharding, use_reentrant=False)
+        return attend(q, v, sharding) + 2 * recomputed
+
+    q, v, dout = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(3))
+    v.requires_grad_()
+    out = torch.compile(twice, fullgraph=True)(q, v, Sharding(20))
+    assert isinstance(out, Tensor)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    torch.testing.assert_close((v * dv).sum(), (out * dout).sum())
+    assert not torch.equal(out, torch.compile(twice, fullgraph=True)(q, v, Sharding(20)))
+
+
+def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:
+    torch._dynamo.reset()
+    layer = seqpar.LocalAttention(8, 2, dropout_p=0.5)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.0),
+        pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="activation memory budget of 0"),
+    ):
+        compiled(torch.randn(1, 4, 8), sharding=Sharding(4))
+
+
 @on_ranks
 def check_operator(group: ProcessGroup, strategy: str) -> None:
     options = dict(STRATEGIES[strategy])
@@ -156,6 +313,8 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
     q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
     sinks = torch.randn(6, requires_grad=True)
     torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, Mask.causal(), sharding, ANY_RANKS, call, None))
+    dropout, seed = replace(call, dropout_p=0.25, draws_seed=True), torch.tensor(group.rank())
+    torch.library.opcheck(attention_op, (q, k, v, sinks, None, seed, Mask.causal(), sharding, ANY_RANKS, dropout, None))
     # Latent attention: 5 numbers, a rotated key of 2, and a weight that makes 2 and 3 numbers for each head of them.
     latents, rotated = (torch.randn(1, sharding.seq_local, 1, n, requires_grad=True) for n in (5, 2))
     weight = torch.randn(6, 2 + 3, 5, requires_grad=True)
@@ -182,6 +341,23 @@ def check_tensor_parallel_operators(group: ProcessGroup) -> None:
 
 def test_opcheck_of_tensor_parallel_operators(pool: Pool) -> None:
     pool.run(2, check_tensor_parallel_operators, deadline_s=240.0)
+
+
+@on_ranks
+def check_vocabulary_operators(group: ProcessGroup) -> None:
+    sharding, ranks = Sharding(22, "zigzag", group=group, strategy="tp_sp"), ParallelContext(None, group)
+    part = VocabPart.of_rank(11, group)
+    ids = sharding.shard(torch.arange(22)[None] % 11)
+    weight, bias = torch.randn(part.size, 8, requires_grad=True), torch.randn(part.size, requires_grad=True)
+    torch.library.opcheck(embedding_op, (ids, weight, 11, part, sharding, ranks))
+    x, logits = (torch.randn(1, *shape, requires_grad=True) for shape in ((sharding.seq_local, 8), (22, part.size)))
+    torch.library.opcheck(cross_entropy_op, (logits, ids, 11, -100, sharding))
+    for given in (bias, None):
+        torch.library.opcheck(linear_cross_entropy_op, (x, weight, given, ids, 11, part, 4, sharding, ranks))
+
+
+def test_opcheck_of_vocabulary_operators(pool: Pool) -> None:
+    pool.run(2, check_vocabulary_operators, deadline_s=240.0)
 
 
 @on_ranks

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar.comm.handshake import all_gather_header
 from seqpar.layers import tensor_parallel
-from seqpar.layers.vocab_parallel import _check_ids
+from seqpar.layers.sharded_vocab import check_ids
 from seqpar.layout import LAYOUTS, Layout
 
 from .live_bytes import LiveBytes
@@ -135,7 +135,7 @@ def test_loss_of_logits_makes_one_copy_in_float32(pool: Pool, world: int) -> Non
 def test_ids_on_a_gpu_are_checked_there() -> None:
     """A fake tensor raises where its value is read."""
     with FakeTensorMode():
-        _check_ids("labels", torch.empty(2, 4, dtype=torch.int64, device="cuda"), 10, ignore_index=-100)
+        check_ids("labels", torch.empty(2, 4, dtype=torch.int64, device="cuda"), 10, ignore_index=-100)
 
 
 @on_ranks

@@ -39,8 +39,11 @@ from ..strategies.operators import (
     AttentionOptions,
     attend,
     attention_op,
+    constant_float,
     constants,
+    draw_seed,
     positions_op,
+    traced_seed,
 )
 from ..strategies.tensor_operators import (
     TracedChunks,
@@ -227,8 +230,8 @@ class AttentionLayer(nn.Module):
             ValueError: a wrong value, or ranks that disagree, before any payload is sent.
             RuntimeError: another rank raised an error on its own input.
 
-        ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding`` and needs no
-        handshake. Otherwise the layer is one graph break in the code around it.
+        ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding`` and its rotary
+        embedding is not "dynamic". Otherwise the layer is one graph break in the code around it.
         """
         if torch.compiler.is_compiling() and self._is_traceable(sharding, positions, seq_len):
             return self._traced(x_local, mask, sharding, positions)
@@ -237,8 +240,7 @@ class AttentionLayer(nn.Module):
     def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
         """Whether nothing but operators communicates, and nothing that changes from step to step decides the rest."""
         dynamic = self.rope is not None and self.rope.needs_length
-        dropout = self.dropout_p and self.training
-        if not isinstance(sharding, Sharding) or seq_len is not None or dynamic or dropout:
+        if not isinstance(sharding, Sharding) or seq_len is not None or dynamic:
             return False
         return self.layout in (None, sharding.layout)
 
@@ -247,7 +249,7 @@ class AttentionLayer(nn.Module):
         check_hidden(x, self.hidden_size, self.q_proj)
         if positions is not None:
             _check_positions(positions, x)
-        ranks, options = self._parallel_context, self._options(0.0)
+        ranks, options = self._parallel_context, self._traced_options()
         chunks = self._traced_chunks(x.shape[1], sharding)
         if positions is not None and chunks is not None:
             positions = all_gather_positions_op(positions, sharding, ranks, chunks.options)
@@ -256,8 +258,17 @@ class AttentionLayer(nn.Module):
             if positions is None:
                 positions = positions_op(q, sharding, ranks, options)
             q, k = self.rope(q, k, positions)
-        out, *_ = attention_op(q, k, v, self.sinks, None, None, mask, sharding, ranks, options, None)
+        out = self._traced_attention(q, k, v, mask, sharding, options)
         return self._output(out.flatten(2), chunks)
+
+    def _traced_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
+    ) -> Tensor:
+        """``_attend`` while torch.compile traces it."""
+        seed = traced_seed() if self._dropout_p else None
+        ranks = self._parallel_context
+        out: Tensor = attention_op(q, k, v, self.sinks, None, seed, mask, sharding, ranks, options, None)[0]
+        return out
 
     @no_compile
     def _eager(
@@ -271,7 +282,7 @@ class AttentionLayer(nn.Module):
         """``forward`` outside of torch.compile."""
         # One of another type raises in the check below, on all ranks if there is a handshake.
         known = sharding if isinstance(sharding, Sharding) else None
-        dropout_p = self.dropout_p if self.training else 0.0
+        dropout_p = self._dropout_p
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
         needs_handshake = bool(dynamic or dropout_p or (sharding is None and not has_length(seq_len)))
         layout = known.layout if known is not None else self.layout or DEFAULT_LAYOUT
@@ -354,18 +365,30 @@ class AttentionLayer(nn.Module):
             q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
         return q, k, v
 
-    def _options(self, dropout_p: float, replicated: bool = False) -> AttentionOptions:
-        """The constants of its attention. ``replicated``: k and v hold the tokens of all ranks."""
+    @property
+    def _dropout_p(self) -> float:
+        """The probability of dropping an attention weight now."""
+        return self.dropout_p if self.training else 0.0
+
+    def _traced_options(self, replicated: bool = False) -> AttentionOptions:
+        """``_options`` while torch.compile traces the layer."""
+        if not self._dropout_p:
+            return self._options(0.0, replicated)
+        return self._options(self._dropout_p, replicated, draws_seed=True)
+
+    def _options(self, dropout_p: float, replicated: bool = False, draws_seed: bool = False) -> AttentionOptions:
+        """The constants of its attention, ``replicated`` and ``draws_seed`` as in ``AttentionOptions``."""
         return AttentionOptions(
             strategy=self._attention_strategy,
             strategy_options=constants(self.strategy_options),
             tensor_parallel=self.strategy == "tp_sp",
             first_head=self._heads.queries.start,
             q_per_kv=self._heads.q_per_kv,
-            softcap=self.softcap,
-            dropout_p=dropout_p,
+            softcap=constant_float(self.softcap),
+            dropout_p=constant_float(dropout_p),
             backend=self.backend,
             replicated=replicated,
+            draws_seed=draws_seed,
         )
 
     # The methods below are what tensor parallelism does differently.
@@ -453,7 +476,7 @@ class AttentionLayer(nn.Module):
         max_position = 0
         if positions is not None and self.rope is not None and self.rope.needs_length and positions.numel():
             max_position = int(positions.max().item()) + 1
-        seed = int(torch.randint(2**62, (), device="cpu").item()) if self.dropout_p and self.training else 0
+        seed = int(draw_seed().item()) if self._dropout_p else 0
         gradient = gradient_state(x, *self.parameters())
         agreed = fingerprint(mask, *same)
         return _LayerHeader(x.shape[1], x.shape[0], x.dtype, agreed, max_position, seed, gradient)

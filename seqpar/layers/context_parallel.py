@@ -29,7 +29,7 @@ from ..strategies.gathered_activations import (
     StartInBackward,
     prefers_activations,
 )
-from ..strategies.operators import attention_op, make_call, positions_op, seen_by_dispatch_mode, with_replicated_keys
+from ..strategies.operators import make_call, positions_op, seen_by_dispatch_mode, with_replicated_keys
 from ..strategies.tensor_operators import (
     ChunkOptions,
     TracedChunks,
@@ -177,7 +177,7 @@ class ContextParallelAttention(AttentionLayer):
         check_hidden(x, self.hidden_size, self.q_proj)
         if (reason := self._keys_are_opaque()) is not None:
             raise TypeError(reason)
-        ranks, options = self._parallel_context, self._options(0.0, replicated=True)
+        ranks, options = self._parallel_context, self._traced_options(replicated=True)
         chunks = TracedChunks(x.shape[1], sharding, ranks, ChunkOptions("ring", options))
         k, v = traced_all_gather_linear(x, [self.k_proj.weight, self.v_proj.weight], chunks)
         of_queries, of_keys = positions, positions
@@ -190,8 +190,7 @@ class ContextParallelAttention(AttentionLayer):
         finish, parameters = self._finish_keys(k.dtype, x.device, of_keys, None)
         k, v = finish(k, v, *parameters)
         q = self._queries(x, of_queries, None)
-        out, *_ = attention_op(q, k, v, self.sinks, None, None, mask, sharding, ranks, options, None)
-        return self._output(out.flatten(2), None)
+        return self._output(self._traced_attention(q, k, v, mask, sharding, options).flatten(2), None)
 
     def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
         return self.gather != "auto" and super()._is_traceable(sharding, positions, seq_len)

@@ -191,7 +191,9 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
     To be called before a custom autograd.Function, in which autocast does nothing.
     """
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    # torch 2.11 does not trace the question whether a device has autocast. What is compiled runs on those that have it.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    if not available or not torch.is_autocast_enabled(device_type):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]

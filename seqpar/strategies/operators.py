@@ -14,22 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..checks import check_inputs
+from ..comm.handshake import all_gather_header
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
 from ..layout import SequenceSharding, check_length
 from ..mask import Mask, layer_mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
-from ..opaque import constant, real
+from ..opaque import Opaque, constant, real
 from ..schedule import attention_plan
 from ..sharding import Sharding
 from . import resolve
@@ -53,7 +58,7 @@ ANY_RANKS = ParallelContext(None, None)
 
 @constant()
 @dataclass(frozen=True)
-class AttentionOptions:
+class AttentionOptions(Opaque):
     """The constants of a call.
 
     Attributes:
@@ -66,6 +71,7 @@ class AttentionOptions:
         softcap, dropout_p, deterministic, backend, return_lse: as for ``seqpar.attention``.
         layer_mask: what a layer adds to the mask: causality, window and chunk (see ``mask.layer_mask``).
         replicated: whether k and v hold the tokens of all ranks (see ``gathered_activations.py``).
+        draws_seed: whether each rank has drawn a seed of dropout by itself. That of rank 0 counts.
     """
 
     strategy: str
@@ -81,6 +87,7 @@ class AttentionOptions:
     return_lse: bool = False
     layer_mask: tuple[bool, int | None, int | None] | None = None
     replicated: bool = False
+    draws_seed: bool = False
 
     def heads(self, q_shape: Sequence[int], k_shape: Sequence[int]) -> Heads:
         """The heads of tensors ``[b, s, h, d]`` and ``[b, s, n, d]``."""
@@ -97,6 +104,42 @@ def constants(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 def constant_float(x: float) -> float:
     """``x`` as a constant."""
     return float.fromhex(float(x).hex())
+
+
+def draw_seed() -> Tensor:
+    """A seed of dropout from torch's CPU generator, int64 ``[]``."""
+    return torch.randint(2**62, (), device="cpu")
+
+
+def traced_seed() -> Tensor:
+    """``draw_seed`` while torch.compile traces.
+
+    Where a graph is computed again in backward, as under ``torch.utils.checkpoint``, another seed would be drawn, and
+    the gradients would be those of another mask. So the seed is marked as one to keep, whatever else is not.
+    """
+    kept = partial(create_selective_checkpoint_contexts, _keep_all)
+    seed: Tensor = checkpoint(draw_seed, use_reentrant=False, context_fn=kept)
+    return seed
+
+
+def _keep_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _check_seed_is_kept() -> None:
+    """Raise if nothing is kept that is marked: torch.compile is told to keep nothing but a function's arguments."""
+    in_region = fx_traceback.current_meta.get("custom", {}).get("_region_activation_memory_budget")
+    if 0 in (in_region, functorch_config.activation_memory_budget):
+        raise ValueError(
+            "dropout: with an activation memory budget of 0, torch.compile draws random numbers again in backward, and "
+            "the gradients would be wrong; use a larger budget, or pass dropout_seed to seqpar.attention"
+        )
+
+
+class _SeedHeader(NamedTuple):
+    """The seed that a rank has drawn."""
+
+    seed: int
 
 
 def placement(
@@ -216,17 +259,25 @@ def attention_op(
         latent_weight: ``[h, nope + e, w]``, if k and v are latents and rotated keys (see ``latent.py``).
 
     Returns:
-        ``out [b, s, h, e]``, ``lse [b, h, s]``, and with an all-to-all what the backward needs.
+        ``out [b, s, h, e]``, ``lse [b, h, s]``, with an all-to-all what the backward needs, and with
+        ``options.draws_seed`` the seed that counts.
     """
     groups, sequence = placement(sharding, ranks, options)
-    _check(q, k, v, latent_weight, mask, groups, sharding, options)
+
+    def header() -> _SeedHeader:
+        _check(q, k, v, latent_weight, mask, groups, sharding, options)
+        return _SeedHeader(_number(seed))
+
+    agreed = header() if not options.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
     heads = options.heads(q.shape, k.shape)
-    call = make_call(q.shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options, True)
+    call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, options, True)
     call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = attention_forward(call, q, k, v)
     exchange = head_exchange(call, q.shape, q.device)
     # The operator's results are contiguous, and none is one of its arguments.
     saved = [] if exchange is None else saved[: 3 * len(exchange.chunks)]
+    if options.draws_seed:
+        saved.append(torch.tensor(agreed.seed, device="cpu"))
     return [x.contiguous() for x in (out, lse, *saved)]
 
 
@@ -252,18 +303,21 @@ def _(
     lse = q.new_empty(batch, heads, length, dtype=dtype)
     exchange = head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)
     results = [q.new_empty(batch, length, heads, out_dim), lse]
-    if exchange is None:
-        return results
-    if not options.return_lse:
-        results[1] = q.new_empty(0, dtype=dtype)
-    tokens = torch.library.get_ctx().new_dynamic_size()  # of the group: it changes with the sharding
-    for chunk in exchange.chunks:
-        queries, kv = len(chunk.heads.queries), len(chunk.heads.kv)
-        width = queries * dim
-        if chunk.has_kv and not exchange.shares_kv:
-            width += kv * (k.shape[3] + v.shape[3])
-        results.append(q.new_empty(tokens, batch, width))
-        results += [q.new_empty(batch, tokens, queries, out_dim), q.new_empty(batch, queries, tokens, dtype=dtype)]
+    if exchange is not None:
+        if not options.return_lse:
+            results[1] = q.new_empty(0, dtype=dtype)
+        tokens = torch.library.get_ctx().new_dynamic_size()  # of the group: it changes with the sharding
+        for chunk in exchange.chunks:
+            queries, kv = len(chunk.heads.queries), len(chunk.heads.kv)
+            width = queries * dim
+            if chunk.has_kv and not exchange.shares_kv:
+                width += kv * (k.shape[3] + v.shape[3])
+            results.append(q.new_empty(tokens, batch, width))
+            results.append(q.new_empty(batch, tokens, queries, out_dim))
+            results.append(q.new_empty(batch, queries, tokens, dtype=dtype))
+    if options.draws_seed:
+        _check_seed_is_kept()
+        results.append(torch.empty((), dtype=torch.int64, device="cpu"))
     return results
 
 
@@ -352,6 +406,8 @@ def _number(seed: Tensor | None) -> int:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, k, v, sinks, alibi_slopes, seed, *ctx.call, latent_weight = inputs
     out, lse, *saved = output
+    if ctx.call[-1].draws_seed:
+        *saved, seed = saved
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
     if saved and saved[0].shape[2] == saved[1].shape[2] * q.shape[3]:  # no k and v: these are exchanged again

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import ParallelContext, rank_in
-from ..opaque import constant
+from ..opaque import Opaque, constant
 from ..sharding import Sharding
 from .autograd import to_autocast_dtype
 from .operators import AttentionOptions, placement
@@ -26,12 +26,12 @@ from .tensor_sequence import (
 )
 
 # Tokens of all ranks in a compiled layer, at least: PyTorch's own operators treat fewer in another way.
-_LEAST = 2
+LEAST_TOKENS = 2
 
 
 @constant(AttentionOptions)
 @dataclass(frozen=True)
-class ChunkOptions:
+class ChunkOptions(Opaque):
     """The constants of ``SequenceChunks``.
 
     Attributes:
@@ -60,7 +60,7 @@ class TracedChunks(NamedTuple):
     options: ChunkOptions
 
 
-def _chunks(
+def chunks_of(
     tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
 ) -> SequenceChunks:
     """The chunks of a layer whose rank holds ``tokens`` tokens."""
@@ -81,7 +81,7 @@ def all_gather_linear_op(
     x: Tensor, weights: Sequence[Tensor], sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> list[Tensor]:
     """``all_gather_linear``: ``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
-    chunks = _chunks(x.shape[1], sharding, ranks, options, x.device)
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     return list(all_gather_linear_forward(x.contiguous(), weights, chunks))
 
 
@@ -89,7 +89,7 @@ def all_gather_linear_op(
 def _(
     x: Tensor, weights: Sequence[Tensor], sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> list[Tensor]:
-    tokens = torch.library.get_ctx().new_dynamic_size(min=_LEAST)
+    tokens = torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
     return [x.new_empty(x.shape[0], tokens, w.shape[0]) for w in weights]
 
 
@@ -105,7 +105,7 @@ def _all_gather_linear_backward(
     options: ChunkOptions,
 ) -> list[Tensor]:
     """Those gradients that are needed."""
-    chunks = _chunks(x.shape[1], sharding, ranks, options, x.device)
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     dx, dweights = all_gather_linear_backward(douts, x.contiguous(), weights, chunks, need_x, need_weights)
     return [d.contiguous() for d in (dx, *dweights) if d is not None]
 
@@ -147,7 +147,7 @@ def linear_reduce_scatter_op(
     x: Tensor, weight: Tensor, tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> Tensor:
     """``linear_reduce_scatter``: ``x [b, t, in_local]`` and ``weight [out, in_local]`` to ``[b, tokens, out]``."""
-    y = linear_reduce_scatter_forward(x, weight, _chunks(tokens, sharding, ranks, options, x.device))
+    y = linear_reduce_scatter_forward(x, weight, chunks_of(tokens, sharding, ranks, options, x.device))
     return y.contiguous()
 
 
@@ -163,7 +163,7 @@ def _linear_reduce_scatter_backward(
     dout: Tensor, x: Tensor, weight: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> list[Tensor]:
     """The gradients of ``x`` and ``weight``."""
-    chunks = _chunks(dout.shape[1], sharding, ranks, options, x.device)
+    chunks = chunks_of(dout.shape[1], sharding, ranks, options, x.device)
     return [d.contiguous() for d in linear_reduce_scatter_backward(dout.contiguous(), x.contiguous(), weight, chunks)]
 
 
@@ -191,13 +191,13 @@ def all_gather_positions_op(
     positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> Tensor:
     """``SequenceChunks.all_gather_positions``. The same tensor for the same positions: it must not be written to."""
-    chunks = _chunks(positions.shape[-1], sharding, ranks, options, positions.device)
+    chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device)
     return chunks.all_gather_positions(positions)
 
 
 @all_gather_positions_op.register_fake
 def _(positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions) -> Tensor:
-    tokens = torch.library.get_ctx().new_dynamic_size(min=_LEAST)
+    tokens = torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
     return positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, tokens)
 
 
