@@ -92,6 +92,30 @@ def test_a_gpu_left_with_the_reference_warns_once(gpu: FakeTensorMode, monkeypat
         assert chosen("auto", torch.bfloat16) == "triton"
 
 
+@pytest.mark.skipif(interpreted(), reason="the interpreter runs no GPU tensors")
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_wide_heads_on_a_gpu_run_on_triton(
+    gpu: FakeTensorMode, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def chosen(head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16, carry: bool = True) -> str:
+        q, k = (torch.empty(1, 8, heads, head_dim, dtype=dtype, device="cuda") for heads in (16, 1))
+        return select("auto", q, k, Score(1.0), carry=carry, v_head_dim=v_head_dim).name
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dims in ((512, 512), (576, 512)):
+            assert [chosen(*dims, carry=carry) for carry in (True, False)] == ["triton"] * 2
+    with pytest.warns(RuntimeWarning, match=r"head_dim=576 \(at most head_dim=576 of q and k, 512 of v in torch.bf"):
+        assert chosen(576, 576) == "reference"
+    with pytest.warns(
+        RuntimeWarning, match=r"head_dim=576 of q and k, 512 of v \(at most head_dim=256 in torch.float32"
+    ):
+        assert chosen(576, 512, torch.float32) == "reference"
+
+
 def test_an_error_of_the_compiler_says_what_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     error = type("PTXASError", (Exception,), {"__module__": "triton.runtime.errors"})
 

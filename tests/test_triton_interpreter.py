@@ -184,6 +184,22 @@ def test_head_dims_of_values(dims: tuple[int, int]) -> None:
     p.check(2, deterministic=BOTH)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "rules", "config"),
+    [
+        (576, MASKS["causal"], Config(16, 16)),
+        (530, (Rule("documents", (((0, 13, 20), (0, 9, 24)), True)),), Config(32, 16)),
+        (576, (Rule("sliding_window", (7, 3)),), Config(16, 32, tma=True)),
+    ],
+    ids=["causal", "documents", "window and tma"],
+)
+def test_queries_and_keys_of_two_tiles(head_dim: int, rules: Rules, config: Config) -> None:
+    """More than 512 columns beside 512 of v, as in multi-head latent attention over the compressed keys."""
+    problem(24, rules=rules, heads=3, kv_heads=1, head_dim=head_dim, v_head_dim=512, score=Score(head_dim**-0.5)).check(
+        2, config
+    )
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_float16(mask: str, steps: int) -> None:

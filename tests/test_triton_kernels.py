@@ -60,9 +60,10 @@ PARTS = {
     "gfx942": (18, f"--target gfx942 {_USUAL}"),
     "wide, sm_90": (13, f"--target sm_90 --target sm_100 {_WIDE}"),
     "wide, sm_80": (12, f"--target sm_80 --target gfx942 {_WIDE}"),
+    "widest": (3, "--target sm_90 --head-dim 576"),  # beside 512 of v
     "others": (7, "--target sm_120 --target gfx950 --head-dim 128 --dtype bfloat16"),
     "unaligned": (4, "--target sm_90 --what unaligned --head-dim 128"),
-    "features": (32, "--target sm_90 --what features"),
+    "features": (32, "--target sm_90 --what features --head-dim 64 --head-dim 128"),
     "small": (16, "--target sm_80 --target sm_90 --target sm_100 --target gfx942 --what small"),
 }
 
@@ -121,8 +122,14 @@ def test_choosing_a_configuration() -> None:
     assert table_config("sm_90", "dq", 64, torch.float16, v_head_dim=192) == table_config(
         "sm_90", "dq", 256, torch.float16
     )
-    for head_dim, v_head_dim, dtype, largest in ((576, 512, torch.float16, 512), (64, 300, torch.float32, 256)):
-        with pytest.raises(ValueError, match=rf"head_dim={max(head_dim, v_head_dim)}: .*at most {largest}"):
+    assert table_config("sm_80", "dq", 520, torch.float16, v_head_dim=16) == table_config(
+        "sm_80", "dq", 576, torch.bfloat16, v_head_dim=512
+    )
+    for head_dim, v_head_dim, dtype, most in (
+        (577, 512, torch.float16, "576, 512 of v"), (576, 576, torch.float16, "576, 512 of v"),
+        (64, 300, torch.float32, "256, 256 of v"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"head_dim={head_dim}, {v_head_dim} of v: expected at most {most}"):
             table_config("sm_80", "dq", head_dim, dtype, v_head_dim=v_head_dim)
     cpu = torch.device("cpu")
     assert candidates("forward", cpu, 64, torch.float16)[0] == choose("forward", cpu, 64, torch.float16)

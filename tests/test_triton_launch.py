@@ -207,6 +207,32 @@ def test_the_steps_of_a_backward_share_what_they_have_in_common(launches: Launch
     assert len(launches.take()) == kernels + 1  # of another lse
 
 
+def test_repeated_launches_of_heads_in_two_tiles(launches: Launches) -> None:
+    config, mask = Config(16, 16, 4, 1, True), causal(32)
+    given = []
+    for _ in range(3):
+        q, k = (torch.zeros(1, 32, heads, 520).bfloat16() for heads in (HEADS, KV_HEADS))
+        v, dout = k[..., :16].contiguous(), q[..., :16].contiguous()
+        out, lse = attention_forward(q, k, v, mask, SCORE, config=config)
+        gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        attention_backward(
+            dout, q, k, v, lse, delta(out, dout), mask, SCORE, *gradients, config=config, dq_config=config
+        )
+        made = launches.take()
+        tensors = [_value(x) for x in (q, k)]
+        columns = [
+            x[4][3]
+            for launch in made
+            for x in launch
+            if isinstance(x, tuple) and x[:1] == ("descriptor",) and x[1] in tensors
+        ]
+        given.append((launches.bound, [len(launch) for launch in made], columns))
+    first, second, third = given
+    assert first[0] == second[0] == third[0] == 5  # forward, delta, statistics, dk and dv, dq
+    assert first[1:] == second[1:] == third[1:]
+    assert first[2] == [512, 16] * 3  # K, Q, K
+
+
 def test_elementwise_launches_are_not_bound_again(launches: Launches) -> None:
     acc, out, lse = torch.zeros(1, 64, 2, 16), torch.zeros(1, 64, 2, 16).bfloat16(), torch.zeros(1, 2, 64)
     table = torch.ones(1, 64, 8)

@@ -36,6 +36,7 @@ from .launch import (
     describable,
     descriptors,
     dies,
+    if_tail,
     layout_key,
     precision,
     strides,
@@ -58,6 +59,7 @@ from .tiles import (
     dropout_keep,
     load_positions,
     load_rows,
+    products,
     program_index,
     reduce_rows,
     score_arguments,
@@ -75,6 +77,7 @@ class _KeyTile(NamedTuple):
     """The tile of keys that a program of ``backward_kernel`` holds."""
 
     k: tl.tensor  # [BLOCK_N, BLOCK_D]
+    k_tail: tl.tensor  # [BLOCK_N, TAIL]; k itself without a tail
     v: tl.tensor  # [BLOCK_N, BLOCK_DV]
     column: tl.tensor  # [BLOCK_N]
     j: tl.tensor  # [BLOCK_N]
@@ -84,6 +87,7 @@ class _Queries(NamedTuple):
     """The queries of one head, which ``backward_kernel`` reads tile by tile."""
 
     Q: HeadRows
+    Q_TAIL: HeadRows
     DOUT: HeadRows
     DQ: HeadRows
     LSE: Line
@@ -101,6 +105,7 @@ class _QueryTile(NamedTuple):
     """The tile of queries that a program of ``dq_kernel`` holds."""
 
     q: tl.tensor  # [BLOCK_M, BLOCK_D]
+    q_tail: tl.tensor  # [BLOCK_M, TAIL]; q itself without a tail
     dout: tl.tensor  # [BLOCK_M, BLOCK_DV]
     lse: tl.tensor  # [BLOCK_M], base 2, as are the next
     delta: tl.tensor
@@ -125,18 +130,20 @@ def _probabilities(qk, lse, i, j, score, C: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(dk, dv, keys, queries, score, softmax_scale, C: tl.constexpr, WITH_DQ: tl.constexpr):
+def _accumulate(dk, dk_tail, dv, keys, queries, score, softmax_scale, C: tl.constexpr, WITH_DQ: tl.constexpr):
     """Add the gradients of one head's queries. Scores are transposed: ``[BLOCK_N, BLOCK_M]``."""
     # What does not change from tile to tile is computed again in each: kept in registers, it would not fit them. (The
     # halves of k and v that three tf32 products need are too much to compute again.)
     AGAIN: tl.constexpr = C.PRECISION != "tf32x3"
     CV: tl.constexpr = C.values
+    CT: tl.constexpr = C.tail
     for q_start in tl.range(queries.begin // C.BLOCK_M * C.BLOCK_M, queries.end, C.BLOCK_M, disable_licm=AGAIN):
         row = q_start + tl.arange(0, C.BLOCK_M)
         q = stream_rows(queries.Q, q_start, C, C.BLOCK_M, True)  # [BLOCK_M, BLOCK_D]
         lse = stream_line(queries.LSE, q_start, C, C.BLOCK_M)
         i = load_positions(queries.POSITIONS, row, queries.Q.length, C)
-        qk = tl.dot(keys.k, tl.trans(q), input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_M]
+        q_tail = stream_rows(queries.Q_TAIL, q_start, CT, C.BLOCK_M, True) if C.TAIL else q  # [BLOCK_M, TAIL]
+        qk = products(keys.k, keys.k_tail, q, q_tail, C)  # [BLOCK_N, BLOCK_M]
         p, chain = _probabilities(qk, lse[None, :], i[None, :], keys.j[:, None], score, C)
         # Not in a loop of their own: two loops need more registers than one with a branch.
         if (q_start < queries.inner_begin) | (q_start + C.BLOCK_M > queries.inner_end):
@@ -155,19 +162,22 @@ def _accumulate(dk, dv, keys, queries, score, softmax_scale, C: tl.constexpr, WI
         delta = stream_line(queries.DELTA, q_start, C, C.BLOCK_M)
         ds = (p * (dp - delta[None, :]) * chain).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=C.PRECISION)
+        if C.TAIL:
+            dk_tail = tl.dot(ds, q_tail, dk_tail, input_precision=C.PRECISION)
         if WITH_DQ:
+            tl.static_assert(C.TAIL == 0)
             if C.TMA:
                 # Transposed: sm_90 then reads both factors from shared memory, and none through registers.
                 dq = tl.trans(tl.dot(tl.trans(keys.k), ds, input_precision=C.PRECISION))  # [BLOCK_M, BLOCK_D]
             else:
                 dq = tl.dot(tl.trans(ds), keys.k, input_precision=C.PRECISION)
             reduce_rows(queries.DQ, dq * softmax_scale, q_start, C, C.BLOCK_M, C.TMA)
-    return dk, dv
+    return dk, dk_tail, dv
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def backward_kernel(
-    Q, stride_qb, stride_qs, stride_qh,        # [b, q, h, d], pointer or descriptor
+    Q, stride_qb, stride_qs, stride_qh, Q_TAIL,    # [b, q, h, d], pointers or descriptors
     K, stride_kb, stride_ks, stride_kh,        # [b, k, n, d]
     V, stride_vb, stride_vs, stride_vh,        # [b, k, n, e]
     DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, e], pointer or descriptor
@@ -189,6 +199,8 @@ def backward_kernel(
     BLOCK_D: tl.constexpr = C.BLOCK_D
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     CV: tl.constexpr = C.values
+    CT: tl.constexpr = C.tail
+    TAIL: tl.constexpr = C.TAIL
     MEMBERS: tl.constexpr = C.GROUP // SPLIT
     program = program_index(C)
     tile = program % tiles
@@ -216,10 +228,12 @@ def backward_kernel(
     K = HeadRows(K, batch, kv_head, (stride_kb, stride_ks, stride_kh), k_len)
     V = HeadRows(V, batch, kv_head, (stride_vb, stride_vs, stride_vh), k_len)
     k = load_rows(K, k_start, C, BLOCK_N, True)
+    k_tail = load_rows(K, k_start, CT, BLOCK_N, True) if C.TAIL else k
     v = load_rows(V, k_start, CV, BLOCK_N, True)
     j = tl.load(K_POSITIONS + column, mask=column < k_len, other=0) if C.ALIBI or C.DROPOUT else column
-    keys = _KeyTile(k, v, column, j)
+    keys = _KeyTile(k, k_tail, v, column, j)
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    dk_tail = tl.zeros([BLOCK_N, TAIL], dtype=tl.float32) if C.TAIL else dk
     dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
     # The query heads of the group are summed in registers, so that k and v are read once.
     for member in range(0, MEMBERS):
@@ -229,6 +243,7 @@ def backward_kernel(
         statistics = (batch * heads + head) * 2
         queries = _Queries(
             HeadRows(Q, batch, head, (stride_qb, stride_qs, stride_qh), q_len),
+            HeadRows(Q_TAIL if C.TAIL else Q, batch, head, (stride_qb, stride_qs, stride_qh), q_len),
             HeadRows(DOUT, batch, head, (stride_db, stride_ds, stride_dh), q_len),
             HeadRows(DQ, batch, head, (stride_dqb, stride_dqs, stride_dqh), q_len),
             Line(STATISTICS, statistics, q_padded),
@@ -241,28 +256,33 @@ def backward_kernel(
             inner_begin,
             inner_end,
         )
-        dk, dv = _accumulate(dk, dv, keys, queries, score, softmax_scale, C, WITH_DQ)
+        dk, dk_tail, dv = _accumulate(dk, dk_tail, dv, keys, queries, score, softmax_scale, C, WITH_DQ)
 
     DK = HeadRows(DK, batch, kv_head, (stride_dkb, stride_dks, stride_dkh), k_len)
     DV = HeadRows(DV, batch, kv_head, (stride_dvb, stride_dvs, stride_dvh), k_len)
     if SPLIT > 1:
         reduce_rows(DV, dv, k_start, CV, BLOCK_N, False)
+        tl.static_assert(C.TAIL == 0)
         reduce_rows(DK, dk * softmax_scale, k_start, C, BLOCK_N, False)
     else:
         add_rows(DV, dv, k_start, CV, BLOCK_N, NEW)
         add_rows(DK, dk * softmax_scale, k_start, C, BLOCK_N, NEW)
+        if C.TAIL:
+            add_rows(DK, dk_tail * softmax_scale, k_start, CT, BLOCK_N, NEW)
 
 
 @triton.jit
-def _accumulate_dq(dq, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.constexpr):
+def _accumulate_dq(dq, dq_tail, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.constexpr):
     """Add the gradient of ``tiles`` of keys."""
     CV: tl.constexpr = C.values
+    CT: tl.constexpr = C.tail
     for n in range(0, tiles.count):
         k_start = tile_start(tiles, n, C.BLOCK_N, MASKED)
         column = k_start + tl.arange(0, C.BLOCK_N)
         k = stream_rows(keys.K, k_start, C, C.BLOCK_N, MASKED)  # [BLOCK_N, BLOCK_D]
         j = load_positions(keys.POSITIONS, column, keys.K.length, C)
-        qk = tl.dot(queries.q, tl.trans(k), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
+        k_tail = stream_rows(keys.K_TAIL, k_start, CT, C.BLOCK_N, MASKED) if C.TAIL else k  # [BLOCK_N, TAIL]
+        qk = products(queries.q, queries.q_tail, k, k_tail, C)  # [BLOCK_M, BLOCK_N]
         p, chain = _probabilities(qk, queries.lse[:, None], queries.i[:, None], j[None, :], score, C)
         if MASKED:
             seen = (column[None, :] >= queries.lo[:, None]) & (column[None, :] < queries.hi[:, None])
@@ -272,15 +292,17 @@ def _accumulate_dq(dq, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
         if C.DROPOUT:
             keep = dropout_keep(score, queries.i[:, None], j[None, :])
             dp = tl.where(keep, dp * score.keep_scale, 0.0)
-        ds = p * (dp - queries.delta[:, None]) * chain
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=C.PRECISION)
-    return dq
+        ds = (p * (dp - queries.delta[:, None]) * chain).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=C.PRECISION)
+        if C.TAIL:
+            dq_tail = tl.dot(ds, k_tail, dq_tail, input_precision=C.PRECISION)
+    return dq, dq_tail
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def dq_kernel(
-    Q, stride_qb, stride_qs, stride_qh,        # [b, q, h, d]
-    K, stride_kb, stride_ks, stride_kh,        # [b, k, n, d], pointer or descriptor
+    Q, stride_qb, stride_qs, stride_qh,            # [b, q, h, d]
+    K, stride_kb, stride_ks, stride_kh, K_TAIL,    # [b, k, n, d], pointers or descriptors
     V, stride_vb, stride_vs, stride_vh,        # [b, k, n, e], pointer or descriptor
     DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, e]
     DQ, stride_dqb, stride_dqs, stride_dqh,    # [b, q, h, d], float32
@@ -299,6 +321,8 @@ def dq_kernel(
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
     CV: tl.constexpr = C.values
+    CT: tl.constexpr = C.tail
+    TAIL: tl.constexpr = C.TAIL
     program = program_index(C)
     q_start = (tiles - 1 - program % tiles) * BLOCK_M
     head = program // tiles % heads
@@ -319,11 +343,13 @@ def dq_kernel(
 
     Q = HeadRows(Q, batch, head, (stride_qb, stride_qs, stride_qh), q_len)
     DOUT = HeadRows(DOUT, batch, head, (stride_db, stride_ds, stride_dh), q_len)
+    K_TAIL = HeadRows(K_TAIL if C.TAIL else K, batch, kv_head, (stride_kb, stride_ks, stride_kh), k_len)
     K = HeadRows(K, batch, kv_head, (stride_kb, stride_ks, stride_kh), k_len)
     V = HeadRows(V, batch, kv_head, (stride_vb, stride_vs, stride_vh), k_len)
     DQ = HeadRows(DQ, batch, head, (stride_dqb, stride_dqs, stride_dqh), q_len)
     STATISTICS += (tl.cast(batch, tl.int64) * heads + head) * 2 * q_padded + row
     q = load_rows(Q, q_start, C, BLOCK_M, True)
+    q_tail = load_rows(Q, q_start, CT, BLOCK_M, True) if C.TAIL else q
     dout = load_rows(DOUT, q_start, CV, BLOCK_M, True)
     lse = tl.load(STATISTICS)
     delta = tl.load(STATISTICS + q_padded)
@@ -331,11 +357,14 @@ def dq_kernel(
     slope = tl.load(ALIBI_SLOPES + batch * stride_slopes + head) * LOG2E if C.ALIBI else 0.0
 
     score = HeadScore(scale, cap, slope, keep_scale, dropout_threshold, seed, batch, head + head_offset)
-    queries, keys = _QueryTile(q, dout, lse, delta, lo, hi, i), Keys(K, V, K_POSITIONS)
+    queries, keys = _QueryTile(q, q_tail, dout, lse, delta, lo, hi, i), Keys(K, K_TAIL, V, K_POSITIONS)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    dq = _accumulate_dq(dq, queries, keys, score, inner, C, False)
-    dq = _accumulate_dq(dq, queries, keys, score, edges, C, True)
+    dq_tail = tl.zeros([BLOCK_M, TAIL], dtype=tl.float32) if C.TAIL else dq
+    dq, dq_tail = _accumulate_dq(dq, dq_tail, queries, keys, score, inner, C, False)
+    dq, dq_tail = _accumulate_dq(dq, dq_tail, queries, keys, score, edges, C, True)
     add_rows(DQ, dq * softmax_scale, q_start, C, BLOCK_M, NEW)
+    if C.TAIL:
+        add_rows(DQ, dq_tail * softmax_scale, q_start, CT, BLOCK_M, NEW)
 
 
 class Operands(NamedTuple):
@@ -466,12 +495,13 @@ def dq_launch(
 
 
 _keys_launches = Repeated(
-    "Q", "K", "V", "DOUT", "DQ", "DK", "DV", "STATISTICS", "BOUNDS", "RANGES", "Q_POSITIONS", "K_POSITIONS",
+    "Q", "Q_TAIL", "K", "V", "DOUT", "DQ", "DK", "DV", "STATISTICS", "BOUNDS", "RANGES", "Q_POSITIONS", "K_POSITIONS",
     "ALIBI_SLOPES", "seed",
 )  # fmt: skip
 _dq_launches = Repeated(
-    "Q", "K", "V", "DOUT", "DQ", "STATISTICS", "LO", "HI", "Q_POSITIONS", "K_POSITIONS", "ALIBI_SLOPES", "seed"
-)
+    "Q", "K", "K_TAIL", "V", "DOUT", "DQ", "STATISTICS", "LO", "HI", "Q_POSITIONS", "K_POSITIONS", "ALIBI_SLOPES",
+    "seed",
+)  # fmt: skip
 
 
 def attention_backward(
@@ -550,7 +580,7 @@ def attention_backward(
     values = score_values(score), precision(q.dtype, allow_tf32)
     positions = intervals.q_positions, intervals.k_positions, score.alibi_slopes, score.dropout_seed
     _keys_launches(
-        (q, k, v, dout, dense[0] if with_dq else None, *dense[1:], operands.statistics, bounds, ranges, *positions),
+        (q, if_tail(q), k, v, dout, dense[0] if with_dq else None, *dense[1:], operands.statistics, bounds, ranges, *positions),
         (values, keys_config, with_dq, store_dkv, split),
         lambda: keys_launch(
             operands, score, bounds, ranges, keys_config, with_dq=with_dq, new=store_dkv, split=split,
@@ -559,7 +589,7 @@ def attention_backward(
     )  # fmt: skip
     if other_config is not None:
         _dq_launches(
-            (q, k, v, dout, dense[0], operands.statistics, intervals.lo, intervals.hi, *positions),
+            (q, k, if_tail(k), v, dout, dense[0], operands.statistics, intervals.lo, intervals.hi, *positions),
             (values, other_config, new_dq),
             lambda: dq_launch(operands, score, other_config, new=new_dq, allow_tf32=allow_tf32),
         )  # fmt: skip

@@ -2,12 +2,13 @@
 
 Every configuration in the table compiles without spilling registers and fits the shared memory of its GPUs, except
 float32 at head_dim 256: tf32x3 keeps a high and a low half of each operand, which spills at every tile size. ``dq`` in
-float32 spills up to 48 bytes on sm_86 and sm_120: no tile that was tried spills nowhere. On sm_90 the forward at
-head_dim 512 spills 16 bytes. There, the tiles of the backward are too small for Hopper's asynchronous products: ``dk``
-and ``dv`` of 64 keys alone would fill the registers.
+float32 spills up to 48 bytes on sm_86 and sm_120: no tile that was tried spills nowhere. At head_dim 512 and above the
+forward with a carry spills up to 104 bytes outside its loops on sm_90 and sm_100, and the tiles of the backward are too
+small for Hopper's asynchronous products: ``dk`` and ``dv`` of 64 keys alone would fill the registers.
 ``python -m seqpar.triton_kernels.inspect`` prints the resources of each. Which one a call uses:
 
-* The head_dims of q and k and of v are rounded up to 64, 128, 256, or 512 for both, or 256 and 128.
+* The head_dims of q and k and of v are rounded up to 64, 128, 256, or 512 for both, to 256 and 128, or to 576 and 512
+  (multi-head latent attention over the compressed keys: 512 and 64 columns in two tiles).
 * Compute capability 8.0 uses ``sm_80``, 9.0 ``sm_90``, 10.x ``sm_100``. Every other CUDA GPU uses ``sm_86``, which stays
   within the 99 KB of shared memory that desktop cards (Ampere, Ada, Blackwell) have; so does a call whose tensors TMA
   cannot read. Every ROCm GPU uses ``gfx942``, which stays within 64 KB.
@@ -59,46 +60,46 @@ class Config:
 _INTERPRETED = Config(64, 64)
 _KERNELS = ("forward", "backward", "dkdv", "dq")
 # The head_dims of q and k, and of v, up to which a column of the table is for: the first that fits both.
-_COLUMNS = ((64, 64), (128, 128), (256, 128), (256, 256), (512, 512))
+_COLUMNS = ((64, 64), (128, 128), (256, 128), (256, 256), (512, 512), (576, 512))
 # What stands for each column when the table is compiled ahead of time. 192 and 128 are DeepSeek-V3's.
-_COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+_COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
 # By architecture, bytes of an element and kernel, a configuration for each column: block_m x block_n, w warps, s stages,
 # t where TMA reads the tiles, i rows of a matrix instruction. "-": there is none.
 _GRID = """
-#                    64, 64        128, 128      256, 128      256, 256      512, 512
-sm_80   2  forward   128x64w8s3    128x32w8s3    128x64w8s2    64x32w8s2     32x32w8s2
-sm_80   2  backward  32x128w8s2    64x64w8s2     -             -             -
-sm_80   2  dkdv      32x128w8s2    64x64w8s2     32x64w8s2     32x32w8s2     16x32w8s1
-sm_80   2  dq        128x64w8s2    64x64w8s2     64x32w8s2     64x16w8s2     32x16w8s1
+#                    64, 64        128, 128      256, 128      256, 256      512, 512      576, 512
+sm_80   2  forward   128x64w8s3    128x32w8s3    128x64w8s2    64x32w8s2     32x32w8s2     32x32w8s2
+sm_80   2  backward  32x128w8s2    64x64w8s2     -             -             -             -
+sm_80   2  dkdv      32x128w8s2    64x64w8s2     32x64w8s2     32x32w8s2     16x32w8s1     32x16w8s2
+sm_80   2  dq        128x64w8s2    64x64w8s2     64x32w8s2     64x16w8s2     32x16w8s1     32x32w8s2
 
-sm_86   2  forward   128x64w8s3    128x32w8s3    128x32w8s2    64x32w8s2     32x16w8s1
-sm_86   2  backward  32x128w8s2    32x64w8s2     -             -             -
-sm_86   2  dkdv      32x128w8s2    32x64w8s2     32x64w8s2     32x32w8s2     16x16w8s1
-sm_86   2  dq        128x64w8s2    64x64w8s2     64x32w8s2     64x16w8s2     16x16w8s2
+sm_86   2  forward   128x64w8s3    128x32w8s3    128x32w8s2    64x32w8s2     32x16w8s1     32x16w8s1
+sm_86   2  backward  32x128w8s2    32x64w8s2     -             -             -             -
+sm_86   2  dkdv      32x128w8s2    32x64w8s2     32x64w8s2     32x32w8s2     16x16w8s1     16x16w8s1
+sm_86   2  dq        128x64w8s2    64x64w8s2     64x32w8s2     64x16w8s2     16x16w8s2     16x16w8s2
 
-sm_90   2  forward   128x64w4s3t   128x128w8s2t  128x64w8s2t   128x64w8s2t   64x16w8s2t
-sm_90   2  backward  128x128w8s2t  64x128w8s2t   32x64w8s2t    32x64w8s2t    -
-sm_90   2  dkdv      128x128w8s2t  64x128w8s2t   64x64w8s2t    32x64w8s2t    32x32w8s1
-sm_90   2  dq        128x64w8s2t   128x64w8s2t   64x64w8s2t    64x32w8s2t    32x32w8s2t
+sm_90   2  forward   128x64w4s3t   128x128w8s2t  128x64w8s2t   128x64w8s2t   64x32w8s2t    64x32w8s2t
+sm_90   2  backward  128x128w8s2t  64x128w8s2t   32x64w8s2t    32x64w8s2t    -             -
+sm_90   2  dkdv      128x128w8s2t  64x128w8s2t   64x64w8s2t    32x64w8s2t    32x32w8s1     32x16w8s2t
+sm_90   2  dq        128x64w8s2t   128x64w8s2t   64x64w8s2t    64x32w8s2t    32x32w8s2t    32x32w8s2t
 
-sm_100  2  forward   128x64w4s3t   128x128w8s2t  128x64w8s2t   128x32w8s2t   64x16w8s2t
+sm_100  2  forward   128x64w4s3t   128x128w8s2t  128x64w8s2t   128x32w8s2t   64x32w8s2t    64x32w8s2t
 # 256 and 128: spills under Triton 3.6, or needs more columns than tensor memory has
-sm_100  2  backward  64x128w8s2t   64x128w8s1t   -             32x64w8s1t    -
-sm_100  2  dkdv      64x128w8s1t   64x128w8s1t   32x64w8s1     64x64w8s1t    32x32w8s1
-sm_100  2  dq        128x64w4s2t   128x64w8s2t   64x64w8s1t    64x64w8s1t    32x32w8s1t
+sm_100  2  backward  64x128w8s2t   64x128w8s1t   -             32x64w8s1t    -             -
+sm_100  2  dkdv      64x128w8s1t   64x128w8s1t   32x64w8s1     64x64w8s1t    32x32w8s1     32x16w8s2t
+sm_100  2  dq        128x64w4s2t   128x64w8s2t   64x64w8s1t    64x64w8s1t    32x32w8s1t    32x32w8s1t
 
-gfx942  2  forward   128x64w4s1    128x64w4s1    64x32w4s1     64x32w4s1     64x16w4s1
+gfx942  2  forward   128x64w4s1    128x64w4s1    64x32w4s1     64x32w4s1     32x16w4s1     32x16w4s1
 # with rows of 16, two programs at head_dim 128 fit a processor's registers at a time
-gfx942  2  dkdv      64x64w4s1i16  32x64w4s1i16  16x64w4s1i16  16x32w4s1i16  16x16w4s1i16
-gfx942  2  dq        128x64w8s1    128x32w8s1    64x16w4s1     64x16w4s1     16x16w4s1
+gfx942  2  dkdv      64x64w4s1i16  32x64w4s1i16  16x64w4s1i16  16x32w4s1i16  16x16w4s1i16  16x32w4s1i16
+gfx942  2  dq        128x64w8s1    128x32w8s1    64x16w4s1     64x16w4s1     16x16w4s1     32x16w4s1
 
-sm_80   4  forward   32x64w8s1     16x64w8s1     16x16w8s1     16x16w8s1     -
-sm_80   4  dkdv      32x32w4s1     16x16w8s1     32x16w8s1     32x16w8s1     -
-sm_80   4  dq        16x32w4s1     16x32w8s1     16x16w8s1     16x16w8s1     -
+sm_80   4  forward   32x64w8s1     16x64w8s1     16x16w8s1     16x16w8s1     -             -
+sm_80   4  dkdv      32x32w4s1     16x16w8s1     32x16w8s1     32x16w8s1     -             -
+sm_80   4  dq        16x32w4s1     16x32w8s1     16x16w8s1     16x16w8s1     -             -
 
-gfx942  4  forward   64x32w4s1     64x32w4s1     32x32w4s1     32x32w4s1     -
-gfx942  4  dkdv      32x32w4s1     16x32w4s1     16x16w4s1     16x16w4s1     -
-gfx942  4  dq        32x32w4s1     32x32w4s1     16x16w4s1     16x16w4s1     -
+gfx942  4  forward   64x32w4s1     64x32w4s1     32x32w4s1     32x32w4s1     -             -
+gfx942  4  dkdv      32x32w4s1     16x32w4s1     16x16w4s1     16x16w4s1     -             -
+gfx942  4  dq        32x32w4s1     32x32w4s1     16x16w4s1     16x16w4s1     -             -
 """
 
 
@@ -160,9 +161,9 @@ def entry(
     if size == 4 and architecture.startswith("sm"):
         architecture = "sm_80"
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    largest = most_head_dim(dtype)
-    if max(head_dim, v_head_dim) > largest:
-        raise ValueError(f"head_dim={max(head_dim, v_head_dim)}: expected at most {largest}")
+    most, v_most = most_head_dims(dtype)
+    if head_dim > most or v_head_dim > v_most:
+        raise ValueError(f"head_dim={head_dim}, {v_head_dim} of v: expected at most {most}, {v_most} of v, in {dtype}")
     column = next(i for i, (d, e) in enumerate(_COLUMNS) if head_dim <= d and v_head_dim <= e)
     kernels = _TABLE[architecture, size]
     config = kernels[kernel][column] if kernel in kernels else None
@@ -176,9 +177,9 @@ def entry(
     return replace(config, block_n=max(16, config.block_n // 2), num_warps=warps)
 
 
-def most_head_dim(dtype: torch.dtype) -> int:
-    """The largest head_dim that there are tiles for."""
-    return 512 if dtype.itemsize == 2 else 256
+def most_head_dims(dtype: torch.dtype) -> tuple[int, int]:
+    """The largest head_dims, of q and k and of v, that there are tiles for."""
+    return (576, 512) if dtype.itemsize == 2 else (256, 256)
 
 
 def table_config(
@@ -194,7 +195,7 @@ def table_config(
     Args:
         architecture: "sm_80", "sm_90", "sm_100" or "gfx942".
         kernel: "forward", "backward", "dkdv" or "dq".
-        head_dim: of q and k, up to :func:`most_head_dim`.
+        head_dim: of q and k, up to :func:`most_head_dims`.
         dtype: of the inputs.
         heavy: whether scores need more registers than a scaled product does (softcap, ALiBi, dropout). The tile of the
             inner loop is then halved (of 32 queries of 128 keys in "backward", the keys), and CUDA uses 8 warps.
@@ -227,8 +228,8 @@ def choose(
         tma: whether the tensors are laid out as TMA needs it. Tiles that TMA reads are too large to be read otherwise.
     """
     name = architecture(device)
-    if name == "interpreter":
-        return _INTERPRETED
+    if name == "interpreter":  # as the table: above 512 there is no such kernel
+        return None if kernel == "backward" and head_dim > 512 else _INTERPRETED
     config = entry(name, kernel, head_dim, dtype, heavy, v_head_dim)
     if config is None or tma or not config.tma:
         return config
@@ -247,7 +248,7 @@ def table() -> Iterator[tuple[str, str, tuple[int, int], torch.dtype]]:
         dtype = torch.bfloat16 if size == 2 else torch.float32
         for kernel in _KERNELS:
             for dims in _COMPILED:
-                if max(dims) > most_head_dim(dtype) or (dims == (192, 128) and size == 4):  # as 256
+                if size == 4 and (max(dims) > 256 or dims == (192, 128)):  # no tiles, and those of 256
                     continue
                 if entry(architecture, kernel, dims[0], dtype, v_head_dim=dims[1]) is not None:
                     yield architecture, kernel, dims, dtype

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from . import tune
 from .configs import Config, choose
-from .launch import Launch, Repeated, describable, descriptors, dies, precision, strides, unit_stride, widths
+from .launch import Launch, Repeated, describable, descriptors, dies, if_tail, precision, strides, unit_stride, widths
 from .tiles import (
     LN2,
     LOG2E,
@@ -49,6 +49,7 @@ from .tiles import (
     dropout_keep,
     load_positions,
     load_rows,
+    products,
     program_index,
     score_arguments,
     score_constants,
@@ -65,6 +66,7 @@ class _Queries(NamedTuple):
     """One tile of queries."""
 
     q: tl.tensor  # [BLOCK_M, BLOCK_D]
+    q_tail: tl.tensor  # [BLOCK_M, TAIL]; q itself without a tail
     lo: tl.tensor  # [BLOCK_M], as are the next
     hi: tl.tensor
     i: tl.tensor
@@ -77,10 +79,14 @@ def _attend(acc, m, l, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
     # the maximum is scaled instead, and the scores together with the subtraction, in one fused multiply-add.
     SCALED: tl.constexpr = C.SOFTCAP or C.ALIBI
     CV: tl.constexpr = C.values
-    for n in range(0, tiles.count):
+    CT: tl.constexpr = C.tail
+    # Beside an accumulator of 512 columns, the addresses that Hopper's products take would spill if they were kept.
+    AGAIN: tl.constexpr = C.TMA and C.BLOCK_DV > 256
+    for n in tl.range(0, tiles.count, disable_licm=AGAIN):
         k_start = tile_start(tiles, n, C.BLOCK_N, MASKED)
         k = stream_rows(keys.K, k_start, C, C.BLOCK_N, MASKED)  # [BLOCK_N, BLOCK_D]
-        s = tl.dot(queries.q, tl.trans(k), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
+        k_tail = stream_rows(keys.K_TAIL, k_start, CT, C.BLOCK_N, MASKED) if C.TAIL else k  # [BLOCK_N, TAIL]
+        s = products(queries.q, queries.q_tail, k, k_tail, C)  # [BLOCK_M, BLOCK_N]
         column = k_start + tl.arange(0, C.BLOCK_N)
         j = load_positions(keys.POSITIONS, column, keys.K.length, C)
         if C.SOFTCAP:
@@ -117,7 +123,7 @@ def _attend(acc, m, l, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
     Q, stride_qb, stride_qs, stride_qh,             # [b, q, h, d]
-    K, stride_kb, stride_ks, stride_kh,             # [b, k, n, d], pointer or descriptor
+    K, stride_kb, stride_ks, stride_kh, K_TAIL,     # [b, k, n, d], pointers or descriptors
     V, stride_vb, stride_vs, stride_vh,             # [b, k, n, e], pointer or descriptor
     ACC, stride_ab, stride_as, stride_ah, LSE_IN,   # CARRY: [b, q, h, e] and [b, h, q], float32
     OUT, stride_ob, stride_os, stride_oh, LSE,      # [b, q, h, e] and float32 [b, h, q]; may be ACC and LSE_IN
@@ -132,6 +138,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     CV: tl.constexpr = C.values
+    CT: tl.constexpr = C.tail
     program = program_index(C)
     # Last queries first: under a causal mask they have the most keys, and what the GPU runs last should be short.
     q_start = (tiles - 1 - program % tiles) * BLOCK_M
@@ -156,6 +163,7 @@ def forward_kernel(
     inner, edges = tile_split(begin, end, tl.load(LO + q_last), tl.load(HI + q_start), C.BLOCK_N)
 
     Q = HeadRows(Q, batch, head, (stride_qb, stride_qs, stride_qh), q_len)
+    K_TAIL = HeadRows(K_TAIL if C.TAIL else K, batch, kv_head, (stride_kb, stride_ks, stride_kh), k_len)
     K = HeadRows(K, batch, kv_head, (stride_kb, stride_ks, stride_kh), k_len)
     V = HeadRows(V, batch, kv_head, (stride_vb, stride_vs, stride_vh), k_len)
     OUT = HeadRows(OUT, batch, head, (stride_ob, stride_os, stride_oh), q_len)
@@ -164,6 +172,7 @@ def forward_kernel(
     i = tl.load(Q_POSITIONS + row_in) if C.ALIBI or C.DROPOUT else row
     slope = tl.load(ALIBI_SLOPES + batch * stride_slopes + head) * LOG2E if C.ALIBI else 0.0
     q = load_rows(Q, q_start, C, BLOCK_M, True)
+    q_tail = load_rows(Q, q_start, CT, BLOCK_M, True) if C.TAIL else q
 
     # The state of the online softmax: see [Note: the carry].
     if CARRY:
@@ -178,7 +187,7 @@ def forward_kernel(
 
     # The loops: see [Note: which tiles are masked].
     score = HeadScore(scale, cap, slope, keep_scale, dropout_threshold, seed, batch, head + head_offset)
-    queries, keys = _Queries(q, lo, hi, i), Keys(K, V, K_POSITIONS)
+    queries, keys = _Queries(q, q_tail, lo, hi, i), Keys(K, K_TAIL, V, K_POSITIONS)
     acc, m, l = _attend(acc, m, l, queries, keys, score, inner, C, False)
     acc, m, l = _attend(acc, m, l, queries, keys, score, edges, C, True)
 
@@ -265,7 +274,7 @@ def forward_launch(
 
 
 _launches = Repeated(
-    "Q", "K", "V", "ACC", "LSE_IN", "OUT", "LSE", "LO", "HI", "Q_POSITIONS", "K_POSITIONS",
+    "Q", "K", "K_TAIL", "V", "ACC", "LSE_IN", "OUT", "LSE", "LO", "HI", "Q_POSITIONS", "K_POSITIONS",
     "ALIBI_SLOPES", "SINK_LOGITS", "seed",
 )  # fmt: skip
 
@@ -335,7 +344,7 @@ def attention_forward(
         return launch(out=out, lse=lse, config=best)
 
     inputs = (
-        q, k, v, acc, lse_in, out, lse, intervals.lo, intervals.hi, intervals.q_positions, intervals.k_positions,
+        q, k, if_tail(k), v, acc, lse_in, out, lse, intervals.lo, intervals.hi, intervals.q_positions, intervals.k_positions,
         score.alibi_slopes, score.sinks, score.dropout_seed,
     )  # fmt: skip
     _launches(inputs, (last, config, mask, precision(q.dtype, allow_tf32), score_values(score)), make)

@@ -37,23 +37,28 @@ SPILLS = {
     ("dkdv", 256, torch.float32): 400,
     ("dq", 128, torch.float32): 48,  # sm_120; every other tile that was tried spills there or on other GPUs
     ("dq", 64, torch.float32): 8,  # sm_86
-    ("forward", 512, torch.bfloat16): 16,  # sm_90: the accumulator takes half of the registers
     # What the compiler of Triton 3.6 to 3.8 makes of it; 3.9 spills nothing.
     **({} if _NEW else {("backward", 256, torch.bfloat16): 24, ("dkdv", 256, torch.bfloat16): 24}),
 }
 # The same with features of the scores, by (target, kernel, head_dim, feature).
-FEATURE_SPILLS: dict[tuple[str, str, int, str], int] = (
-    {}
-    if _NEW
-    else {
-        ("sm_80", "dkdv", 128, "dropout"): 16,
-        ("sm_90", "forward", 128, "dropout"): 448,  # 32 keys would fit, but softcap and ALiBi do with 64
-        ("sm_100", "forward", 128, "dropout"): 128,
-        ("sm_100", "forward", 64, "softcap"): 16,
-        ("sm_100", "dq", 64, "softcap"): 8,
-        ("sm_120", "forward", 64, "dropout"): 16,
-    }
-)
+FEATURE_SPILLS: dict[tuple[str, str, int, str], int] = {
+    # Addresses of the accumulator's rows, which are read before the loops and written after them, and wait in between.
+    ("sm_90", "forward", 576, "carry"): 104,
+    ("sm_90", "forward", 576, "carry, last"): 16,
+    ("sm_100", "forward", 576, "carry"): 56,
+    **(
+        {}
+        if _NEW
+        else {
+            ("sm_80", "dkdv", 128, "dropout"): 16,
+            ("sm_90", "forward", 128, "dropout"): 448,  # 32 keys would fit, but softcap and ALiBi do with 64
+            ("sm_100", "forward", 128, "dropout"): 128,
+            ("sm_100", "forward", 64, "softcap"): 16,
+            ("sm_100", "dq", 64, "softcap"): 8,
+            ("sm_120", "forward", 64, "dropout"): 16,
+        }
+    ),
+}
 UNALIGNED_SPILLS = 256
 _SAME_TABLE = {"sm_86": ("sm_120",), "gfx942": ("gfx950",)}  # targets that use another's configurations
 _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
@@ -133,7 +138,7 @@ def table_cases(targets: list[str]) -> Iterator[Case]:
 
 
 def feature_cases(targets: list[str]) -> Iterator[Case]:
-    """Every feature at head_dim 64 and 128 in half precision."""
+    """Every feature at head_dim 64 and 128 in half precision; what the forward does besides at 576 and 512 too."""
     dtype = torch.bfloat16
     for target in targets:
         architecture = next((name for name, others in _SAME_TABLE.items() if target in others), target)
@@ -157,10 +162,10 @@ def feature_cases(targets: list[str]) -> Iterator[Case]:
                 launch = attention("backward", head_dim, dtype, config, split=4)
                 yield Case(target, "backward", head_dim, dtype, "split", launch)
         for feature, options in FORWARD_FEATURES.items():
-            for head_dim in (64, 128):
-                config = table_config(architecture, "forward", head_dim, dtype)
-                launch = attention("forward", head_dim, dtype, config, **options)
-                yield Case(target, "forward", head_dim, dtype, feature, launch)
+            for head_dim, v_head_dim in ((64, 64), (128, 128), (576, 512)):
+                config = table_config(architecture, "forward", head_dim, dtype, v_head_dim=v_head_dim)
+                launch = attention("forward", head_dim, dtype, config, v_head_dim=v_head_dim, **options)
+                yield Case(target, "forward", head_dim, dtype, feature, launch, v_head_dim=v_head_dim)
 
 
 def unaligned_cases(targets: list[str]) -> Iterator[Case]:
@@ -290,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         "--head-dim",
         action="append",
         type=int,
-        help="of q and k: 64, 128, 192 (beside 128 of v), 256, 512 (default: all)",
+        help="of q and k: 64, 128, 192 (beside 128 of v), 256, 512, 576 (beside 512 of v; default: all)",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: both")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")

@@ -93,6 +93,7 @@ class Repeated:
 
 # Versions whose launch of a compiled kernel is known; others are asked in the way that they document.
 _KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+_MOST_COLUMNS = 512  # of one tile
 _MOST_READY = 4096  # launches of one kernel that are remembered: about 2 KB each
 
 
@@ -191,7 +192,8 @@ def descriptors(
 
     Args:
         config: asks for TMA or not.
-        tiles: by name, ``x [batch, seq, heads, head_dim]`` and how many rows of one head are read at once.
+        tiles: by name, ``x [batch, seq, heads, head_dim]`` and how many rows of one head are read at once. Each has
+            a second argument, ``<name>_TAIL``, for its columns past the first tile; None if there are none.
         lines: by name, a contiguous ``[lines, padded length]`` and how many numbers of one line are read at once.
 
     Returns:
@@ -199,9 +201,10 @@ def descriptors(
         multiples of 16 bytes); else the tensors themselves and False.
     """
     lines = lines or {}
+    tails = {f"{name}_TAIL": if_tail(x) for name, (x, _) in tiles.items()}
     if not config.tma or not all(describable(x) for x, _ in tiles.values()):
-        return {name: x for name, (x, _) in (*tiles.items(), *lines.items())}, False
-    described: dict[str, Any] = {}
+        return {name: x for name, (x, _) in (*tiles.items(), *lines.items())} | tails, False
+    described: dict[str, Any] = tails
     for name, (x, rows) in tiles.items():
         # An axis of size 1 may have any stride, also one that the descriptor rejects; 16 elements are always accepted.
         batch, seq, heads = (
@@ -209,7 +212,9 @@ def descriptors(
         )
         # Heads before the sequence: Triton drops the leading axes of a box where they have size 1, and only those.
         shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
-        described[name] = TensorDescriptor(x, shape, [batch, heads, seq, 1], [1, 1, rows, padded(x.shape[-1])])
+        for part, columns in zip((name, f"{name}_TAIL"), tile_columns(x.shape[-1]), strict=True):
+            if columns:
+                described[part] = TensorDescriptor(x, shape, [batch, heads, seq, 1], [1, 1, rows, columns])
     for name, (x, numbers) in lines.items():
         described[name] = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, numbers])
     return described, True
@@ -226,7 +231,21 @@ def describable(x: Tensor) -> bool:
 def widths(q: Tensor, v: Tensor) -> dict[str, Any]:
     """Fields of ``tiles.Constants``: the head_dims of q and k, and of v, and the columns of the tiles that hold them."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
-    return {"D": head_dim, "BLOCK_D": padded(head_dim), "DV": v_head_dim, "BLOCK_DV": padded(v_head_dim)}
+    block, tail = tile_columns(head_dim)
+    return {"D": head_dim, "BLOCK_D": block, "TAIL": tail, "DV": v_head_dim, "BLOCK_DV": padded(v_head_dim)}
+
+
+def tile_columns(head_dim: int) -> tuple[int, int]:
+    """The columns of the tile that holds a head of q or k, and of a second one for what is past 512, or 0.
+
+    ``tl.dot`` takes powers of two: 576 columns, as in multi-head latent attention, would be padded to 1024.
+    """
+    return (padded(head_dim), 0) if head_dim <= _MOST_COLUMNS else (_MOST_COLUMNS, padded(head_dim - _MOST_COLUMNS))
+
+
+def if_tail(x: Tensor) -> Tensor | None:
+    """``x [batch, seq, heads, head_dim]`` itself if its heads take a second tile."""
+    return x if x.shape[-1] > _MOST_COLUMNS else None
 
 
 def padded(head_dim: int) -> int:

@@ -5,6 +5,8 @@ lower case are values in registers.
 
     BLOCK_M, BLOCK_N   queries and keys in a tile
     D, BLOCK_D         head_dim of q and k, and the power of two that holds it; DV, BLOCK_DV likewise of v
+    TAIL               columns of a second tile of q and k where D > 512 (576 = 512 + 64: tl.dot takes powers of two),
+                       else 0; q_tail, k_tail, dq_tail and dk_tail are these columns
     GROUP              query heads per KV head
     s, p               scores and probabilities of one tile, [BLOCK_M, BLOCK_N]; backward_kernel transposes both
     m, l, acc          online softmax: running maximum (base 2) and sum, [BLOCK_M]; output before the division by l,
@@ -106,6 +108,13 @@ class Constants:
     DIES: int = 1
     DV: int = 0
     BLOCK_DV: int = 0
+    TAIL: int = 0
+    FIRST: int = 0  # the first column that load_rows and its kind read or write
+
+    @property
+    def tail(self) -> Constants:
+        """The same for helpers that load and store the columns of q and k from BLOCK_D on; ``CT`` in the kernels."""
+        return replace(self, FIRST=self.BLOCK_D, BLOCK_D=self.TAIL)
 
     @property
     def values(self) -> Constants:
@@ -182,6 +191,7 @@ class Keys(NamedTuple):
     """Keys and values of one head, which the kernel reads tile by tile."""
 
     K: HeadRows
+    K_TAIL: HeadRows
     V: HeadRows
     POSITIONS: tl.tensor
 
@@ -275,13 +285,13 @@ def _row_pointer(rows, start):
 def load_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr):
     """Rows ``start ... start + BLOCK``, read by pointers; 0 past ``D`` and, if BOUND, past ``length``."""
     row = tl.arange(0, BLOCK)
-    column = tl.arange(0, C.BLOCK_D)
+    column = C.FIRST + tl.arange(0, C.BLOCK_D)
     pointers = _row_pointer(rows, start) + (row[:, None] * rows.strides[1] + column[None, :])
-    if BOUND and C.D < C.BLOCK_D:
+    if BOUND and C.D < C.FIRST + C.BLOCK_D:
         return tl.load(pointers, mask=(start + row < rows.length)[:, None] & (column < C.D)[None, :], other=0.0)
     elif BOUND:
         return tl.load(pointers, mask=(start + row < rows.length)[:, None], other=0.0)
-    elif C.D < C.BLOCK_D:
+    elif C.D < C.FIRST + C.BLOCK_D:
         return tl.load(pointers, mask=(column < C.D)[None, :], other=0.0)
     else:
         return tl.load(pointers)
@@ -291,7 +301,7 @@ def load_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.const
 def stream_rows(rows, start, C: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr):
     """As :func:`load_rows`, for the tiles that a loop reads: by TMA if C.TMA, which always fills with 0."""
     if C.TMA:
-        return rows.X.load([rows.batch, rows.head, start, 0]).reshape(BLOCK, C.BLOCK_D)
+        return rows.X.load([rows.batch, rows.head, start, C.FIRST]).reshape(BLOCK, C.BLOCK_D)
     else:
         return load_rows(rows, start, C, BLOCK, BOUND)
 
@@ -330,8 +340,8 @@ def _in_bounds(rows, start, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl.cons
 @triton.jit
 def store_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr):
     """Store ``x [BLOCK, BLOCK_D]`` as rows ``start ...``, rounded to the tensor's dtype."""
-    pointers = _store_pointers(rows, start, 0, BLOCK, C.BLOCK_D)
-    tl.store(pointers, x.to(rows.X.dtype.element_ty), mask=_in_bounds(rows, start, C, 0, BLOCK, C.BLOCK_D))
+    pointers = _store_pointers(rows, start, C.FIRST, BLOCK, C.BLOCK_D)
+    tl.store(pointers, x.to(rows.X.dtype.element_ty), mask=_in_bounds(rows, start, C, C.FIRST, BLOCK, C.BLOCK_D))
 
 
 @triton.jit
@@ -353,10 +363,10 @@ def add_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr, NEW: tl.const
     elif C.BLOCK_D >= 64:
         HALF: tl.constexpr = C.BLOCK_D // 2
         left, right = tl.split(tl.permute(tl.reshape(x, [BLOCK, 2, HALF]), [0, 2, 1]))
-        _add_columns(rows, left, start, C, 0, BLOCK, HALF)
-        _add_columns(rows, right, start, C, HALF, BLOCK, HALF)
+        _add_columns(rows, left, start, C, C.FIRST, BLOCK, HALF)
+        _add_columns(rows, right, start, C, C.FIRST + HALF, BLOCK, HALF)
     else:
-        _add_columns(rows, x, start, C, 0, BLOCK, C.BLOCK_D)
+        _add_columns(rows, x, start, C, C.FIRST, BLOCK, C.BLOCK_D)
 
 
 @triton.jit
@@ -367,6 +377,15 @@ def reduce_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.co
     else:
         pointers = _store_pointers(rows, start, 0, BLOCK, C.BLOCK_D)
         tl.atomic_add(pointers, x, mask=_in_bounds(rows, start, C, 0, BLOCK, C.BLOCK_D), sem="relaxed")
+
+
+@triton.jit
+def products(a, a_tail, b, b_tail, C: tl.constexpr):
+    """``a b^T`` of rows of q and of k, in either order."""
+    found = tl.dot(a, tl.trans(b), input_precision=C.PRECISION)
+    if C.TAIL:
+        found = tl.dot(a_tail, tl.trans(b_tail), found, input_precision=C.PRECISION)
+    return found
 
 
 @triton.jit

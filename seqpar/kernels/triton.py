@@ -12,7 +12,7 @@ from ..keys import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, head_dims
 from .elementwise import DTYPES, interpreted, targeted, unavailable
 
-_MAX_HEAD_DIM = 512  # in half precision
+_MAX_HEAD_DIMS = {2: (576, 512), 4: (256, 256)}  # of q and k and of v, by bytes of an element
 
 
 class TritonBackend:
@@ -37,9 +37,9 @@ class TritonBackend:
     ) -> str | None:
         if q.dtype not in DTYPES:
             return f"{q.dtype} (float16, bfloat16 and float32 only)"
-        largest = _MAX_HEAD_DIM if q.dtype.itemsize == 2 else _MAX_HEAD_DIM // 2
-        if max(q.shape[-1], v_head_dim or 0) > largest:
-            return f"{head_dims(q.shape[-1], v_head_dim)} (at most {largest} in {q.dtype})"
+        most, v_most = _MAX_HEAD_DIMS[q.dtype.itemsize]
+        if q.shape[-1] > most or (v_head_dim or q.shape[-1]) > v_most:
+            return f"{head_dims(q.shape[-1], v_head_dim)} (at most {head_dims(most, v_most)} in {q.dtype})"
         if not score.softmax_scale > 0:
             return f"softmax_scale={score.softmax_scale} (positive only)"
         if interpreted():
