@@ -101,8 +101,8 @@ class CpuBackend:
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
             for i, (grad, target, rows) in enumerate(zip(results, targets, (queries, keys, keys), strict=True)):
                 grad = grad[..., : target.shape[3]]
-                if new[i] and grad.shape == target.shape:
-                    target.copy_(grad)  # the first gradient, of all rows
+                if new[i] and grad.shape == target.shape:  # the first gradient, of all rows
+                    targets[i] = _take(grads[:3][i], grad.transpose(1, 2)).transpose(1, 2)
                 elif new[i]:
                     target.zero_()[batch, :, rows] = grad
                 else:
@@ -111,6 +111,13 @@ class CpuBackend:
         for target, empty in zip(targets, new, strict=True):
             if empty:
                 target.zero_()
+
+
+def _take(target: Tensor, value: Tensor) -> Tensor:
+    """Give ``target`` the values of ``value``, which nobody else has: its memory, unless ``target`` is a view."""
+    if target._base is None and target.is_contiguous() and value.is_contiguous() and target.dtype == value.dtype:
+        return target.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    return target.copy_(value)
 
 
 def _heads_first(x: Tensor, width: int) -> Tensor:

@@ -537,6 +537,34 @@ class HeadExchange:
         return rows.index_select(0, orders[direction])
 
 
+@lru_cache(maxsize=256)
+def _places(sharding: SequenceSharding, ring_rank: int) -> tuple[tuple[tuple[slice, slice], ...], ...]:
+    """By ulysses rank: pairs of some rows of a head shard and the same tokens in its sequence shard.
+
+    One pair for contiguous and striped layouts, two for zigzag, where tokens divide evenly.
+    """
+    places = []
+    for rows in sharding.ulysses_rows(ring_rank):
+        pairs, first = [], 0
+        steps, counts = (x.tolist() for x in rows.diff().unique_consecutive(return_counts=True))
+        while first < len(rows):
+            step, count = (steps.pop(0), counts.pop(0)) if steps else (1, 0)
+            begin, last = int(rows[first]), int(rows[first]) + step * count
+            pairs.append((slice(begin, last + 1, step), slice(first, first + count + 1)))
+            first += count + 1
+            if counts:  # the step to the next run belongs to neither
+                counts[0] -= 1
+                if not counts[0]:
+                    del steps[0], counts[0]
+        places.append(tuple(pairs) or ((slice(0), slice(0)),))
+    return tuple(places)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The concatenation of ``parts``, without a copy if there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 class HeadExchangeInMemory(HeadExchange):
     """The all-to-all between processes that share memory: each reads what the others have written there.
 
@@ -550,39 +578,56 @@ class HeadExchangeInMemory(HeadExchange):
         dims = [y.shape[3] for y in tensors]
         counts = list(zip(*(s.widths for s in slices), strict=True))  # by rank, heads of each tensor
         widths = [_width(count, dims) for count in counts]  # by rank, elements of each token
-        received = x.new_empty(sum(self.lengths), batch, widths[self.rank])
-        by_peer = received.split_with_sizes(list(self.lengths))
-        sends = []
+        shard = x.new_empty(sum(self.lengths), batch, widths[self.rank])
+        places = _places(self.sharding, self.ring_rank)
+        sends, received = [], {}
         for peer, (count, width) in enumerate(zip(counts, widths, strict=True)):
-            target = by_peer[peer]
+            whole = slice(tokens)
+            targets = [(shard[place], part) for place, part in places[peer]]
             if peer != self.rank:
-                sends.append((peer, new_message(tokens * batch * width, x, self.group)))
-                target = sends[-1][1].view(tokens, batch, width)
-            for y, s, heads in zip(tensors, slices, _split_heads(target, count, dims), strict=True):
-                at = s.by_rank[peer]
-                heads.copy_(y[:, :, at.start : at.stop].transpose(0, 1))
-        receives = [(peer, y) for peer, y in enumerate(by_peer) if peer != self.rank]
-        return Incoming(exchange(sends, receives, self.group), lambda: self._ordered(received, 1))
+                message = new_message(tokens * batch * width, x, self.group)
+                sends.append((peer, message))
+                received[peer] = x.new_empty(self.lengths[peer] * batch * widths[self.rank])
+                targets = [(message.view(tokens, batch, width), whole)]
+            for y, s, at in zip(tensors, slices, range(len(tensors)), strict=True):
+                heads = s.by_rank[peer]
+                for target, part in targets:
+                    into = _split_heads(target, count, dims)[at]
+                    into.copy_(y[:, part, heads.start : heads.stop].transpose(0, 1))
+        pending = exchange(sends, list(received.items()), self.group, borrow=True)
+
+        def unpack() -> Tensor:
+            for peer, message in received.items():
+                rows = message.view(self.lengths[peer], batch, widths[self.rank])
+                for place, part in places[peer]:
+                    shard[place] = rows[part]
+            received.clear()
+            return shard
+
+        return Incoming(pending, unpack)
 
     def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
-        columns = [self._ordered(x.transpose(0, 1), 0) for x, _ in tensors]  # [t, b, h, d]
-        targets, tokens, lengths = [target for _, target in tensors], self.tokens, list(self.lengths)
+        columns = [x.transpose(0, 1) for x, _ in tensors]  # [t, b, h, d]
+        targets, tokens = [target for _, target in tensors], self.tokens
         like, (_, batch, heads, _) = columns[0], columns[0].shape
         dims = [x.shape[3] for x in columns]
-        by_peer = [list(parts) for parts in zip(*(x.split_with_sizes(lengths) for x in columns), strict=True)]
+        places = _places(self.sharding, self.ring_rank)
         sends, received = [], {}
-        for peer, length in enumerate(lengths):
+        for peer, length in enumerate(self.lengths):
             if peer == self.rank:
                 continue
             message = new_message(length * batch * heads * sum(dims), like, self.group)
             into = _split_heads(message.view(length, batch, heads * sum(dims)), [heads] * len(dims), dims)
-            for x, y in zip(into, by_peer[peer], strict=True):
-                x.copy_(y)
+            for x, y in zip(into, columns, strict=True):
+                for place, part in places[peer]:
+                    x[part] = y[place]
             sends.append((peer, message))
             received[peer] = like.new_empty(tokens * batch * slices.widths[peer] * sum(dims))
         pending = exchange(sends, list(received.items()), self.group, borrow=True)
 
         def unpack() -> Tensor:
+            own = [_joined([x[place] for place, _ in places[self.rank]]) for x in columns]
+            by_peer = [own] * len(self.lengths)
             for peer, message in received.items():
                 count = slices.widths[peer]
                 shard = message.view(tokens, batch, count * sum(dims))
