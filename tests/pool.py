@@ -9,6 +9,7 @@ each rank; the next ``run`` starts new processes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -40,6 +41,8 @@ _START_DEADLINE_S = 120.0
 # When a rank has failed, the other ranks get this long to report: their error may be the one that explains it.
 _GRACE_S = 3.0
 _MOST_GROUPS = 24
+_PR_SET_PDEATHSIG = 1
+_GO_ON, _PAUSE = signal.SIGCONT, signal.SIGSTOP
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=Callable[..., Any])
@@ -114,6 +117,7 @@ class Pool:
             self._start()
         shared_memory = world in _IN_SHARED_MEMORY if shared_memory is None else shared_memory
         message = pickle.dumps((world, shared_memory, body, args, kwargs))
+        self._signal(world, _GO_ON)
         for pipe in self._pipes[:world]:
             pipe.send_bytes(message)
         return self._collect(world, self.deadline_s if deadline_s is None else deadline_s)
@@ -174,10 +178,18 @@ class Pool:
                     end = min(end, time.monotonic() + _GRACE_S)
         if len(answers) == world and all(answer.ok for answer in answers.values()):
             self._groups = max(self._groups, *(answer.groups for answer in answers.values()))
+            self._signal(world, _PAUSE)
             return [answers[rank].value for rank in range(world)]
         message = self._failures(world, answers, deadline_s)
         self.close()
         raise WorkerError(message)
+
+    def _signal(self, world: int, number: int) -> None:
+        """Pause the first ``world`` processes, or let them go on: gloo's threads wake 100 times a second otherwise."""
+        if sys.platform == "linux":  # elsewhere a paused process would outlive its parent
+            for process in self._processes[:world]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid or 0, number)
 
     def _failures(self, world: int, answers: dict[int, _Answer], deadline_s: float) -> str:
         """The errors of the ranks that failed, then the stacks of the ranks that have not answered."""
@@ -233,6 +245,8 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
     stacks = open(stack_file, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    if sys.platform == "linux":  # also while this process is paused: the fork server ends with the tests
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     gc.freeze()  # what the fork server has imported: garbage collection need not look at it
     try:
