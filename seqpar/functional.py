@@ -377,7 +377,7 @@ def mask_planner(
 
     What a rank sends and receives at which step follows from the mask. With new documents in every step it is computed
     in the first layer of the step, which takes milliseconds of the host's time. A planner computes it elsewhere, and
-    the plan travels with the mask.
+    the plan is sent with the mask.
 
     Args:
         sharding: the sequence's.

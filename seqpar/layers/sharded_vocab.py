@@ -237,7 +237,8 @@ def linear_cross_entropy_forward(
     """The cross-entropy of ``F.linear(x, weight, bias)``, whose logits exist for some tokens at a time.
 
     The hidden states are received chunk by chunk behind the GEMMs, in forward and again in backward, where the partial
-    gradients of x are sent home meanwhile. The statistics of all tokens are all-reduced together.
+    gradients of x are sent to the ranks of their tokens meanwhile. The statistics of all tokens are all-reduced
+    together.
 
     Args:
         x: ``[b, s, d]``, contiguous.

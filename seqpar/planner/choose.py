@@ -47,7 +47,7 @@ class Choice:
         memory_bytes: the peak on one rank.
         memory: its parts.
         longest_seq_len: the longest sequence that fits with the same degrees, whatever is given up for it.
-        reason: why it stands where it does.
+        reason: why it has its place among the choices.
     """
 
     strategy: str
@@ -411,7 +411,7 @@ def _best_switches(setting: Setting, switches: Sequence[Switches], pairs: int) -
 
 
 def _reason(choice: Choice, best: Choice, hardware: Hardware) -> str:
-    """Why a choice stands where it does."""
+    """Why a choice has its place among the others."""
     if not choice.fits and choice.memory.host > hardware.host_memory:
         return (
             f"does not fit: offloads {choice.memory.host / 1e9:.0f} of {hardware.host_memory / 1e9:.0f} GB of the host"

@@ -299,6 +299,16 @@ class HeadChunk:
         """By rank: where its KV heads are in a sequence shard ``[b, s, n, d]``."""
         return HeadSlices([heads.kv_in(self.tensor_heads) for heads in self.by_rank])
 
+    def to_send(
+        self, x: Tensor, *kv: Tensor
+    ) -> tuple[Sequence[Tensor], list[HeadSlices], list[int], list[tuple[int, ...]]]:
+        """What is sent of ``x [b, s, h, d]`` and of ``kv``: the tensors, and of each the heads of every rank and its
+        head_dim; by rank, how many heads of each tensor."""
+        slices = [self.query_slices, *([self.kv_slices] * len(kv) if self.has_kv else [])]
+        tensors = (x, *kv)[: len(slices)]
+        counts = list(zip(*(s.widths for s in slices), strict=True))
+        return tensors, slices, [y.shape[3] for y in tensors], counts
+
     def split(self, shard: Tensor, dims: Sequence[int]) -> list[Tensor]:
         """A head shard ``[t, b, w]`` as views ``[b, t, heads, dim]``: its query heads and, if it has them, k and v.
 
@@ -456,11 +466,8 @@ class HeadExchange:
         Returns:
             This rank's head shard ``[t, b, w]``: its query heads, then its KV heads of k, then those of v.
         """
-        slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
-        tensors = (x, *kv)[: len(slices)]
+        tensors, slices, dims, counts = chunk.to_send(x, *kv)
         batch, tokens = x.shape[:2]
-        dims = [y.shape[3] for y in tensors]
-        counts = list(zip(*(s.widths for s in slices), strict=True))  # by rank, heads of each tensor
         widths = [_width(count, dims) for count in counts]  # by rank, elements of each token
         buffer = x.new_empty(tokens * batch * sum(widths))
         if all(s.even for s in slices):
@@ -572,27 +579,22 @@ class HeadExchangeInMemory(HeadExchange):
     """
 
     def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
-        slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
-        tensors = (x, *kv)[: len(slices)]
+        tensors, slices, dims, counts = chunk.to_send(x, *kv)
         batch, tokens = x.shape[:2]
-        dims = [y.shape[3] for y in tensors]
-        counts = list(zip(*(s.widths for s in slices), strict=True))  # by rank, heads of each tensor
         widths = [_width(count, dims) for count in counts]  # by rank, elements of each token
         shard = x.new_empty(sum(self.lengths), batch, widths[self.rank])
         places = _places(self.sharding, self.ring_rank)
         sends, received = [], {}
         for peer, (count, width) in enumerate(zip(counts, widths, strict=True)):
-            whole = slice(tokens)
             targets = [(shard[place], part) for place, part in places[peer]]
             if peer != self.rank:
                 message = new_message(tokens * batch * width, x, self.group)
                 sends.append((peer, message))
                 received[peer] = x.new_empty(self.lengths[peer] * batch * widths[self.rank])
-                targets = [(message.view(tokens, batch, width), whole)]
-            for y, s, at in zip(tensors, slices, range(len(tensors)), strict=True):
-                heads = s.by_rank[peer]
-                for target, part in targets:
-                    into = _split_heads(target, count, dims)[at]
+                targets = [(message.view(tokens, batch, width), slice(tokens))]
+            for target, part in targets:
+                for y, s, into in zip(tensors, slices, _split_heads(target, count, dims), strict=True):
+                    heads = s.by_rank[peer]
                     into.copy_(y[:, part, heads.start : heads.stop].transpose(0, 1))
         pending = exchange(sends, list(received.items()), self.group, borrow=True)
 
