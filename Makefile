@@ -1,4 +1,4 @@
-# make demo | test | test-fast | compat | lint | docs | scale | format | bench | peers | clean
+# make demo | test | test-fast | gate | compat | lint | docs | scale | format | bench | peers | clean
 #
 # The first target that runs creates .venv and installs everything: about two minutes with a warm pip cache.
 
@@ -15,19 +15,24 @@ BIN := .venv/bin
 READY := .venv/.ready
 PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast compat lint docs scale format bench peers clean
+.PHONY: demo test test-fast gate compat lint docs scale format bench peers clean
 
 # Train a small model on one process and under every strategy on four, and compare the losses.
 demo: $(READY)
 	$(BIN)/seqpar demo
 
-# Every test, in two processes (pytest-xdist): ranks wait for one another much of the time.
+# Every test, in two processes (pytest-xdist): ranks wait for one another much of the time. Files in conftest.py's order.
 test: $(READY)
-	$(PYTEST) --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The tests to run while writing code: everything that is not marked slow.
 test-fast: $(READY)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# Compile every configuration of the Triton kernels for seven GPU architectures, and check registers, memory and matrix
+# instructions. Needs no GPU; takes about ten minutes. `make test` compiles an eighth of them.
+gate: $(READY)
+	$(BIN)/python -m seqpar.triton_kernels.inspect --what all
 
 # The core Hugging Face tests with the oldest and the newest versions of transformers, accelerate, peft and TRL, each in
 # an environment of its own. Writes the table in docs/huggingface.md.

@@ -33,7 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--case``, deselect the tests that do not run cases."""
+    """Files with slow tests first, so that no process begins one when the others are done. With ``--case``, deselect
+    the tests that do not run cases."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--case") is None:
         return
     with_cases = [item for item in items if "batch" in getattr(item, "fixturenames", ())]
