@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
 import re
+import resource
+import signal
+import socket
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,6 +40,10 @@ def messages_of(group: ProcessGroup) -> HostMessages:
     messages = host_messages.host_messages(group, CPU)
     assert messages is not None
     return messages
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def pattern(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -177,9 +185,10 @@ def test_a_message_stays_as_long_as_it_is_read(pool: Pool) -> None:
 def many_messages(group: ProcessGroup) -> tuple[int, float]:
     """Both ranks send more messages than the sockets hold before either receives. Then: memory does not grow."""
     messages, peer = messages_of(group), 1 - group.rank()
-    for value in range(2000):
-        messages.send([peer], torch.full((16,), float(value)))
-    outs = [torch.empty(16) for _ in range(2000)]
+    messages._sockets[peer].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)  # a dozen
+    for value in range(host_messages._MOST_UNREAD):
+        messages.send([peer], torch.full((400_000,), float(value)))
+    outs = [torch.empty(400_000) for _ in range(host_messages._MOST_UNREAD)]
     parts = [messages.receive(peer, out) for out in outs]
     wrong = 0
     for value, (part, out) in enumerate(zip(parts, outs, strict=True)):
@@ -191,7 +200,7 @@ def many_messages(group: ProcessGroup) -> tuple[int, float]:
         messages.send([peer], torch.full((size,), i, dtype=torch.uint8))
         messages.receive(peer, out).wait()
         wrong += not bool((out == i).all())
-    # The first messages took 2,000 of the smallest blocks; most have been dropped, by both sides.
+    # The first messages took 128 MiB; most of it has been dropped, by both sides.
     return wrong, sum(block.nbytes for block in messages._blocks.values()) / (1 << 20)
 
 
@@ -202,16 +211,66 @@ def test_more_messages_than_a_socket_holds(pool: Pool) -> None:
 
 
 @on_ranks
+def one_sender(group: ProcessGroup) -> int:
+    """Rank 0 sends more messages than may be unread. How many blocks and open files this takes it, or the receiver."""
+    messages, before, count = messages_of(group), open_files(), 3 * host_messages._MOST_UNREAD
+    for i in range(count):
+        if group.rank() == 0:
+            messages.send([1], torch.full((10,), float(i)))
+            continue
+        messages.receive(0, out := torch.empty(10)).wait()
+        assert bool((out == i).all())
+        time.sleep(0.001)
+    if group.rank() == 1:
+        assert open_files() == before
+    return max(open_files() - before, len(messages._blocks))
+
+
+def test_a_sender_waits_for_a_slow_receiver(pool: Pool) -> None:
+    assert pool.run(2, one_sender, shared_memory=True)[0] <= 2 * host_messages._MOST_UNREAD
+
+
+@on_ranks
+def short_of_files(group: ProcessGroup, port: int) -> str:
+    """Rank 0 sends a message while too many files are under way. Rank 1, which may open no file, receives it."""
+    messages = messages_of(start(port, "files", group.rank(), 2))
+    if group.rank() == 0:
+        refused = mock.Mock(side_effect=OSError(errno.ETOOMANYREFS, ""))
+        results: Any = iter([refused, socket.send_fds])
+        with mock.patch.object(socket, "send_fds", side_effect=lambda *args: next(results)(*args)):
+            messages.send([1], torch.zeros(10))
+        return ""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            messages.receive(0, torch.empty(10)).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return str(caught.value)
+
+
+def test_too_many_open_files(own: OwnPool) -> None:
+    assert "ulimit -n" in own.pool.run(2, short_of_files, own.port, shared_memory=True)[1]
+
+
+@on_ranks
 def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[str, float]:
     """Rank 0 waits for a message that rank 1 does not send."""
     world = start(port, name, group.rank(), 2, timeout_s=3.0)
     messages = messages_of(world)
     if group.rank() == 1:
-        if how == "ends":
+        child = os.fork() if how == "ends, but not its child" else 0
+        if how == "ends, but not its child" and not child:
+            time.sleep(60)
+        if how.startswith("ends"):
             messages.shutdown()
         elif how == "other size":
             messages.send([0], torch.zeros(5))
-        time.sleep(4.0 if how == "sends nothing" else 0.5)
+        time.sleep(4.0 if how == "sends nothing" else 1.5 if child else 0.5)
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         return "", 0.0
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
@@ -223,6 +282,7 @@ def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[
     ("how", "said", "seconds"),
     [
         ("ends", "rank 1 has ended", 1.0),
+        ("ends, but not its child", "rank 1 has ended", 1.0),
         ("other size", "rank 1 has sent 20 bytes where this rank expects 16", 1.0),
         ("sends nothing", r"rank\(s\) \[1\]", 4.0),
     ],
@@ -235,27 +295,47 @@ def test_a_wait_ends(own: OwnPool, how: str, said: str, seconds: float) -> None:
 
 
 @on_ranks
+def does_not_connect(group: ProcessGroup, port: int) -> str:
+    """Rank 1 ends after the ranks have met."""
+    world = start(port, "connect", group.rank(), 2, timeout_s=1.0)
+    with (
+        mock.patch.object(host_messages, "_connections", side_effect=KeyError) if group.rank() else nullcontext(),
+        pytest.raises((KeyError, RuntimeError)) as caught,
+    ):
+        messages_of(world)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_connect(own: OwnPool) -> None:
+    message = own.pool.run(2, does_not_connect, own.port, shared_memory=True)[0]
+    assert message.startswith("the first messages on a host: rank(s) [1]")
+
+
+@on_ranks
 def shares_memory(group: ProcessGroup, port: int, name: str, unlike: str) -> bool:
     """Whether three ranks share memory, if rank 1 is unlike the others."""
-    world = start(port, name, group.rank(), 3)
+    world = start(port, name, group.rank(), 3, timeout_s=3.0)
     odd = group.rank() == 1
+    stat = os.stat
     with (
         mock.patch.dict(os.environ, {"SEQPAR_HOST": f"host {odd and unlike == 'host'}"}),
-        mock.patch.object(host_messages, "_network", return_value=int(odd and unlike == "network")),
+        mock.patch.dict(os.environ, {"SEQPAR_SHARED_MEMORY": str(int(not (odd and unlike == "variable")))}),
+        mock.patch.object(os, "getuid", return_value=os.getuid() + (odd and unlike == "user")),
+        mock.patch.object(os, "stat", lambda path: stat("/" if odd and path == f"/proc/self/ns/{unlike}" else path)),
         mock.patch.object(host_messages, "_can_make_files", return_value=not (odd and unlike == "container")),
     ):
         return host_messages.host_messages(world, CPU) is not None
 
 
-@pytest.mark.parametrize("unlike", ["nothing", "host", "network", "container"])
+@pytest.mark.parametrize("unlike", ["nothing", "host", "net", "user", "container", "variable"])
 def test_who_shares_memory(own: OwnPool, unlike: str) -> None:
     results = own.pool.run(3, shares_memory, own.port, unlike, unlike, shared_memory=True)
     assert results == [unlike == "nothing"] * 3
 
 
 @on_ranks
-def open_files(group: ProcessGroup, port: int) -> list[int]:
-    """How many files this process has open, each time that a default group has ended."""
+def what_stays(group: ProcessGroup, port: int) -> list[tuple[int, int]]:
+    """How many files are open, and how many blocks are mapped, each time that a default group has ended."""
     counts = []
     for i in range(3):
         world = start(port, f"files {i}", group.rank(), 2)
@@ -267,13 +347,13 @@ def open_files(group: ProcessGroup, port: int) -> list[int]:
         dist.destroy_process_group()
         del world
         gc.collect()
-        counts.append(len(os.listdir("/proc/self/fd")))
+        counts.append((open_files(), Path("/proc/self/maps").read_text().count("memfd:seqpar")))
     return counts
 
 
 def test_nothing_stays_open(own: OwnPool) -> None:
-    for counts in own.pool.run(2, open_files, own.port, shared_memory=True):
-        assert counts[1] == counts[2]
+    for counts in own.pool.run(2, what_stays, own.port, shared_memory=True):
+        assert counts[1] == counts[2] == (counts[1][0], 0)
 
 
 def test_nothing_is_left_on_disk(pool: Pool) -> None:

@@ -60,12 +60,16 @@ class MadeOnce(Generic[Key, Made]):
         world = dist.group.WORLD
         assert world is not None
         if world not in self._made:
-            for ended in list(self._made.values()):  # torch's own modules may hold a default group that was destroyed
-                self._end_all(ended)
+            self.end()  # torch's own modules may hold a default group that was destroyed
             made: dict[Key, Made] = {}
             self._made[world] = made
             weakref.finalize(world, self._end_all, made)
         return self._made[world]
+
+    def end(self) -> None:
+        """End all that has been made."""
+        for made in list(self._made.values()):
+            self._end_all(made)
 
     def _end_all(self, made: dict[Key, Made]) -> None:
         for one in made.values():

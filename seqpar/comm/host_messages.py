@@ -10,16 +10,17 @@ The memory is a pool of blocks, each an anonymous file (``memfd_create``) that v
 Two processes are connected by a local socket. It passes the files, says where messages are and which have been read,
 and tells a process that the other one has ended.
 
-A message that has been sent never waits for its receiver: the pool grows. So ranks may send before they receive.
+Ranks may send before they receive: the pool grows. A rank that only sends, such as the first one of a causal ring in
+forward, waits when a receiver is many messages behind.
 
-Set the environment variable SEQPAR_SHARED_MEMORY to 0, on every rank, to use gloo.
+Set the environment variable SEQPAR_SHARED_MEMORY to 0 to use gloo. If one rank of a group does, so do all.
 """
 
 from __future__ import annotations
 
 import enum
+import errno
 import json
-import mmap
 import os
 import select
 import socket
@@ -28,12 +29,13 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -46,8 +48,12 @@ VARIABLE = "SEQPAR_SHARED_MEMORY"
 _SMALLEST_BLOCK = 1 << 16
 # Blocks that nobody uses are kept for later messages: so many bytes, or twice as many as are in use.
 _KEPT_BYTES = 64 << 20
+# A rank waits before it sends a message to a peer that has not read so many: far more than one call of attention sends.
+_MOST_UNREAD = 64
 # A wait reads the group's timeout after so many seconds: most end sooner.
 _SHORT_WAIT_S = 1.0
+# How long until a record is sent again for which a socket had no room.
+_RETRY_S = 0.001
 
 How = Literal["copy", "add", "borrow"]
 
@@ -91,7 +97,7 @@ class _Block:
         self.file = os.memfd_create("seqpar", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, nbytes)
-        self.mapped = mmap.mmap(self.file, nbytes)
+        self.mapped = _mapped(self.file)
         self.address = torch.frombuffer(self.mapped, dtype=torch.uint8).data_ptr()
         self.known_to: set[int] = set()
         self.unread = 0
@@ -100,6 +106,12 @@ class _Block:
     @property
     def free(self) -> bool:
         return not self.unread and (self.used_by is None or self.used_by.expired())
+
+
+def _mapped(file: int) -> Any:
+    """The memory of a file, as an array of bytes. Unlike ``mmap``, it does not keep the file open: blocks are many."""
+    path, nbytes = f"/proc/self/fd/{file}", os.fstat(file).st_size
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy()
 
 
 class Receiving:
@@ -125,7 +137,8 @@ class HostMessages:
     """
 
     def __init__(self, ranks: Ranks, sockets: dict[int, socket.socket]) -> None:
-        self._parent, self._global_ranks = parent_group(ranks), global_ranks(ranks)
+        # Not the group itself: what has been made for the default group must not keep it alive.
+        self._parent, self._global_ranks = weakref.ref(parent_group(ranks)), global_ranks(ranks)
         self._sockets = sockets
         self._poll = select.poll()
         self._peers: dict[int, int] = {}  # by file descriptor
@@ -141,7 +154,11 @@ class HostMessages:
         # By peer: its messages that are there, those that are expected, and its blocks.
         self._arrived: dict[int, deque[_Record]] = {peer: deque() for peer in sockets}
         self._expected: dict[int, deque[Receiving]] = {peer: deque() for peer in sockets}
-        self._mapped: dict[int, dict[int, mmap.mmap]] = {peer: {} for peer in sockets}
+        self._mapped: dict[int, dict[int, Any]] = {peer: {} for peer in sockets}
+        # By peer: records that wait for room in its socket, with their files.
+        self._unsent: dict[int, deque[tuple[_Record, list[int]]]] = {peer: deque() for peer in sockets}
+        # By peer: how many messages it has not read.
+        self._unread = dict.fromkeys(sockets, 0)
         # Messages of peers that tensors of this rank still lie in.
         self._borrowed: list[tuple[StorageWeakRef, int, _Record]] = []
 
@@ -162,10 +179,14 @@ class HostMessages:
             block = self._at_address[x.untyped_storage().data_ptr()]
         record = _Record(_Kind.SENT, block.number, x.data_ptr() - block.address, x.nbytes)
         for peer in peers:
+            if self._unread[peer] >= _MOST_UNREAD:
+                self._wait(peer, lambda peer: self._unread[peer] < _MOST_UNREAD)
             files = [] if peer in block.known_to else [block.file]
             block.known_to.add(peer)
             block.unread += 1
+            self._unread[peer] += 1
             self._post(peer, record, files)
+            self._wait(peer, lambda peer: not self._unsent[peer])
 
     def receive(self, peer: int, out: Tensor, how: How = "copy") -> Receiving:
         """Start to receive a message of ``peer``.
@@ -184,7 +205,7 @@ class HostMessages:
     def receive_next(self, peer: int) -> None:
         """Wait for the next message of ``peer``, and read it."""
         if not self._arrived[peer]:
-            self._wait_for(peer)
+            self._wait(peer, lambda peer: bool(self._arrived[peer]))
         record, expected = self._arrived[peer].popleft(), self._expected[peer].popleft()
         out, expected.done = expected.out, True
         if record.nbytes != out.nbytes:
@@ -243,37 +264,50 @@ class HostMessages:
 
     # Sockets
 
-    def _wait_for(self, peer: int) -> None:
-        """Wait until a message of ``peer`` is there."""
+    @property
+    def _timeout(self) -> timedelta:
+        group = self._parent() or dist.group.WORLD
+        assert group is not None
+        return group_timeout(group)
+
+    def _wait(self, peer: int, ready: Callable[[int], bool]) -> None:
+        """Wait until what ``peer`` sends has made ``ready(peer)`` true."""
         start, limit = time.monotonic(), _SHORT_WAIT_S
-        while not self._arrived[peer]:
+        while not ready(peer):
             if peer in self._ended:
                 raise RuntimeError(f"rank {self._global_ranks[peer]} has ended")
             waited = time.monotonic() - start
             if waited >= limit:
-                timeout = group_timeout(self._parent)
+                timeout = self._timeout
                 limit = timeout.total_seconds()
                 if waited >= limit:
                     raise RuntimeError(missing_message([peer], "messages", timeout))
             self._progress(limit - waited)
 
     def _post(self, peer: int, record: _Record, files: Sequence[int] = ()) -> None:
-        """Send a record, unless ``peer`` has ended: then whoever waits for it says so."""
-        data, start = _RECORD.pack(*record), time.monotonic()
-        while peer not in self._ended:
+        """Send a record, now or as soon as the socket has room: never wait for a peer that waits for this rank."""
+        self._unsent[peer].append((record, list(files)))
+        self._flush(peer)
+
+    def _flush(self, peer: int) -> None:
+        """Send the records for ``peer``, unless it has ended: then whoever waits for it says so."""
+        unsent = self._unsent[peer]
+        while unsent:
+            record, files = unsent[0]
             try:
                 if files:
-                    socket.send_fds(self._sockets[peer], [data], list(files))
+                    socket.send_fds(self._sockets[peer], [_RECORD.pack(*record)], files)
                 else:
-                    self._sockets[peer].send(data)
-                return
-            except BlockingIOError:  # the socket is full: the peer may wait until this rank receives
-                self._progress(0.001)
-                if time.monotonic() - start > (timeout := group_timeout(self._parent)).total_seconds():
-                    raise RuntimeError(missing_message([peer], "messages", timeout)) from None
+                    self._sockets[peer].send(_RECORD.pack(*record))
             except (BrokenPipeError, ConnectionResetError):
-                self._progress(0)  # what it sent before is still there
-                self._ended.add(peer)
+                unsent.clear()
+                self._take(peer)  # what it sent before is still there
+                return
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):  # full; or too many files are under way
+                    return
+                raise
+            unsent.popleft()
 
     def _progress(self, seconds: float) -> None:
         """Take what the sockets have. If they have nothing, wait for it, at most so long."""
@@ -282,15 +316,19 @@ class HostMessages:
             self._borrowed = [entry for entry in self._borrowed if entry not in read]
             for _, peer, record in read:
                 self._give_back(peer, record)
+        for peer in self._unsent:
+            self._flush(peer)
+        if any(self._unsent.values()):
+            seconds = min(seconds, _RETRY_S)
         for descriptor, _ in self._poll.poll(seconds * 1000):
             self._take(self._peers[descriptor])
 
     def _take(self, peer: int) -> None:
         """Take what the socket of ``peer`` has."""
         connection = self._sockets[peer]
-        while True:
+        while peer not in self._ended:
             try:
-                data, files, _, _ = socket.recv_fds(connection, _RECORD.size, 1)
+                data, files, flags, _ = socket.recv_fds(connection, _RECORD.size, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:  # it has ended before it took everything; what it sent is still there
@@ -299,14 +337,17 @@ class HostMessages:
                 self._ended.add(peer)
                 self._poll.unregister(connection)
                 return
+            if flags & socket.MSG_CTRUNC:
+                raise RuntimeError("this process cannot open more files: raise its limit (ulimit -n)")
             record = _Record(*_RECORD.unpack(data))
             for file in files:
-                self._mapped[peer][record.block] = mmap.mmap(file, os.fstat(file).st_size)
+                self._mapped[peer][record.block] = _mapped(file)
                 os.close(file)
             if record.kind == _Kind.SENT:
                 self._arrived[peer].append(record)
             elif record.kind == _Kind.READ:
                 self._blocks[record.block].unread -= 1
+                self._unread[peer] -= 1
             else:
                 del self._mapped[peer][record.block]
 
@@ -334,7 +375,10 @@ def _shut_down(messages: HostMessages | None) -> None:
         messages.shutdown()
 
 
-_made: MadeOnce[tuple[int, ...], HostMessages | None] = MadeOnce(_shut_down)
+_made: MadeOnce[tuple[tuple[int, ...], bool], HostMessages | None] = MadeOnce(_shut_down)
+if hasattr(os, "register_at_fork"):
+    # A child that keeps the sockets open would hide that this process has ended.
+    os.register_at_fork(after_in_child=_made.end)
 
 
 def host_messages(ranks: Ranks, device: torch.device) -> HostMessages | None:
@@ -342,26 +386,27 @@ def host_messages(ranks: Ranks, device: torch.device) -> HostMessages | None:
 
     The first call with these ranks is collective: all of them must make it, in the same order among such calls.
     """
-    if device.type != "cpu" or not _wanted() or is_simulated():
+    if device.type != "cpu" or is_simulated():
         return None
-    made, members = _made.now(), global_ranks(ranks)
-    if members not in made:
-        made[members] = _connect(ranks)
-    messages = made[members]
+    made, wanted = _made.now(), os.environ.get(VARIABLE, "1") not in ("", "0")
+    key = global_ranks(ranks), wanted
+    if key not in made:
+        made[key] = _connect(ranks, wanted)
+    messages = made[key]
     return _NoMessages() if sends_nothing() and messages is not None else messages
 
 
-def _connect(ranks: Ranks) -> HostMessages | None:
+def _connect(ranks: Ranks, wanted: bool) -> HostMessages | None:
     parent, rank, size = parent_group(ranks), rank_in(ranks), size_of(ranks)
     if type(parent) is not ProcessGroup or parent._get_backend(torch.device("cpu")).name() != "gloo":
         return None
     timeout = group_timeout(parent)
     with _listener(size) as listener:
-        address = listener.getsockname()[1:].decode() if listener is not None else ""
-        own = json.dumps([host_name(), _network(), address])
+        address = listener.getsockname()[1:].decode() if wanted and listener is not None else ""
+        own = json.dumps([_place(), address])
         values = meet("the first messages on a host", global_ranks(ranks), own, timeout).values
-        hosts, networks, addresses = zip(*map(json.loads, values), strict=True)
-        if listener is None or len(set(zip(hosts, networks, strict=True))) > 1 or not all(addresses):
+        places, addresses = zip(*map(json.loads, values), strict=True)
+        if listener is None or any(place != places[0] for place in places) or not all(addresses):
             return None
         return HostMessages(ranks, _connections(listener, rank, addresses, timeout))
 
@@ -371,22 +416,26 @@ def _connections(
 ) -> dict[int, socket.socket]:
     """By rank, a socket that is connected with it. Each rank connects to those before it."""
     sockets: dict[int, socket.socket] = {}
-    for peer in range(rank):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(timeout.total_seconds())
-        connection.connect("\0" + addresses[peer])
-        connection.send(_RECORD.pack(_Kind.SENT, rank, 0, 0))
-        sockets[peer] = connection
-    listener.settimeout(timeout.total_seconds())
-    while len(sockets) < len(addresses) - 1:
-        connection, _ = listener.accept()
-        _, user, _ = struct.unpack("=3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():  # everybody on this host may connect
-            connection.close()
-            continue
-        connection.settimeout(timeout.total_seconds())
-        _, peer, _, _ = _RECORD.unpack(connection.recv(_RECORD.size))
-        sockets[peer] = connection
+    try:
+        for peer in range(rank):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(timeout.total_seconds())
+            connection.connect("\0" + addresses[peer])
+            connection.send(_RECORD.pack(_Kind.SENT, rank, 0, 0))
+            sockets[peer] = connection
+        listener.settimeout(timeout.total_seconds())
+        while len(sockets) < len(addresses) - 1:
+            connection, _ = listener.accept()
+            _, user, _ = struct.unpack("=3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user != os.getuid():  # everybody on this host may connect
+                connection.close()
+                continue
+            connection.settimeout(timeout.total_seconds())
+            _, peer, _, _ = _RECORD.unpack(connection.recv(_RECORD.size))
+            sockets[peer] = connection
+    except (TimeoutError, ConnectionError) as error:
+        missing = [peer for peer in range(len(addresses)) if peer not in (rank, *sockets)]
+        raise RuntimeError(missing_message(missing, "the first messages on a host", timeout)) from error
     return sockets
 
 
@@ -404,19 +453,18 @@ def _listener(size: int) -> Iterator[socket.socket | None]:
 
 def _can_make_files() -> bool:
     try:
-        os.close(os.memfd_create("seqpar"))
-    except (AttributeError, OSError):  # an old C library; forbidden in this container
+        _Block(0, _SMALLEST_BLOCK)
+    except (AttributeError, OSError, RuntimeError):  # an old C library; forbidden in this container
         return False
     return True
 
 
-def _wanted() -> bool:
-    return os.environ.get(VARIABLE, "1") not in ("", "0")
-
-
-def _network() -> int:
-    """The network namespace of this process, inside which its sockets connect; 0 where there are none."""
-    try:
-        return os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        return 0
+def _place() -> list[str | int]:
+    """The same for processes that can connect with one another and pass files: host, user and namespaces."""
+    place: list[str | int] = [host_name(), os.getuid() if hasattr(os, "getuid") else 0]
+    for namespace in ("net", "user"):
+        try:
+            place.append(os.stat(f"/proc/self/ns/{namespace}").st_ino)
+        except OSError:
+            place.append(0)
+    return place
