@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +104,7 @@ def read_tokens(text: str) -> int:
         tokens = float(digits.replace("_", "").replace(",", "")) * _UNITS.get(unit, 1)
     except ValueError:
         tokens = -1.0
-    if tokens < 1 or tokens != int(tokens):
+    if not 1 <= tokens < inf or tokens != int(tokens):
         raise ValueError(f"seq-len={text!r}: expected a number of tokens such as 131072, 128K or 1M")
     return int(tokens)
 

@@ -20,6 +20,7 @@ from .pairs import all_pairs
 from .simulate import Result, Timeline
 
 _E, _E_GRADIENT = 2, 4
+_MOST_TOKENS = 2**31 - 1  # as the kernels count positions
 _AS_FAST = 0.005  # choices within this of each other are as fast
 _LEVEL_WORDS = {WITHIN: "inside hosts", BETWEEN: "between hosts"}
 
@@ -170,6 +171,8 @@ def plan(
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={mask!r}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     mask.check_length(seq_len)
+    if seq_len > _MOST_TOKENS:
+        raise ValueError(f"seq_len={seq_len}: expected at most {_MOST_TOKENS}, whose positions are 32-bit integers")
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
     base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
