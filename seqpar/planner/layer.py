@@ -515,7 +515,7 @@ class RankTimeline:
     def _mlp_gemms(self) -> tuple[float, float]:
         """Seconds of the GEMMs into and out of the MLP."""
         m = self.setting.model
-        one = self._gemm(m.hidden, m.intermediate * m.active)
+        one = self._gemm(m.hidden, m.mlp_width)
         return one * (2 if m.gated else 1), one
 
     def mlp_seconds(self) -> float:
@@ -534,7 +534,7 @@ class RankTimeline:
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
         into, out = self._mlp_gemms()
         self._columns(timeline, "MLP", into)
-        self._memory_bound(timeline, "activation", (3 if m.gated else 2) * m.intermediate * m.active)
+        self._memory_bound(timeline, "activation", (3 if m.gated else 2) * m.mlp_width)
         self._rows(timeline, "MLP", out)
         self._memory_bound(timeline, "residual", 3 * m.hidden)
 
@@ -543,7 +543,7 @@ class RankTimeline:
         m = self.setting.model
         into, out = self._mlp_gemms()
         self._rows(timeline, "MLP", out, True)
-        self._memory_bound(timeline, "activation", (5 if m.gated else 3) * m.intermediate * m.active)
+        self._memory_bound(timeline, "activation", (5 if m.gated else 3) * m.mlp_width)
         self._columns(timeline, "MLP", into, True)
         self._memory_bound(timeline, "residual, norm", 8 * m.hidden)
         self._rows(timeline, "output projection", self._gemm(m.d_out, m.hidden), True)
