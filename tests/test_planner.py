@@ -20,7 +20,7 @@ from seqpar.cli.launch import CommandError
 from seqpar.cli.plan import plan as plan_command
 from seqpar.cli.plan import read_tokens
 from seqpar.layout import LAYOUTS, SequenceSharding
-from seqpar.planner.choose import StepCost, step
+from seqpar.planner.choose import StepCost, _settings, step
 from seqpar.planner.hardware import HARDWARE, Hardware, hardware_of
 from seqpar.planner.layer import BETWEEN, WITHIN, RankTimeline, Setting
 from seqpar.planner.memory import Switches, layer_activations, memory, paper_activations
@@ -588,6 +588,13 @@ def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
     assert ulysses.exposed_s > ring.exposed_s
 
 
+def test_rings_that_are_too_long_to_simulate_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqpar.planner.choose._LONGEST_RING", 32)
+    base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), 4096)
+    assert max(s.ring for s in _settings(base, 128, None)) == 32
+    assert {s.ring for s in _settings(base, 128, 1)} == {64}  # no shorter one is possible
+
+
 def test_switches_are_priced() -> None:
     base = Setting(MODELS["llama3-8b"], H100, Mask.causal(), 131072, ring=8, layout="zigzag")
     cost = StepCost(base)
@@ -833,12 +840,14 @@ def test_the_sample_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     assert not missing, printed
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_command("llama3-8b", "64K", 8, csv=tmp_path / "choices.csv", charts=tmp_path / "charts", as_json=True)
     printed = json.loads(capsys.readouterr().out)
     rows = (tmp_path / "choices.csv").read_text().splitlines()
     assert len(printed["choices"]) == len(rows) - 1
     assert printed["choices"][0]["bytes_sent"].keys() == {WITHIN, BETWEEN}
     assert sorted(path.name for path in (tmp_path / "charts").iterdir()) == ["memory.png", "seconds.png"]
+    monkeypatch.setenv("COLUMNS", "40")
     plan_command("llama3-8b", "64K", 8, top=3)
-    assert "fastest that fits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "fastest that fits" in printed and "tokens/s" in printed

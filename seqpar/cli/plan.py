@@ -22,6 +22,7 @@ from ..planner.mixes import MIXES, mask_of
 from .launch import BAD_OPTION, CommandError, bad_options
 from .trainer.report import write_csv
 
+_NARROWEST = 80
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
@@ -154,6 +155,7 @@ def _row(choice: Choice) -> dict[str, Any]:
 
 def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
     console, gpu = Console(), made.hardware
+    console.width = max(console.width, _NARROWEST)  # a narrower table would leave columns out
     kernel = kernel or next(iter(gpu.attention))
     console.print(
         f"[bold]{made.model.name}[/], {made.model.parameters / 1e9:.1f} billion weights; {made.seq_len:,} tokens a "

@@ -21,6 +21,7 @@ from .simulate import Result, Timeline
 
 _E, _E_GRADIENT = 2, 4
 _MOST_TOKENS = 2**31 - 1  # as the kernels count positions
+_LONGEST_RING = 4096  # ranks; a longer one, slow to simulate, is left out where a shorter one is possible
 _AS_FAST = 0.005  # choices within this of each other are as fast
 _LEVEL_WORDS = {WITHIN: "inside hosts", BETWEEN: "between hosts"}
 
@@ -227,13 +228,17 @@ def _switches(
 
 def _settings(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]:
     """Every split of the ranks that a mesh can have, with the layouts worth comparing."""
-    model = base.model
+    model, splits = base.model, []
     for tensor, ulysses, ring in _splits(ranks):
         if tensor * ulysses > model.heads or tensor > base.hardware.gpus_per_host:
             continue  # ranks without heads; tensor parallelism between hosts waits for every layer
-        if replicas not in (None, ranks // (ring * ulysses * tensor)):
-            continue
         split = replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // (ring * ulysses * tensor))
+        if replicas in (None, split.replicas):
+            splits.append(split)
+    longest = max(_LONGEST_RING, min((split.ring for split in splits), default=0))
+    for split in splits:
+        if split.ring > longest:
+            continue
         for layout in _layouts(split):
             yield replace(split, layout=layout)
             if ring > 1 and ulysses == 1:
