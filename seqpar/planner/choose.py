@@ -241,7 +241,7 @@ def _settings(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setti
             continue
         for layout in _layouts(split):
             yield replace(split, layout=layout)
-            if ring > 1 and ulysses == 1:
+            if split.ring > 1 and split.ulysses == 1:
                 yield replace(split, layout=layout, gather=True)
 
 
