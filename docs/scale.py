@@ -208,7 +208,8 @@ def page(grid: Grid) -> str:
         charts again.""",
         "## Where each strategy wins",
         "![The best strategy by GPUs and tokens](assets/scale_best.png)",
-        "Strategy, ranks (ring · ulysses · tp) and MFU of the best choice that fits, causal:",
+        """Strategy, ranks (ring · ulysses · tp) and MFU of the best choice that fits, causal; of those within 0.5 % of
+        the fastest, the one that shards the sequence over the fewest dimensions:""",
         winners(grid, "causal"),
         f"""Best in the grid: {count(grid, "causal")}. At {words(longest)} tokens on {most:,} GPUs it is
         `{top.strategy}` {top.degrees}, with {top.tokens_per_s:,.0f} tokens/s. MFU counts visible pairs only and no

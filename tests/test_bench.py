@@ -59,6 +59,9 @@ def test_options_survive_the_launch() -> None:
         (BenchConfig(budget=-1.0), "budget=-1.0: expected seconds"),
         (BenchConfig(seq_lens=(1,)), "seq_len=1: expected at least 2"),
         (BenchConfig(ranks=(4,)), "ranks=4: expected 1 to 2"),
+        (BenchConfig(heads=0), "heads=0: expected at least 1"),
+        (BenchConfig(kv_heads=0), "kv_heads=0: expected at least 1"),
+        (BenchConfig(head_dim=-4), "head_dim=-4: expected at least 1"),
         (BenchConfig(heads=8, kv_heads=3), "kv_heads=3: expected a divisor of heads=8"),
     ],
 )
@@ -239,6 +242,13 @@ def test_what_a_package_cannot_do_is_named(
     monkeypatch.setitem(sys.modules, "ring_attention_pytorch.ring_flash_attention", function)
     with pytest.raises(RefusalError, match=message):
         make_peer(adapters(["ring_attention_lucidrains"])["ring_attention_lucidrains"], setting(**changes))
+
+
+def test_shards_of_different_lengths_are_refused_by_all_peers() -> None:
+    """Otherwise a collective of unequal messages ends the process, and the whole comparison with it."""
+    for module in adapters(None).values():
+        with pytest.raises(RefusalError):
+            make_peer(module, setting(seq_len=63))
 
 
 @on_ranks

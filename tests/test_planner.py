@@ -20,7 +20,7 @@ from seqpar.cli.launch import CommandError
 from seqpar.cli.plan import plan as plan_command
 from seqpar.cli.plan import read_tokens
 from seqpar.layout import LAYOUTS, SequenceSharding
-from seqpar.planner.choose import StepCost, step
+from seqpar.planner.choose import StepCost, _settings, step
 from seqpar.planner.hardware import HARDWARE, Hardware, hardware_of
 from seqpar.planner.layer import BETWEEN, WITHIN, RankTimeline, Setting
 from seqpar.planner.memory import Switches, layer_activations, memory, paper_activations
@@ -588,6 +588,13 @@ def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
     assert ulysses.exposed_s > ring.exposed_s
 
 
+def test_rings_that_are_too_long_to_simulate_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqpar.planner.choose._LONGEST_RING", 32)
+    base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), 4096)
+    assert max(s.ring for s in _settings(base, 128, None)) == 32
+    assert {s.ring for s in _settings(base, 128, 1)} == {64}  # no shorter one is possible
+
+
 def test_switches_are_priced() -> None:
     base = Setting(MODELS["llama3-8b"], H100, Mask.causal(), 131072, ring=8, layout="zigzag")
     cost = StepCost(base)
@@ -635,16 +642,141 @@ def test_models_and_hardware_from_files(tmp_path: Path) -> None:
     assert (mine.name, mine.network, mine.p2p) == ("mine", 12e9, H100.p2p)
 
 
+def config(kind: str, layers: int, hidden: int, heads: int, **others: Any) -> dict[str, Any]:
+    """A ``config.json`` of Hugging Face."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return {"model_type": kind, **sizes, **others}
+
+
+DEEPSEEK: dict[str, Any] = {
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
+    "deepseek-v3": (
+        config(
+            "deepseek_v3", 61, 7168, 128, q_lora_rank=1536, intermediate_size=18432, moe_intermediate_size=2048,
+            n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=3, vocab_size=129280,
+            **DEEPSEEK,
+        ),
+        671e9, 37e9,
+    ),
+    "deepseek-v2-lite": (
+        config(
+            "deepseek_v2", 27, 2048, 16, q_lora_rank=None, intermediate_size=10944, moe_intermediate_size=1408,
+            n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, vocab_size=102400,
+            **DEEPSEEK,
+        ),
+        15.7e9, 2.4e9,
+    ),
+    "qwen3-235b-a22b": (
+        config(
+            "qwen3_moe", 94, 4096, 64, num_key_value_heads=4, head_dim=128, intermediate_size=12288, num_experts=128,
+            moe_intermediate_size=1536, num_experts_per_tok=8, vocab_size=151936, tie_word_embeddings=False,
+            mlp_only_layers=[], decoder_sparse_step=1, use_sliding_window=False, sliding_window=None,
+        ),
+        235e9, 22e9,
+    ),
+    "mixtral-8x7b": (
+        config(
+            "mixtral", 32, 4096, 32, num_key_value_heads=8, intermediate_size=14336, num_local_experts=8,
+            num_experts_per_tok=2, vocab_size=32000, tie_word_embeddings=False, sliding_window=None,
+        ),
+        46.7e9, 12.9e9,
+    ),
+    "gpt-oss-120b": (
+        config(
+            "gpt_oss", 36, 2880, 64, num_key_value_heads=8, head_dim=64, intermediate_size=2880, num_local_experts=128,
+            num_experts_per_tok=4, vocab_size=201088, sliding_window=128, tie_word_embeddings=False,
+            layer_types=["sliding_attention", "full_attention"] * 18,
+        ),
+        116.8e9, 5.1e9,
+    ),
+    "gemma3-27b": (
+        {"model_type": "gemma3", "text_config": config(
+            "gemma3_text", 62, 5376, 32, num_key_value_heads=16, head_dim=128, intermediate_size=21504,
+            vocab_size=262208, sliding_window=1024,
+        )},
+        27.0e9, 27.0e9,
+    ),
+    "falcon-7b": (config("falcon", 32, 4544, 71, multi_query=True, vocab_size=65024), 6.92e9, 6.92e9),
+    "gpt2": ({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}, 124e6, 124e6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_of_models_are_those_that_their_cards_name(name: str) -> None:
+    """All and active ones; the cards round, and some count the embedding as active."""
+    given, weights, active = CONFIGS[name]
+    shape = model_of(given)
+    assert shape.parameters == pytest.approx(weights, rel=0.007)
+    assert shape.multiplied_parameters == pytest.approx(active, rel=0.03)
+
+
+def test_layers_with_windows_compute_and_send_less() -> None:
+    """gpt-oss: every other layer sees 128 keys. Its step is the mean of one without windows and one with only them."""
+    given, *_ = CONFIGS["gpt-oss-120b"]
+    shape = model_of(given)
+    assert (shape.local_layers, shape.local_tokens) == (18, 128)
+    assert [n for n, _ in shape.masks(Mask.causal(), 4096)] == [18, 18]
+    assert shape.masks(Mask.causal(), 128) == [(36, Mask.causal())]
+    seen = shape.masks(Mask.causal(), 300)[1][1]
+    assert torch.equal(seen.dense(300), Mask.sliding_window(127).dense(300))
+    steps = []
+    for local in (0, 18, 36):
+        setting = Setting(replace(shape, local_layers=local), H100, Mask.causal(), 65536, ring=4, layout="zigzag")
+        steps.append(step(setting, Switches(), 1))
+    none, half, every = steps
+    assert half.bytes_sent[WITHIN] == (none.bytes_sent[WITHIN] + every.bytes_sent[WITHIN]) / 2
+    assert half.seconds == pytest.approx((none.seconds + every.seconds) / 2)
+    assert every.bytes_sent[WITHIN] < none.bytes_sent[WITHIN] / 100
+    plan, whole = (seqpar.plan(x, 65536, 8) for x in (shape, replace(shape, local_layers=0)))
+    assert 0.5 < plan.pairs / whole.pairs < 0.51 and plan.best.tokens_per_s > 1.2 * whole.best.tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ({"sliding_window": 64}, (8, 64)),
+        ({"sliding_window": 64, "use_sliding_window": False}, (0, 0)),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, (2, 64)),
+        ({"sliding_window": 64, "sliding_window_pattern": 4}, (6, 64)),
+        ({"model_type": "gemma2", "sliding_window": 64}, (4, 64)),
+        ({"model_type": "llama4_text", "attention_chunk_size": 64}, (6, 64)),
+    ],
+)
+def test_windows_of_configurations(others: dict[str, Any], expected: tuple[int, int]) -> None:
+    shape = model_of({**config("mistral", 8, 64, 4, vocab_size=32), **others})
+    assert (shape.local_layers, shape.local_tokens) == expected
+    if shape.chunked:
+        assert shape.masks(Mask.causal(), 256)[1][1] == Mask.causal() & Mask.chunked(64)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (
+            {"model": {**CONFIGS["mixtral-8x7b"][0], "layer_types": ["linear_attention"]}},
+            "'linear_attention' layers are not modelled",
+        ),
         ({"model": "llama3-9b"}, "did you mean 'llama3-8b'"),
         ({"model": {"hidden_size": 8, "num_attention_heads": 2}}, "no num_hidden_layers"),
         ({"hardware": "h1000"}, "did you mean 'h100'"),
         ({"hardware": {"network": 1e9}}, "name a base"),
         ({"hardware": {"base": "h100", "netwrok": 1e9}}, "did you mean 'network'"),
         ({"hardware": {"base": "h100", "network": "fast"}}, "expected a number"),
+        ({"hardware": {"base": "h100", "network": float("nan")}}, "network=nan: expected a positive"),
+        ({"hardware": {"base": "h100", "network": float("inf")}}, "network=inf: expected a positive"),
+        ({"hardware": {"base": "h100", "gpus_per_host": 2.5}}, "gpus_per_host=2.5: expected a whole number"),
+        ({"hardware": {"base": "h100", "device": "tpu"}}, "device='tpu'"),
+        ({"hardware": {"base": "h100", "attention": 5}}, "attention=5: expected a kernel and its rates"),
+        ({"hardware": {"base": "h100", "attention": {}}}, "expected a kernel and its rates"),
+        ({"hardware": {"base": "h100", "attention": {"a": "3e14"}}}, "a='3e14': expected FLOP/s forward and backward"),
+        ({"hardware": {"base": "h100", "attention": {"a": [3e14]}}}, "expected FLOP/s forward and backward"),
+        ({"hardware": {"base": "h100", "attention": {"a": [0, 3e14]}}}, "a=0: expected a positive"),
+        ({"hardware": {"base": "h100", "attention": {"a": ["fast", 1]}}}, "a='fast': expected a number"),
         ({"seq_len": 0}, "seq_len=0: expected at least 1"),
+        ({"seq_len": 1 << 40}, "seq_len=1099511627776: expected at most 2147483647"),
         ({"seq_len": 4}, "at least one token for each"),
         ({"ranks": 0}, "ranks=0: expected at least 1"),
         ({"replicas": 3}, "expected a divisor of ranks=8"),
@@ -674,7 +806,11 @@ def test_tokens_in_words() -> None:
     [
         ({"seq_len": "1X"}, "expected a number of tokens"),
         ({"mask": "causl"}, "did you mean 'causal'"),
+        ({"seq_len": "inf"}, "expected a number of tokens"),
+        ({"seq_len": "nan"}, "expected a number of tokens"),
         ({"mask": "window:x"}, "after the colon"),
+        ({"mask": "window:²"}, "after the colon"),
+        ({"mask": "causal:77"}, "expected causal alone"),
         ({"hardware": "missing.yaml"}, "No such file"),
         ({"hardware": "bad.yaml"}, "^hardware=bad.yaml: cannot be parsed: [^\n]+$"),
         ({"csv": Path("/proc/nowhere/x.csv")}, "can be written"),
@@ -704,12 +840,14 @@ def test_the_sample_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     assert not missing, printed
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_command("llama3-8b", "64K", 8, csv=tmp_path / "choices.csv", charts=tmp_path / "charts", as_json=True)
     printed = json.loads(capsys.readouterr().out)
     rows = (tmp_path / "choices.csv").read_text().splitlines()
     assert len(printed["choices"]) == len(rows) - 1
     assert printed["choices"][0]["bytes_sent"].keys() == {WITHIN, BETWEEN}
     assert sorted(path.name for path in (tmp_path / "charts").iterdir()) == ["memory.png", "seconds.png"]
+    monkeypatch.setenv("COLUMNS", "40")
     plan_command("llama3-8b", "64K", 8, top=3)
-    assert "fastest that fits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "fastest that fits" in printed and "tokens/s" in printed

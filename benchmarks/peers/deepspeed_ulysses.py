@@ -14,6 +14,7 @@ NAME = "DeepSpeed DistributedAttention"
 
 
 def make(setting: Setting) -> Peer:
+    setting.need_divisible(setting.group.size())  # of shards of different lengths gloo ends the process
     local = sdpa(setting)  # all tokens of some heads, under any mask
     if setting.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

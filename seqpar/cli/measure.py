@@ -34,15 +34,13 @@ def measure_machine() -> Hardware:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(1)
     kernel = next(status.name for status in backends() if status.available)
-    rate = _attention_rate(cast("BackendName", kernel), device)
     gemm = _matrix_rate(device)
-    # Forward and backward of one run: 3.5 / both = 1 / forward + 2.5 / backward.
-    backward = 2.5 / max(1e-30, 3.5 / rate.forward_backward - 1 / rate.forward)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "costs.json"
         launch(["-m", "seqpar.cli.measure", str(file)], _RANKS, _DEADLINE_S)
         links = Costs.from_json(file.read_text()).hardware
     scale = 0.5 if device.type == "cpu" else 1.0
+    attention = links.rate(None) if links.device == device.type else _rate_of_one(cast("BackendName", kernel), device)
     if device.type == "cuda":
         memory: float = torch.cuda.get_device_properties(device).total_memory
         gpus = torch.cuda.device_count()
@@ -54,7 +52,7 @@ def measure_machine() -> Hardware:
         name="this machine",
         peak_flops=gemm,
         gemm_flops=gemm,
-        attention={kernel: AttentionRate(rate.forward, backward, kernel in ("triton", "reference"))},
+        attention={kernel: replace(attention, carries=kernel in ("triton", "reference"))},
         memory_bytes=memory,
         memory_bandwidth=_copy_rate(device) * scale,
         p2p=links.p2p * scale,
@@ -69,6 +67,13 @@ def measure_machine() -> Hardware:
         reserved_bytes=0.0,
         device=device.type,
     )
+
+
+def _rate_of_one(kernel: BackendName, device: torch.device) -> AttentionRate:
+    """The rates of the only GPU, which the two processes cannot share."""
+    rate = _attention_rate(kernel, device)
+    # Forward and backward of one run: 3.5 / both = 1 / forward + 2.5 / backward.
+    return AttentionRate(rate.forward, 2.5 / max(1e-30, 3.5 / rate.forward_backward - 1 / rate.forward))
 
 
 def _worker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from ..planner.mixes import MIXES, mask_of
 from .launch import BAD_OPTION, CommandError, bad_options
 from .trainer.report import write_csv
 
+_NARROWEST = 80
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
@@ -103,7 +105,7 @@ def read_tokens(text: str) -> int:
         tokens = float(digits.replace("_", "").replace(",", "")) * _UNITS.get(unit, 1)
     except ValueError:
         tokens = -1.0
-    if tokens < 1 or tokens != int(tokens):
+    if not 1 <= tokens < inf or tokens != int(tokens):
         raise ValueError(f"seq-len={text!r}: expected a number of tokens such as 131072, 128K or 1M")
     return int(tokens)
 
@@ -153,6 +155,7 @@ def _row(choice: Choice) -> dict[str, Any]:
 
 def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
     console, gpu = Console(), made.hardware
+    console.width = max(console.width, _NARROWEST)  # a narrower table would leave columns out
     kernel = kernel or next(iter(gpu.attention))
     console.print(
         f"[bold]{made.model.name}[/], {made.model.parameters / 1e9:.1f} billion weights; {made.seq_len:,} tokens a "

@@ -19,6 +19,11 @@ from ..keys import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, empty_carry, finish, merge_
 from .tiles import Kind, Tile, tiles
 
+# PyTorch's kernel computes blocks of so many keys. A causal tile leaves out whole blocks only.
+_KEY_BLOCK = 512
+# A pair of a masked tile takes 1.2 to 1.7 times as long as one of a full tile (measured in benchmarks/LOG.md).
+_MASKED_PAIR = 1.5
+
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -111,6 +116,24 @@ class CpuBackend:
         for target, empty in zip(targets, new, strict=True):
             if empty:
                 target.zero_()
+
+
+def computed_pairs(intervals: KeyIntervals) -> float:
+    """The pairs of a query and a key that the kernel computes for one head, visible or not, in pairs of a full tile.
+
+    The mean of the rows of ``intervals``.
+    """
+    rows = intervals.lo.shape[0]
+    return sum(_computed(tile) for row in range(rows) for tile in tiles(intervals, row)) / rows
+
+
+def _computed(tile: Tile) -> float:
+    queries, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
+    if tile.kind is not Kind.CAUSAL:
+        return queries * keys * (_MASKED_PAIR if tile.kind is Kind.MASKED else 1.0)
+    block = 256 if queries >= 768 else 64 if queries >= 192 else 32  # queries that the kernel computes at a time
+    blocks = [(first, min(first + block, queries)) for first in range(0, queries, block)]
+    return sum((end - first) * min(keys, -(-end // _KEY_BLOCK) * _KEY_BLOCK) for first, end in blocks)
 
 
 def _take(target: Tensor, value: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from .pairs import all_pairs
 from .simulate import Result, Timeline
 
 _E, _E_GRADIENT = 2, 4
+_MOST_TOKENS = 2**31 - 1  # as the kernels count positions
+_LONGEST_RING = 4096  # ranks; a longer one, slow to simulate, is left out where a shorter one is possible
 _AS_FAST = 0.005  # choices within this of each other are as fast
 _LEVEL_WORDS = {WITHIN: "inside hosts", BETWEEN: "between hosts"}
 
@@ -86,7 +88,7 @@ class Plan:
 
     Attributes:
         model, hardware, seq_len, ranks, batch: what it was asked for.
-        pairs: visible pairs of a query and a key in a sequence.
+        pairs: visible pairs of a query and a key in a sequence, the mean of the layers.
         choices: best first: those that fit by tokens a second, then the others by memory.
         paper_activation_bytes: of a layer on one device, by the formulas of Korthikanti et al., by what is recomputed.
     """
@@ -170,10 +172,14 @@ def plan(
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={mask!r}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     mask.check_length(seq_len)
+    if seq_len > _MOST_TOKENS:
+        raise ValueError(f"seq_len={seq_len}: expected at most {_MOST_TOKENS}, whose positions are 32-bit integers")
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
     base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
-    pairs = all_pairs(mask, seq_len, base.sharding.ring_positions(0))
+    whole = base.sharding.ring_positions(0)
+    kinds = shape.masks(mask, seq_len)
+    pairs = sum(count * all_pairs(seen, seq_len, whole) for count, seen in kinds) // shape.layers
     switches = list(_switches(recompute, offload, chunked_loss, tiled_mlp))
     found: dict[tuple[int, ...], tuple[Choice, Setting]] = {}
     for setting in _settings(base, ranks, replicas):
@@ -222,16 +228,20 @@ def _switches(
 
 def _settings(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]:
     """Every split of the ranks that a mesh can have, with the layouts worth comparing."""
-    model = base.model
+    model, splits = base.model, []
     for tensor, ulysses, ring in _splits(ranks):
         if tensor * ulysses > model.heads or tensor > base.hardware.gpus_per_host:
             continue  # ranks without heads; tensor parallelism between hosts waits for every layer
-        if replicas not in (None, ranks // (ring * ulysses * tensor)):
-            continue
         split = replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // (ring * ulysses * tensor))
+        if replicas in (None, split.replicas):
+            splits.append(split)
+    longest = max(_LONGEST_RING, min((split.ring for split in splits), default=0))
+    for split in splits:
+        if split.ring > longest:
+            continue
         for layout in _layouts(split):
             yield replace(split, layout=layout)
-            if ring > 1 and ulysses == 1:
+            if split.ring > 1 and split.ulysses == 1:
                 yield replace(split, layout=layout, gather=True)
 
 
@@ -258,10 +268,42 @@ def _splits(ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 class StepCost:
-    """The time of a training step, put together from the timelines of one layer."""
+    """The time of a training step, put together from the timelines of one layer of each kind."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        kinds = setting.model.masks(setting.mask, setting.seq_len)
+        self.layers = [_LayerCost(replace(setting, mask=mask), count) for count, mask in kinds]
+
+    def parameters_seconds(self) -> float:
+        """The gathers and the reduce-scatter of a layer's weights, alone on their links."""
+        return max(parameter_links(self.setting, (2 * _E + _E_GRADIENT) * _weights_of(self.setting)).values())
+
+    def loss_seconds(self) -> float:
+        """The head's GEMMs and the passes over the logits, forward and backward."""
+        s, m = self.setting, self.setting.model
+        gemm = 6.0 * s.tokens * m.hidden * m.vocab / s.hardware.gemm_flops  # vocabulary sharded over tensor ranks
+        return gemm + 12.0 * s.tokens * m.vocab / s.hardware.memory_bandwidth
+
+    def optimizer_seconds(self) -> float:
+        """AdamW reads the gradient, the float32 copy and two moments, and writes the latter three and the weight."""
+        return (4 * 4 + 3 * 4 + 2) * self.setting.model.parameters / self.setting.ranks / self._bandwidth
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.setting.hardware.memory_bandwidth
+
+
+class _LayerCost:
+    """The time of a layer on the slowest rank.
+
+    Args:
+        setting: with the mask of the layer.
+        count: how many layers there are of the kind.
+    """
+
+    def __init__(self, setting: Setting, count: int) -> None:
+        self.setting, self.count = setting, count
         self._backward: dict[str, tuple[Result, Mapping[str, int]]] = {}
 
     @cached_property
@@ -279,14 +321,9 @@ class StepCost:
         timeline.wait(number)
         return timeline.run(), dict(timeline.sent)
 
-    @property
-    def _weights(self) -> float:
-        """Elements of a layer's weights on one tensor-parallel rank."""
-        return self.setting.model.layer_parameters / self.setting.tensor
-
     @cached_property
     def forward(self) -> tuple[Result, Mapping[str, int]]:
-        return self._layer(self.rank.forward, _E * self._weights)
+        return self._layer(self.rank.forward, _E * _weights_of(self.setting))
 
     def backward(self, recompute: str) -> tuple[Result, Mapping[str, int]]:
         """The backward of a layer, after what it recomputes."""
@@ -297,26 +334,25 @@ class StepCost:
             self.rank.backward(timeline)
 
         if recompute not in self._backward:
-            self._backward[recompute] = self._layer(build, (_E + _E_GRADIENT) * self._weights)
+            self._backward[recompute] = self._layer(build, (_E + _E_GRADIENT) * _weights_of(self.setting))
         return self._backward[recompute]
 
-    def parameters_seconds(self) -> float:
-        """The gathers and the reduce-scatter of a layer's weights, alone on their links."""
-        return max(parameter_links(self.setting, (2 * _E + _E_GRADIENT) * self._weights).values())
+    def seconds(self, switches: Switches) -> tuple[float, float]:
+        """Of forward and backward, and those of them in which the rank computes."""
+        (forward, _), (backward, _) = self.forward, self.backward(switches.recompute)
+        layer, compute = forward.seconds + backward.seconds, forward.compute + backward.compute
+        if switches.tiled_mlp:
+            again = self.rank.mlp_seconds()
+            layer, compute = layer + again, compute + again
+        if switches.offload:  # both ways behind the layer
+            moved = memory_of_layer(self.setting, switches) / self.setting.hardware.host_link
+            layer = max(forward.seconds, moved) + max(layer - forward.seconds, moved)
+        return layer, compute
 
-    def loss_seconds(self) -> float:
-        """The head's GEMMs and the passes over the logits, forward and backward."""
-        s, m = self.setting, self.setting.model
-        gemm = 6.0 * s.tokens * m.hidden * m.vocab / s.hardware.gemm_flops  # vocabulary sharded over tensor ranks
-        return gemm + 12.0 * s.tokens * m.vocab / s.hardware.memory_bandwidth
 
-    def optimizer_seconds(self) -> float:
-        """AdamW reads the gradient, the float32 copy and two moments, and writes the latter three and the weight."""
-        return (4 * 4 + 3 * 4 + 2) * self.setting.model.parameters / self.setting.ranks / self._bandwidth
-
-    @property
-    def _bandwidth(self) -> float:
-        return self.setting.hardware.memory_bandwidth
+def _weights_of(setting: Setting) -> float:
+    """Elements of a layer's weights on one tensor-parallel rank."""
+    return setting.model.layer_parameters / setting.tensor
 
 
 def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None = None) -> Choice:
@@ -325,22 +361,21 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
     Args:
         setting: the split of the ranks.
         switches: what is given up to save activations.
-        pairs: visible pairs of a sequence.
+        pairs: visible pairs of a sequence, the mean of the layers.
         cost: that of the setting, if it has been made.
     """
     s, m = setting, setting.model
     cost = cost or StepCost(s)
-    (forward, sent), (backward, sent_back) = cost.forward, cost.backward(switches.recompute)
-    layer = forward.seconds + backward.seconds
-    compute = forward.compute + backward.compute
-    if switches.tiled_mlp:
-        again = cost.rank.mlp_seconds()
-        layer, compute = layer + again, compute + again
-    if switches.offload:  # both ways behind the layer
-        moved = memory_of_layer(s, switches) / s.hardware.host_link
-        layer = max(forward.seconds, moved) + max(layer - forward.seconds, moved)
+    layers = compute = 0.0
+    sent = dict.fromkeys(LEVELS, 0)
+    for layer in cost.layers:
+        one, computed = layer.seconds(switches)
+        layers, compute = layers + layer.count * one, compute + layer.count * computed
+        for _, counted in (layer.forward, layer.backward(switches.recompute)):
+            for level, n in counted.items():
+                sent[level] += layer.count * n
     rest = cost.loss_seconds() + cost.optimizer_seconds()
-    seconds = m.layers * layer + rest
+    seconds = layers + rest
     sequences = s.batch * s.replicas
     used = memory(s, switches)
     each = max(1, s.ranks // s.tensor)
@@ -356,10 +391,10 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         seconds=seconds,
         tokens_per_s=sequences * s.seq_len / seconds,
         mfu=m.model_flops(sequences * s.seq_len, sequences * pairs) / (seconds * s.ranks * s.hardware.peak_flops),
-        compute_s=m.layers * compute + rest,
-        exposed_s=max(0.0, round(m.layers * (layer - compute), 9)),
+        compute_s=compute + rest,
+        exposed_s=max(0.0, round(layers - compute, 9)),
         parameters_s=m.layers * cost.parameters_seconds(),
-        bytes_sent={x: m.layers * (sent.get(x, 0) + sent_back.get(x, 0)) for x in LEVELS},
+        bytes_sent=sent,
         parameter_bytes_sent=int(parameter_bytes),
         memory_bytes=int(used.total),
         memory=used,

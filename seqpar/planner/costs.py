@@ -44,7 +44,7 @@ from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
 from .layer import Setting, attention_seconds
 from .model import ModelShape
 
-_VERSION = 4  # of the file
+_VERSION = 5  # of the file
 _PASSES = "overheads", "forward_overheads"  # those fields of ``Costs``
 _DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 answers instead of costs
 _ROUNDS = 5
@@ -377,13 +377,16 @@ class _Measurement:
         cuda = self._device.type == "cuda"
         tokens = 4096 if cuda else 1024
         (small_forward, small), (forward, both) = (self._kernel(n) for n in (64, tokens))
-        tile = HARDWARE["h100"].tile
-        pairs = tokens * (tokens + tile) / 2
-        operations = 2.0 * pairs * self._heads * self._head_dim  # of one product; forward has 2, backward 5
-        rate = 7 * operations / max(1e-9, both - small)
+        base = HARDWARE["h100"] if cuda else _CPU
+        # Operations as the simulation counts them: what it takes at one operation a second, and nothing beside.
+        unit = replace(base, attention={"unit": AttentionRate(1.0, 1.0)}, kernel=0.0)
+        shape = attention_shape(self._heads, self._heads, self._head_dim)
+        setting = Setting(shape, unit, Mask.causal(), tokens, dtype=self._dtype)
+        operations, all_operations = (attention_seconds(setting, backward) for backward in (False, True))
+        rate = all_operations / max(1e-9, both - small)
         rates = AttentionRate(
-            2 * operations / max(1e-9, forward - small_forward),
-            5 * operations / max(1e-9, both - small - (forward - small_forward)),
+            operations / max(1e-9, forward - small_forward),
+            (all_operations - operations) / max(1e-9, both - small - (forward - small_forward)),
             carries=True,
         )
         copied = torch.zeros(self._message, dtype=torch.uint8, device=self._device)
@@ -392,7 +395,7 @@ class _Measurement:
         links = self._links(per_host)
         memory = torch.cuda.get_device_properties(self._device).total_memory if cuda else _host_memory(per_host)
         return replace(
-            HARDWARE["h100"] if cuda else _CPU,
+            base,
             name=device_name(self._device),
             peak_flops=rate,
             gemm_flops=rate,

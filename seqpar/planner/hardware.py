@@ -18,12 +18,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_choice
+from ..checks import check_bool, check_choice
 
 GIB = 1 << 30
+_RATES = "{flash3: [616e12, 561e12]}"
 
 
 @dataclass(frozen=True)
@@ -257,23 +259,48 @@ def _of_mapping(value: Mapping[str, Any]) -> Hardware:
     for name in values:
         check_choice("hardware field", name, names)
     if "attention" in values:
-        values["attention"] = {
-            kernel: rate
-            if isinstance(rate, AttentionRate)
-            else AttentionRate(float(rate[0]), float(rate[1]), *rate[2:])
-            for kernel, rate in values["attention"].items()
-        }
-    for name, number in values.items():
-        if name not in ("name", "attention", "device"):
-            try:
-                values[name] = int(number) if name in ("gpus_per_host", "tile") else float(number)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"hardware: {name}={number!r}: expected a number") from error
-            if values[name] < 0 or (values[name] == 0 and name not in ("latency", "kernel", "reserved_bytes")):
-                raise ValueError(f"hardware: {name}={number!r}: expected a positive number")
+        values["attention"] = _rates(values["attention"])
+    if "name" in values:
+        values["name"] = str(values["name"])
+    if "device" in values:
+        check_choice("hardware: device", values["device"], ("cuda", "cpu"))
+    for name in values.keys() - {"name", "attention", "device"}:
+        least_zero = name in ("latency", "kernel", "reserved_bytes")
+        values[name] = _number(f"hardware: {name}", values[name], least_zero, name in ("gpus_per_host", "tile"))
     if base is not None:
         return replace(hardware_of(base), **values)
     optional = {"tile", "gpus_per_host", "reserved_bytes", "device"}
     if missing := [name for name in names if name not in values and name not in optional]:
         raise ValueError(f"hardware: {', '.join(missing)} missing; give them, or name a base: {', '.join(HARDWARE)}")
     return Hardware(**values)
+
+
+def _rates(value: Any) -> dict[str, AttentionRate]:
+    """The rates of attention kernels by name."""
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(f"hardware: attention={value!r}: expected a kernel and its rates, such as {_RATES}")
+    found = {}
+    for kernel, rate in value.items():
+        if not isinstance(rate, AttentionRate):
+            name = f"hardware: attention: {kernel}"
+            if not isinstance(rate, list | tuple) or len(rate) not in (2, 3):
+                raise ValueError(f"{name}={rate!r}: expected FLOP/s forward and backward, such as {_RATES}")
+            carries = rate[2] if len(rate) == 3 else False
+            check_bool(f"{name}: the third value, whether it carries,", carries)
+            rate = AttentionRate(_number(name, rate[0]), _number(name, rate[1]), carries)
+        found[str(kernel)] = rate
+    return found
+
+
+def _number(name: str, value: Any, least_zero: bool = False, whole: bool = False) -> Any:
+    """A finite positive number. YAML reads 48e9 as a string."""
+    kind = "a whole number" if whole else "a number"
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}={value!r}: expected {kind}") from error
+    if not isfinite(number) or number < 0 or (number == 0 and not least_zero):
+        raise ValueError(f"{name}={value!r}: expected a positive number")
+    if whole and number != int(number):
+        raise ValueError(f"{name}={value!r}: expected {kind}")
+    return int(number) if whole else number

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.p2p import Pending
 from ..heads import Heads
+from ..kernels.cpu import computed_pairs as computed_by_cpu
 from ..keys import ShardKeys
-from ..layout import Layout, SequenceSharding
+from ..layout import CPU, Layout, SequenceSharding
 from ..mask import Mask
 from ..mesh import AttentionGroups, ranks_per_host
 from ..schedule import AttentionPlan, Exchange, Step, Transfer
@@ -328,12 +330,16 @@ class RankTimeline:
         self._own_tokens = len(s.sharding._positions(rank * s.tensor + tensor_rank, 1)) * s.batch
 
     @cached_property
-    def _pairs(self) -> dict[int, int]:
+    def _pairs(self) -> dict[int, float]:
         """By step, the pairs of this rank's queries that are computed."""
         s, plan = self.setting, self._plan
+        if s.hardware.device == "cpu":  # its kernel computes other tiles than those of GPUs
+            with _disable_current_modes():  # the tiles are read from tensors, also where the caller's have no data
+                intervals = {i: plan.intervals(i, CPU) for i in range(len(plan))}
+                return {i: computed_by_cpu(x) for i, x in intervals.items() if x is not None}
         shards = [s.sharding.ring_positions(rank) for rank in range(s.ring)]
         by_owner = computed_pairs(s.mask, s.seq_len, shards[plan.rank], shards, s.hardware.tile)
-        pairs = {}
+        pairs: dict[int, float] = {}
         for i, step in enumerate(plan):
             if isinstance(step.keys, ShardKeys):
                 pairs[i] = by_owner[step.receives[0].owner if i else plan.rank]
@@ -509,7 +515,7 @@ class RankTimeline:
     def _mlp_gemms(self) -> tuple[float, float]:
         """Seconds of the GEMMs into and out of the MLP."""
         m = self.setting.model
-        one = self._gemm(m.hidden, m.intermediate * m.active)
+        one = self._gemm(m.hidden, m.mlp_width)
         return one * (2 if m.gated else 1), one
 
     def mlp_seconds(self) -> float:
@@ -528,7 +534,7 @@ class RankTimeline:
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
         into, out = self._mlp_gemms()
         self._columns(timeline, "MLP", into)
-        self._memory_bound(timeline, "activation", (3 if m.gated else 2) * m.intermediate * m.active)
+        self._memory_bound(timeline, "activation", (3 if m.gated else 2) * m.mlp_width)
         self._rows(timeline, "MLP", out)
         self._memory_bound(timeline, "residual", 3 * m.hidden)
 
@@ -537,7 +543,7 @@ class RankTimeline:
         m = self.setting.model
         into, out = self._mlp_gemms()
         self._rows(timeline, "MLP", out, True)
-        self._memory_bound(timeline, "activation", (5 if m.gated else 3) * m.intermediate * m.active)
+        self._memory_bound(timeline, "activation", (5 if m.gated else 3) * m.mlp_width)
         self._columns(timeline, "MLP", into, True)
         self._memory_bound(timeline, "residual, norm", 8 * m.hidden)
         self._rows(timeline, "output projection", self._gemm(m.d_out, m.hidden), True)

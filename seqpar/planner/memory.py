@@ -117,7 +117,7 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
     lse = 4 * m.heads
     if recompute == "keep_attention":
         # The layer's input, and the results of the operator: out and lse; with an all-to-all the head shards too.
-        elements = m.hidden + m.d_out
+        elements: float = m.hidden + m.d_out
         if setting.ulysses > 1:
             elements += m.d + m.d_out + (0 if _shares_kv(setting) else m.d_kv + m.d_v)
         return float(tokens * (_E * elements + lse))
@@ -128,9 +128,9 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
     return float(tokens * (_E * elements + lse))
 
 
-def _mlp_width(m: ModelShape) -> int:
+def _mlp_width(m: ModelShape) -> float:
     """Elements a token that an MLP keeps besides its input: gate, up, silu(gate), product; or GeLU's in- and output."""
-    return (4 if m.gated else 2) * m.intermediate * m.active
+    return (4 if m.gated else 2) * m.mlp_width
 
 
 def _shares_kv(setting: Setting) -> bool:

@@ -60,13 +60,15 @@ def mask_of(text: str, seq_len: int) -> Mask:
     Raises:
         ValueError: another word, or a number that is not one.
     """
-    kind, _, value = text.partition(":")
+    kind, colon, value = text.partition(":")
     check_choice("mask", kind, ("causal", "full", "window", "documents", "mix"))
     if kind in ("causal", "full"):
+        if colon:
+            raise ValueError(f"mask={text!r}: expected {kind} alone, without a colon")
         return Mask.causal() if kind == "causal" else Mask.full()
     if kind == "mix":
         return document_mix(value, seq_len)
-    if not value.isdigit() or not int(value):
+    if not value.isdecimal() or not int(value):
         raise ValueError(f"mask={text!r}: expected a number of tokens after the colon, such as {kind}:4096")
     if kind == "window":
         return Mask.sliding_window(int(value) - 1)

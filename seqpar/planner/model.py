@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import check_choice, check_int
+from ..mask import Mask
 from .hardware import read_mapping
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal layers.
+    """A decoder. Its layers differ in their MLP and in the keys that their queries see, and in nothing else.
 
     Attributes:
         name: what it is called.
@@ -22,9 +23,13 @@ class ModelShape:
         tied: whether the embedding is the head.
         experts: MLPs of a layer; 0 if it has one.
         active_experts: how many of them a token passes through.
+        shared_width: the width of the MLP beside the experts that every token passes through; 0 if there is none.
+        dense_layers, dense_width: layers without experts, and the width of their MLP.
         v_head_dim: head_dim of v; 0 if it is that of q and k.
         q_rank, kv_rank, shared_dim: of latent attention (DeepSeek): q, and k and v, are projected by way of so many
             numbers, and so many columns of k are the same for all heads. 0 for one matrix each.
+        local_layers, local_tokens: layers whose queries see so many keys at most; the others see what the mask says.
+        chunked: whether those keys are of the query's chunk, not of a window that ends at the query.
     """
 
     name: str
@@ -43,6 +48,21 @@ class ModelShape:
     q_rank: int = 0
     kv_rank: int = 0
     shared_dim: int = 0
+    shared_width: int = 0
+    dense_layers: int = 0
+    dense_width: int = 0
+    local_layers: int = 0
+    local_tokens: int = 0
+    chunked: bool = False
+
+    def masks(self, mask: Mask, seq_len: int) -> list[tuple[int, Mask]]:
+        """How many layers see which keys of a sequence that ``mask`` is for."""
+        if not self.local_layers or self.local_tokens >= seq_len:
+            return [(self.layers, mask)]
+        n = self.local_tokens
+        local = mask & (Mask.chunked(n) if self.chunked else Mask.sliding_window(n - 1, -1))
+        kinds = [(self.layers - self.local_layers, mask), (self.local_layers, local)]
+        return [kind for kind in kinds if kind[0]]
 
     @property
     def d(self) -> int:
@@ -65,9 +85,10 @@ class ModelShape:
         return self.kv_heads * (self.v_head_dim or self.head_dim)
 
     @property
-    def active(self) -> int:
-        """MLPs that a token passes through."""
-        return self.active_experts if self.experts else 1
+    def mlp_width(self) -> float:
+        """The width of the MLPs that a token passes through in a layer, the mean of the layers."""
+        each = (self.active_experts if self.experts else 1) * self.intermediate + self.shared_width
+        return self._mean_of_layers(each, self.dense_width)
 
     @property
     def qkv_parameters(self) -> int:
@@ -84,32 +105,36 @@ class ModelShape:
         return self.qkv_parameters + self.d_out * self.hidden
 
     @property
-    def expert_parameters(self) -> int:
-        """Weights of one MLP."""
-        return (3 if self.gated else 2) * self.hidden * self.intermediate
-
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one layer, without norms and biases."""
-        return self.attention_parameters + max(1, self.experts) * self.expert_parameters
+    def layer_parameters(self) -> float:
+        """Weights of one layer, without norms, biases and routers, the mean of the layers."""
+        each = max(1, self.experts) * self.intermediate + self.shared_width
+        return self.attention_parameters + self._matrices * self._mean_of_layers(each, self.dense_width)
 
     @property
     def parameters(self) -> int:
-        """All weights, without norms, biases and learned positions."""
-        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.vocab * self.hidden
+        """All weights, without norms, biases, routers and learned positions."""
+        return round(self.layers * self.layer_parameters) + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
-    def multiplied_parameters(self) -> int:
+    def multiplied_parameters(self) -> float:
         """Weights that a token is multiplied with: of its experts only, and without the embedding's look-up."""
-        layer = self.attention_parameters + self.active * self.expert_parameters
+        layer = self.attention_parameters + self._matrices * self.mlp_width
         return self.layers * layer + self.vocab * self.hidden
+
+    @property
+    def _matrices(self) -> int:
+        """Weights of an MLP for each unit of its width."""
+        return (3 if self.gated else 2) * self.hidden
+
+    def _mean_of_layers(self, width: int, dense_width: int) -> float:
+        return width + self.dense_layers * (dense_width - width) / self.layers
 
     def model_flops(self, tokens: float, pairs: float) -> float:
         """FLOPs of forward and backward, without recomputation: the numerator of MFU.
 
         Args:
             tokens: how many tokens there are.
-            pairs: how many pairs of a query and a key that it sees, in one layer.
+            pairs: how many pairs of a query and a key that it sees, in one layer; the mean of the layers.
         """
         return 6.0 * self.multiplied_parameters * tokens + 6.0 * self.layers * (self.d + self.d_out) * pairs
 
@@ -167,49 +192,107 @@ def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelS
     raise TypeError(f"model={value!r}: expected a name, the path of a config.json, a config or a dict")
 
 
+# Model types whose MLP has no gate.
+_NOT_GATED = (
+    "apertus", "arcee", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt",
+    "nemotron", "opt", "phi", "starcoder2",
+)  # fmt: skip
+# What a configuration that leaves it out means: the beginnings of the model types whose embedding is the head, and the
+# types in which one layer of so many has full attention.
+_TIED = ("bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "mpt", "opt", "smollm3", "starcoder2")
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4, "olmo3": 4}
+
+
 def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     config = config.get("text_config") or config  # of a model that also sees images
 
     def size(*names: str, default: int | None = None) -> int:
         for key in names:
             if config.get(key) is not None:
-                check_int(f"model: {key}", config[key], 1)
+                check_int(f"model: {key}", config[key], min(1, 1 if default is None else default))
                 return int(config[key])
         if default is None:
             raise ValueError(f"model: the configuration has no {names[0]}; add it")
         return default
 
-    hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
-    experts = size("num_experts", "num_local_experts", "n_routed_experts", default=1)
-    gelu = config.get("model_type") in (
-        "gpt2",
-        "gpt_neox",
-        "opt",
-        "bloom",
-        "falcon",
-        "phi",
-        "gpt_bigcode",
-        "starcoder2",
-    )
-    width = size("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
+    kind = config.get("model_type")
+    hidden = size("hidden_size", "n_embd", "d_model")
+    heads = size("num_attention_heads", "n_head", "n_heads")
+    layers = size("num_hidden_layers", "n_layer", "n_layers")
+    # One KV head for all; in newer Falcons num_kv_heads says how many.
+    one_kv_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
+    kv_heads = 1 if one_kv_head else size("num_key_value_heads", "num_kv_heads", default=heads)
     latent = bool(config.get("kv_lora_rank"))
     shared = size("qk_rope_head_dim") if latent else 0
     head_dim = size("qk_nope_head_dim") + shared if latent else size("head_dim", default=hidden // heads)
+    width = size("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
+    experts = size("num_experts", "num_local_experts", "n_routed_experts", default=1)
+    moe: dict[str, int] = {}
+    if experts > 1:
+        each = size("moe_intermediate_size", default=width)
+        shared_width = size("shared_expert_intermediate_size", default=0) or each * size("n_shared_experts", default=0)
+        if kind == "llama4_text":
+            shared_width = each
+        moe = {
+            "experts": experts,
+            "active_experts": size("num_experts_per_tok", "num_experts_per_token", default=1),
+            "shared_width": shared_width,
+            "dense_layers": _dense_layers(config, layers),
+            "dense_width": size("intermediate_size_mlp", default=width),
+        }
+        width = each
+    local_layers, local_tokens = _local_layers(config, layers)
     return ModelShape(
         name,
-        size("num_hidden_layers", "n_layer"),
+        layers,
         hidden,
         heads,
-        heads if latent else size("num_key_value_heads", default=heads),
+        heads if latent else kv_heads,
         head_dim,
-        size("moe_intermediate_size", default=width) if experts > 1 else width,
+        width,
         size("vocab_size"),
-        gated=not gelu,
-        tied=bool(config.get("tie_word_embeddings", gelu)),
-        experts=experts if experts > 1 else 0,
-        active_experts=size("num_experts_per_tok", "num_experts_per_token", default=1) if experts > 1 else 0,
+        gated=kind not in _NOT_GATED,
+        tied=bool(config.get("tie_word_embeddings", str(kind).startswith(_TIED))),
         v_head_dim=size("v_head_dim") if latent else 0,
         q_rank=config.get("q_lora_rank") or 0 if latent else 0,
         kv_rank=size("kv_lora_rank") if latent else 0,
         shared_dim=shared,
+        local_layers=local_layers,
+        local_tokens=local_tokens,
+        chunked=kind == "llama4_text",
+        **moe,
     )
+
+
+def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
+    """How many layers of a mixture of experts have none."""
+    first = config.get("first_k_dense_replace") or 0
+    step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
+    named = config.get("mlp_only_layers") or ()
+    return sum(i < first or i in named or (i + 1) % step > 0 for i in range(layers))
+
+
+def _local_layers(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """How many layers see a window (Llama 4: a chunk) only, and of how many tokens.
+
+    Raises:
+        ValueError: there are layers of another kind.
+    """
+    chunked = config.get("model_type") == "llama4_text"
+    tokens = config.get("attention_chunk_size" if chunked else "sliding_window") or 0
+    if kinds := config.get("layer_types"):
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+                raise ValueError(
+                    f"model: layer_types: {kind!r} layers are not modelled, only those of full attention, "
+                    "of a sliding window and of chunks"
+                )
+        count = sum(kind != "full_attention" for kind in kinds)
+    elif not config.get("use_sliding_window", True):
+        count = 0
+    elif config.get("use_sliding_window"):  # Qwen
+        count = layers - (config.get("max_window_layers") or 0)
+    else:
+        every = config.get("sliding_window_pattern") or _FULL_EVERY.get(str(config.get("model_type")))
+        count = layers - layers // every if every else layers
+    return (count, int(tokens)) if count and tokens else (0, 0)

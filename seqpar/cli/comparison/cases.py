@@ -107,6 +107,9 @@ class BenchConfig:
             check_choice("dtype", self.dtype, DTYPES)
         for name, number in (("batch", self.batch), ("rounds", self.rounds)):
             check_int(name, number, 1)
+        for name, size in (("heads", self.heads), ("kv_heads", self.kv_heads), ("head_dim", self.head_dim)):
+            if size is not None:
+                check_int(name, size, 1)
         for seq_len in self.seq_lens:
             check_int("seq_len", seq_len, max(self.ranks, default=world))  # a token for each rank
         if check_number("budget", self.budget) < 0:
@@ -117,7 +120,7 @@ class BenchConfig:
         for mask in self.masks:
             mask_of(mask, 4096)
         heads, kv_heads = self.heads or 8, self.kv_heads
-        if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        if kv_heads is not None and heads % kv_heads:
             raise ValueError(f"kv_heads={kv_heads}: expected a divisor of heads={heads}")
 
     def cases(self, world: int, device: torch.device) -> list[Case]:
