@@ -23,10 +23,12 @@ from ..mask import Mask
 from ..mesh import AttentionGroups, ranks_per_host
 from ..schedule import AttentionPlan, Exchange, Step, Transfer
 from ..strategies.call import AttentionCall
-from ..strategies.remote import KV, Message, RemoteSteps, Returns, of_heads
+from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width
+from ..strategies.remote import RemoteSteps, Returns, of_heads
 from ..strategies.ring import halves
 from ..strategies.tensor_sequence import pieces_of_chunk
-from ..strategies.ulysses import HeadChunk, HeadExchange, HeadSlices, Incoming, chunk_limit
+from ..strategies.transport import KV, Message
+from ..strategies.ulysses import chunk_limit
 from ..strategies.ulysses import ulysses_backward as run_ulysses_backward
 from ..strategies.ulysses import ulysses_forward as run_ulysses_forward
 from .hardware import Hardware
@@ -187,7 +189,7 @@ class _Place:
 
 
 class _RingMessages:
-    """A transport that notes what the runtime's would send (see ``remote.Transport``)."""
+    """A ``Transport`` that records the messages instead of sending them."""
 
     def __init__(self, timeline: Timeline, place: _Place, plan: AttentionPlan) -> None:
         self._timeline, self._place, self._plan = timeline, place, plan
@@ -260,16 +262,14 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _HeadMessages(HeadExchange):
-    """An all-to-all that notes what it would send."""
+    """A ``HeadExchange`` that records the messages instead of sending them."""
 
     timeline: Timeline = field(default_factory=Timeline)
     place: Any = None
 
     def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
-        slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
-        dims = [y.shape[3] for y, _ in zip((x, *kv), slices, strict=False)]
-        counts = zip(*(s.widths for s in slices), strict=True)
-        widths = [sum(n * d for n, d in zip(count, dims, strict=True)) for count in counts]
+        _, _, dims, counts = chunk.to_send(x, *kv)
+        widths = [row_width(count, dims) for count in counts]
         one = x.shape[0] * x.element_size()
         sent = [self.tokens * w * one for w in widths]
         received = [length * widths[self.rank] * one for length in self.lengths]
@@ -280,7 +280,7 @@ class _HeadMessages(HeadExchange):
         shard, target = tensors[0]
         one = shard.shape[0] * sum(x.shape[3] for x, _ in tensors) * shard.element_size()
         sent = [length * shard.shape[2] * one for length in self.lengths]
-        received = [self.tokens * w * one for w in slices.widths]
+        received = [self.tokens * w * one for w in slices.counts]
         return self._start("to sequence", sent, received, target, sum(sent))
 
     def _start(self, name: str, sent: list[int], received: list[int], result: Tensor, packed: int) -> Incoming:

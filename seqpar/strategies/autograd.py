@@ -20,12 +20,12 @@ from ..kernels.base import accumulator
 from ..layout import SequenceSharding
 from ..mesh import AttentionGroups
 from .call import AttentionCall
+from .head_exchange import HeadExchange
+from .head_exchange_in_memory import HeadExchangeInMemory
 from .latent import LatentKeys
 from .ring import ring_backward, ring_forward
 from .ulysses import (
     MAX_CHUNKS,
-    HeadExchange,
-    HeadExchangeInMemory,
     chunk_limit,
     lse_gradient_to_heads,
     lse_to_sequence,
