@@ -45,11 +45,11 @@ from ..strategies.operators import (
     positions_op,
     traced_seed,
 )
+from ..strategies.sequence_chunks import SequenceChunks
 from ..strategies.tensor_operators import (
     TracedChunks,
     all_gather_positions_op,
 )
-from ..strategies.tensor_sequence import SequenceChunks
 from .rotary import RotaryEmbedding
 
 if TYPE_CHECKING:

@@ -30,13 +30,14 @@ from ..strategies.gathered_activations import (
     prefers_activations,
 )
 from ..strategies.operators import make_call, positions_op, seen_by_dispatch_mode, with_replicated_keys
+from ..strategies.sequence_chunks import SequenceChunks
 from ..strategies.tensor_operators import (
     ChunkOptions,
     TracedChunks,
     all_gather_positions_op,
     traced_all_gather_linear,
 )
-from ..strategies.tensor_sequence import SequenceChunks, all_gather_linear
+from ..strategies.tensor_sequence import all_gather_linear
 from .attention import AttentionLayer, LayerCall
 from .rotary import rotate
 

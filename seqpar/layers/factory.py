@@ -13,7 +13,7 @@ from ..kernels import BackendName
 from ..layout import Layout
 from ..strategies import StrategyName, StrategyOptions
 from ..strategies.gathered_activations import Gather
-from ..strategies.tensor_sequence import Overlap
+from ..strategies.sequence_chunks import Overlap
 from .attention import (
     AttentionLayer,
     AutoAttention,

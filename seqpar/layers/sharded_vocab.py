@@ -26,7 +26,8 @@ from ..comm.p2p import make_ready
 from ..layout import split_range
 from ..mesh import rank_in, size_of
 from ..opaque import Opaque, constant
-from ..strategies.tensor_sequence import PartialSums, Piece, Rows, SequenceChunks, add_weight_gradient, sum_dtype
+from ..strategies.sequence_chunks import PartialSums, Piece, Rows, SequenceChunks, sum_dtype
+from ..strategies.tensor_sequence import add_weight_gradient
 
 # The label of tokens without loss, by default. No id has it.
 IGNORE_INDEX = -100

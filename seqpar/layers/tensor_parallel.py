@@ -27,13 +27,14 @@ from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, seq
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
+from ..strategies.sequence_chunks import OVERLAPS, Overlap, SequenceChunks
 from ..strategies.tensor_operators import (
     ChunkOptions,
     TracedChunks,
     traced_all_gather_linear,
     traced_linear_reduce_scatter,
 )
-from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks, all_gather_linear, linear_reduce_scatter
+from ..strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
 from .attention import AttentionLayer
 from .sharded_weights import WeightShard, make_spans, register_weight_shards, with_reduced_gradient
 

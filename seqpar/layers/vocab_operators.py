@@ -16,8 +16,8 @@ from torch import Tensor
 from ..comm.collectives import all_gather
 from ..mesh import ParallelContext, tensor_group
 from ..sharding import Sharding
+from ..strategies.sequence_chunks import sum_dtype
 from ..strategies.tensor_operators import LEAST_TOKENS, ChunkOptions, chunks_of
-from ..strategies.tensor_sequence import sum_dtype
 from .sharded_vocab import (
     VocabPart,
     check_ids,

@@ -22,8 +22,8 @@ from ..layout import split_range
 from ..mesh import ParallelContext, size_of, tensor_group
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient
+from ..strategies.sequence_chunks import OVERLAPS, Overlap, SequenceChunks
 from ..strategies.tensor_operators import ChunkOptions, TracedChunks
-from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks
 from .sharded_vocab import (
     IGNORE_INDEX,
     CrossEntropy,

@@ -26,7 +26,7 @@ from ..strategies.call import AttentionCall
 from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width
 from ..strategies.remote import RemoteSteps, Returns, of_heads
 from ..strategies.ring import halves
-from ..strategies.tensor_sequence import pieces_of_chunk
+from ..strategies.sequence_chunks import pieces_of_chunk
 from ..strategies.transport import KV, Message
 from ..strategies.ulysses import chunk_limit
 from ..strategies.ulysses import ulysses_backward as run_ulysses_backward
