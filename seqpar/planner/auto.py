@@ -24,9 +24,10 @@ from torch.distributed import ProcessGroup
 
 from ..comm.trace import count_choice
 from ..layout import Layout, SequenceSharding
-from ..mask import Mask, Runs
+from ..mask import Mask
 from ..mesh import global_ranks, ranks_by_host, ranks_per_host
 from ..rendezvous import group_timeout, meet
+from ..runs import Runs
 from ..strategies import StrategyName, StrategyOptions, compared_options
 from .costs import Costs, MaskKind, attention_shape, costs_of
 from .layer import Setting, attention_seconds

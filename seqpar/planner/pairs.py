@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Positions, Stripe, ranges_to_positions
-from ..mask import UNBOUNDED, Mask, Runs
+from ..mask import Mask
+from ..runs import UNBOUNDED, Runs
 
 Array = NDArray[np.int64]
 

@@ -142,7 +142,7 @@ class GatheredAttention(torch.autograd.Function):
         call: AttentionCall,
         *parameters: Tensor,
     ) -> Tensor:
-        """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``; ``parameters`` are those of ``finish``."""
+        """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``; ``finish`` takes ``parameters``."""
         ctx.gathered, ctx.call = gathered, call
         with torch.autocast(x.device.type, enabled=False):
             k, v = gathered.finish(*gathered.project(x, (k_weight, v_weight)), *parameters)
