@@ -1,6 +1,6 @@
-"""The functions of ``sharded_vocab.py`` as operators, which torch.compile does not trace (see ``operators.py``).
+"""The functions of ``sharded_vocab.py`` as operators that torch.compile does not trace (see ``operators.py``).
 
-Each checks and all-gathers this rank's ids or labels itself.
+Each operator also checks and all-gathers this rank's ids or labels.
 
 Shapes: b batch, s this rank's tokens, t the group's tokens, v this rank's part of the vocabulary, d hidden.
 """
@@ -195,7 +195,7 @@ def _linear_cross_entropy_backward(
     sharding: Sharding,
     ranks: ParallelContext,
 ) -> list[Tensor]:
-    """Those gradients that are needed; ``labels`` are those of all tokens."""
+    """The gradients of ``x``, ``weight`` and ``bias`` that are needed; ``labels`` are those of all tokens."""
     chunks = chunks_of(x.shape[1], sharding, ranks, _LOSS, x.device)
     tensors = grad, x.contiguous(), weight, bias, labels, lse
     gradients = linear_cross_entropy_backward(*tensors, needed, part, chunk_tokens, chunks)
