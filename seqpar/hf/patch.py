@@ -21,11 +21,11 @@ from . import hooks
 from .attention import attention_forward, layer_mask_of, no_mask
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
+from .monitoring import verify_while_training
 from .multimodal import before_text_model
 from .own import give_calls_back, take_over_calls
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_model, pools_last_token, text_model
-from .verification import verify_while_training
 from .whole import OUTPUTS
 
 if TYPE_CHECKING:

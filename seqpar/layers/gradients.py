@@ -22,7 +22,7 @@ from .sharded_weights import WeightShard, weight_shards
 
 _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
 
-# By gradient: the groups over which it was summed, and its version after that. Every write increases a tensor's version.
+# By gradient: the groups over which it was summed, and its version after that. Every write increases the version.
 _summed_over: MutableMapping[Tensor, dict[ProcessGroup, int]] = WeakIdKeyDictionary()
 
 
