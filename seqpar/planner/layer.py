@@ -449,7 +449,7 @@ class RankTimeline:
         ]
 
     def _gather_gemm(self, timeline: Timeline, name: str, seconds: float, reduce: float = 0.0) -> None:
-        """All-gather of the tokens, each chunk's GEMMs behind the transfer of the next.
+        """All-gather of the tokens; the GEMMs of each chunk overlap with the transfer of the next chunk.
 
         With ``reduce``, GEMMs before those whose partial outputs are sent as soon as they are computed.
         """
