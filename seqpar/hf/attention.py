@@ -38,7 +38,7 @@ def no_mask(
     """The mask function. It makes no dense mask: ``shard_batch`` and ``generate`` put padding into a ``seqpar.Mask``.
 
     Returns:
-        None; in a model that merges images into its text, the ``block_mask`` of their tokens, for the text model's hook.
+        None; in a model that merges images into its text, their ``block_mask``, for the text model's hook.
 
     Raises:
         ValueError: the attention mask has padding, or lets tokens see later ones in a way that cannot be sharded.
