@@ -46,11 +46,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-# For ``benchmarks`` and ``tests``, which are not installed. Last in the path, so that it hides no installed package.
-sys.path.append(str(Path(__file__).parents[1]))
+# The files in this folder and ``tests`` are not installed. Last in the path, they hide no installed package.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import seqpar
-from benchmarks.gpu_checks import (
+from gpu_checks import (
     DEVICE,
     INTERPRETED,
     check_large,
@@ -63,7 +62,9 @@ from benchmarks.gpu_checks import (
     normal,
     two_shapes,
 )
-from benchmarks.gpu_report import Report, Task, dtype_name, markdown, run_in_time
+from gpu_report import Report, Task, dtype_name, markdown, run_in_time
+
+import seqpar
 from seqpar.kernels import select
 from seqpar.kernels.base import Backend, Grads, OutputGrad, Score
 from seqpar.keys import KeyIntervals

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_report import Report, dtype_name
 from torch import Tensor
 
-from benchmarks.gpu_report import Report, dtype_name
 from seqpar.kernels import BACKENDS
 from seqpar.kernels.base import Backend, Grads, OutputGrad, Score
 from seqpar.kernels.library import LibraryBackend

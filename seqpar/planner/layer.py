@@ -1,8 +1,9 @@
 """One transformer layer on one rank as a timeline: what the runtime computes and sends, in the order it issues it.
 
 Attention runs the runtime's own loops. ``RemoteSteps`` and ``Returns`` (``strategies/remote.py``) decide when a message
-of the plan is sent, ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) when an all-to-all is.
-Here they are given tensors without data (torch's "meta" device), and transports that note bytes and send nothing.
+of the plan is sent. ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) decide when an all-to-all
+is sent. Here they are called with tensors without data (torch's "meta" device), and with a ``Transport`` and a
+``HeadExchange`` that record bytes and send nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Setting:
     Rank order as in ``init_mesh``: tensor fastest, then ulysses, then ring, then the replicas.
 
     Attributes:
-        model: its shape.
+        model: the shape of the model.
         hardware: the GPUs and links.
         mask: which keys each query sees.
         seq_len: tokens of a sequence.
@@ -61,9 +62,9 @@ class Setting:
         replicas: data-parallel replicas. Weights are sharded over all ranks (ZeRO-3, FSDP).
         layout: which positions each rank holds.
         gather: whether the ring's K/V are received in one step.
-        kernel: of attention; None is the hardware's first.
-        state_bytes: bytes a weight of the weights, their gradients and the optimizer.
-        dtype: of q, k and v.
+        kernel: the attention kernel; None is the first one of the hardware.
+        state_bytes: bytes per weight for the weight, its gradient and the state of the optimizer.
+        dtype: the dtype of q, k and v.
     """
 
     model: ModelShape
