@@ -29,16 +29,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,355 +46,35 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-# The oracle is in tests/, which is not installed. At the end of the path: it must not hide an installed package.
-sys.path.append(str(Path(__file__).parents[1]))
+# The files in this folder and ``tests`` are not installed. Last in the path, they hide no installed package.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from gpu_checks import (
+    DEVICE,
+    INTERPRETED,
+    check_large,
+    check_memory_accesses,
+    check_streams,
+    check_strides,
+    check_values,
+    key_intervals,
+    libraries,
+    normal,
+    two_shapes,
+)
+from gpu_report import Report, Task, dtype_name, markdown, run_in_time
 
 import seqpar
-from seqpar.kernels import BACKENDS, select
+from seqpar.kernels import select
 from seqpar.kernels.base import Backend, Grads, OutputGrad, Score
-from seqpar.kernels.library import LibraryBackend
-from seqpar.kernels.triton import TritonBackend
 from seqpar.keys import KeyIntervals
 from seqpar.layout import shard_positions, split_range
 from seqpar.mask import Mask
 from seqpar.triton_kernels import apply_rotary, attention_backward, attention_forward, delta, merge_
-from tests.reference import Rule, Rules, combined_mask, dense_gradients, visible_pairs
 
 RESULTS = Path(__file__).parent / "results"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
 Thunk = Callable[[], object]
 CAUSAL, FULL = Mask.causal(), Mask.full()
-
-
-@dataclass
-class Report:
-    """Results so far.
-
-    Attributes:
-        environment: GPU and versions.
-        checks: errors against float64, and what compute-sanitizer said.
-        speed: TFLOP/s beside other implementations, and the host's microseconds.
-        ranks: what one rank computes beside its share of the full attention.
-        carry: cost of the carry.
-        elementwise: kernels that only move bytes.
-        skipped: what was not measured, and why.
-    """
-
-    environment: dict[str, Any]
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    speed: list[dict[str, Any]] = field(default_factory=list)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-    carry: list[dict[str, Any]] = field(default_factory=list)
-    elementwise: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-    def write(self, folder: Path) -> None:
-        """Write the JSON and the Markdown, in place of those of the rows before."""
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = "gpu-" + str(self.environment["gpu"]).lower().replace(" ", "-")
-        for suffix, text in ((".json", json.dumps(vars(self), indent=1)), (".md", markdown(self))):
-            partial_file = folder / f"{stem}{suffix}.partial"
-            partial_file.write_text(text)
-            partial_file.replace(folder / f"{stem}{suffix}")
-
-
-@dataclass(frozen=True)
-class Task:
-    """Some rows of the report.
-
-    Attributes:
-        name: what is measured.
-        seconds: how long that takes on an H200, about.
-        run: adds the rows.
-    """
-
-    name: str
-    seconds: float
-    run: Callable[[Report], None]
-
-
-def run_in_time(
-    tasks: Sequence[Task],
-    report: Report,
-    seconds: float,
-    save: Callable[[Report], None],
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Run the tasks, the most important one first, and leave out those that would not end in time.
-
-    Args:
-        tasks: in the order of their importance.
-        report: gets the rows, and the names of the tasks that are left out or fail.
-        seconds: for all of them.
-        save: called after every task.
-        clock: seconds.
-    """
-    deadline = clock() + seconds
-    slower = 1.0  # than an H200, at most so far
-    for task in tasks:
-        began = clock()
-        left = deadline - began
-        if task.seconds * slower > left:
-            report.skipped.append(
-                f"{task.name}: takes {task.seconds * slower:.0f} s, and {max(left, 0):.0f} s were left"
-            )
-            continue
-        try:
-            task.run(report)
-        except Exception as error:  # of one task: the others are measured all the same
-            report.skipped.append(f"{task.name}: {type(error).__name__}: {str(error)[:200]}")
-        if task.seconds >= 1:
-            slower = max(slower, (clock() - began) / task.seconds)
-        save(report)
-
-
-def key_intervals(mask: Mask, queries: Tensor, keys: Tensor) -> KeyIntervals:
-    """Which keys each query sees, for queries and keys at these global positions."""
-    lo, hi = (torch.searchsorted(keys, x.reshape(-1, len(queries)).contiguous()).int() for x in mask.intervals(queries))
-    return KeyIntervals(lo, torch.maximum(lo, hi), queries.int(), keys.int()).to(DEVICE)
-
-
-def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
-
-
-def libraries(smoke: bool) -> list[Backend]:
-    """The backends on libraries that can run here; without a GPU the reference stands for them."""
-    if smoke:
-        return [BACKENDS["reference"]]
-    return [b for b in BACKENDS.values() if isinstance(b, LibraryBackend) and b.unavailable() is None]
-
-
-def run_steps(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, steps: int, score: Score
-) -> list[Tensor]:
-    """out, dq, dk, dv of a backend, with the keys in ``steps`` steps. What it is to write to holds NaNs before."""
-    positions = torch.arange(q.shape[1])
-
-    def take(x: Tensor, at: Tensor) -> Tensor:
-        return x if steps == 1 else x[:, at]  # in one step, with the strides that it has
-
-    parts = [torch.arange(step, k.shape[1], steps) for step in range(steps)]
-    if isinstance(backend, LibraryBackend):  # of every third key its kernels know no mask
-        parts = list(torch.arange(k.shape[1]).tensor_split(steps))
-    carry = None
-    for step, keys in enumerate(parts):
-        at, intervals = keys.to(DEVICE), key_intervals(mask, positions, keys)
-        carry = backend.forward(q, take(k, at), take(v, at), intervals, score, carry, step == steps - 1)
-    assert carry is not None
-    out, lse = carry
-    dq, dk, dv = (torch.full(x.shape, torch.nan, dtype=torch.float32, device=DEVICE) for x in (q, k, v))
-    output = OutputGrad(dout, out, lse, delta(out, dout))
-    for step, keys in enumerate(parts):
-        at, intervals = keys.to(DEVICE), key_intervals(mask, positions, keys)
-        step_k, step_v = take(k, at), take(v, at)
-        grads = [torch.full(x.shape, torch.nan, dtype=torch.float32, device=DEVICE) for x in (step_k, step_v)]
-        targets = Grads(dq, grads[0], grads[1], new_dq=step == 0, new_dkv=True)
-        backend.backward(q, step_k, step_v, output, intervals, score, targets)
-        dk[:, at], dv[:, at] = grads
-    return [out, dq, dk, dv]
-
-
-LIMIT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}  # of the relative error, by norm
-
-
-def all_backends(smoke: bool) -> dict[str, Backend]:
-    """The backends that are checked, by name."""
-    found: dict[str, Backend] = {"triton": BACKENDS["triton"]}
-    if not smoke:
-        found["triton deterministic"] = TritonBackend(deterministic=True)  # its backward is another kernel
-    return found | {backend.name: backend for backend in libraries(smoke)}
-
-
-def poison() -> None:
-    """Leave free memory full of NaNs: a kernel that reads what it has not written shows."""
-    if DEVICE.type != "cuda":
-        return
-    torch.cuda.empty_cache()
-    large = torch.full((1 << 26,), torch.nan, device=DEVICE)
-    small = [torch.full((1 << 17,), torch.nan, device=DEVICE) for _ in range(64)]  # of which PyTorch keeps a pool
-    del large, small
-
-
-def add_check(report: Report, what: dict[str, Any], run: Callable[[], dict[str, float]], dtype: torch.dtype) -> None:
-    """Add a row with the errors that ``run`` returns."""
-    errors, failure = dict[str, float](), ""
-    try:
-        errors = run()
-    except torch.OutOfMemoryError:
-        report.skipped.append(f"{what}: not enough GPU memory")
-        return
-    except Exception as error:  # of one backend: the others are measured all the same
-        failure = f"{type(error).__name__}: {str(error)[:200]}"
-    passed = not failure and all(error < LIMIT[dtype] for error in errors.values())
-    report.checks.append({**what, "dtype": _name(dtype), "errors": errors, "failure": failure, "passed": passed})
-    if not passed:
-        print(f"WRONG: {report.checks[-1]}", flush=True)
-
-
-def errors_of(found: Sequence[Tensor], dense: dict[str, Tensor]) -> dict[str, float]:
-    """Relative errors by norm. NaN counts as an error: it is not below any limit."""
-    pairs = zip(("out", "dq", "dk", "dv"), found, strict=True)
-    return {name: float((x.double() - dense[name]).norm() / dense[name].norm()) for name, x in pairs}
-
-
-def check_values(report: Report, smoke: bool, dtype: torch.dtype, head_dim: int) -> None:
-    """Every backend against float64 on fresh random inputs."""
-    length = 40 if smoke else 513
-    rules: dict[str, Rules] = {
-        "causal": (Rule("causal"),),
-        "full": (Rule("full"),),
-        "window": (Rule("sliding_window", (length // 4, 0)),),
-        "documents": (Rule("documents", ((0, length // 3, length // 2, length - 3), True)),),
-    }
-    for name in list(rules)[: 2 if smoke else None]:
-        visible, mask = visible_pairs(rules[name], length).to(DEVICE), combined_mask(rules[name])
-        for steps, softcap in ((1, 0.0), (3, 0.0), *([(1, 5.0)] if head_dim in (32, 128) else [])):
-            q, dout = (normal(2, length, 4, head_dim, dtype=dtype) for _ in range(2))
-            k, v = (normal(2, length, 2, head_dim, dtype=dtype) for _ in range(2))
-            score = Score(head_dim**-0.5, softcap)
-            dense = dense_gradients(q, k, v, visible, dout, softmax_scale=score.softmax_scale, softcap=softcap)
-            for label, backend in all_backends(smoke).items():
-                if backend.unsupported(q, k, score, lse_gradient=False) is not None:
-                    continue
-
-                def run(backend: Backend = backend) -> dict[str, float]:
-                    poison()
-                    return errors_of(run_steps(backend, q, k, v, dout, mask, steps, score), dense)
-
-                what = {"backend": label, "head_dim": head_dim, "mask": name, "steps": steps, "softcap": softcap}
-                add_check(report, what, run, dtype)
-
-
-def check_strides(report: Report, smoke: bool) -> None:
-    """Keys and values that are parts of a larger tensor full of NaNs: strided, and from an odd row on."""
-    length, head_dim, dtype = (40, 32, torch.float32) if smoke else (513, 128, torch.bfloat16)
-    q, dout = (normal(2, length, 4, head_dim, dtype=dtype) for _ in range(2))
-    packed = torch.full((2, length + 2, 3, 2, head_dim), torch.nan, device=DEVICE, dtype=dtype)
-    shifted = torch.full((2, 2, length + 2, head_dim + 8), torch.nan, device=DEVICE, dtype=dtype)
-    aside = torch.full((2, 2, length + 2, head_dim + 8), torch.nan, device=DEVICE, dtype=dtype)
-    views = {
-        "strided": (packed[:, 1:-1, 0], packed[:, 1:-1, 2]),  # the tokens of k are 6 heads apart
-        "heads first, offset": tuple(x[:, :, 1:-1, 8:].transpose(1, 2) for x in (shifted, aside)),
-    }
-    score, mask = Score(head_dim**-0.5), combined_mask((Rule("causal"),))
-    visible = visible_pairs((Rule("causal"),), length).to(DEVICE)
-    for name, (k, v) in views.items():
-        for x in (k, v):
-            x.copy_(normal(*x.shape, dtype=dtype))
-        k_values, v_values = k.clone(), v.clone()
-        dense = dense_gradients(q, k_values, v_values, visible, dout, softmax_scale=score.softmax_scale)
-        for label, backend in all_backends(smoke).items():
-            if backend.unsupported(q, k, score, lse_gradient=False) is not None:
-                continue
-
-            def run(backend: Backend = backend, k: Tensor = k, v: Tensor = v) -> dict[str, float]:
-                poison()
-                return errors_of(run_steps(backend, q, k, v, dout, mask, 1, score), dense)
-
-            add_check(report, {"backend": label, "head_dim": head_dim, "mask": "causal", "keys": name}, run, dtype)
-
-
-def check_large(report: Report, smoke: bool) -> None:
-    """Tensors of more than 2^31 elements. Under a window, the last rows depend on the last rows only."""
-    heads, head_dim, window = (2, 32, 8) if smoke else (64, 128, 128)
-    length = 64 if smoke else 2**31 // (heads * head_dim) + 512
-    dtype = torch.float32 if smoke else torch.bfloat16
-    needed = 0 if smoke else length * heads * head_dim * (5 * 2 + 5 * 4)
-    if not smoke and needed > (free := torch.cuda.mem_get_info()[0]):
-        report.skipped.append(f"more than 2^31 elements: {needed >> 30} GiB of GPU memory, and {free >> 30} are free")
-        return
-    mask, score = Mask.sliding_window(window, 0), Score(head_dim**-0.5)
-    q, k, v, dout = (torch.empty(1, length, heads, head_dim, device=DEVICE, dtype=dtype).normal_() for _ in range(4))
-    rows = slice(length - 2 * window, length)  # and their queries see no keys before the last 3 windows
-    near = slice(length - 3 * window - 1, length)
-    visible = visible_pairs((Rule("sliding_window", (window, 0)),), near.stop - near.start).to(DEVICE)
-    for label, backend in all_backends(smoke).items():
-        if backend.unsupported(q, k, score, lse_gradient=False) is not None:
-            continue
-
-        def run(backend: Backend = backend) -> dict[str, float]:
-            found = run_steps(backend, q, k, v, dout, mask, 1, score)
-            errors: dict[str, float] = {}
-            for head in sorted({0, heads - 1}):
-                near_q, near_k, near_v, near_dout = (x[:, near, head : head + 1] for x in (q, k, v, dout))
-                dense = dense_gradients(near_q, near_k, near_v, visible, near_dout, softmax_scale=score.softmax_scale)
-                dense = {name: x[:, -2 * window :] for name, x in dense.items() if name in ("out", "dq", "dk", "dv")}
-                last = [x[:, rows, head : head + 1] for x in found]
-                for name, error in errors_of(last, dense).items():
-                    errors[name] = max(errors.get(name, 0.0), error)
-            return errors
-
-        what = {"backend": label, "head_dim": head_dim, "mask": "window", "elements": q.numel()}
-        add_check(report, what, run, dtype)
-
-
-def check_streams(report: Report, smoke: bool) -> None:
-    """Two calls on two streams at once, several times: nothing that they share may be in use by both."""
-    length, head_dim, dtype = (40, 32, torch.float32) if smoke else (1025, 128, torch.bfloat16)
-    score, mask = Score(head_dim**-0.5), combined_mask((Rule("causal"),))
-    visible = visible_pairs((Rule("causal"),), length).to(DEVICE)
-
-    def random() -> Tensor:
-        return normal(2, length, 4, head_dim, dtype=dtype)
-
-    inputs = [(random(), random(), random(), random()) for _ in range(2)]
-    dense = [dense_gradients(q, k, v, visible, x, softmax_scale=score.softmax_scale) for q, k, v, x in inputs]
-    streams = [torch.cuda.Stream() if DEVICE.type == "cuda" else None for _ in inputs]
-    for label, backend in all_backends(smoke).items():
-        if backend.unsupported(inputs[0][0], inputs[0][1], score, lse_gradient=False) is not None:
-            continue
-
-        def run(backend: Backend = backend) -> dict[str, float]:
-            results: list[tuple[int, list[Tensor]]] = []
-            _synchronize()
-            for _ in range(1 if smoke else 4):
-                for i, stream in enumerate(streams):
-                    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                        q, k, v, dout = inputs[i]
-                        results.append((i, run_steps(backend, q, k, v, dout, mask, 1, score)))
-            _synchronize()
-            errors = [errors_of(found, dense[i]) for i, found in results]
-            return {name: max(x[name] for x in errors) for name in errors[0]}
-
-        add_check(report, {"backend": label, "head_dim": head_dim, "mask": "causal", "streams": 2}, run, dtype)
-
-
-def check_memory_accesses(report: Report) -> None:
-    """Two shapes under compute-sanitizer, in a process of their own, where it is installed."""
-    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    if tool is None:
-        report.skipped.append("compute-sanitizer: not installed")
-        return
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--two-shapes"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    except subprocess.TimeoutExpired:
-        report.skipped.append("compute-sanitizer: not done after 90 s")
-        return
-    failure = "" if done.returncode == 0 else (done.stdout + done.stderr)[-400:]
-    report.checks.append({"backend": "triton", "tool": "compute-sanitizer memcheck", "errors": {}, "failure": failure,
-                          "passed": not failure})  # fmt: skip
-    if failure:
-        print(f"WRONG: {report.checks[-1]}", flush=True)
-
-
-def two_shapes() -> int:
-    """What compute-sanitizer watches: lengths that no tile divides, forward and backward of these kernels."""
-    for length, head_dim in ((129, 64), (200, 128)):
-        dtype = torch.float16 if INTERPRETED else torch.bfloat16
-        q, dout = (normal(1, length, 4, head_dim, dtype=dtype) for _ in range(2))
-        k, v = (normal(1, length, 2, head_dim, dtype=dtype) for _ in range(2))
-        mask = combined_mask((Rule("causal"),))
-        run_steps(BACKENDS["triton"], q, k, v, dout, mask, 2, Score(head_dim**-0.5))
-    _synchronize()
-    return 0
-
-
-def _synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 class Timing(NamedTuple):
@@ -726,76 +403,12 @@ def measure_elementwise(report: Report, smoke: bool) -> None:
     ]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def environment() -> dict[str, Any]:
     import triton
 
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
     return {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
             "cudnn": torch.backends.cudnn.version() if gpu else None, "interpreted": INTERPRETED}  # fmt: skip
-
-
-def markdown(report: Report) -> str:
-    """The figures as tables.
-
-    Goals on an H200 at head_dim 128, causal, 16k tokens and more: "auto" at least 0.97 of the best; these kernels
-    forward at least 0.8 and backward at least 0.75 of cuDNN's speed, and ahead of FlexAttention; a rank of a ring at
-    least 0.95 of the ideal; a carry costs less than 3 %.
-    """
-    env = report.environment
-    failed = [row for row in report.checks if not row["passed"]]
-    lines = [f"# {env['gpu']}", "", f"torch {env['torch']}, triton {env['triton']}, cuDNN {env['cudnn']}.", "",
-             f"Checks against float64: {len(report.checks) - len(failed)} passed, {len(failed)} failed.",
-             ""]  # fmt: skip
-    lines += [f"* FAILED: {row}" for row in failed]
-    names = list(dict.fromkeys(name for row in report.speed for name in row["forward"]))
-    rows = sorted(report.speed, key=lambda r: (r["head_dim"], r["heads"] != r["kv_heads"], r["tokens"]))
-    shape = "| tokens | batch | head_dim | heads | mask | "
-
-    def cells(row: dict[str, Any], values: dict[str, float]) -> str:
-        of_shape = (f"{row['tokens']} | {row['batch']} | {row['head_dim']} | {row['heads']}/{row['kv_heads']} | "
-                    f"{'causal' if row['causal'] else 'full'}")  # fmt: skip
-        return f"| {of_shape} | " + " | ".join(f"{values[n]:.0f}" if n in values else "" for n in names)
-
-    for direction in ("forward", "backward"):
-        lines += [f"## TFLOP/s {direction}, bfloat16", "", shape + " | ".join(names) + " | of cuDNN | auto of best |",
-                  "|" + " --- |" * (len(names) + 7)]  # fmt: skip
-        for row in rows:
-            found = row[direction]
-            share = f"{found['seqpar'] / found['cudnn']:.2f}" if "cudnn" in found else ""
-            auto = f"{found['attention()'] / max(found.values()):.2f}" if "attention()" in found else ""
-            lines.append(f"{cells(row, found)} | {share} | {auto} |")
-        lines += ["", f"## Microseconds of the host, {direction}", "", shape + " | ".join(names) + " |",
-                  "|" + " --- |" * (len(names) + 5)]  # fmt: skip
-        lines += [f"{cells(row, row[f'{direction}_host_us'])} |" for row in rows]
-        lines += [f"* launched while the GPU waited, {row['tokens']} tokens: {', '.join(late)}"
-                  for row in rows if (late := row[f"{direction}_not_queued"])]  # fmt: skip
-        lines.append("")
-    lines += [
-        "## One rank's computation, its steps one after another on one GPU, no communication",
-        "",
-        "| strategy | tokens | ranks | direction | full / ranks, ms | rank | ms | host, us | share of ideal |",
-        "|" + " --- |" * 9,
-    ]
-    for row in report.ranks:
-        for direction in ("forward", "backward"):
-            of = row[direction]
-            for rank, ms in of["rank_ms"].items():
-                host, ideal = of["rank_host_us"][rank], of["full_ms"] / row["ranks"]
-                lines.append(f"| {row['strategy']} | {row['tokens']} | {row['ranks']} | {direction} | {ideal:.2f} | "
-                             f"{rank} | {ms:.2f} | {host:.0f} | {of['share_of_ideal'][rank]:.3f} |")  # fmt: skip
-    lines += ["", "## Cost of the carry", "", "| queries | keys | out | in and out | in, last |", "|" + " --- |" * 5]
-    for row in report.carry:
-        cost = [f"{100 * row['cost'][n]:.1f} %" for n in ("out", "in and out", "in, last")]
-        lines.append(f"| {row['queries']} | {row['keys']} | {' | '.join(cost)} |")
-    lines += ["", "## Kernels that move bytes", "", "| kernel | ms | GB/s |", "| --- | --- | --- |"]
-    lines += [f"| {row['kernel']} | {row['ms']:.3f} | {row['gb_per_s']:.0f} |" for row in report.elementwise]
-    if report.skipped:
-        lines += ["", "## Left out", "", *(f"* {what}" for what in report.skipped)]
-    return "\n".join(lines) + "\n"
 
 
 def tasks(smoke: bool) -> list[Task]:
@@ -809,7 +422,7 @@ def tasks(smoke: bool) -> list[Task]:
     if smoke:
         head_dims = {torch.float16: [32], torch.float32: [32]}
     values = [
-        task(f"checks, {_name(dtype)}, head_dim {d}", 10, check_values, smoke, dtype, d)
+        task(f"checks, {dtype_name(dtype)}, head_dim {d}", 10, check_values, smoke, dtype, d)
         for dtype, dims in head_dims.items()
         for d in dims
     ]

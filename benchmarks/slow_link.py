@@ -1,4 +1,4 @@
-"""Does communication hide behind computation? The time of a layer over slow links, divided by its time over fast ones.
+"""Does communication overlap with computation? The time of a layer over slow links, divided by its time over fast ones.
 
 The layer is a TP-SP block (attention and SwiGLU) or, with ``--strategy``, attention under another strategy.
 

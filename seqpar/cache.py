@@ -1,7 +1,7 @@
-"""A cache bounded in bytes, for what follows from a mask and a sharding and is needed again by the next layer.
+"""A cache bounded in bytes, for values that are computed from a mask and a sharding and used by every layer.
 
 A training run with packed documents has a new mask in every step. A cache that counts entries would keep the tensors of
-hundreds of past masks; this one keeps as many bytes as it is told to, the most recently used ones.
+hundreds of past masks. This cache keeps the most recently used values up to a number of bytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Value]):
-    """The most recently used values, of at most ``limit`` bytes together. Safe to use from several threads.
+    """The most recently used values, of at most ``limit`` bytes together. Thread-safe.
 
-    A value larger than ``limit`` is made anew each time.
+    A value larger than ``limit`` is not cached.
     """
 
     def __init__(self, limit: int, nbytes: Callable[[Value], int]) -> None:
-        """``nbytes(value)`` says how much memory a value takes."""
+        """``nbytes(value)`` is the size of a value in bytes."""
         self._limit = limit
         self._nbytes = nbytes
         self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
@@ -56,7 +56,7 @@ class ByteCache(Generic[Value]):
 
 
 def tensor_bytes(value: Any) -> int:
-    """The bytes of a tensor, of a tuple of tensors, or of an object that says so itself."""
+    """The bytes of a tensor, of an object with ``nbytes``, or of a tuple of these."""
     return sum(map(tensor_bytes, value)) if isinstance(value, tuple) else value.nbytes
 
 
@@ -71,10 +71,10 @@ def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value
 
 
 def context_of(device: torch.device) -> tuple[Hashable, ...]:
-    """What a cached tensor on ``device`` is valid for, besides its own key.
+    """The part of a cache key that says where a tensor on ``device`` may be used.
 
-    On a GPU that is the current stream, because another stream might read the tensor before it is written. Under a
-    FakeTensorMode it is the mode: its tensors must not be mixed with others.
+    On a GPU it includes the current stream, because another stream might read the tensor before it is written. Under a
+    FakeTensorMode it includes the mode, whose tensors must not be mixed with others.
     """
     stream = 0
     if device.type == "cuda" and torch.cuda.is_initialized():
@@ -83,7 +83,7 @@ def context_of(device: torch.device) -> tuple[Hashable, ...]:
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on ``device``. From the host to a GPU through pinned memory, so that the host does not wait."""
+    """``x`` on ``device``. Copies from the host to a GPU go through pinned memory, so that the host does not wait."""
     if device.type == x.device.type == "cpu":
         return x
     if _fake_mode() is not None:  # a fake tensor has no values

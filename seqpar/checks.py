@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 
-# Decorates functions that torch.compile must not trace, such as those that communicate. It is torch.compiler.disable,
-# except that it keeps signatures and imports the compiler (half a second) at the first call only.
+# Decorates functions that torch.compile must not trace, such as those that communicate. Unlike torch.compiler.disable,
+# it keeps signatures, and it imports the compiler (which takes half a second) only at the first call.
 no_compile = _disable_dynamo
 
-# What other packages call what a mask says here.
-_SAID_BY_MASK = {
+# Arguments of other packages that a mask replaces here.
+_REPLACED_BY_MASK = {
     "causal": "mask=seqpar.Mask.causal(), which is the default, or mask=seqpar.Mask.full()",
     "is_causal": "mask=seqpar.Mask.causal(), which is the default, or mask=seqpar.Mask.full()",
     "window_size": "such as mask=seqpar.Mask.causal() & seqpar.Mask.sliding_window(left)",
@@ -99,8 +99,8 @@ def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str])
                 f"gather: not an option of strategy {strategy!r}, but of the layer seqpar.ContextParallelAttention, "
                 "which projects hidden states to keys and values itself; leave it out"
             )
-        if option in _SAID_BY_MASK:
-            raise TypeError(f"{option}: not an option; pass a mask, {_SAID_BY_MASK[option]}")
+        if option in _REPLACED_BY_MASK:
+            raise TypeError(f"{option}: not an option; pass a mask, {_REPLACED_BY_MASK[option]}")
         nearest = get_close_matches(option, names, n=1, cutoff=0.0)
         hint = f"did you mean {nearest[0]!r}? Its options are {', '.join(names)}" if names else "it has none"
         raise TypeError(f"{option}: not an option of strategy {strategy!r}; {hint}")
@@ -128,8 +128,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None, 
 
     Args:
         q, k, v, latent_weight: as given to ``seqpar.attention``.
-        all_heads: whether they hold all heads of a model. Of some, as under tensor parallelism, the first and the last
-            KV head may serve fewer query heads than the others.
+        all_heads: whether they hold all heads of a model. If not, as under tensor parallelism, the first and the last
+            KV head may be read by fewer query heads than the others.
     """
     if latent_weight is None:
         check_qkv(q, k, v, all_heads)

@@ -1,4 +1,4 @@
-"""The attention function: check this rank's input, agree with the other ranks, compute.
+"""The attention function: check this rank's input, compare it with the other ranks' input, and compute.
 
 Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of q and k.
 """
@@ -76,7 +76,8 @@ if TYPE_CHECKING:
 
 
 class _AttentionHeader(NamedTuple):
-    """A rank's input: what must be the same on all ranks, and what is added up or taken from rank 0."""
+    """A rank's input, for the handshake. ``length`` is added up over the ranks, ``dropout_seed`` is taken from rank 0,
+    ``gradient`` is the rank's ``gradient_state``, and the other fields must be the same on all ranks."""
 
     length: int
     batch: int
@@ -131,24 +132,24 @@ def attention(
     The result on each rank is what one device would compute for this rank's tokens, up to rounding, for every
     strategy, layout and mask; so are the gradients of ``q, k, v``. Differentiable once.
 
-    Without ``sharding`` (or ``seq_len``) each call starts with a handshake, one all-gather of 128 bytes between the
-    hosts, in which the ranks learn the length and check that their inputs fit together. With it no rank waits for
-    another before the payload, and the ranks must pass equal arguments by themselves.
+    Without ``sharding`` (or ``seq_len``) each call starts with a handshake, an all-gather of 128 bytes per rank, in
+    which the ranks learn the length of the sequence and check that their inputs fit together. With it no rank waits for
+    another before the payload, and it is up to the caller that all ranks pass the same arguments.
 
-    If the inputs of any rank require gradients, all ranks take part in the backward. With ``seq_len`` a rank does not
-    know about the others, and takes part unless gradients are off: run frozen layers under ``torch.no_grad()``.
+    If the inputs of any rank require gradients, all ranks take part in the backward. Without a handshake a rank does
+    not know the other ranks' inputs, and takes part unless gradients are off: run frozen layers under
+    ``torch.no_grad()``.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens. float32, bfloat16, float16 or float64. Under autocast
             q, k and v are cast as by ``F.scaled_dot_product_attention``: to autocast's dtype, except float64.
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
-        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens. In latent attention (DeepSeek) ``v_head_dim`` is
-            another than ``head_dim``; nothing is padded that is sent.
-        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" is whichever of them is
-            expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once on
-            a machine (see ``docs/strategies.md``); forward and backward together, or forward alone where gradients are
-            off, which must be so on all ranks or on none, or no rank's inputs require one as the handshake says.
-            torch.compile does not trace it.
+        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens. ``v_head_dim`` may differ from ``head_dim``, as
+            in latent attention (DeepSeek). Messages are not padded then.
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" selects the strategy that
+            is expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once
+            per machine (see ``docs/strategies.md``). It compares the time of forward and backward, or of forward alone
+            if no backward follows. torch.compile does not trace it.
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
@@ -156,32 +157,33 @@ def attention(
             causal mask gives all ranks the same work under "zigzag" and "striped" only.
         sharding: the ``Sharding`` that the tokens were sharded with, instead of mesh, group, layout and ``seq_len``.
         softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
-        sinks: ``[heads]``, one more logit a head in the denominator of the softmax (gpt-oss). Its gradient is this
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 turns it off (Gemma 2).
+        sinks: ``[heads]``, one more logit per head in the denominator of the softmax (gpt-oss). Its gradient is this
             rank's partial gradient: sum it over the sequence group.
-        alibi_slopes: ``[heads]`` or ``[batch, heads]``, without gradient; scores lose ``slope * |i - j|`` for global
-            positions (Press et al., 2021).
+        alibi_slopes: ``[heads]`` or ``[batch, heads]``, without gradient. ``slope * |i - j|`` is subtracted from the
+            scores, for global positions ``i`` and ``j`` (Press et al., 2021).
         dropout_p: the probability of dropping an attention weight. What is dropped depends on the seed, the batch
             row, the head and the two global positions, and not on the strategy or the number of ranks.
-        deterministic: use only kernels whose gradients have the same bits in every run; they are slower.
+        deterministic: use only kernels whose gradients have the same bits in every run. They are slower.
         backend: "auto" or one of ``seqpar.backends()``. If the named backend lacks a requested feature, the call falls
             back to the next one that has it (see ``seqpar.trace``).
         return_lse: also return the log-sum-exp of the scores, sinks included.
-        seq_len: the length of the full sequence. With it there is no handshake either.
+        seq_len: the length of the full sequence, if no ``sharding`` is given. With it there is no handshake either.
         dropout_seed: the same on all ranks. By default rank 0 draws one from torch's CPU generator and sends it in a
-            handshake: pass a seed if no rank is to wait for another.
+            handshake. With a seed, there is no handshake for it.
         latent_weight: ``[heads, nope + v_head_dim, width]``, for multi-head latent attention (DeepSeek-V2). Then ``k
-            [batch, seq, 1, width]`` holds latents and ``v [batch, seq, 1, rope]`` rotated keys, and these are sent. The
-            key of a head is ``cat(latent_weight[head, :nope] @ latent, rotated key)``, its value ``latent_weight[head,
-            nope:] @ latent``, and ``nope`` is ``head_dim - rope``. The gradient of ``latent_weight`` is this rank's
-            partial gradient.
+            [batch, seq, 1, width]`` holds latents and ``v [batch, seq, 1, rope]`` holds rotated keys, and these are
+            sent. The key of a head is ``cat(latent_weight[head, :nope] @ latent, rotated key)``, its value is
+            ``latent_weight[head, nope:] @ latent``, and ``nope`` is ``head_dim - rope``. The gradient of
+            ``latent_weight`` is this rank's partial gradient: sum it over the sequence group.
         strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel, by default "all_gather"
             on one host and "p2p" on several; ``chunks`` of heads for its all-gather; ``ulysses_size`` for hybrid and
             "a2a+p2p" on a plain group.
 
     Returns:
         ``out [batch, seq, heads, v_head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
-        ``lse [batch, heads, seq]`` in float32 (float64 for float64). A query that sees no key has 0 and -inf.
+        ``lse [batch, heads, seq]`` in float32 (float64 for float64). For a query that sees no key, ``out`` is 0 and
+        ``lse`` is -inf.
 
     Raises:
         TypeError: an argument of the wrong type, before any payload is sent.
@@ -216,7 +218,7 @@ def _traced(
     strategy_options: StrategyOptions,
     latent_weight: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` while torch.compile traces it: one operator. What changes from step to step is checked in it."""
+    """``attention`` while torch.compile traces it: one operator, which checks the arguments that change every step."""
     check_choice("strategy", strategy, STRATEGIES)
     check_options(strategy, strategy_options, STRATEGIES[strategy].options)
     check_bool("deterministic", deterministic)
@@ -375,12 +377,12 @@ def mask_planner(
 ) -> MaskPlanner:
     """A function that plans attention under a mask ahead of time, such as in the workers of a data loader.
 
-    What a rank sends and receives at which step follows from the mask. With new documents in every step it is computed
-    in the first layer of the step, which takes milliseconds of the host's time. A planner computes it elsewhere, and
-    the plan is sent with the mask.
+    A plan says which rows a rank sends and receives at which step, and is computed from the mask. If every training
+    step has new documents, its first layer computes the plan, which takes milliseconds of the host's time. A planner
+    computes the plan elsewhere and stores it in the mask.
 
     Args:
-        sharding: the sequence's.
+        sharding: the sharding of the sequence.
         strategy: as given to ``attention``. For a layer, use ``layer.mask_planner(sharding)``.
         strategy_options: as given to ``attention``.
 
@@ -483,7 +485,7 @@ def context_parallel_attention(
     return_lse: bool = False,
     **options: Unpack[CommonOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="context_parallel"``: ``comm`` says how ranks receive the keys they need.
+    """``attention`` with ``strategy="context_parallel"``: ``comm`` selects how ranks receive the keys they need.
 
     Args:
         q: ``[batch, seq, heads, head_dim]``, this rank's tokens.

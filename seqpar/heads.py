@@ -1,8 +1,8 @@
 """Which query heads and KV heads a rank attends with: pure arithmetic, like ``layout`` for tokens.
 
 In grouped-query attention, query head ``h`` of the model reads KV head ``h // q_per_kv``. Query heads are divided over
-ranks without regard to these groups, so a rank's query heads may read a KV head that another rank's query heads read
-too, and its first KV head may serve fewer of its query heads than the next one:
+ranks without regard to these groups. The query heads of two ranks may therefore read the same KV head, and on one rank
+some KV heads may be read by fewer query heads than others:
 
     10 query heads, 5 KV heads, 4 ranks       q_per_kv = 2
 
@@ -51,17 +51,17 @@ class Heads:
         return Heads(self.queries[of.start : of.stop], self.q_per_kv)
 
     def queries_in(self, tensor_heads: Heads) -> range:
-        """Where the query heads are in dimension ``h`` of a tensor that holds the heads ``tensor_heads``."""
+        """The indices of the query heads in dimension ``h`` of a tensor that holds the heads ``tensor_heads``."""
         return _shift(self.queries, tensor_heads.queries)
 
     def kv_in(self, tensor_heads: Heads) -> range:
-        """Where the KV heads are in dimension ``n`` of a tensor that holds the KV heads of ``tensor_heads``."""
+        """The indices of the KV heads in dimension ``n`` of a tensor that holds the KV heads of ``tensor_heads``."""
         return _shift(self.kv, tensor_heads.kv)
 
     def kv_index(self) -> list[int] | None:
         """The KV head that each query head reads, counted from the first KV head.
 
-        None if all KV heads serve the same number of query heads. Attention kernels compute that mapping themselves.
+        None if all KV heads are read by the same number of query heads. Attention kernels know that mapping.
         """
         index = [head // self.q_per_kv - self.kv.start for head in self.queries]
         each = len(index) // max(1, len(self.kv))

@@ -1,6 +1,6 @@
-"""Rows of shards and keys of steps: the values that a schedule is made of.
+"""Selected rows of a shard, and the keys of a step: the values of which a schedule consists.
 
-None has a number for each token. What the kernels need for each query is computed on their device.
+Their sizes do not grow with the sequence. What the kernels need for each query is computed on the kernels' device.
 
 Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queries and of the step's keys.
 """
@@ -30,11 +30,12 @@ class KeyIntervals:
     Attributes:
         lo, hi: int32 ``[b, q_len]``, indices of the step's keys, ``0 <= lo <= hi <= k_len``. Neither decreases along
             the queries.
-        q_positions: int32 ``[q_len]``, global positions, increasing. ALiBi and dropout depend on them, nothing else
-            does: without these two any int32 tensor will do.
+        q_positions: int32 ``[q_len]``, global positions, increasing. Only ALiBi and dropout read them; without these
+            two it may be any int32 tensor.
         k_positions: int32 ``[k_len]``, likewise.
-        tiles: what a backend without key intervals has derived from ``lo`` and ``hi``.
-        made_on_host: makes the same intervals on the host, without reading those on a GPU; None if nothing can.
+        tiles: a cache for what backends derive from ``lo`` and ``hi``.
+        made_on_host: computes the same intervals on the host, without reading them from a GPU; None if that is not
+            possible.
     """
 
     lo: Tensor
@@ -85,7 +86,7 @@ class Selection:
         def make() -> Tensor:
             start, stop = np.asarray(self.spans, dtype=np.int64).T
             length = stop - start
-            # Row ``i`` of the selection is ``i`` plus the rows that are left out before its span.
+            # Row ``i`` of the selection is row ``i`` plus the number of rows that are left out before its span.
             left_out = start - (np.cumsum(length) - length)
             columns = upload(torch.from_numpy(np.stack([left_out, length])), device)
             skipped = columns[0].repeat_interleave(columns[1], output_size=len(self))
@@ -94,7 +95,7 @@ class Selection:
         return cached_tensors(("selection", self.spans), device, make)
 
     def locate(self, rows: Selection) -> Selection:
-        """Where ``rows``, some of the selected ones, are among them."""
+        """The indices of ``rows``, a subset of the selected rows, among the selected rows."""
         if not self.spans or self.spans[0][0] == 0 == len(self.spans) - 1:
             return rows
         found: list[tuple[int, int]] = []
@@ -133,7 +134,7 @@ class Selection:
             offset += stop - start
 
     def counts_below(self, x: Tensor) -> Tensor:
-        """How many of the selected rows lie below each element of ``x``, an integer tensor of local indices."""
+        """How many of the selected rows are smaller than each element of ``x``, an integer tensor of local indices."""
         if len(self.spans) <= _MAX_SLICES:
             return _counts_in_ranges(self.spans, x)
         return torch.searchsorted(self.index(x.device), x)
@@ -143,7 +144,7 @@ NO_ROWS = Selection(())
 
 
 def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
-    """How many elements of the increasing, disjoint ``ranges`` lie below each element of ``x``."""
+    """How many elements of the increasing, disjoint ``ranges`` are smaller than each element of ``x``."""
     total: Tensor | None = None
     for start, stop in ranges:
         part = (x - start).clamp_(0, stop - start)
@@ -183,8 +184,8 @@ class GatheredKeys:
 
     Attributes:
         ranges: ranges of global positions that hold the keys.
-        own: the rows of this rank inside ``ranges``, which are left out: step 0 computes with them.
-        shards: the keys of each other rank that sends any, in the order of the step's ``receives``.
+        own: the rows of this rank inside ``ranges``. They are not among the keys, because step 0 computes with them.
+        shards: the keys of each rank that sends some, in the order of the step's ``receives``.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -199,7 +200,7 @@ class GatheredKeys:
         return _counts_in_ranges(self.ranges, x).sub_(self.own.counts_below(x))
 
     def rows_of(self, index: int, device: torch.device) -> Tensor:
-        """Where the keys of ``shards[index]`` are among all keys, int64 ``[rows]``. Cached."""
+        """The indices of the keys of ``shards[index]`` among all keys, int64 ``[rows]``. Cached."""
         shard = self.shards[index]
         return cached_tensors(
             ("gathered", self.ranges, self.own.held, shard.held),
@@ -225,7 +226,7 @@ class GatheredKeys:
 
     @cached_property
     def _pieces(self) -> list[list[tuple[int, int, int]] | None]:
-        """By shard: ``(row, start, count)`` of its runs of consecutive positions; None if there are many."""
+        """For each shard, ``(row, start, count)`` of its ranges of consecutive positions; None if there are many."""
         return [self._pieces_of(shard) for shard in self.shards]
 
     def _pieces_of(self, shard: ShardKeys) -> list[tuple[int, int, int]] | None:

@@ -1,4 +1,4 @@
-"""Layouts: which global positions each rank of the sequence group holds, always in increasing order.
+"""Layouts: which global positions each rank of the sequence group holds. They are in increasing order on every rank.
 
 * ``contiguous``: the sequence is split into ``ranks`` parts; rank ``r`` holds part ``r``.
 * ``zigzag``: the sequence is split into ``2 * ranks`` parts; rank ``r`` holds parts ``r`` and ``2 * ranks - 1 - r``
@@ -116,9 +116,10 @@ def check_length(length: int, seq_len: int, ranks: int, rank: int, layout: Layou
 
 @dataclass(frozen=True)
 class Stripe:
-    """Blocks of ``block`` consecutive positions, one every ``stride``, from ``start`` on; ``count`` positions in all.
+    """Blocks of ``block`` consecutive positions that begin at ``start``, ``start + stride``, and so on.
 
-    A range of consecutive positions is one block. The last block may be cut short.
+    There are ``count`` positions in total, so the last block may be shorter. A range of consecutive positions is a
+    single block.
     """
 
     start: int
@@ -136,16 +137,16 @@ class Stripe:
         return self.start + index // self.block * self.stride + index % self.block
 
     def count_below(self, position: int) -> int:
-        """How many of the positions lie below ``position``."""
+        """How many of the positions are smaller than ``position``."""
         blocks, within = divmod(position - self.start, self.stride)
         return max(0, min(self.count, blocks * self.block + min(within, self.block)))
 
 
 @dataclass(frozen=True)
 class Positions:
-    """An increasing set of global positions, as few stripes, one after another.
+    """An increasing set of global positions, as a few stripes one after another.
 
-    Describes what a rank holds without a number for each token, at any sequence length.
+    It describes the tokens of a rank in a size that does not grow with the sequence.
     """
 
     stripes: tuple[Stripe, ...]
@@ -168,7 +169,7 @@ class Positions:
         return zip(self.stripes, self._offsets, strict=False)
 
     def count_below(self, position: int) -> int:
-        """How many of the positions lie below ``position``: the index of the first one that does not."""
+        """How many of the positions are smaller than ``position``. This is the index of the first one that is not."""
         return sum(stripe.count_below(position) for stripe in self.stripes)
 
     def at(self, index: int) -> int:
@@ -177,7 +178,7 @@ class Positions:
         return self.stripes[i].at(index - self._offsets[i])
 
     def counts_below(self, x: Tensor) -> Tensor:
-        """``count_below`` of every element of ``x``, integers from 0 on, without reading any of them on the host."""
+        """``count_below`` of every element of ``x``, integers >= 0, computed on the device of ``x``."""
         total: Tensor | None = None
         for stripe in self.stripes:
             if stripe.block >= stripe.count:
@@ -247,8 +248,8 @@ def shard_positions(seq_len: int, ranks: int, rank: int, layout: Layout = "conti
 class SequenceSharding:
     """How a sequence is divided over ranks: rank = (ring_rank * ulysses + ulysses_rank) * tensor + tensor_rank.
 
-    Under tensor parallelism, each run of ``tensor`` consecutive ranks all-gathers its tokens before attention, so the
-    ring and the all-to-all treat the run as a single rank.
+    Under tensor parallelism, each block of ``tensor`` consecutive ranks all-gathers its tokens before attention. The
+    ring and the all-to-all treat such a block as a single rank.
 
     Attributes:
         seq_len: tokens of the full sequence.
@@ -264,7 +265,7 @@ class SequenceSharding:
 
     @property
     def ranks(self) -> int:
-        """Ranks of attention: a tensor-parallel run counts as one."""
+        """The number of ranks of attention, where a block of tensor-parallel ranks counts as one."""
         return self.ring * self.ulysses
 
     def ring_positions(self, ring_rank: int) -> Positions:
@@ -273,7 +274,7 @@ class SequenceSharding:
         return self._positions(ring_rank * ranks, ranks)
 
     def together(self) -> SequenceSharding:
-        """The same shards, where all ranks all-gather their tokens before attention."""
+        """The same shards, if all ranks all-gather their tokens before attention."""
         return replace(self, ring=1, ulysses=1, tensor=self.ranks * self.tensor)
 
     def rank_positions(self, rank: int, device: torch.device = CPU) -> Tensor:
@@ -285,21 +286,21 @@ class SequenceSharding:
         return cached_tensors(("rank_positions", held), device, lambda: held.tensor(device))
 
     def tensor_positions(self, rank: int) -> tuple[Positions, tuple[Positions, ...]]:
-        """What ``rank`` attends with, and by tensor rank what each of its tensor-parallel ranks holds of it."""
+        """The positions that ``rank`` attends with, and the positions that each of its tensor-parallel ranks holds."""
         first = rank * self.tensor
         return self._positions(first, self.tensor), tuple(self._positions(first + i, 1) for i in range(self.tensor))
 
     def tensor_rows(self, rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
-        """By tensor rank: the indices of its tokens in ``rank_positions(rank)``, int64 ``[seq_local]``. Cached."""
+        """For each tensor rank, the indices of its tokens in ``rank_positions(rank)``, int64 ``[seq_local]``."""
         return self._rows(rank * self.tensor, self.tensor, 1, device)
 
     def ulysses_rows(self, ring_rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
-        """By ulysses rank: the indices of its tokens in ``ring_positions(ring_rank)``, int64 ``[seq_local]``."""
+        """For each ulysses rank, the indices of its tokens in ``ring_positions(ring_rank)``, int64 ``[seq_local]``."""
         ranks = self.ulysses * self.tensor
         return self._rows(ring_rank * ranks, ranks, self.tensor, device)
 
     def ulysses_lengths(self, ring_rank: int) -> list[int]:
-        """By ulysses rank: how many tokens it holds."""
+        """The number of tokens that each ulysses rank holds."""
         first = ring_rank * self.ulysses
         return [len(self._positions((first + i) * self.tensor, self.tensor)) for i in range(self.ulysses)]
 
@@ -308,7 +309,8 @@ class SequenceSharding:
         return merged_positions(self.seq_len, self.ranks * self.tensor, first, count, self.layout)
 
     def _rows(self, first: int, count: int, each: int, device: torch.device) -> tuple[Tensor, ...]:
-        """For every ``each`` of the ``count`` ranks from ``first``: the indices of their tokens among all of theirs."""
+        """Divide the ``count`` ranks from ``first`` into blocks of ``each``. For each block, the indices of its tokens
+        among the tokens of all ``count`` ranks."""
         merged = self._positions(first, count)
         parts = [self._positions(first + i, each) for i in range(0, count, each)]
         return cached_tensors(

@@ -3,7 +3,8 @@
 Every mask here has the same form: the query at global position ``i`` sees the keys at global positions
 ``lo(i) <= j < hi(i)``, and neither ``lo`` nor ``hi`` ever decreases in ``i``. Full, causal, sliding-window,
 packed-document, prefix-LM, chunked and padded attention have this form, and so does every intersection of them.
-A mask therefore needs two integers per query instead of a row of a dense matrix:
+A mask therefore needs two integers per query instead of a row of a dense matrix. ``runs.py`` describes them by even
+fewer:
 
     documents [0, 3, 5] & sliding_window(1)
 
@@ -14,150 +15,29 @@ A mask therefore needs two integers per query instead of a row of a dense matrix
     query 3      . . . x .      3   4
     query 4      . . . x x      3   5
 
-Shapes: n queries, batch the batch rows that a mask tells apart (1 if all rows share it). Positions are int64.
+Shapes: n queries; batch is the number of batch rows with masks of their own (1 if all rows share one). Positions are
+int64.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, reduce
+from functools import lru_cache, reduce
 from itertools import pairwise
 from operator import and_
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from .cache import upload
 from .checks import check_bool, check_int
 from .opaque import Opaque, passed_as_it_is
+from .runs import EVERYTHING, UNBOUNDED, Interval, Runs
 
-# An upper end larger than every position, and far enough from int64's limit that sums with it do not overflow.
-UNBOUNDED = 1 << 62
 _CACHED_LENGTHS = 8
-
-Interval = tuple[Tensor, Tensor]
-Array = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """A mask of one batch row as runs of positions, along each of which both ends of the interval are straight lines.
-
-    Run ``i`` reaches from ``start[i]`` to the next start. Its query ``x`` sees the keys from
-    ``lo[i] + lo_step[i] * (x - start[i])`` up to ``hi[i] + hi_step[i] * (x - start[i])``, exclusive. There are about as
-    many runs as documents, whatever the number of tokens. Either every query of a run sees some key, or none does.
-
-    Attributes:
-        start, lo, lo_step, hi, hi_step: int64 ``[runs]``; the steps are 0 or 1.
-    """
-
-    start: Array
-    lo: Array
-    lo_step: Array
-    hi: Array
-    hi_step: Array
-
-    @staticmethod
-    def of(start: Any, lo: Any, lo_step: Any, hi: Any, hi_step: Any) -> Runs:
-        """The runs; a number stands for the same number in every run. Runs without positions are left out."""
-        starts = np.asarray(start, dtype=np.int64)
-        columns = [np.broadcast_to(np.asarray(x, dtype=np.int64), starts.shape) for x in (lo, lo_step, hi, hi_step)]
-        kept = np.append(starts[1:] > starts[:-1], True)
-        return Runs(starts[kept], *(column[kept] for column in columns))
-
-    def __and__(self, other: Runs) -> Runs:
-        """The intersection of the intervals."""
-        starts = np.union1d(self.start, other.start)
-        a, b = self._cut_at(starts), other._cut_at(starts)
-        meet = _crossings(starts, *a[:2], *b[:2]), _crossings(starts, *a[2:], *b[2:])
-        starts = np.unique(np.concatenate([starts, *meet]))
-        a, b = self._cut_at(starts), other._cut_at(starts)
-        return Runs(starts, *_upper(*a[:2], *b[:2]), *_lower(*a[2:], *b[2:]))._without_negative()
-
-    def _cut_at(self, starts: Array) -> tuple[Array, Array, Array, Array]:
-        """``lo, lo_step, hi, hi_step`` of the same intervals, cut into runs at ``starts``."""
-        run = np.searchsorted(self.start, starts, side="right") - 1
-        distance = starts - self.start[run]
-        lo_step, hi_step = self.lo_step[run], self.hi_step[run]
-        return self.lo[run] + lo_step * distance, lo_step, self.hi[run] + hi_step * distance, hi_step
-
-    def _without_negative(self) -> Runs:
-        """``hi`` raised to ``lo`` where it lies below: nothing is visible there."""
-        cut = _crossings(self.start, self.lo, self.lo_step, self.hi, self.hi_step)
-        starts = np.unique(np.concatenate([self.start, cut]))
-        lo, lo_step, hi, hi_step = self._cut_at(starts)
-        return Runs(starts, lo, lo_step, *_upper(lo, lo_step, hi, hi_step))
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Runs, self._columns  # without the lists below
-
-    @cached_property
-    def rows(self) -> list[tuple[int, int, int, int, int]]:
-        """``(start, lo, lo_step, hi, hi_step)`` of each run, as Python ints: faster to read one by one."""
-        return list(zip(*(x.tolist() for x in self._columns), strict=True))
-
-    @property
-    def _columns(self) -> tuple[Array, Array, Array, Array, Array]:
-        return self.start, self.lo, self.lo_step, self.hi, self.hi_step
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """``start`` as a list, to be searched by ``bisect``."""
-        starts: list[int] = self.start.tolist()
-        return starts
-
-    def bounds(self, first: int, last: int) -> tuple[int, int]:
-        """The first and one past the last key that queries from ``first`` to ``last`` may see."""
-        start, lo, lo_step, _, _ = self.rows[bisect_right(self.starts, first) - 1]
-        end, _, _, hi, hi_step = self.rows[bisect_right(self.starts, last) - 1]
-        return lo + lo_step * (first - start), hi + hi_step * (last - end)
-
-    def at(self, positions: Tensor) -> Interval:
-        """``(lo, hi)`` of the queries at ``positions``, int64 ``[n]``, computed on their device."""
-        start, lo, lo_step, hi, hi_step = self.rows[0]
-        if len(self) == 1:
-            distance = positions - start
-            return distance * lo_step + lo, distance * hi_step + hi
-        # A line through run i is lo[i] - lo_step[i] * start[i] + lo_step[i] * x.
-        table = np.stack([self.start, self.lo - self.lo_step * self.start, self.lo_step,
-                          self.hi - self.hi_step * self.start, self.hi_step])  # fmt: skip
-        starts, *lines = upload(torch.from_numpy(table), positions.device)
-        run = torch.searchsorted(starts, positions, right=True) - 1  # [n]
-        lo_at, lo_slope, hi_at, hi_slope = (line.index_select(0, run) for line in lines)  # [n] each
-        return lo_at.addcmul_(lo_slope, positions), hi_at.addcmul_(hi_slope, positions)
-
-
-def _crossings(starts: Array, a: Array, a_step: Array, b: Array, b_step: Array) -> Array:
-    """The positions inside runs at which the lines ``a`` and ``b`` meet."""
-    length = np.diff(starts, append=UNBOUNDED)
-    distance = (b - a) * (a_step - b_step)  # the slopes differ by 1, if they differ
-    inside = (a_step != b_step) & (distance > 0) & (distance < length)
-    crossings: Array = (starts + distance)[inside]
-    return crossings
-
-
-def _upper(a: Array, a_step: Array, b: Array, b_step: Array) -> tuple[Array, Array]:
-    """The upper one of two lines that do not cross inside a run, and its slope."""
-    first = (a > b) | ((a == b) & (a_step > b_step))
-    return np.where(first, a, b), np.where(first, a_step, b_step)
-
-
-def _lower(a: Array, a_step: Array, b: Array, b_step: Array) -> tuple[Array, Array]:
-    """The lower one of two lines that do not cross inside a run, and its slope."""
-    first = (a < b) | ((a == b) & (a_step < b_step))
-    return np.where(first, a, b), np.where(first, a_step, b_step)
-
-
-_EVERYTHING = Runs.of([0], 0, 0, UNBOUNDED, 0)
 
 
 class _Rule(ABC):
@@ -165,12 +45,12 @@ class _Rule(ABC):
 
     @property
     def batch(self) -> int:
-        """The number of batch rows that the rule tells apart."""
+        """The number of batch rows with intervals of their own; 1 if all rows share them."""
         return 1
 
     @property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By batch row: the positions where the rule makes a sequence begin (see ``Mask.starts``)."""
+        """For each batch row, the positions at which a sequence begins according to the rule (see ``Mask.starts``)."""
         return ((0,),)
 
     def check_length(self, seq_len: int) -> None:  # noqa: B027 (most rules fit every length)
@@ -178,7 +58,7 @@ class _Rule(ABC):
 
     @abstractmethod
     def runs(self, row: int, seq_len: int) -> Runs:
-        """The intervals of batch row ``row``, for the queries below ``seq_len`` at least."""
+        """The intervals of batch row ``row``, at least for the queries below ``seq_len``."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +117,7 @@ class _CausalBlocks(_Rule):
         return len(self.blocks)
 
     def runs(self, row: int, seq_len: int) -> Runs:
-        # A run inside each block, and one from its end to the next block.
+        # One run inside each block, and one run from its end to the next block.
         spans = np.asarray(self.blocks[row], dtype=np.int64).reshape(-1, 2)  # [blocks, 2]
         start = np.append(0, spans)
         step = np.append(1, np.tile([0, 1], len(spans)))
@@ -294,17 +174,17 @@ class _Padding(_Rule):
 
     def runs(self, row: int, seq_len: int) -> Runs:
         start, stop = self.begin[row], self.end[row]
-        # Before the tokens lo == hi == start, after them lo == hi == stop: empty, and never decreasing.
+        # Padding sees nothing: lo == hi == start before the tokens, lo == hi == stop after them. Neither decreases.
         return Runs.of([0, start, stop], [start, start, stop], 0, [start, stop, stop], 0)
 
 
 @passed_as_it_is()
 @dataclass(frozen=True)
 class Mask(Opaque):
-    """Which keys each query sees. Make one with the constructors below and combine them with ``&``.
+    """Which keys each query sees. Make masks with the constructors below and combine them with ``&``.
 
-    A mask is a value: hashable, comparable, without tensors, and independent of how the sequence is sharded.
-    Positions are always *global*.
+    A mask is immutable, hashable and comparable. It holds no tensors and does not depend on how the sequence is
+    sharded. Positions are always *global*.
 
     Examples:
         >>> Mask.causal() & Mask.sliding_window(1023)  # the last 1,024 tokens, the query's own included
@@ -313,11 +193,11 @@ class Mask(Opaque):
     rules: tuple[_Rule, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
     _runs: dict[int, tuple[Runs, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
-    # What follows from the mask and has been computed already: it lives and is pickled with the mask.
+    # Plans and layer masks that have been computed from this mask. They are freed and pickled together with it.
     plans: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Every layer looks the mask up in caches. Hashing thousands of document boundaries each time would be slow.
+        # Each layer looks the mask up in caches. Hashing thousands of document boundaries each time would be slow.
         object.__setattr__(self, "_hash", hash(self.rules))
 
     def __hash__(self) -> int:
@@ -371,8 +251,8 @@ class Mask(Opaque):
                 a shard: 0 first, never decreasing, the sequence's length last. A tensor or a sequence of ints, or a
                 list of those, one for each batch row. A CUDA tensor is copied to the host once, here.
             causal: inside a document, a query sees only the keys up to itself.
-            padding: the last boundary may stop short of the sequence's length. Tokens after it are padding: they see
-                nothing and no query sees them. Without it, attention raises an error for such boundaries.
+            padding: whether the last boundary may be smaller than the sequence's length. Tokens after it are padding:
+                they see nothing and no query sees them. Otherwise attention raises an error for such boundaries.
 
         Raises:
             TypeError: the boundaries are not integers, or another argument is not a bool.
@@ -407,9 +287,9 @@ class Mask(Opaque):
         Args:
             size: tokens in a chunk.
             causal: inside a chunk, a query sees only the keys up to itself.
-            starts: positions where a new chunk starts even if the last one is not full, such as the starts of packed
+            starts: positions at which a new chunk starts even if the last one is not full, such as the starts of packed
                 documents: a sequence of ints or an integer tensor, or a list of those, one for each batch row.
-                Position 0 is always one of them.
+                Position 0 always starts a chunk.
 
         Raises:
             TypeError: ``size`` or a start is not an int, or ``causal`` is not a bool.
@@ -430,8 +310,8 @@ class Mask(Opaque):
         """The positions ``start <= i < stop`` hold tokens; the others see nothing and no query sees them.
 
         Args:
-            starts: the first token: one int, or one for each batch row.
-            stops: one past the last token, likewise. None: the tokens go on to the end of the sequence.
+            starts: the position of the first token: one int, or one for each batch row.
+            stops: one past the position of the last token, likewise. None: the end of the sequence.
 
         Raises:
             TypeError: a position is not an int.
@@ -461,15 +341,15 @@ class Mask(Opaque):
 
     @property
     def batch(self) -> int:
-        """The number of batch rows that the mask tells apart; 1 if all rows share it."""
+        """The number of batch rows with masks of their own; 1 if all rows share one."""
         return max((rule.batch for rule in self.rules), default=1)
 
     @property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """By batch row: the increasing positions where a sequence begins.
+        """For each batch row, the positions at which a sequence begins, increasing.
 
-        They are position 0, the boundaries of ``documents`` and the first tokens of ``padding``. Rules that count
-        tokens from a sequence's beginning need them: ``Mask.chunked(size, starts=mask.starts)``.
+        They are position 0, the boundaries of ``documents`` and the first tokens of ``padding``. ``Mask.chunked`` takes
+        them, to count its chunks from the beginning of each sequence: ``Mask.chunked(size, starts=mask.starts)``.
         """
         merged: list[set[int]] = [{0} for _ in range(self.batch)]
         for rule in self.rules:
@@ -480,12 +360,12 @@ class Mask(Opaque):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it is causal but for blocks whose tokens see each other."""
+        """Whether the mask is causal except for blocks whose tokens see each other."""
         return any(isinstance(rule, _CausalBlocks) for rule in self.rules)
 
     @property
     def has_window(self) -> bool:
-        """Whether queries see no keys, or only some, that lie far from them."""
+        """Whether a window or chunks hide distant keys from queries."""
         return any(
             isinstance(rule, _Chunked) or (isinstance(rule, _SlidingWindow) and rule.left >= 0) for rule in self.rules
         )
@@ -523,11 +403,11 @@ class Mask(Opaque):
         return torch.stack([lo for lo, _ in rows]), torch.stack([hi for _, hi in rows])
 
     def runs(self, seq_len: int) -> tuple[Runs, ...]:
-        """By batch row: the intervals of a sequence of ``seq_len`` tokens. Cached and pickled with the mask."""
+        """For each batch row, the intervals of a sequence of ``seq_len`` tokens. Cached and pickled with the mask."""
         if seq_len not in self._runs:
             by_row = []
             for row in range(self.batch):
-                by_rule = [rule.runs(row % rule.batch, seq_len) for rule in self.rules] or [_EVERYTHING]
+                by_rule = [rule.runs(row % rule.batch, seq_len) for rule in self.rules] or [EVERYTHING]
                 by_row.append(reduce(and_, by_rule))
             if len(self._runs) >= _CACHED_LENGTHS:
                 self._runs.clear()
@@ -569,7 +449,7 @@ def document_boundaries(cu_seqlens: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _checked_blocks(blocks: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Checked blocks by batch row, one for all rows if they are given once."""
+    """The blocks of each batch row, checked; of one row if they are given once for all rows."""
     if not isinstance(blocks, Sequence) or not all(isinstance(item, Sequence) for item in blocks):
         raise TypeError(
             f"causal blocks={blocks!r}: expected pairs (first token, one past the last), or a list of those"
@@ -625,20 +505,20 @@ def _short(values: Sequence[Any]) -> str:
     return f"[{', '.join(shown)}]"
 
 
-LayerMask = tuple[bool, int | None, int | None]  # causality, window and chunk that a layer adds: see ``layer_mask``
+LayerMask = tuple[bool, int | None, int | None]  # causal, window and chunk of ``layer_mask``
 
 
 def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
-    """The mask of a layer that adds causality, a window (``|i - j| < window``) or chunks to that of the batch.
+    """The mask of a layer: the batch's mask, restricted to causal pairs, to ``|i - j| < window`` or to chunks.
 
-    A mask of the batch with blocks is the causal one already.
+    If the batch's mask has blocks, it is causal already, except inside the blocks.
     """
     kept: Mask | None = mask.plans.get((causal, window, chunk))
     return _layer_mask(mask, causal, window, chunk) if kept is None else kept
 
 
 def keep_layer_mask(mask: Mask, layer: LayerMask) -> Mask:
-    """``layer_mask`` of a layer, kept with ``mask``: it and its plans live and are pickled with the batch's mask."""
+    """``layer_mask``, stored in ``mask.plans``, so that the layer's mask and its plans are pickled with ``mask``."""
     result = layer_mask(mask, *layer)
     if result is not mask:
         mask.plans[layer] = result

@@ -1,4 +1,4 @@
-"""Device meshes, the process groups that the sequence and the weights are sharded over, and all arithmetic of sizes."""
+"""Device meshes, the process groups over which the sequence and the weights are sharded, and the hosts of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .rendezvous import group_timeout, is_simulated, meet
 DIMENSIONS = ("dp", "ring", "ulysses", "tp")
 # Names under which a mesh keeps its flattened dimensions: ring x ulysses, and ring x ulysses x tp.
 _SEQUENCE, _SEQUENCE_TP = "sequence", "sequence_tp"
-# By mesh: the groups of its dimensions, by their names. To slice a mesh takes a tenth of a millisecond, in every call.
+# By mesh and names of dimensions: the group. Slicing a mesh takes a tenth of a millisecond, which calls avoid.
 _mesh_groups: MutableMapping[DeviceMesh, dict[tuple[str, ...], ProcessGroup]] = WeakIdKeyDictionary()
 
 
@@ -99,7 +99,7 @@ def init_mesh(
         _init_process_group(device_type, world, backend, wait, device_id)
     _agree_on_mesh((device_type, *shape))
     mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
-    # Flattening makes process groups, which all ranks must do together: here, not in the first call that needs one.
+    # Flattening makes process groups, which is collective. So it is done here, not in the first call that needs one.
     mesh["ring", "ulysses"]._flatten(_SEQUENCE)
     mesh["ring", "ulysses", "tp"]._flatten(_SEQUENCE_TP)
     return mesh
@@ -156,11 +156,11 @@ def _init_process_group(
 
 
 def _own_device(device_id: torch.device | int | None) -> torch.device:
-    """The GPU of this rank. Two ranks on one GPU would share its memory, and NCCL refuses them."""
+    """The GPU of this rank. No two ranks may have the same one: NCCL raises an error for them."""
     count = torch.cuda.device_count()
     if device_id is None:
         if count == 1:
-            return torch.device("cuda", 0)  # also where the launcher shows each rank its own GPU only
+            return torch.device("cuda", 0)  # also if the launcher lets each rank see its own GPU only
         if (local_rank := os.environ.get("LOCAL_RANK")) is not None:
             device_id = int(local_rank)
         elif "WORLD_SIZE" not in os.environ:
@@ -198,7 +198,7 @@ def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def _agree_on_mesh(spec: tuple[Any, ...]) -> None:
-    """Raise on every rank if the ranks ask for different meshes. Note the host of each."""
+    """Raise on every rank if the ranks ask for different meshes. Record the host of each rank."""
     world = dist.group.WORLD
     assert world is not None
     ranks = range(world.size())
@@ -223,14 +223,14 @@ _hosts: MutableMapping[ProcessGroup, dict[tuple[int, ...], tuple[str, ...]]] = W
 def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
     """The ranks of ``group`` that share a host, host by host, in the order of their first ranks.
 
-    The host of a rank is its name and the time it was started, or the value of the environment variable
-    ``SEQPAR_HOST``, with which processes on one machine stand for several hosts. ``init_mesh`` notes the host of every
-    rank. If it has not been called, the first call with these ranks is collective: all of them must make it.
+    A host is identified by its name and its boot id, or by the environment variable ``SEQPAR_HOST`` if it is set.
+    ``init_mesh`` records the host of every rank. If it has not been called, the first call with these ranks is
+    collective: all of them must make it.
     """
     world = dist.group.WORLD
     assert world is not None
     members = global_ranks(group)
-    if is_simulated():  # one process plays a rank of many: hosts have LOCAL_WORLD_SIZE ranks, as under torchrun
+    if is_simulated():  # one process acts as a rank of many: hosts have LOCAL_WORLD_SIZE ranks, as under torchrun
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return _ranks_of_equal([str(rank // per_host) for rank in members])
     known = _hosts.setdefault(world, {})
@@ -245,7 +245,7 @@ def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
 
 
 def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
-    """The ranks of ``group`` on other hosts than this one; none as long as the hosts are not known."""
+    """The ranks of ``group`` on other hosts than this one. Empty as long as the hosts are not known."""
     world = dist.group.WORLD
     assert world is not None
     known, members = _hosts.get(world, {}), global_ranks(group)
@@ -263,7 +263,7 @@ def _ranks_of_equal(values: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def host_name() -> str:
-    """A name of this host that no other host has. Containers on different hosts may have equal host names."""
+    """A name that is unique to this host. Its boot id is included, because containers may have equal host names."""
     if (name := os.environ.get("SEQPAR_HOST")) is not None:
         return name
     try:
@@ -357,7 +357,7 @@ def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
     return names
 
 
-# Compiled for one mesh or group; the layers of a model share them.
+# A compiled function is compiled again for another mesh or group. The layers of a model share theirs.
 @passed_as_it_is(lambda context: [id(context.mesh), id(context.group)])
 class ParallelContext(Opaque):
     """The mesh or the group that a layer was made with.
@@ -404,27 +404,27 @@ Ranks = ProcessGroup | Subgroup
 
 
 def parent_group(ranks: Ranks) -> ProcessGroup:
-    """The process group that the caller gave, which has ``ranks`` and perhaps others."""
+    """The process group that the caller gave, of which ``ranks`` are all ranks or some."""
     return ranks.parent if isinstance(ranks, Subgroup) else ranks
 
 
 def global_ranks(ranks: Ranks) -> tuple[int, ...]:
-    """The ranks in the default group of the ranks 0, 1, ... of ``ranks``."""
+    """The ranks of ``ranks`` as ranks of the default group, in the order of ``ranks``."""
     of_parent = dist.get_process_group_ranks(parent_group(ranks))
     return tuple(of_parent[rank] for rank in ranks.ranks) if isinstance(ranks, Subgroup) else tuple(of_parent)
 
 
 @dataclass(frozen=True)
 class AttentionGroups:
-    """The ranks that take part in one attention call. None is a single rank.
+    """The ranks that take part in one attention call. None is this rank alone.
 
     Attributes:
         sequence: the ranks that the sequence is sharded over.
         ring: the ranks that send keys and values to one another.
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
-        gather: whether the ring's keys and values are all received in one step; None: if the ring has one host.
-        chunks: in how many chunks of heads they are received then; None decides by their size.
-        replicated: whether every rank of the ring holds the keys and values of all of them, so that none are sent.
+        gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
+        chunks: with ``gather``, in how many chunks of heads they are received; None decides by their size.
+        replicated: whether every rank of the ring holds the keys and values of all ranks, so that none are sent.
     """
 
     sequence: ProcessGroup | None = None
@@ -456,19 +456,19 @@ class AttentionGroups:
 
     @property
     def gathers(self) -> bool:
-        """``gather``, decided by the hosts where it is None, alike on every rank.
+        """``gather``; if it is None, whether the ring has one host. The same on every rank.
 
-        A ring and an all-gather send the same bytes between hosts, where transfers take long: a ring hides each behind
-        the kernels of the steps before it, an all-gather behind those of other heads at most. May be collective, see
-        ``ranks_by_host``: ask for it after the ranks have checked their input.
+        A ring and an all-gather send the same bytes between hosts, where transfers take long. In a ring, the transfer
+        of a step overlaps with the kernels of the steps before it. In an all-gather, it overlaps with the kernels of
+        other heads at most. May be collective, see ``ranks_by_host``: read it after the ranks have checked their input.
         """
         return len(self.hosts) == 1 if self.gather is None else self.gather
 
     @cached_property
     def per_host(self) -> int:
-        """How many consecutive ranks of the ring share a host, if several do and as many on each of several hosts.
+        """How many consecutive ranks of the ring share a host, if there are several and the same number on each host.
 
-        All ranks of the ring otherwise: then the messages between hosts are those between any two ranks. May be
+        Otherwise the number of all ranks of the ring, whose messages are then sent as inside one host. May be
         collective, see ``ranks_by_host``.
         """
         return self.ring_size if self.replicated else ranks_per_host(self.hosts)  # replicated keys are not sent
@@ -481,17 +481,15 @@ class AttentionGroups:
 
     @cached_property
     def across(self) -> Ranks | None:
-        """The ranks of the ring with the same index on each host; None if it has one host."""
+        """The ranks of the ring with this rank's index on each host; None if the ring has one host."""
         if self.per_host == self.ring_size:
             return None
         return _some_of(self.ring, range(self.ring_rank % self.per_host, self.ring_size, self.per_host))
 
 
 def ranks_per_host(hosts: Sequence[tuple[int, ...]]) -> int:
-    """How many consecutive ranks share a host, if as many do on each host; otherwise the number of all ranks.
-
-    ``hosts`` holds the ranks of each host.
-    """
+    """How many consecutive ranks share a host, if there are several and the same number on each host; otherwise the
+    number of all ranks. ``hosts`` holds the ranks of each host."""
     size = len(hosts[0])
     regular = all(host == tuple(range(i * size, (i + 1) * size)) for i, host in enumerate(hosts))
     return size if regular and size > 1 else sum(map(len, hosts))
@@ -522,9 +520,9 @@ def ring_and_ulysses_ranks(
     """This process's ring and all-to-all in a hybrid of both.
 
     They are the mesh's ring and ulysses dimensions. A plain group (or a mesh with ``ulysses_size``, or one that shards
-    the sequence over tp, see ``sequence_group``) is divided into runs of ``ulysses_size`` consecutive ranks, by default
-    the largest divisor of its size up to the square root. The ranks of one run take part in one all-to-all, and the
-    ranks with the same index in their runs form a ring.
+    the sequence over tp, see ``sequence_group``) is divided into blocks of ``ulysses_size`` consecutive ranks, by
+    default the largest divisor of its size up to the square root. The ranks of one block take part in one all-to-all,
+    and the ranks with the same index in their blocks form a ring.
 
     Returns:
         ``(ring, ulysses)``, each None if it is this rank alone.

@@ -1,8 +1,8 @@
 """Objects that operators of ``torch.library`` take besides tensors and numbers.
 
-A mask or a sharding changes from step to step. Were torch.compile to look inside, it would compile again for each new
-one. It does not look inside objects of a type that is registered here: it passes them to the operators, as they are, at
-every call. Such objects must exist before the compiled function runs.
+A mask or a sharding changes from step to step. If torch.compile traced into such an object, it would recompile for each
+new one. It does not trace into objects of a type that is registered here, but passes them to the operators at every
+call. These objects must be made outside of the compiled function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def passed_as_it_is(
     """Register a subclass of ``Opaque``.
 
     Args:
-        guards: what a compiled function depends on: it is compiled again for an object with other values.
+        guards: the values that a compiled function depends on. It is compiled again for an object with other values.
         reads: attributes that are read when a function is compiled. ``guards`` must include them.
     """
 
@@ -37,10 +37,10 @@ def passed_as_it_is(
 
 
 def constant(*fields: type[Any]) -> Callable[[Type], Type]:
-    """Register a frozen dataclass of constants: a compiled function is compiled for its values.
+    """Register a frozen dataclass of constants. A compiled function is compiled again for other values.
 
     Args:
-        fields: other such classes that it holds objects of.
+        fields: the registered classes of its fields.
     """
 
     def register(cls: Type) -> Type:
@@ -57,5 +57,5 @@ def constant(*fields: type[Any]) -> Callable[[Type], Type]:
 
 
 def real(x: Any) -> Any:
-    """The object itself. While torch.compile traces, an operator is given a stand-in."""
+    """The object itself. While torch.compile traces, an operator receives a wrapper around it."""
     return getattr(x, "real_obj", x)

@@ -1,8 +1,8 @@
-"""Ranks that meet through the store of torch.distributed: bounded waits whose errors name the ranks that are missing.
+"""Waits for other ranks through the store of torch.distributed, with a timeout and an error that names missing ranks.
 
-The store is the key-value service through which torch.distributed started. It works before any process group of the
-ranks exists, and after a message between them has failed. A round trip costs more than a message: use it at the start
-and after failures only.
+The store is the key-value service with which torch.distributed started. It works before the ranks have a process group,
+and after a message between them has failed. A round trip takes longer than a message, so it is used only when groups
+are made and after failures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 # Ranks that fail together report within this time of one another.
 _GRACE_S = 2.0
-# What the error of a rank that waited in vain says.
+# What to do about missing ranks, for error messages.
 ADVICE = (
     "look for an earlier error on other ranks (in their input, mask, mesh or group), or for a call that only some "
     "ranks make"
@@ -40,7 +40,7 @@ class Meeting(NamedTuple):
 
 
 def is_simulated() -> bool:
-    """Whether the default group is of the "fake" backend: one process that plays one of the ranks, without others."""
+    """Whether the default group has the "fake" backend: a single process acts as one of the ranks."""
     return str(dist.get_backend()) == "fake"
 
 
@@ -59,7 +59,7 @@ def meet(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> 
     Each rank sends one value to the store and reads one list from it, whatever the number of ranks.
 
     Args:
-        purpose: what they meet for. All of them call this equally often for each purpose.
+        purpose: a name for what they wait for. All of them must call this equally often for each purpose.
         ranks: global ranks, the same on each of them.
         value: this rank's value.
         timeout: how long a rank waits for the others.
@@ -72,7 +72,7 @@ def meet(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> 
         return Meeting(purpose, [value] * size)
     store = _get_default_store()
     counter = _key(purpose, ranks)
-    # The store counts arrivals. Nobody arrives a second time before all have arrived once: ``size`` make a meeting.
+    # The store counts arrivals. No rank arrives again before all have arrived: every ``size`` arrivals are a meeting.
     key = f"{counter}/{(store.add(counter, 1) - 1) // size}"
     store.set(f"{key}/{index}", value)
     entries = [f"{key}/{i}" for i in range(size)]
@@ -80,13 +80,13 @@ def meet(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> 
         if index == 0:
             store.wait(entries, timeout)
             store.set(f"{key}/all", json.dumps([store.get(entry).decode() for entry in entries]))
-        else:  # rank 0's own wait ends first, so that its list of missing ranks is everybody's
+        else:  # wait longer than rank 0, so that all ranks report rank 0's list of missing ranks
             store.wait([f"{key}/all"], timeout + timedelta(seconds=_GRACE_S))
         values: list[str] | None = json.loads(store.get(f"{key}/all"))
     except RuntimeError as error:  # DistStoreError
         missing = [i for i, entry in enumerate(entries) if not store.check([entry])]
         if index == 0:
-            store.add(counter, len(missing))  # this meeting is over: the next call of all ranks is another one
+            store.add(counter, len(missing))  # counts the missing ranks too, so that the next call is a new meeting
             store.set(f"{key}/all", "null")
         raise RuntimeError(missing_message(missing, purpose, timeout)) from error
     if values is None:
@@ -96,12 +96,12 @@ def meet(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> 
 
 
 class Watch:
-    """Tells which ranks wait for an operation and which do not, if the operation takes too long or fails.
+    """Finds the ranks that did not start an operation, if the operation takes too long or fails.
 
     Args:
         purpose: what the ranks wait for.
         ranks: global ranks that take part.
-        number: which of their operations for ``purpose`` this is, counted alike on every rank.
+        number: the number of the operation among those for ``purpose``, the same on every rank.
     """
 
     def __init__(self, purpose: str, ranks: Sequence[int], number: int) -> None:
@@ -109,7 +109,7 @@ class Watch:
         self._index = ranks.index(dist.get_rank())
 
     def report(self) -> None:
-        """Tell the others that this rank waits. Called when a wait is longer than usual."""
+        """Tell the other ranks that this rank has started the operation. Called when a wait is longer than usual."""
         if not is_simulated():
             _get_default_store().set(self._keys[self._index], "waits")
 

@@ -1,21 +1,22 @@
 """Which rank sends which keys to which rank at which step, and what each rank computes with them: pure functions.
 
-A schedule follows from the mask, the sharding and the rank alone: no process group and no data. The runtime executes
-it, tests and byte counts read it, and a planner can simulate it for any number of ranks.
+A schedule is computed from the mask, the sharding and the rank alone, without a process group and without data. The
+runtime executes it, tests and byte counts read it, and the planner simulates it for any number of ranks.
 
 In a ring of ``n`` ranks, step 0 computes with a rank's own keys. At step ``h``, rank ``r`` computes with keys of rank
-``(r - h) % n``. K/V rows are sent directly by their owner instead of being forwarded around the ring. With a full mask
-this moves the same bytes; with any other mask, each rank receives only the rows that its queries see, and no step waits
-for a previous forward. An all-gather is the same schedule with all steps after step 0 merged into one.
+``(r - h) % n``. The owner of K/V rows sends them directly to the rank that needs them, instead of forwarding them
+around the ring. With a full mask this sends the same bytes. With any other mask, each rank receives only the rows that
+its queries see, and no step waits for a neighbour to forward a block. An all-gather is the same schedule with all steps
+after step 0 merged into one.
 
-Where the ranks sit on several hosts, every row is sent once to each other host that needs it, and shared inside it.
-Rank ``l`` of a host fetches the rows of the ranks ``l`` of other hosts that any rank of its host needs, and the steps
-send what was fetched from rank to rank inside the host. The ring has a ring inside a host for each fetch; in a step
-with no distance inside the host, a rank computes with what it has fetched itself. Half of the steps with keys of the
-own host come first and half come last, so that the first fetch and the last return have something to hide behind.
+If the ranks are on several hosts, every row is sent once to each other host that needs it, and shared inside that host.
+Rank ``l`` of a host *fetches* the rows of rank ``l`` of each other host that any rank of its host needs. The steps then
+send the fetched rows from rank to rank inside the host. A ring over several hosts thus has one ring inside the host for
+each fetch, in whose first step a rank computes with the rows that it has fetched itself. Half of the steps with keys of
+the own host come first and half come last, so that the first fetch and the last return overlap with computation.
 
-Planning costs as much as the mask has runs and the group has ranks: nothing here has a number for each token. The
-intervals of each query are computed on the device that the kernels run on, by formulas over the runs.
+The cost of planning grows with the runs of the mask and the ranks of the group, not with the tokens. The intervals of
+each query are computed on the device that the kernels run on, by formulas over the runs.
 
 Eight tokens, four ranks, zigzag, causal mask. The step of each (query rank, key rank) pair, and the global positions of
 the keys that are sent ("-": the queries see none of them, so nothing is sent):
@@ -44,19 +45,20 @@ from torch import Tensor
 from .cache import ByteCache, cached_tensors
 from .keys import NO_ROWS, GatheredKeys, KeyIntervals, Selection, ShardKeys
 from .layout import CPU, Positions, SequenceSharding, Stripe
-from .mask import Mask, Runs
+from .mask import Mask
+from .runs import Runs
 
-# Under a striped layout a rank's queries see up to one range of keys a document. With more documents times ranks than
-# this, a rank receives everything between the first and the last key that it needs: the list of ranges would cost more
-# time than the rows that it leaves out, at most one a document and pair of ranks if documents are longer than the ring.
+# Under a striped layout, a rank's queries see up to one range of keys per document. If documents times ranks exceed
+# this number, a rank receives all keys between the first and the last one that it needs. A list of ranges would then
+# take more time than the few rows that it leaves out.
 _EXACT_RANGES = 2048
-# A narrow window under a striped layout leaves gaps between the keys of neighbouring queries; likewise.
+# The same for a narrow window under a striped layout, which leaves gaps between the keys of neighbouring queries.
 _EXACT_QUERIES = 4096
-# Messages of one group of an NCCL communicator: see ``exchange_groups``.
-_MAX_PAIRS = 16
-# If every rank needs the whole sequence except for this share, an all-gather sends all of it in a collective.
+# The most peers in one group of messages: see ``exchange_groups``.
+_MAX_PEERS = 16
+# If every rank needs the whole sequence except for at most this share, an all-gather is a collective of all rows.
 _DENSE_WITHOUT = 1 / 1024
-# Positions below this, and sums of one and a number of ranks, fit into 32 bits.
+# Positions below this fit into 32 bits, also after the number of ranks is added to them.
 _INT32 = 1 << 30
 
 
@@ -65,10 +67,10 @@ class Transfer:
     """Rows of K/V that this rank sends to ``peer`` or receives from it.
 
     Attributes:
-        peer: a rank of the ring. In a step, this rank itself if it has fetched the rows.
-        owner: the rank of the ring whose K/V they are: that of the sender, unless the sender has fetched them.
-        rows: the rows of the owner's shard.
-        at: where the sender has them: rows of its shard, or of what it has fetched of the owner's shard.
+        peer: a rank of the ring. In a step, it is this rank itself if this rank has fetched the rows.
+        owner: the rank of the ring whose shard has the rows. It is the sender, unless the sender has fetched them.
+        rows: the rows, as indices into the owner's shard.
+        at: the rows, as indices into the sender's tensor: its shard, or the rows of the owner that it has fetched.
     """
 
     peer: int
@@ -82,8 +84,8 @@ class Exchange:
     """The K/V rows that one rank sends and receives at a time.
 
     Attributes:
-        receives: the rows that it receives.
-        sends: the rows that it sends. The rows for one peer form one message, in this order.
+        receives: the transfers that this rank receives.
+        sends: the transfers that this rank sends. The transfers to one peer form one message, in this order.
         groups: the peers, in groups. The messages of one group are sent and received together.
     """
 
@@ -109,10 +111,10 @@ class Step(Exchange):
 
 
 class AttentionPlan:
-    """The steps of one ring rank, own keys first, each planned when it is first asked for.
+    """The steps of one ring rank, own keys first. Each step is planned when it is first read.
 
-    There are as many steps on every rank, some of them empty. Step ``h`` of one rank sends what step ``h`` of another
-    receives, so any two ranks see the messages between them in the same order.
+    All ranks have the same number of steps, some of which may be empty. What a rank sends in step ``h``, its peer
+    receives in step ``h``, so any two ranks see the messages between them in the same order.
 
     A plan holds no tensors, and can be pickled.
 
@@ -143,7 +145,7 @@ class AttentionPlan:
         self._fetches: dict[int, Exchange] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
         self._host_ranges: dict[int, tuple[tuple[int, int], ...]] = {}
-        self._token = object()  # the plan's key in caches, which must not keep it alive
+        self._token = object()  # the plan's key in caches, which must not hold a reference to the plan
 
     def __len__(self) -> int:
         if self.replicated:
@@ -177,14 +179,14 @@ class AttentionPlan:
         return self._fetches[index]
 
     def fetch_of(self, index: int) -> int | None:
-        """The fetch whose rows are sent in step ``index``. None: they are the sender's own."""
+        """The index of the fetch whose rows step ``index`` sends; None if it sends the sender's own rows."""
         if self.gather:
             return 0 if index and self.fetches else None
         distance, _ = self._distances(index)
         return distance - 1 if distance else None
 
     def ends_fetch(self, index: int) -> bool:
-        """Whether no later step needs what step ``index`` has of its fetch."""
+        """Whether step ``index`` is the last one that sends rows of its fetch."""
         return self.gather or self._distances(index)[1] == self.per_host - 1
 
     def prepare(self) -> AttentionPlan:
@@ -202,10 +204,8 @@ class AttentionPlan:
 
     @cached_property
     def dense(self) -> bool:
-        """Whether every rank needs nearly all keys, so that an all-gather had better send all of them.
-
-        The same on every rank.
-        """
+        """Whether every rank needs nearly all keys, so that an all-gather is a collective of all rows. The same on
+        every rank."""
         if not self.gather:
             return False
         n = self.sharding.ring
@@ -215,7 +215,8 @@ class AttentionPlan:
 
     @cached_property
     def received_rows(self) -> tuple[int, int]:
-        """K/V rows that all ranks together receive in forward, inside hosts and between hosts. Equal on every rank."""
+        """The K/V rows that all ranks together receive in forward, inside hosts and between hosts. The same on every
+        rank."""
         ranks, seq_len = range(self.sharding.ring), self.sharding.seq_len
         if self.dense:
             between = (self.hosts - 1) * seq_len
@@ -228,7 +229,7 @@ class AttentionPlan:
         return total - between, between
 
     def nbytes(self) -> int:
-        """About how much memory the plan takes."""
+        """The approximate size of the plan in memory."""
         exchanges = (*self._steps.values(), *self._fetches.values())
         spans = sum(len(t.rows.spans) + 2 for exchange in exchanges for t in (*exchange.receives, *exchange.sends))
         return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
@@ -311,7 +312,7 @@ class AttentionPlan:
         return self._host_ranges[host]
 
     def _may_see(self, query_rank: int, held: Positions) -> bool:
-        """Whether the first and the last visible key of ``query_rank`` leave room for keys at ``held``."""
+        """Whether the keys at ``held`` overlap the range from the first to the last key visible to ``query_rank``."""
         if not len(held):
             return False
         start, stop = held.stripes[0].start, held.stripes[-1].stop
@@ -323,7 +324,7 @@ class AttentionPlan:
         return False
 
     def _distances(self, index: int) -> tuple[int, int]:
-        """How far the owner of the keys of a step of the ring is: in hosts, and in ranks of a host."""
+        """The distance to the owner of a step's keys, in a ring: in hosts, and in ranks inside a host."""
         first = (self.per_host + 1) // 2  # steps of the own host that come first
         fetched = (self.hosts - 1) * self.per_host
         if index < first:
@@ -356,7 +357,8 @@ class AttentionPlan:
         return self._step(receives, sends, groups)
 
     def _transfer(self, receiver: int, sender: int, peer: int, host: int) -> Transfer:
-        """What ``receiver`` needs of the shard of the rank of ``host`` whose rows ``sender``, of its own host, has."""
+        """The rows that ``sender`` sends to ``receiver``, a rank of the same host. Their owner is the rank of ``host``
+        with the sender's index inside its host."""
         size = self.per_host
         owner = host * size + sender % size
         rows = NO_ROWS if owner == receiver else self._transfer_rows(receiver, owner)
@@ -366,7 +368,7 @@ class AttentionPlan:
         return Transfer(peer, owner, rows, at)
 
     def _step(self, receives: list[Transfer], sends: list[Transfer], groups: list[list[int]]) -> Step:
-        """The step of these transfers, without those that are empty."""
+        """The step with these transfers, except those without rows."""
         receives, sends = [t for t in receives if len(t.rows)], [t for t in sends if len(t.rows)]
         if not receives and not sends:
             return _EMPTY_STEP
@@ -409,12 +411,12 @@ def _ranks_of(groups: list[list[int]], first: int, stride: int) -> list[list[int
 
 
 def _intervals_on_host(plan: ReferenceType[AttentionPlan], index: int) -> KeyIntervals | None:
-    """The intervals of a step on the host, computed there; None if the plan is no more."""
+    """The intervals of a step, computed on the host; None if the plan has been freed."""
     alive = plan()
     return None if alive is None else alive.intervals(index, CPU)
 
 
-# Plans by equal masks: a mask that is made anew for every layer is planned once.
+# Plans by mask and sharding. Equal masks share a plan, so a mask that is made anew for every layer is planned once.
 _plans: ByteCache[AttentionPlan] = ByteCache(8 << 20, AttentionPlan.nbytes)
 _PLANS_OF_A_MASK = 8
 
@@ -427,7 +429,7 @@ def attention_plan(
     per_host: int | None = None,
     replicated: bool = False,
 ) -> AttentionPlan:
-    """The plan of one ring rank. Kept with the mask, as long as the mask lives.
+    """The plan of one ring rank. It is cached in ``mask.plans``.
 
     Args:
         mask: which keys each query sees.
@@ -451,7 +453,7 @@ def attention_plan(
 class MaskPlanner:
     """Plans attention under a mask ahead of the step that needs it. Made by ``mask_planner``.
 
-    A value that can be pickled and sent to the workers of a data loader, which have no process groups.
+    It can be pickled and sent to the workers of a data loader, which have no process groups.
 
     Attributes:
         sharding: which positions each rank holds.
@@ -468,7 +470,7 @@ class MaskPlanner:
     replicated: bool = False
 
     def __call__(self, mask: Mask, seq_len: int | None = None) -> Mask:
-        """Plan attention under ``mask``, and return the mask, which holds the plan from now on, also when pickled.
+        """Plan attention under ``mask``, and return the mask. The mask then holds the plan, also when it is pickled.
 
         Args:
             mask: which keys each query sees.
@@ -490,8 +492,8 @@ def visible_ranges(
         rows: by batch row, the mask's runs.
         queries: the positions of the queries.
         seq_len: tokens of the full sequence.
-        exact: whether the ranges may hold no other keys. Queries that do not follow one another, as in a striped
-            layout, have up to one range a run then; otherwise all keys from the first visible one to the last.
+        exact: whether the ranges must hold no other keys. Queries with gaps between them, as in a striped layout, then
+            have up to one range per run. Otherwise they have one range, from the first visible key to the last.
     """
     found: list[tuple[int, int]] = []
     for runs in rows:
@@ -512,11 +514,11 @@ def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], .
 
 
 def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[int, int]]:
-    """Ranges of positions that queries at ``stripe`` see. They may overlap."""
+    """Yields the ranges of positions that queries at ``stripe`` see. They may overlap."""
     first, last = bisect_right(runs.starts, stripe.start) - 1, bisect_left(runs.starts, stripe.stop)
     consecutive = stripe.block >= stripe.count
     if not consecutive and not exact:
-        # Intervals never fall along the queries, so the first and the last query bound them all.
+        # lo and hi never decrease along the queries, so the first and the last query bound all intervals.
         yield runs.bounds(stripe.start, stripe.stop - 1)
         return
     ends = [*runs.starts[first + 1 : last], stripe.stop]
@@ -541,10 +543,10 @@ def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[i
 
 
 def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
-    """The rows of a shard that holds the positions ``held`` whose positions lie in one of ``ranges``."""
+    """The rows of a shard with positions ``held`` that have a position in one of ``ranges``."""
     spans: list[tuple[int, int]] = []
     for stripe, offset in held.with_offsets():
-        # Only the ranges that reach into the stripe.
+        # Start at the first range that overlaps the stripe.
         first = bisect_right(ranges, stripe.start, key=_stop)
         for start, stop in ranges[first:]:
             if start >= stripe.stop:
@@ -569,13 +571,13 @@ def _stop(range_: tuple[int, int]) -> int:
 def exchange_groups(ranks: int, rank: int) -> list[list[int]]:
     """The peers of ``rank`` in an exchange between all pairs of ranks, in groups of at most 16.
 
-    In each round of a round-robin tournament (the circle method) every rank has one peer, and is its peer's peer. A
-    group is some rounds, the same ones on every rank: so whatever a rank sends or receives in its ``i``-th group, its
-    peers receive or send in their ``i``-th group. NCCL cuts a group with more operations than it can launch at once
-    into parts, in each rank's own order, and ranks that wait for each other's later parts would wait for ever. Groups
-    of 16 peers have at most 32 operations, far fewer than that.
+    The peers come from the rounds of a round-robin tournament (the circle method), which pairs every rank with one peer
+    in each round. A group is a number of rounds, the same rounds on every rank. So whatever a rank sends or receives in
+    its ``i``-th group, its peers receive or send in their ``i``-th group. NCCL divides a group with more operations
+    than it can launch at once into parts, in an order that differs between ranks. Ranks that wait for one another's
+    later parts would then deadlock. A group of 16 peers has at most 32 operations, which NCCL launches at once.
     """
-    players = ranks + ranks % 2  # with an odd number of ranks, one of them pauses in each round
+    players = ranks + ranks % 2  # with an odd number of ranks, one of them has no peer in each round
     peers = []
     for turn in range(players - 1):
         if rank == players - 1:
@@ -584,5 +586,5 @@ def exchange_groups(ranks: int, rank: int) -> list[list[int]]:
             peer = (turn - rank) % (players - 1)
             peer = players - 1 if peer == rank else peer
         peers.append(peer)
-    groups = [peers[i : i + _MAX_PAIRS] for i in range(0, len(peers), _MAX_PAIRS)]
+    groups = [peers[i : i + _MAX_PEERS] for i in range(0, len(peers), _MAX_PEERS)]
     return [[peer for peer in group if peer < ranks] for group in groups]

@@ -1,6 +1,6 @@
-"""Sharding tensors along the sequence, and gathering them again.
+"""Shard tensors along the sequence, and gather them again.
 
-Shapes: a tensor has ``seq`` entries along ``dim``, and its shard ``seq_local``; all other dimensions are arbitrary.
+Shapes: a tensor has ``seq`` entries along ``dim``, and its shard has ``seq_local``. All other dimensions are arbitrary.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DEFAULT_LAYOUT: Layout = "contiguous"  # of functions and layers that are given 
 class Sharding(Opaque):
     """How one sequence is divided over ranks: its length, its layout, and the ranks.
 
-    Make one for each length, and pass it wherever ``mesh``, ``group``, ``layout`` and ``seq_len`` are taken. The layout
-    is then written once, and no rank has to ask the others for their lengths. Making one communicates nothing, except
-    that the first use of a mesh that ``init_mesh`` did not make creates the process group of its sequence.
+    Make one for each length, and pass it instead of ``mesh``, ``group``, ``layout`` and ``seq_len``. The layout is then
+    written in one place, and no rank has to ask the others for their lengths. Making one communicates nothing, with one
+    exception: for a mesh that ``init_mesh`` did not make, it creates the process group of the sequence.
 
-    Shardings are values: immutable, hashable, and equal if they are made with equal arguments.
+    Shardings are immutable and hashable, and equal if they are made with equal arguments.
 
     Args:
         seq_len: tokens of the full sequence. It need not divide by anything.
@@ -67,7 +67,7 @@ class Sharding(Opaque):
         check_choice("layout", layout, LAYOUTS)
         self._seq_len, self._layout, self._mesh, self._group, self._strategy = seq_len, layout, mesh, group, strategy
         self._sequence_group = resolve_sequence_group(mesh, group, strategy)
-        # Without a mesh the resolved group counts: the default group may be another one later.
+        # Without a mesh, compare the resolved group, because the default group may change later.
         self._key = seq_len, layout, strategy == "tp_sp", self._sequence_group if mesh is None else mesh
         self._hash = hash(self._key)
 
@@ -109,7 +109,7 @@ class Sharding(Opaque):
 
     @property
     def ranks_key(self) -> tuple[int, ...]:
-        """What two shardings over the same ranks have in common, whatever their lengths and layouts."""
+        """A key that is equal for shardings over the same ranks, whatever their lengths and layouts."""
         return size_of(self._sequence_group), id(self._key[3])
 
     @property
@@ -157,8 +157,8 @@ class Sharding(Opaque):
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
         """The full tensor on every rank, all-gathered from the shards.
 
-        Differentiable: the result is replicated and so is its gradient, of which each rank keeps its shard. The ranks
-        do not compare their shards beforehand.
+        Differentiable: the result is replicated, and so is its gradient, so each rank keeps its shard of the gradient.
+        The ranks do not compare their shards beforehand.
 
         Args:
             x_local: this rank's shard, with ``seq_local`` entries along ``dim``.
@@ -179,10 +179,10 @@ class Sharding(Opaque):
         return out
 
     def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:
-        """The number of tokens of each rank of ``group``, whose ranks all share the sequence, by rank in ``group``.
+        """The number of tokens of each rank of ``group``, whose ranks must be among those of the sequence.
 
         Raises:
-            ValueError: a rank of ``group`` does not share the sequence.
+            ValueError: a rank of ``group`` is not one over which the sequence is sharded.
         """
         ranks, members = _global_ranks(self._sequence_group), _global_ranks(group)
         if not {*members} <= {*ranks}:
@@ -451,7 +451,7 @@ def _all_gather_shards(x_local: Tensor, dim: int, sharding: Sharding) -> Tensor:
     if sharding.layout == "contiguous":  # already in the order of the sequence
         return by_rank.contiguous()
     full = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
-    # Slices, not one index of all tokens: to copy an index to the GPU, the host would wait for the GPU.
+    # Slices instead of an index of all tokens, because copying an index to the GPU would make the host wait.
     start, ranks = 0, len(sharding.lengths)
     for rank in range(ranks):
         for r in shard_ranges(sharding.seq_len, ranks, rank, sharding.layout):

@@ -38,7 +38,7 @@ from seqpar.comm import host_messages
 WORLDS = (1, 2, 3, 4, 8)
 _IN_SHARED_MEMORY = (3, 8)
 _START_DEADLINE_S = 120.0
-# When a rank has failed, the other ranks get this long to report: their error may be the one that explains it.
+# After a rank has failed, the other ranks have this long to report: the cause may be an error on another rank.
 _GRACE_S = 3.0
 _MOST_GROUPS = 24
 _PR_SET_PDEATHSIG = 1
@@ -51,8 +51,8 @@ Body = TypeVar("Body", bound=Callable[..., Any])
 def on_ranks(body: Body) -> Body:
     """Mark a function that runs in the worker processes, on each rank: ``body(group, *args, **kwargs)``.
 
-    It changes nothing: it tells the reader which functions between the tests run in another process. Such a function
-    is at the top level of its module, and its arguments and result can be pickled.
+    The decorator only marks, for the reader, the functions that run in another process. Such a function must be at the
+    top level of its module, and its arguments and result must be picklable.
     """
     return body
 

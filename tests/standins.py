@@ -1,9 +1,9 @@
-"""Stand-ins for the kernels of libraries that need a GPU: the same signatures, computed with PyTorch on the CPU.
+"""Fake kernels of libraries that need a GPU: the same signatures, computed with PyTorch on the CPU.
 
-They check what the real ones take for granted or refuse (shapes, dtypes, strides, alignment, ranges), give the same
-results for the same bands, aligned in the bottom right corner (cuDNN's: in the top left one), and treat queries without
-keys as the real ones do. With ``like_a_kernel`` they also round where the real ones round: probabilities and their
-gradients before they are multiplied. Without, only the results are rounded.
+They check the requirements of the real kernels (shapes, dtypes, strides, alignment, ranges). They return the same
+results for the same bands, aligned to the bottom right corner (cuDNN: to the top left one), and treat queries without
+keys like the real kernels. With ``like_a_kernel`` they also round where the real kernels round: probabilities and their
+gradients before they are multiplied. Otherwise only the results are rounded.
 
 Signatures: flash_attn_interface.py of flash-attn 2.8.3 and of its folder hopper, flash_attn/cute/interface.py of
 flash-attn-4 4.0.0b36, native_functions.yaml of PyTorch 2.13.

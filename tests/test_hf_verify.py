@@ -419,7 +419,7 @@ def while_training(group: ProcessGroup, fault: bool) -> tuple[int, str]:
     with mock.patch.dict(os.environ, {"SEQPAR_VERIFY": "2", "SEQPAR_VERIFY_TOKENS": "24"}):
         model = parallel(group, "mistral")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    from seqpar.hf import verification
+    from seqpar.hf import monitoring
 
     reports: list[VerificationReport] = []
 
@@ -428,7 +428,7 @@ def while_training(group: ProcessGroup, fault: bool) -> tuple[int, str]:
         return reports[-1]
 
     try:
-        with mock.patch.object(verification, "verify", count):
+        with mock.patch.object(monitoring, "verify", count):
             for step in range(4):
                 local = seqpar.hf.shard_batch(make_batch("left" if step else "packed"), group=group)
                 model(**local).loss.backward()

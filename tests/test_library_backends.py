@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.kernels import BACKENDS, _uncut, _warn_of_reference, flash, order, select
+from seqpar.kernels import BACKENDS, _fallback, _warn_of_reference, flash, order, select
 from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.elementwise import interpreted
@@ -472,7 +472,7 @@ def test_a_step_on_a_gpu_that_is_left_with_the_reference_warns() -> None:
     with fake_cuda():
         q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         with pytest.warns(RuntimeWarning, match="the library has no kernel for this mask; triton: "):
-            backend = _uncut(q, q, q, Score(1.0))
+            backend = _fallback(q, q, q, Score(1.0))
     assert backend.name == "reference"
     _warn_of_reference.cache_clear()
 

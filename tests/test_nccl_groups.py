@@ -20,7 +20,7 @@ from seqpar.kernels.base import Score
 from seqpar.layout import LAYOUTS, Layout, SequenceSharding
 from seqpar.schedule import AttentionPlan
 from seqpar.strategies import call as calls
-from seqpar.strategies import remote, ring
+from seqpar.strategies import remote, ring, transport
 from seqpar.strategies.call import AttentionCall
 
 from .nccl import Group, HangError, Operation, run
@@ -51,7 +51,7 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     with (
         mock.patch.dict(calls._CHUNK_BYTES, cpu=1),
         mock.patch.dict(os.environ, {VARIABLE: "0"}),
-        mock.patch.object(remote, "exchange", record),
+        mock.patch.object(transport, "exchange", record),
         mock.patch.object(remote, "make_ready"),
         mock.patch.object(ring, "select", return_value=stub),
     ):

@@ -17,7 +17,8 @@ from seqpar.kernels.tiles import Kind, decompose
 from seqpar.keys import KeyIntervals, Selection
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
 from seqpar.schedule import AttentionPlan, Exchange
-from seqpar.strategies.ulysses import HeadExchange
+from seqpar.strategies.head_exchange import HeadExchange
+from seqpar.strategies.ulysses import MAX_CHUNKS
 
 from .generators import masks
 
@@ -200,7 +201,7 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
     heads = Heads.of_model(kv_heads * q_per_kv, kv_heads).split(tensor)[-1]
     sharding = SequenceSharding(ranks * ring, "contiguous", ring, ranks)
     subgroup: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
-    exchange = HeadExchange(subgroup, sharding, 0, heads)
+    exchange = HeadExchange(subgroup, sharding, 0, heads, MAX_CHUNKS)
     full, chunks = exchange.full_chunk, exchange.chunks
     for rank in range(ranks):
         assert [h for chunk in chunks for h in chunk.by_rank[rank].queries] == list(full.by_rank[rank].queries)

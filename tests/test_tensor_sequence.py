@@ -16,8 +16,9 @@ import seqpar
 from seqpar import cache
 from seqpar.layers.sharded_weights import WeightShard, register_weight_shards, with_reduced_gradient
 from seqpar.layout import LAYOUTS, Layout, SequenceSharding
-from seqpar.strategies import tensor_sequence
-from seqpar.strategies.tensor_sequence import SequenceChunks, all_gather_linear, linear_reduce_scatter
+from seqpar.strategies import sequence_chunks
+from seqpar.strategies.sequence_chunks import SequenceChunks
+from seqpar.strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
 
 from .live_bytes import LiveBytes
 from .pool import Pool, on_ranks
@@ -59,9 +60,9 @@ def call_twice(group: ProcessGroup, layout: Layout, overlap: str) -> tuple[list[
     """How often the rows were cut after each of two calls, and the read-backs of the second."""
     cache._tensors.clear()
     sharding = SequenceSharding(50, layout, 1, 1, group.size())
-    cut = mock.Mock(wraps=tensor_sequence._cut)
+    cut = mock.Mock(wraps=sequence_chunks._cut)
     calls, read_backs = [], 0
-    with mock.patch.object(tensor_sequence, "_cut", cut):
+    with mock.patch.object(sequence_chunks, "_cut", cut):
         for _ in range(2):
             with ReadBacks() as counted:
                 chunks = SequenceChunks.of_sharding(group, sharding, 0, overlap, CPU)
@@ -163,5 +164,5 @@ def test_only_shared_rows_are_summed(pool: Pool, spans: tuple[tuple[int, int], .
 
 def test_auto_is_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the fused operators could run, which have not been measured."""
-    monkeypatch.setattr(tensor_sequence, "symmetric_memory_reason", lambda *args: None)
+    monkeypatch.setattr(sequence_chunks, "symmetric_memory_reason", lambda *args: None)
     assert SequenceChunks.in_rank_order(None, [4], "auto", CPU).overlap == "ring"

@@ -4,14 +4,15 @@
     dp = dout v^T                     ds  = p * (dp - delta) * chain,   delta = rowsum(dout * out) - dlse
     dk += scale * ds^T q              dq += scale * ds k
 
-``backward_kernel`` holds a tile of keys and loops over queries. Each tile of queries is visited by many programs, and
-each adds to its ``dq`` with atomics, in an order that changes from run to run.
+``backward_kernel`` holds a tile of keys and loops over queries. Many programs process the same tile of queries, and each
+adds to its ``dq`` with atomics, in an order that changes from run to run.
 
-Deterministic gradients need one writer for each element. There ``backward_kernel`` leaves ``dq`` to ``dq_kernel``, which
-holds a tile of queries, loops over keys, and computes the scores and ``dp`` once more.
+For deterministic gradients, only one program may write an element. ``backward_kernel`` then computes dk and dv only, and
+``dq_kernel`` computes dq: it holds a tile of queries, loops over keys, and computes the scores and ``dp`` once more.
 
-The gradients are added to the buffers: the steps of a ring accumulate without a temporary. New buffers are stored to
-instead, or filled with zeros where several programs add. ``p`` needs only the finished ``lse`` (over all keys, sinks included), not the keys of other steps, so the backward needs no carry.
+Both add the gradients to the buffers, so the steps of a ring accumulate without temporary tensors. To new buffers they
+store instead; if several programs add to a new buffer, it is filled with zeros first. ``p`` depends on the final ``lse``
+(over all keys, sinks included) and on no other key of another step, so the backward needs no carry.
 
 Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
 of v. The names inside the kernels are explained in ``tiles.py``.
@@ -132,8 +133,8 @@ def _probabilities(qk, lse, i, j, score, C: tl.constexpr):
 @triton.jit
 def _accumulate(dk, dk_tail, dv, keys, queries, score, softmax_scale, C: tl.constexpr, WITH_DQ: tl.constexpr):
     """Add the gradients of one head's queries. Scores are transposed: ``[BLOCK_N, BLOCK_M]``."""
-    # What does not change from tile to tile is computed again in each: kept in registers, it would not fit them. (The
-    # halves of k and v that three tf32 products need are too much to compute again.)
+    # disable_licm: values that are the same for all tiles are computed again for each, because they would not fit into
+    # the registers. (Not for tf32x3, where splitting k and v into two halves again would take too long.)
     AGAIN: tl.constexpr = C.PRECISION != "tf32x3"
     CV: tl.constexpr = C.values
     CT: tl.constexpr = C.tail
@@ -145,7 +146,7 @@ def _accumulate(dk, dk_tail, dv, keys, queries, score, softmax_scale, C: tl.cons
         q_tail = stream_rows(queries.Q_TAIL, q_start, CT, C.BLOCK_M, True) if C.TAIL else q  # [BLOCK_M, TAIL]
         qk = products(keys.k, keys.k_tail, q, q_tail, C)  # [BLOCK_N, BLOCK_M]
         p, chain = _probabilities(qk, lse[None, :], i[None, :], keys.j[:, None], score, C)
-        # Not in a loop of their own: two loops need more registers than one with a branch.
+        # A branch in one loop needs fewer registers than separate loops for masked and unmasked tiles.
         if (q_start < queries.inner_begin) | (q_start + C.BLOCK_M > queries.inner_end):
             lo, hi = tl.load(queries.LO + row), tl.load(queries.HI + row)
             p = tl.where((keys.column[:, None] >= lo[None, :]) & (keys.column[:, None] < hi[None, :]), p, 0.0)
@@ -193,7 +194,7 @@ def backward_kernel(
 ):  # fmt: skip
     """One tile of keys of one KV head and ``1 / SPLIT`` of its query heads: grid ``batch * kv_heads * SPLIT * tiles``.
 
-    NEW: DK and DV hold no values. SPLIT > 1: several programs add to each of their tiles.
+    NEW: DK and DV are uninitialised. SPLIT > 1: several programs add to each of their tiles.
     """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -215,12 +216,12 @@ def backward_kernel(
     of_hi = RANGES + row_set * 2 * tiles + tile
     of_lo = of_hi + row_sets * 2 * tiles
     begin, end = tl.load(of_hi), tl.load(of_lo + tiles)
-    # Two conditions: the outer one is decided when the kernel is compiled.
+    # Two nested conditions, because the outer one is evaluated at compile time.
     if not NEW:
         if begin >= end:
             return  # no query sees these keys
     inner_begin, inner_end = tl.load(of_hi + tiles), tl.load(of_lo)
-    # Rows past the last key: their probabilities are of nothing, may overflow, and must be 0 where they are multiplied.
+    # Probabilities of rows past the last key may overflow, so tiles with such rows are masked.
     inner_end = tl.where(k_start + BLOCK_N <= k_len, inner_end, 0)
     HI = BOUNDS + tl.cast(row_set, tl.int64) * q_padded
     LO = HI + tl.cast(row_sets, tl.int64) * q_padded
@@ -316,7 +317,7 @@ def dq_kernel(
 ):  # fmt: skip
     """One tile of queries of one head: grid ``batch * heads * tiles``. Tiles and intervals as in the forward.
 
-    NEW: DQ holds no values.
+    NEW: DQ is uninitialised.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_D: tl.constexpr = C.BLOCK_D
@@ -427,13 +428,13 @@ def keys_launch(
     """The launch of ``backward_kernel``.
 
     Args:
-        operands: with every tensor already allocated.
+        operands: the tensors, all of them allocated.
         score: as for :func:`attention_backward`.
         bounds: from ``preprocess.padded_bounds``.
         ranges: from ``preprocess.query_ranges``, for tiles of ``config.block_n``.
         config: tile sizes.
-        with_dq: add to ``dq`` too, in no certain order.
-        new: ``dk`` and ``dv`` hold no values.
+        with_dq: add to ``dq`` too, in an order that changes from run to run.
+        new: whether ``dk`` and ``dv`` are uninitialised.
         split: how many programs share the query heads of a KV head.
         allow_tf32: as for the forward.
         hip: whether the GPU is one of ROCm's; None asks PyTorch.
@@ -526,22 +527,22 @@ def attention_backward(
 ) -> None:
     """Add the gradients of :func:`~.forward.attention_forward` over these keys to ``dq, dk, dv``.
 
-    The gradient of the sinks follows from ``lse`` and ``delta`` without a kernel.
+    The caller computes the gradient of the sinks from ``lse`` and ``delta``.
 
     Args:
         dout: ``[batch, q_len, heads, v_head_dim]`` in the dtype of ``q``.
         q: as for the forward.
         k: as for the forward.
         v: as for the forward.
-        lse: float32 ``[batch, heads, q_len]``, the finished one: over all keys, sinks included.
+        lse: float32 ``[batch, heads, q_len]``, the final log-sum-exp: over all keys, sinks included.
         delta: float32 ``[batch, heads, q_len]``, from :func:`~.preprocess.delta`.
         intervals: as for the forward.
         score: as for the forward.
         dq: float32, shape of ``q``; added to in place.
         dk: float32, shape of ``k``; added to in place.
         dv: float32, shape of ``v``; added to in place.
-        new_dq: whether ``dq`` holds no values yet, and is written instead.
-        new_dkv: whether ``dk, dv`` hold no values yet, and are written instead.
+        new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
+        new_dkv: the same of ``dk`` and ``dv``.
         deterministic: whether the gradients must have the same bits in every run.
         allow_tf32: as for the forward.
         config: tile sizes of ``backward_kernel``; None takes them from the table.
@@ -570,7 +571,7 @@ def attention_backward(
         choice = _choices[key] = _choose(operands, score, *asked)
     keys_config, other_config, split = choice
     with_dq = other_config is None
-    # Where several programs add to an element, none can be the first to write it.
+    # If several programs add to an element, it must be 0 first.
     zeroed = [*(dense[:1] if with_dq and new_dq else []), *(dense[1:] if split > 1 and new_dkv else [])]
     for x in zeroed:
         x.zero_()
@@ -606,7 +607,7 @@ class _Choice(NamedTuple):
     split: int
 
 
-_choices: dict[Hashable, _Choice] = {}  # by everything that they depend on
+_choices: dict[Hashable, _Choice] = {}  # by dtypes, shapes, strides, device and options
 
 
 def _choose(
@@ -618,7 +619,7 @@ def _choose(
     dq_config: Config | None,
     mask: str | None,
 ) -> _Choice:
-    """``mask``: its class if tiles are to be tuned."""
+    """The configuration of a call. ``mask`` is the class of the mask if the tile sizes are to be tuned, else None."""
     q, k, v_head_dim = operands.q, operands.k, operands.v.shape[-1]
     features = score_constants(score)
     heavy = any(features.values())
@@ -637,7 +638,7 @@ def _choose(
             return _Choice(keys_config if config or split == 1 else for_split(keys_config), None, split)
         return _Choice(keys_config, dq_config or chosen("dq"), 1)
     names = ("backward",) if one else ("dkdv", "dq")
-    # Candidates run many times: on scratch gradients.
+    # Candidates run many times, so they write to scratch gradients.
     dq, dk, dv = (torch.zeros_like(x) for x in (operands.dq, operands.dk, operands.dv))
     scratch = operands._replace(dq=dq, dk=dk, dv=dv)
     flags = f"{''.join(str(feature) for feature in features.values())} {mask}"

@@ -3,20 +3,20 @@
 Two things differ from FlashAttention-2 (Dao, 2023):
 
 * Each query has an interval of keys of its own, ``lo <= key < hi``, so one kernel serves every mask and every layout.
-* The online softmax may start from the ``(acc, lse)`` of the keys of earlier steps, so the steps of a ring are one
-  softmax: between them nothing is rounded to the model's dtype and no partial results are merged.
+* The online softmax may start from the ``(acc, lse)`` of the keys of earlier steps, so the steps of a ring compute one
+  softmax. Between them nothing is rounded to the model's dtype, and no partial results are merged.
 
 [Note: the carry]
 The state of an online softmax is ``(m, l, acc)``: the largest score so far, the sum of ``exp(s - m)`` and the sum of
-``exp(s - m) * v``. Its result, ``acc / l`` and ``lse = m + log(l)``, does not change if another ``m'`` takes the place
-of ``m``, provided that ``l`` and ``acc`` are scaled by ``exp(m - m')``. With ``m' = lse`` they become ``l = 1`` and
-``acc`` the normalised output. So ``(acc, lse)`` is itself such a state:
+``exp(s - m) * v``. Its result, ``acc / l`` and ``lse = m + log(l)``, does not change if ``m`` is replaced by another
+``m'`` and ``l`` and ``acc`` are scaled by ``exp(m - m')``. With ``m' = lse``, ``l`` becomes 1 and ``acc`` the normalised
+output. So ``(acc, lse)`` is itself such a state:
 
     end of a step:     lse = m + log(l);   acc = acc / l      -> float32 memory
     start of the next:   m = lse;   l = 1 (0 where lse = -inf: the row has seen no key)
 
-A step that is not the last updates ``acc`` and ``lse`` in place, and leaves rows whose interval is empty as they are.
-The last step folds in the sinks and rounds to the model's dtype, once.
+A step that is not the last updates ``acc`` and ``lse`` in place, and does not change rows whose interval is empty. The
+last step adds the sinks and rounds to the model's dtype.
 
 Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
 of v. The names inside the kernel are explained in ``tiles.py``.

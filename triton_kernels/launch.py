@@ -24,7 +24,7 @@ class Launch:
     """A kernel, its grid, its arguments by name and its configuration.
 
     Attributes:
-        arguments: every parameter of the kernel; entries that are none of its parameters are left out.
+        arguments: every parameter of the kernel. Entries that are not parameters of the kernel are ignored.
     """
 
     kernel: Any
@@ -48,13 +48,13 @@ class Launch:
 
 
 class Repeated:
-    """Runs the launches of one kernel, and takes a short way where a launch is like an earlier one.
+    """Runs the launches of one kernel. A launch like an earlier one skips Triton's dispatch.
 
-    Triton's way binds every argument by name and looks at each one to find the compiled kernel; that, and making the
-    arguments, takes longer than many kernels run. Here, everything that decides about the arguments is a key: shapes,
-    strides and dtypes of the tensors, whether each starts at a multiple of 16 bytes (Triton compiles another variant
-    where it does not), and the caller's other values. A key that was seen before leads straight to the compiled kernel
-    and the arguments of then; only the tensors are put in their places.
+    Triton binds every argument by name and inspects each one to find the compiled kernel. That, and making the
+    arguments, takes longer than many kernels run. Here, a key contains everything that the arguments depend on: shapes,
+    strides and dtypes of the tensors, whether each starts at a multiple of 16 bytes (if not, Triton compiles another
+    variant), and the caller's other values. For a known key, the compiled kernel and its arguments are reused, and only
+    the tensors are replaced.
     """
 
     def __init__(self, *inputs: str) -> None:

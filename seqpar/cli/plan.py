@@ -95,7 +95,7 @@ def plan(
 
 
 def read_tokens(text: str) -> int:
-    """The tokens that such words as "128K" and "1M" stand for.
+    """The number of tokens of a string such as "128K" or "1M".
 
     Raises:
         ValueError: it is not a whole number of tokens.

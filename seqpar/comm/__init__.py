@@ -1,1 +1,1 @@
-"""Communication between ranks: point-to-point, collectives, the handshake before them, and what is counted."""
+"""Communication between ranks: point-to-point messages, collectives, the handshake before them, and byte counts."""

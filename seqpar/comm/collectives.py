@@ -29,11 +29,11 @@ def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: ProcessGroup 
 
     Args:
         x: any shape and dtype; rank ``r`` has ``lengths[r]`` entries along ``dim``.
-        lengths: by rank.
+        lengths: the entries of each rank along ``dim``.
         dim: the dimension that is concatenated.
         group: the ranks; None is one rank.
 
-    The shards are padded to the longest and sent as bytes, which every backend takes.
+    The shards are padded to the longest one and sent as bytes, which every backend accepts.
     """
     if group is None or group.size() == 1:
         return x
@@ -55,7 +55,7 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     """Sum every rank's ``chunks[r]`` and keep the sum on rank ``r``.
 
     Args:
-        chunks: by rank, ``[b, s, ...]``; they may differ in ``s``, and are padded to the longest for one collective.
+        chunks: for each rank a tensor ``[b, s, ...]``. They may differ in ``s``, and are padded to the longest one.
         group: the ranks.
 
     Returns:
@@ -78,7 +78,7 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
 def start_all_gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     """Start to all-gather ``x``, contiguous and of the same shape on every rank; returns ``[ranks, *x.shape]``.
 
-    In attention's communicator, like the messages of ``p2p.exchange``.
+    It uses attention's own communicator, like the messages of ``p2p.exchange``.
     """
     gathered = x.new_empty(ranks.size(), *x.shape)
     if not x.numel():
@@ -89,7 +89,7 @@ def start_all_gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
         host.send(peers, x)
         gathered[rank].copy_(x)
         return gathered, Pending([host.receive(peer, gathered[peer]) for peer in peers], [x, gathered])
-    # As bytes, which every backend takes.
+    # As bytes, which every backend accepts.
     sent, received = (y.view(-1).view(torch.uint8) for y in (x, gathered))
     work = all_gather_single(received, sent, group=communicator(ranks, x.device), async_op=True)
     return gathered, Pending([work], [x, gathered])
@@ -112,12 +112,12 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
 
 
 def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Ranks) -> tuple[Tensor, Pending]:
-    """Start to send each rank its part of ``x``, contiguous.
+    """Start to send each rank its part of ``x``.
 
     Args:
-        x: the parts, one after another.
-        sends: by rank, the elements of its part.
-        receives: by rank, the elements that it sends to this rank.
+        x: the parts, one after another; contiguous.
+        sends: for each rank, the number of elements of its part.
+        receives: for each rank, the number of elements that it sends to this rank.
         ranks: the ranks.
 
     Returns:
@@ -137,7 +137,7 @@ def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], r
         targets[rank].copy_(parts[rank])
         works = [host.receive(peer, y) for peer, y in enumerate(targets) if peer != rank and y.numel()]
         return received, Pending(works, [x, received])
-    # As bytes, which every backend takes.
+    # As bytes, which every backend accepts.
     into, sent = received.view(torch.uint8), x.view(-1).view(torch.uint8)
     into_sizes, sent_sizes = ([elements * x.element_size() for elements in counts] for counts in (receives, sends))
     group = communicator(ranks, x.device)
@@ -148,7 +148,7 @@ def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], r
 def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce ``x`` over the ranks, in place, and return it.
 
-    Counted as a ring's reduce-scatter and all-gather, whichever algorithm the backend chooses.
+    Its bytes are counted as those of a ring all-reduce, whatever algorithm the backend chooses.
     """
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)

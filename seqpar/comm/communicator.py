@@ -1,20 +1,20 @@
-"""The process groups that attention's own messages are sent in.
+"""The process groups in which attention sends its messages.
 
 A process group runs its operations one after another, on one CUDA stream. If keys and values were sent in the group
 that DDP or FSDP uses, they would wait for gradients and weights that were sent before. So each set of ranks that
-exchanges messages has a communicator of its own, on a stream of high priority. It is not the default group and not the
-group that the caller gave, also where it has the same ranks.
+exchanges messages has a communicator of its own, on a stream of high priority. It is neither the default group nor the
+group that the caller passed, even if it has the same ranks.
 
-A communicator is made at the first call that needs it, by its own ranks alone: other ranks may be anywhere else. The
-ways of torch.distributed to make a group do not allow this. ``new_group`` is a call of all ranks of the job.
-``new_group(use_local_synchronization=True)`` and ``split_group`` name the group after the number of groups that this
-process has, which may differ from rank to rank, and where the default group is bound to a device, ``new_group`` splits
-the default group's communicator, in which all ranks of the job take part. So the group is made here from its backend,
-under a name that its ranks agree on through the store. It is not entered in torch's table of groups either, because
-that would change the names of the groups that these ranks make later.
+A communicator is made at the first call that needs it, by its own ranks alone, while other ranks run other code. The
+functions of torch.distributed that make a group do not allow this. ``new_group`` must be called by all ranks of the
+job. ``new_group(use_local_synchronization=True)`` and ``split_group`` derive the group's name from the number of groups
+that this process has, which may differ from rank to rank. And if the default group is bound to a device, ``new_group``
+splits the default group's communicator, which is collective over all ranks of the job. So the group is made here from
+its backend, under a name that its ranks agree on through the store. It is not entered in torch's table of groups,
+because that would change the names of the groups that these ranks make later.
 
 There is one communicator for a set of ranks, however many meshes and groups with these ranks are made and destroyed.
-All are shut down with the default group, or at exit.
+All communicators are shut down with the default group, or at exit.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
 from ..rendezvous import group_timeout, meet
 
 Purpose = Literal["messages", "handshake", "nothing"]
-# NCCL ends the process when one of its operations takes longer than the timeout. Handshakes get this much more, so
-# that their own error, which names the ranks that are missing, comes first.
+# NCCL ends the process when one of its operations takes longer than the timeout. The timeout of handshakes is longer by
+# this margin, so that the error that names the missing ranks is raised first.
 _HANDSHAKE_MARGIN = timedelta(seconds=60)
 
 Key = TypeVar("Key")
@@ -45,10 +45,10 @@ Made = TypeVar("Made")
 
 
 class MadeOnce(Generic[Key, Made]):
-    """What is made once, and ends with the default group.
+    """Objects by key, each made once, that end with the default group.
 
     Args:
-        end: what is done with each of them at the end.
+        end: called with each object when the default group ends.
     """
 
     def __init__(self, end: Callable[[Made], None]) -> None:
@@ -56,7 +56,7 @@ class MadeOnce(Generic[Key, Made]):
         self._made: MutableMapping[ProcessGroup, dict[Key, Made]] = WeakKeyDictionary()
 
     def now(self) -> dict[Key, Made]:
-        """What has been made since the default group started, to which more may be added."""
+        """The objects made since the default group started. The caller may add more."""
         world = dist.group.WORLD
         assert world is not None
         if world not in self._made:
@@ -82,9 +82,9 @@ _sends_nothing = False
 
 @contextmanager
 def without_messages() -> Iterator[None]:
-    """Within the block attention's messages take no time and bring nothing: to measure its computation by itself.
+    """Within the block attention sends no messages, so that its computation can be measured by itself.
 
-    All ranks of a group enter and leave together. Received keys are whatever is in memory.
+    All ranks of a group must enter and leave the block together. Received keys have undefined values.
     """
     global _sends_nothing
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
@@ -97,7 +97,7 @@ def without_messages() -> Iterator[None]:
 
 
 def sends_nothing() -> bool:
-    """Whether messages bring nothing now: inside ``without_messages``."""
+    """Whether the caller is inside ``without_messages``."""
     return _sends_nothing
 
 
@@ -111,7 +111,7 @@ def communicator(
     Args:
         ranks: the ranks that exchange messages.
         device: where the tensors are.
-        purpose: a communicator of its own for each purpose.
+        purpose: each purpose has a communicator of its own.
         patience: how long the first call waits for the other ranks; by default the group's timeout.
 
     Raises:
@@ -136,7 +136,7 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
     name = "fake" if purpose == "nothing" else parent._get_backend(device).name()
     if type(parent) is not ProcessGroup or name not in ("gloo", "nccl", "fake"):
         if parent.size() == size:
-            return parent  # only these backends can be made from their parts
+            return parent  # a group of another backend cannot be made here
         raise ValueError(
             f"group: its backend {name!r} cannot be divided into rings and all-to-alls; pass a mesh made by "
             "seqpar.init_mesh, or use nccl or gloo"
@@ -144,7 +144,7 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
     timeout = group_timeout(parent)
     meeting = meet(f"the first exchange of {purpose} on {device.type}", global_ranks(ranks), "", patience or timeout)
     store = PrefixStore(f"{meeting.key}/group/", dist.HashStore() if name == "fake" else c10d._get_default_store())
-    made: Any = ProcessGroup(store, rank, size)  # its setup is torch's own and has no types
+    made: Any = ProcessGroup(store, rank, size)  # Any: the private methods below have no type stubs
     if name == "nccl":
         kind = ProcessGroup.BackendType.NCCL
         backend = _nccl(store, ranks, timeout + _HANDSHAKE_MARGIN if purpose == "handshake" else timeout)
@@ -161,7 +161,7 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
     made._set_group_name(meeting.key)
     made._set_group_desc(f"seqpar_{purpose}")
     if name == "nccl":
-        # Now, with all ranks present: the first exchange of a schedule may leave some of them out.
+        # Connect now, with all ranks present, because the first exchange of a schedule may leave some of them out.
         backend.eager_connect_single_device(torch.device(device.type, torch.cuda.current_device()))
     # dist.P2POp looks up the ranks of its group here.
     c10d._world.pg_group_ranks[made] = {global_rank: i for i, global_rank in enumerate(global_ranks(ranks))}
@@ -170,7 +170,7 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
 
 
 def _nccl(store: dist.Store, ranks: Ranks, timeout: timedelta) -> Any:
-    """An NCCL backend whose kernels start before waiting kernels of other streams, on as many SMs as the user says."""
+    """An NCCL backend on a stream of high priority, with the number of SMs that the environment variables set."""
     options = c10d.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     for name in ("min_ctas", "max_ctas"):

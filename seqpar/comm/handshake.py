@@ -1,18 +1,17 @@
-"""The handshake before a payload is sent: every rank learns what the others bring, so that all raise if they disagree.
+"""The handshake before a payload is sent: the ranks exchange descriptions of their inputs, and raise if these disagree.
 
 Each rank checks its own input and describes it by a header, a NamedTuple of integers, fingerprints and dtypes. One
-all-gather of 128 bytes a rank hands every header to every rank. A rank whose check raises sends a header that says so,
-and does not wait: the others raise too instead of waiting for its payload. If a rank never arrives, the others raise
-an error that names it when the group's timeout is over.
+all-gather of 128 bytes per rank sends every header to every rank. A rank whose check raises sends a header that says
+so, and does not wait. The other ranks then raise too, instead of waiting for its payload. If a rank does not arrive
+within the group's timeout, the others raise an error that names it.
 
-Where the group can communicate between hosts (gloo), the GPU takes no part. Where it cannot (NCCL alone), the headers
-travel on a CUDA stream and in a communicator of their own: the host waits for them, and not for the computation and the
-messages that the GPU has queued.
+If the group can send tensors on the CPU (gloo), the GPU is not used. If it cannot (NCCL alone), the headers are sent on
+a CUDA stream and in a communicator of their own. The host then waits for the headers, but not for the computation and
+the messages that the GPU has queued.
 
-Each call that is not told the length of the sequence has its handshake. A rank cannot leave it out because its own
-header is the same as last time: with shards of unequal length, another rank's may have changed, and that rank would
-wait for the handshake. Only a value that all ranks have beforehand, such as the length of the whole sequence, can
-replace it.
+Each call without the length of the sequence has a handshake. A rank cannot skip it when its own header is the same as
+in the last call: another rank's header may have changed, and that rank would wait for the handshake. Only a value that
+all ranks know beforehand, such as the length of the full sequence, can replace it.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ Header = TypeVar("Header", bound=tuple[Any, ...])  # a NamedTuple of int, bool, 
 
 _WIDTH = 16  # int64 words sent by each rank: a status, the header's type, its fields
 _OK, _FAILED = 0, 1
-# All-gathers that a failing rank started and did not wait for; their buffers must outlive the call.
+# All-gathers that a failing rank started and did not wait for. They are kept because their buffers are still in use.
 _unwaited: deque[object] = deque(maxlen=64)
-# By communicator: how many handshakes it has had. The same on all its ranks.
+# By communicator: its number of handshakes so far, the same on all its ranks.
 _counts: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
-# A rank that has waited this long tells the others that it does.
+# A rank that has waited this long reports to the store that it has arrived (see ``rendezvous.Watch``).
 _LONG_WAIT = timedelta(seconds=5)
-# A rank that has raised an error waits at most this long for the others, where they have not been connected before.
+# A rank that has raised an error waits at most this long for the others to connect, if they are not connected yet.
 _PATIENCE = timedelta(seconds=10)
-# Between two looks at whether the GPU has received the headers.
+# The interval at which the host polls whether the GPU has received the headers.
 _POLL_S = 20e-6
 
 
 class Fingerprint(int):
-    """A checksum of values too large to send: the same on every rank where the values are."""
+    """A checksum of values that are too large to send. Ranks with equal values have equal checksums."""
 
 
 @lru_cache(maxsize=1024)
@@ -71,7 +70,7 @@ def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
         yield
     except Exception:
         if ranks is not None and ranks.size() > 1:
-            with contextlib.suppress(RuntimeError):  # this rank's own error is the one to show
+            with contextlib.suppress(RuntimeError):  # the error to raise is the one of the block
                 _unwaited.append(_start([_FAILED], ranks, _PATIENCE))
         raise
 
@@ -118,12 +117,12 @@ def _encode(value: Any) -> int:
 
 
 def _decode(word: int, like: Any) -> Any:
-    """The value that was encoded as ``word``, of the type that this rank's own header has there."""
+    """The value that was encoded as ``word``; ``like`` is this rank's own value of the same field."""
     return DTYPES[word] if isinstance(like, torch.dtype) else type(like)(word)
 
 
 class _AllGather(Protocol):
-    """An all-gather of headers on its way."""
+    """An all-gather of headers that has been started."""
 
     def wait(self, limit: timedelta) -> bool:
         """Wait until it is done, or for ``limit``. Returns whether it is done. RuntimeError: it failed."""
@@ -135,7 +134,7 @@ class _AllGather(Protocol):
 
 
 class _HostAllGather:
-    """An all-gather between hosts."""
+    """An all-gather of tensors on the CPU."""
 
     def __init__(self, words: Tensor, ranks: Ranks, patience: timedelta | None) -> None:
         group = communicator(ranks, words.device, patience=patience)
@@ -159,13 +158,13 @@ class _HostAllGather:
 
 
 class _DeviceAllGather:
-    """An all-gather between GPUs, on a stream that nothing else uses: it does not wait for work queued elsewhere."""
+    """An all-gather between GPUs, on a stream of its own, so that it does not wait for work on other streams."""
 
     def __init__(self, words: Tensor, ranks: Ranks, device: torch.device, patience: timedelta | None) -> None:
         group = communicator(ranks, device, "handshake", patience)
         self.watch = _watch(group, ranks)
         with torch.cuda.stream(_side_stream(device)):
-            # Copies from and to pinned memory do not stop the host. The tensors live as long as this object.
+            # Copies from and to pinned memory do not block the host. The tensors must live until the copies are done.
             self._words = _pinned(_WIDTH).copy_(words)
             self._sent = torch.empty(_WIDTH, dtype=torch.int64, device=device)
             self._gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64, device=device)  # [ranks, words]
@@ -177,7 +176,7 @@ class _DeviceAllGather:
             self._done.record()
 
     def wait(self, limit: timedelta) -> bool:
-        # Not event.synchronize(): it would wait for ever for a rank that does not arrive.
+        # Not event.synchronize(), which has no timeout.
         end = time.monotonic() + limit.total_seconds()
         while not self._done.query():
             if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Point-to-point messages between ranks, sent and received behind the computation."""
+"""Point-to-point messages between ranks, which overlap with computation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def make_ready(ranks: Ranks | None, device: torch.device) -> None:
 
 
 def new_message(numel: int, like: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty message to ``ranks``, ``[numel]``, which is not to be written any more once it is sent."""
+    """An empty message to ``ranks``, ``[numel]``. Do not write to it after it has been sent."""
     dtype = dtype or like.dtype
     host = host_messages(ranks, like.device)
     return like.new_empty(numel, dtype=dtype) if host is None else host.empty(numel, dtype)

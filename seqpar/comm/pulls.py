@@ -1,15 +1,15 @@
-"""All-gather inside a host by the copy engines: every rank copies the other ranks' tensors out of their memory.
+"""All-gather inside a host by the GPUs' copy engines: every rank copies the other ranks' tensors out of their memory.
 
-NCCL's all-gather runs on SMs, which attention needs too. A copy between two GPUs that NVLink connects needs none. Each
+NCCL's all-gather runs on SMs, which attention needs too. A copy between two GPUs connected by NVLink uses no SM. Each
 rank puts its tensor into memory that all ranks of the host have mapped (``torch.distributed._symmetric_memory``), and
-copies the others' from there:
+copies the other ranks' tensors from there:
 
     put own       |  barrier: all have put  |  copy of 1, of 2, of 3  |  barrier: all have copied  |
 
-The last barrier is there for the next all-gather, which writes to the same memory. A barrier is a kernel of one block.
-Everything runs in order on one stream, that of ``streams.TransferStream``.
+The last barrier is needed because the next all-gather writes to the same memory. A barrier is a kernel of one block.
+All of this runs in order on one stream, that of ``streams.TransferStream``.
 
-Off unless the environment variable SEQPAR_COPY_ENGINE is 1, the same on every rank: it has never run on a GPU.
+It is off unless the environment variable SEQPAR_COPY_ENGINE is 1 on every rank, because it has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .p2p import Pending
 from .trace import count_sent
 
 VARIABLE = "SEQPAR_COPY_ENGINE"
-# Shared memory is made in multiples of this: its making is collective and takes milliseconds.
+# Shared memory is allocated in multiples of this, because an allocation is collective and takes milliseconds.
 _ROUND_BYTES = 2 << 20
 
 
 class Handle(Protocol):
-    """What is used of PyTorch's ``_SymmetricMemory``."""
+    """The methods of PyTorch's ``_SymmetricMemory`` that are used here."""
 
     def get_buffer(self, rank: int, sizes: Any, dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
         """A tensor in the memory of ``rank``."""
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """On the current stream, wait until all ranks are here."""
+        """Make the current stream wait until all ranks have reached this barrier."""
 
 
 def symmetric_memory() -> Any:
@@ -52,7 +52,7 @@ def symmetric_memory() -> Any:
 
 
 class SharedMemory:
-    """Memory of every rank that all ranks of a group have mapped. Grows.
+    """Memory of every rank that all ranks of a group have mapped. It grows when more is needed.
 
     Args:
         group: the ranks, all on one host.
@@ -69,9 +69,9 @@ class SharedMemory:
         symmetric_memory().set_group_info(self._name, group.rank(), group.size(), store)
 
     def handle(self, nbytes: int) -> Handle:
-        """For at least ``nbytes`` of each rank. Collective if it grows, which all ranks do in the same call."""
+        """A handle to at least ``nbytes`` of each rank. Collective if the memory grows, which it does on all ranks."""
         if self._tensor is None or self._tensor.numel() < nbytes:
-            # Nobody may still copy from the old memory: each rank's copies are done before it meets the others.
+            # No rank may still copy from the old memory, so each rank waits for its copies before the rendezvous.
             torch.cuda.current_stream(self._device).synchronize()
             size = -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES
             try:
@@ -86,13 +86,13 @@ class SharedMemory:
 
 
 class Copied:
-    """Copies that are on their way on a stream."""
+    """Copies that have been started on a stream."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = stream.record_event()
 
     def wait(self) -> None:
-        """The current stream waits for them."""
+        """Make the current stream wait for the copies."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
@@ -100,7 +100,7 @@ _shared: MutableMapping[ProcessGroup, SharedMemory] = WeakKeyDictionary()
 
 
 def shared_memory(ranks: Ranks, device: torch.device) -> SharedMemory | None:
-    """The memory for ``start_pulls``, or None if messages are to be sent instead: by default, and between hosts."""
+    """The memory for ``start_pulls``, or None if NCCL sends messages instead: by default, and between hosts."""
     if device.type != "cuda" or os.environ.get(VARIABLE, "0") in ("", "0") or sends_nothing():
         return None
     if torch.version.hip is not None or len(ranks_by_host(ranks)) > 1:
@@ -122,7 +122,7 @@ def start_pulls(x: Tensor, ranks: Ranks, memory: SharedMemory) -> tuple[Tensor, 
     handle.get_buffer(rank, x.shape, x.dtype).copy_(x)
     handle.barrier(0, memory.timeout_ms)
     gathered[rank].copy_(x)
-    for step in range(1, size):  # each rank begins with another one, so that no link is used twice at a time
+    for step in range(1, size):  # at each step, every rank copies from another peer, so that all links are in use
         peer = (rank + step) % size
         gathered[peer].copy_(handle.get_buffer(peer, x.shape, x.dtype))
     handle.barrier(0, memory.timeout_ms)

@@ -1,21 +1,21 @@
 """The CUDA stream from which keys and values are sent, beside the stream of the attention kernels. None on the CPU.
 
-NCCL starts a transfer when the work is done that was queued before on the stream it is posted from. Posted from the
-stream of the kernels, the keys of a later step wait for every kernel that has been launched, though they need none of
-them. So they are packed, posted and received on a stream of their own, which waits for two things only:
+NCCL starts a transfer after the work that was queued before it on the stream from which it is posted. If the transfer
+of a later step's keys were posted from the stream of the kernels, it would wait for every kernel launched so far,
+though it needs none of them. So messages are packed, posted and received on a stream of their own, which waits only for
 
-* k and v, when the stream is opened. Backward sends the k and v of forward again, which have been ready for long: its
-  first transfers do not wait for the backward of the layers behind.
-* the kernels that read a message, before its memory is used for another one.
+* k and v, when the stream is opened. Backward sends the k and v of forward again, which have been ready since then. Its
+  first transfers therefore do not wait for the backward of the following layers.
+* the kernels that read a message, before the memory of the message is reused for another one.
 
-[Note: memory of messages] A tensor that is made on this stream lives in memory that PyTorch's allocator gives to this
-stream alone, in the order of this stream. So it may be written as soon as this stream gets there, whatever the kernels
-still do. ``TransferStream`` holds every message until its kernels have been launched and this stream waits for them;
-only then may the memory be given to a later message. ``Tensor.record_stream`` would be safe too, but it frees memory
-only after the GPU has got there: the host, which is far ahead, would meanwhile allocate the messages of all steps.
+[Note: memory of messages] PyTorch's allocator gives the memory of a tensor that was made on this stream to later
+tensors of this stream, as soon as the host frees it. The later tensor may then be written while kernels of another
+stream still read the first one. ``TransferStream`` therefore holds every message until the kernels that read it have
+been launched and this stream waits for them. ``Tensor.record_stream`` would be safe too, but it frees memory only after
+the GPU has finished these kernels. The host is far ahead of the GPU, and would allocate the messages of all steps.
 
-Rank 5 of a ring of 8. The first transfers wait for k and v only; that of step 5 for the kernel of step 1, the memory
-of which it is given:
+Rank 5 of a ring of 8. The first transfers wait for k and v only. The transfer of step 5 waits for the kernel of step 1,
+whose memory it reuses:
 
     kernels      | own kv | step 1 | step 2 | step 3 | step 4 | step 5 |
     transfers    | step 1 | step 2 | step 3 | step 4 | step 5 |
@@ -35,17 +35,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class ReadyEvents:
-    """When the keys and values of an attention call were ready: backward sends those of forward without waiting."""
+    """The events after which the keys and values of an attention call can be sent, from forward to backward."""
 
     def __init__(self) -> None:
-        # By the storages of k and v. The weak references keep their addresses from being used again.
+        # By the addresses of the storages of k and v. Weak references keep the addresses from being reused.
         self._events: dict[tuple[int, ...], tuple[list[StorageWeakRef], torch.cuda.Event]] = {}
 
     def event(self, *tensors: Tensor) -> torch.cuda.Event:
-        """The event after which ``tensors`` can be read: of an earlier call with them, or a new one, of now.
+        """The event after which ``tensors`` can be read: that of an earlier call with them, or else a new event.
 
-        Saved tensors that were recomputed, or copied back from the host, are others than those of forward: they are
-        ready now.
+        Saved tensors that were recomputed or copied back from the host are not the tensors of forward, so they get a
+        new event.
         """
         references = [StorageWeakRef(x.untyped_storage()) for x in tensors]
         key = tuple(reference.cdata for reference in references)
@@ -57,11 +57,11 @@ class ReadyEvents:
 
 
 class TransferStream:
-    """The stream that the messages of one loop over remote keys are posted from.
+    """The stream from which the messages of one loop over remote steps are posted.
 
     Args:
-        tensors: what is sent.
-        ready: when they were ready.
+        tensors: k and v, which are sent.
+        ready: the events after which they can be sent.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...] = (), ready: ReadyEvents | None = None) -> None:
@@ -84,7 +84,7 @@ class TransferStream:
             _posting.on = outer
 
     def position(self) -> torch.cuda.Event | None:
-        """What this stream has been given so far."""
+        """An event after the work queued on this stream so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -92,7 +92,7 @@ class TransferStream:
         self._held += tensors
 
     def release(self) -> None:
-        """Let later messages use the memory of those that are held. The kernels that read them have been launched."""
+        """Let later messages reuse the memory of the held ones, after the kernels that read these are launched."""
         if self._held and self._stream is not None:
             self._stream.wait_event(_event_now(self._held[0].device))
         self._held.clear()
@@ -102,7 +102,7 @@ _posting = threading.local()
 
 
 def posting_stream() -> TransferStream | None:
-    """The stream that transfers are being posted from; None is the stream of the kernels."""
+    """The stream from which transfers are posted now; None is the stream of the kernels."""
     stream: TransferStream | None = getattr(_posting, "on", None)
     return stream
 
@@ -113,7 +113,7 @@ def _event_now(device: torch.device) -> torch.cuda.Event:
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    # A graph that is being captured must not wait for events from outside of it. Its transfers wait for the kernels.
+    # A graph that is being captured must not wait for events from outside of it, so it has no stream of transfers.
     if device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
         return None
     return _stream_of(torch.cuda.current_device() if device.index is None else device.index)
@@ -121,5 +121,5 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 @cache
 def _stream_of(device: int) -> torch.cuda.Stream:
-    """One for each GPU. Of high priority, so that packing a message does not wait until a kernel leaves the GPU."""
+    """One stream per GPU. Its high priority lets the kernels that pack a message start before waiting kernels."""
     return torch.cuda.Stream(device, priority=-1)

@@ -1,4 +1,4 @@
-"""Counting the bytes that a piece of code sends, and the backends that it uses."""
+"""Counts the bytes that a block of code sends, and the backends that it uses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Trace:
 
     Attributes:
         bytes_sent: payload bytes sent to *other* ranks. The few bytes of handshakes are not payload.
-        bytes_between_hosts: those of them sent to ranks on other hosts. Which ranks share a host is known after
-            ``init_mesh``, or after the first attention of a group; before that, none are counted.
+        bytes_between_hosts: the part of ``bytes_sent`` that went to ranks on other hosts. Which ranks share a host is
+            known after ``init_mesh``, or after the first attention of a group. Before that, none are counted.
         messages: payload messages sent to other ranks.
         steps: steps of a ring or an all-gather in which this rank received keys, forward and backward.
-        backends: calls by backend name, forward and backward.
-        chosen: calls that leave it to the package how to communicate, by what they took: the strategy with
-            ``strategy="auto"``, "all_gather" or "p2p" with "context_parallel" without ``comm``.
+        backends: for each backend, the number of calls that used it, forward and backward.
+        chosen: the choices that seqpar made, with the number of calls: with ``strategy="auto"`` the strategy, with
+            "context_parallel" without ``comm`` "all_gather" or "p2p".
     """
 
     bytes_sent: int = 0
@@ -57,7 +57,7 @@ def trace() -> Iterator[Trace]:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Nothing that runs inside the block is counted."""
+    """Do not count what runs inside the block."""
     before = _open[:]
     _open.clear()
     try:
@@ -67,7 +67,7 @@ def untraced() -> Iterator[None]:
 
 
 def count_sent(nbytes: int, ranks: Ranks, peer: int | None = None, messages: int = 1) -> None:
-    """Add payload bytes that this rank sends to one of ``ranks``, or equal shares of them to all others."""
+    """Count ``nbytes`` of payload that this rank sends to ``peer``, or in equal shares to all other ranks."""
     if not _open:
         return
     peers = [i for i in range(ranks.size()) if i != ranks.rank()] if peer is None else [peer]
@@ -80,18 +80,18 @@ def count_sent(nbytes: int, ranks: Ranks, peer: int | None = None, messages: int
 
 
 def count_step() -> None:
-    """Add a step in which this rank receives keys."""
+    """Count a step in which this rank receives keys."""
     for record in _open:
         record.steps += 1
 
 
 def count_choice(name: str) -> None:
-    """Add a call whose way to communicate was chosen for it."""
+    """Count a call for which seqpar chose ``name``."""
     for record in _open:
         record.chosen[name] += 1
 
 
 def count_backend(name: str) -> None:
-    """Add a call of a backend."""
+    """Count a call of a backend."""
     for record in _open:
         record.backends[name] += 1

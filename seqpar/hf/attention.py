@@ -1,6 +1,6 @@
 """The attention function and the mask function that transformers' interfaces call.
 
-Shapes, as transformers has them: query ``[batch, heads, seq, head_dim]``, key ``[batch, kv_heads, seq, head_dim]``,
+Shapes follow transformers: query ``[batch, heads, seq, head_dim]``, key ``[batch, kv_heads, seq, head_dim]``,
 value ``[batch, kv_heads, seq, v_head_dim]``; the result is ``[batch, seq, heads, v_head_dim]``. In latent attention,
 key and value are latents and rotated keys (see ``latent.py``).
 """
@@ -35,10 +35,10 @@ def no_mask(
     device: torch.device | None = None,
     **kwargs: Any,
 ) -> Mask | None:
-    """The mask function: no dense mask is made. Padding is in the mask of ``shard_batch`` or of ``generate``.
+    """The mask function. It makes no dense mask: ``shard_batch`` and ``generate`` put padding into a ``seqpar.Mask``.
 
     Returns:
-        None; where images are merged into the text, the ``block_mask`` of their tokens, for the text model's hook.
+        None; in a model that merges images into its text, their ``block_mask``, for the text model's hook.
 
     Raises:
         ValueError: the attention mask has padding, or lets tokens see later ones in a way that cannot be sharded.
@@ -78,8 +78,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: attention of one layer over the sharded sequence.
 
-    ``query``, ``key`` and ``value`` hold this rank's tokens. A compiled layer has one operator here, or one graph break
-    while it generates. The second result, the attention weights, is always None.
+    ``query``, ``key`` and ``value`` hold this rank's tokens. In a compiled layer this is one operator, or a graph break
+    during generation. The second result, the attention weights, is always None.
 
     Raises:
         ValueError: the layer's model is not parallelized, no shard came with the batch, or the layer asks for
@@ -249,12 +249,12 @@ def _sharded_attention(
 
 
 def _layer_seed(module: nn.Module) -> int:
-    """Another seed in each layer: an odd multiplier spreads the layers' indices over 32 bits."""
+    """A number that differs from layer to layer. The odd multiplier spreads the layers' indices over 32 bits."""
     return (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """One dtype for all: autocast's, or the values' (rotations and norms may leave queries and keys in float32)."""
+    """Cast all tensors to autocast's dtype, or to that of the values: rotations and norms may return float32."""
     device_type = tensors[0].device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else tensors[-1].dtype
@@ -277,7 +277,7 @@ def layer_mask_of(module: nn.Module, is_causal: bool | None, sliding_window: int
 def window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
     """The layer's window (``|i - j| < window``) and chunk size.
 
-    Layers that rely on the dense mask for them do not pass them on: they are in the config.
+    Layers that rely on a dense mask do not pass these to the attention function, so they are read from the config.
     """
     config = getattr(module, "config", None)
     layer_type = _layer_type(module)

@@ -38,22 +38,22 @@ TokenRanges = list[tuple[int, int]]  # by batch row: the first token that is not
 
 @dataclass(eq=False)
 class BatchShard:
-    """What the layers and the loss need to know about the full batch. It is ``seqpar`` in a rank's part.
+    """What the layers and the loss read about the full batch. It is the entry ``seqpar`` of a rank's part.
 
     Attributes:
         seq_len: tokens of the full sequence.
         max_position: the largest of the batch's ``position_ids``.
         ranks, layout: how the sequence is sharded.
         mask: documents and padding, in global positions. Causality and windows belong to the layers.
-        block_masks: by type of layer ("" for all types), where causal layers let the tokens of an image see each other:
-            ``mask`` with causality and these blocks.
+        block_masks: for models whose causal layers let the tokens of an image see each other: by type of layer ("" for
+            all types), ``mask`` with causality and these blocks.
         num_items: labels in the full batch that are not ``IGNORE_INDEX``; None: there are no labels.
         seed: the same on all ranks of the sequence. The dropout of attention weights depends on it.
         valid: bool ``[batch, seq_local]``, False for padding; None: there is no padding.
         in_place: this rank's labels without the shift ``[batch, seq_local]``, for models that predict each token
             itself, and ``num_items`` of these. None: there are no labels, or the caller chose ``shift_labels``.
-        sharding: of the sequence, and ``seed_on_host``, the seed as a tensor. Compiled layers need them; the model
-            adds them when its forward starts.
+        sharding: the sharding of the sequence. The model adds it when its forward starts, for compiled layers.
+        seed_on_host: the seed as a tensor on the CPU, likewise.
     """
 
     seq_len: int

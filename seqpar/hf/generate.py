@@ -89,7 +89,7 @@ class _TokensHeader(NamedTuple):
 
 
 def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
-    """Compare the ranks' tokens: different ones would end in wrong results, or in ranks that wait for ever."""
+    """Compare the ranks' tokens. Different tokens would lead to wrong results, or to ranks that wait forever."""
 
     def header() -> _TokensHeader:
         # Only a prompt brings padding: each later forward adds one token.

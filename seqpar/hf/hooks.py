@@ -1,6 +1,6 @@
 """The hooks of a parallelized model: around its forward, its output embedding, its rotary embeddings and its router.
 
-They change none of the model's code. The forward's hooks keep a ``Forward`` under way, which the others read.
+They do not change the model's code. The hooks of the forward store a ``Forward``, which the other hooks read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # whose router l
 
 @no_compile
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """Start a ``Forward``. A call without a shard brings the full batch, or generates.
+    """Start a ``Forward``. A call without a shard has the full batch, or is part of a generation.
 
     Raises:
-        ValueError: the full batch cannot be sharded, or the ranks bring different ones; labels together with
-            ``logits_to_keep``.
+        ValueError: the full batch cannot be sharded, or the ranks have different batches; or there are labels together
+            with ``logits_to_keep``.
     """
     patch = cast(Patch, model._seqpar)
     if not patch.sharded:
@@ -73,7 +73,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             forward.targets, kwargs["return_dict"] = labels, True
         if labels is not None and not uses_loss_function(type(model)):
             forward.labels, forward.num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
-        # Models use a cache by default. While training it would only keep every layer's keys.
+        # Models use a cache by default. In training it would keep every layer's keys for nothing.
         if "use_cache" in parameters and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
     else:
@@ -82,7 +82,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if forward.cut is not None:
             forward.keep = kwargs.pop("logits_to_keep", None)
     if merging:
-        del kwargs["seqpar"]  # before_text_model gives it to the text model
+        del kwargs["seqpar"]  # before_text_model passes it to the text model
     push_forward(forward)
     return (), kwargs
 
@@ -94,7 +94,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if forward is None or forward.model is not model:
         return None
     try:
-        # While the forward is under way, because the loss looks at the wrappers around its model.
+        # Before pop_forward, because the loss looks up the wrappers around the model of the current forward.
         if forward.targets is not None and output is not None:
             output = LogProbsOutput(label_log_probs(output.logits, forward.targets, forward.patch.loss_chunk))
         elif forward.labels is not None and output is not None:
@@ -120,21 +120,21 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the scores of this rank's tokens: the model would choose the last of them, not of the full sequence."""
+    """Keep the scores of this rank's tokens. The model itself would return those of the last token on this rank."""
     forward = current_forward()
     if forward is not None and forward.batch_shard is not None:
         forward.scores = output
 
 
 def _with_scores(output: Any, scores: Tensor) -> Any:
-    """``output`` with the scores of all tokens in the place of those that the model has chosen."""
+    """``output`` with the scores of all of this rank's tokens instead of those of one token per row."""
     if isinstance(output, tuple):
         raise ValueError("return_dict=False: a sequence's scores are all-gathered by name; leave it out")
     return type(output)(**{**output, "logits": scores})
 
 
 def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
-    """``output`` with a loss in front. Its first value is the logits, one prediction a token."""
+    """``output`` with a loss in front. Its first value must be the logits, one prediction per token."""
     logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]
     token_loss = TokenLoss(forward.patch, forward.model)
     loss = token_loss(logits, labels, num_items_in_batch=forward.num_items, seqpar=forward.batch_shard)
@@ -143,7 +143,7 @@ def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
 
 @no_compile
 def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Where a loss follows, give the output embedding no tokens, and keep its input ``[..., seq, hidden]``."""
+    """If a loss follows, keep the input of the output embedding, ``[..., seq, hidden]``, and pass it no tokens."""
     forward = current_forward()
     if forward is None:
         return None
@@ -166,12 +166,12 @@ def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLo
 
 
 def _is_plain_linear(head: nn.Module, model: nn.Module) -> bool:
-    """Whether nothing but the head's weight makes the logits, and it is there until the model's forward ends."""
+    """Whether the logits depend only on the head's weight, and the weight exists until the model's forward ends."""
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and keeps_weight(head, model)
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether it is a rotary embedding whose frequencies depend on the largest position in its input."""
+    """Whether ``module`` is a rotary embedding whose frequencies depend on the largest position in its input."""
     rope_type = getattr(module, "rope_type", None)
     rope_types = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
     return any(x in _ROPE_TYPES for x in rope_types)
@@ -204,14 +204,14 @@ def _append(position_ids: Tensor, position: int) -> Tensor:
 
 # Router balancing losses of mixture-of-experts models. transformers' ``load_balancing_loss_func`` multiplies two means
 # over tokens, so the sum of the ranks' losses is not the loss of the full sequence: the means must be taken over all
-# ranks first. Model code looks the function up in its own module; there it is replaced by one that calls the original
-# unless a forward on a sharded sequence is under way.
+# ranks first. Model code looks the function up in its own module. There it is replaced by a function that calls the
+# original, except during a forward on a sharded sequence.
 _original_losses: dict[str, Callable[..., Any]] = {}  # by module name
 _patched_models: dict[str, set[int]] = {}  # by module name: ids of the parallelized models that need the replacement
 
 
 def patch_router_loss(model: nn.Module) -> None:
-    """Replace the router loss in the modules that define ``model``, where they have one."""
+    """Replace the router loss in those modules that define ``model`` and have one."""
     names = [cls.__module__ for cls in type(model).__mro__]
     if hasattr(cast(Any, model.config).get_text_config(), "router_aux_loss_coef"):
         names.append(import_module(_FUSED_ROUTER).__name__)

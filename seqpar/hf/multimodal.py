@@ -46,7 +46,7 @@ def merges(model: nn.Module) -> bool:
 
 
 def brings_more_than_text(kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of a call hold images, video, sound, or tokens that stand for them."""
+    """Whether the arguments of a call hold images, video, sound, or placeholder tokens for them."""
     plain = bool | int | float | str
     if any(
         not (name in _TEXT_INPUTS or x is None or isinstance(x, plain) or _is_scalar(x)) for name, x in kwargs.items()

@@ -21,11 +21,11 @@ from . import hooks
 from .attention import attention_forward, layer_mask_of, no_mask
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, TokenLoss
+from .monitoring import verify_while_training
 from .multimodal import before_text_model
 from .own import give_calls_back, take_over_calls
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_model, pools_last_token, text_model
-from .verification import verify_while_training
 from .whole import OUTPUTS
 
 if TYPE_CHECKING:
@@ -59,11 +59,12 @@ def parallelize(
     Call it with the full batch, the same on every rank of the sequence: the model shards it when its forward starts.
     ``model(**batch).loss`` is the one-device loss on every rank. Its backward gives this rank's partial gradient, and
     ``seqpar.sync_gradients`` sums the partial gradients of all ranks. Without labels, ``model(**batch).logits`` is the
-    one-device output on every rank. A batch that ``shard_batch`` has sharded is taken too, and
-    ``model.generate(input_ids)`` takes the full prompt on every rank.
+    one-device output on every rank. You can also call it with a batch that ``shard_batch`` has sharded. Call
+    ``model.generate(input_ids)`` with the full prompt on every rank.
 
-    In its first calls and in every 64th after them, the ranks compare their full batches and raise an error if they
-    differ. The environment variable SEQPAR_CHECK=N makes it every N-th call, SEQPAR_CHECK=0 none.
+    In the first calls and in every 64th call after them, the ranks compare their full batches and raise an error if
+    these differ. With the environment variable SEQPAR_CHECK=N they compare in every N-th call, with SEQPAR_CHECK=0
+    never.
 
     Args:
         model: a transformers decoder or encoder, or a peft model around one, whose attention goes through
@@ -73,20 +74,21 @@ def parallelize(
         strategy: "ring", "ulysses", "context_parallel", "hybrid", "local" or "auto", as in ``seqpar.attention``.
         layout: how the tokens are sharded: "zigzag", "contiguous" or "striped".
         backend: as in ``seqpar.attention``.
-        gradients: what backward gives. "partial": this rank's partial gradient. "mean": the partial gradient times the
-            number of sequence ranks, for wrappers that average over them. "auto": "mean" while the model is inside
-            DistributedDataParallel, FullyShardedDataParallel or ``fully_shard`` over all ranks of the sequence,
-            otherwise "partial". Inside DeepSpeed, and inside a wrapper over some of the ranks, the loss raises.
-        loss_chunk: tokens whose logits the loss computes at a time; by default as many as fit in 128 MiB.
+        gradients: the gradients that backward computes. "partial": this rank's partial gradient. "mean": the partial
+            gradient times the number of sequence ranks, for wrappers that average over them. "auto": "mean" while the
+            model is inside DistributedDataParallel, FullyShardedDataParallel or ``fully_shard`` over all ranks of the
+            sequence, otherwise "partial". Inside DeepSpeed, and inside a wrapper over only some of the ranks, the loss
+            raises an error.
+        loss_chunk: how many tokens have logits at a time in the loss; by default as many as fit in 128 MiB.
         outputs: what a call with a full batch returns for each token (logits, hidden states, log-probabilities).
             "whole": all tokens, in order, on every rank. "local": this rank's tokens. "auto": all tokens, but no logits
-            where there are labels, because the loss does not need them all at once. A loss that you compute from whole
-            outputs, the same on every rank, gets the gradients of ``model(**batch).loss``: each rank its share.
+            if there are labels, because the loss does not need all logits at once. A loss that every rank computes from
+            whole outputs has the same gradients as ``model(**batch).loss``: on each rank, its partial gradient.
         batches: "shared": the ranks of a sequence call the model with the same batch. "own": each rank calls it with a
-            batch of its own and gets the outputs of that batch, as if the ranks were data-parallel. In turn, each of
-            the batches is sharded over all ranks; in backward, all but one of these forwards are computed again. All
-            ranks call the model equally often, and each calls backward on a loss of its outputs. The sum of all ranks'
-            gradients is then the gradient of the sum of their losses. A rank generates on its own.
+            batch of its own and gets the outputs of that batch, as if the ranks were data-parallel. The batches are
+            sharded over all ranks one after another. Backward recomputes all but one of these forwards. All ranks must
+            call the model equally often, and each must call backward on a loss of its outputs. The sum of all ranks'
+            gradients is then the gradient of the sum of their losses. Generation runs on each rank alone.
         options: the strategy's options, as in ``seqpar.attention``.
 
     Raises:
@@ -132,7 +134,7 @@ def parallelize(
 def restore(model: Model) -> Model:
     """Undo ``parallelize``: the model computes what it did before. Changes it in place and returns it.
 
-    What was set in its config meanwhile stays.
+    Values that were set in its config after ``parallelize`` are kept.
 
     Raises:
         ValueError: the model is not parallelized, or a copy of a parallelized model.
@@ -170,9 +172,9 @@ def _root_models(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) -> None:
-    """Give the modules copies of their configs; those of ``sharded`` modules name this attention.
+    """Replace the modules' configs by copies. Those of ``sharded`` modules name this attention.
 
-    Copies, because another model may have been made from the same config.
+    The originals are not changed, because another model may have been made from the same config.
     """
     held = [
         (module, name, value)
@@ -187,9 +189,9 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
             ours = copies[id(original)] = copy.deepcopy(original, memo)
             if module in sharded:
                 ours._attn_implementation = NAME
-            elif ours._attn_implementation == NAME:  # from_pretrained names it for all parts; a tower runs whole
+            elif ours._attn_implementation == NAME:  # from_pretrained sets it for all parts, but a tower is not sharded
                 ours._attn_implementation_internal = "sdpa"
-            # restore compares these values by identity: a value that nobody sets stays the same object.
+            # restore compares these values by identity: a value that was not set again is the same object.
             patch.config_copies.append((original, ours, dict(vars(ours))))
         patch.configs.append((module, name, original))
         setattr(module, name, copies[id(original)])
@@ -198,7 +200,7 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
 def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     handles = patch.handles
     handles.append(root.register_forward_pre_hook(hooks.before_forward, with_kwargs=True))
-    # always_call: the forward must end even where the model raises.
+    # always_call: the ``Forward`` must end also if the model raises an error.
     handles.append(root.register_forward_hook(hooks.after_forward, prepend=True, with_kwargs=True, always_call=True))
     text = text_model(root)
     if text is not root:

@@ -1,7 +1,6 @@
-"""What a parallelized model holds, and what one of its forwards under way holds.
+"""The state of a parallelized model (``Patch``), and the state of its current forward (``Forward``).
 
-They are in a file of their own because a hook on one module writes what the attention or the loss function of another
-module reads.
+A hook on one module writes the state, and the attention function or the loss function of another module reads it.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ Batches = Literal["shared", "own"]
 
 @dataclass(eq=False)
 class Patch:
-    """How a model is parallelized, and what ``restore`` needs. The patched modules hold it as ``_seqpar``.
+    """How a model is parallelized, and what ``restore`` needs to undo it. The patched modules hold it as ``_seqpar``.
 
     Attributes:
         mesh, given_group: as given to ``parallelize``.
         group: the process group that the sequence is sharded over; None is one process.
-        ulysses_ranks: how many ranks an all-to-all has.
+        ulysses_ranks: the number of ranks in each all-to-all.
         sharded: False while the model runs on this rank alone.
-        layer_masks: what the layers add to the mask of a batch, as far as a trial run has shown it.
-        calls: how many full batches the model has been called with: the same on every rank.
-        seed: of the dropout of attention weights in those calls, drawn by the first rank of the sequence.
+        layer_masks: the ``LayerMask`` of the layers that a trial run has reached.
+        calls: how many times the model has been called with a full batch; the same on every rank.
+        seed: the seed of the dropout of attention weights in those calls, drawn by the first rank of the sequence.
         handles: the registered hooks.
         modules: the modules that hold this patch.
         configs: (module, attribute name, original config) of every config that was replaced.
@@ -108,7 +107,7 @@ def patch_of(model: nn.Module) -> Patch:
 
 @dataclass(frozen=True, eq=False)
 class DecodeShard:
-    """What the attention layers need while new tokens are decoded. Passed to them as ``seqpar``.
+    """What the attention layers read while new tokens are decoded. Passed to them as ``seqpar``.
 
     Attributes:
         cache: a transformers Cache whose layers are ``ShardedCacheLayer``.
@@ -133,7 +132,7 @@ class Prefill:
             rank.
         logits_to_keep: as given by the caller; 0 keeps the logits of all tokens.
         last_rank: the rank that holds the last token.
-        cut: the positions of this rank's tokens, if the text model is to shard what it is given.
+        cut: the positions of this rank's tokens, if the text model shards its input.
     """
 
     sharded: bool
@@ -144,17 +143,17 @@ class Prefill:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A forward that was given a full batch.
+    """A forward that was called with a full batch.
 
     Attributes:
-        rows: of the batch.
-        tokens: by rank, int64: the positions of its tokens in the full sequence.
-        logits: by rank, int64: the places of its logits among those that the caller asked for.
-        fused: whether TRL's fused head computes the outputs, and drop_last: whether it was given unshifted labels, so
-            that the last token has no output.
-        num_items: what the fused head's loss is divided by.
-        last: int64 ``[rows]``: the token whose scores are the row's, if the model classifies sequences.
-        labels: of the rows, in that case.
+        rows: the number of rows of the batch.
+        tokens: for each rank, the positions of its tokens in the full sequence, int64.
+        logits: for each rank, the indices of its logits among those that the caller asked for, int64.
+        fused: whether TRL's fused head computes the outputs.
+        drop_last: whether the fused head was called with unshifted labels, so that the last token has no output.
+        num_items: the divisor of the fused head's loss.
+        last: int64 ``[rows]``, for a model that classifies sequences: the token whose scores are those of the row.
+        labels: the labels of the rows, for such a model.
     """
 
     rows: int
@@ -169,20 +168,20 @@ class Whole:
 
 @dataclass
 class Forward:
-    """A forward of a parallelized model that is under way.
+    """The current forward of a parallelized model.
 
     Attributes:
-        shard: what the attention layers need; None until a hook has found it.
-        wants_loss: whether the caller gave labels.
+        shard: what the attention layers read; None until a hook has set it.
+        wants_loss: whether the caller passed labels.
         prefill: set while the model generates.
-        whole: set if the caller gave the full batch.
-        cut: the positions of this rank's tokens ``[seq_local]``, until the text model shards what it is given. None:
-            the batch is sharded.
-        keep: which of this rank's tokens get logits; None: all.
+        whole: set if the caller passed the full batch.
+        cut: the positions of this rank's tokens ``[seq_local]``, until the text model shards its input. None if the
+            batch is sharded already.
+        keep: the tokens of this rank that get logits; None for all.
         hidden: the input of the output embedding ``[batch, seq, hidden]``, kept until the loss needs it.
-        scores: of a model that classifies sequences, each token's ``[batch, seq_local, num_labels]``.
-        labels, num_items: taken from a model whose forward would compute a loss of its own.
-        targets: this rank's labels, shifted, if their log-probabilities are asked for instead of a loss.
+        scores: for a model that classifies sequences, the scores of each token, ``[batch, seq_local, num_labels]``.
+        labels, num_items: arguments that were removed because the model's forward would compute its own loss.
+        targets: this rank's labels, shifted, if the caller asked for their log-probabilities instead of a loss.
     """
 
     model: nn.Module
@@ -205,7 +204,7 @@ class Forward:
         return self.shard if isinstance(self.shard, BatchShard) else None
 
 
-# Nested, because a parallelized model may hold or call another one.
+# A stack, because the forward of a parallelized model may call another parallelized model.
 _forwards: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", default=())
 
 
@@ -215,7 +214,7 @@ cuts_below = [False]
 
 
 def current_forward() -> Forward | None:
-    """The innermost forward under way, or None."""
+    """The innermost current forward, or None."""
     forwards = _forwards.get()
     return forwards[-1] if forwards else None
 

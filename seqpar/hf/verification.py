@@ -1,16 +1,13 @@
-"""``verify``: the proof that a parallelized model computes what one device would.
+"""``verify``: tests that a parallelized model computes what it would compute on one device.
 
 The model runs twice on the same batch: as it is trained, and on one rank with transformers' own attention and masks.
-Before values are compared, the ranks compare what they are about to do, and every wait has a deadline: a rank that does
-something else ends in a report, not in ranks that wait for ever.
+Before values are compared, the ranks compare what they are about to run, and every wait has a deadline. If a rank runs
+something else, the report says so, and no rank waits forever.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
-import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ..checks import check_number
@@ -32,8 +28,6 @@ from ..comm.handshake import Fingerprint, all_gather_header, fingerprint
 from ..layers.gradients import sync_gradients
 from ..mesh import global_ranks
 from ..rendezvous import group_timeout, meet
-from ..sharding import Sharding
-from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .loss import reduce_over_ranks
 from .own import shared_calls
@@ -44,12 +38,11 @@ from .tracing import attend_to_own_token
 from .wrappers import gradient_wrappers, outermost
 
 # Errors relative to the norm of what is compared, by the lowest precision in the model.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 Batch = Mapping[str, Any]
-_DEADLINE_S = 120.0
-_NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # no loss; and no generation, which a cache would mean
-_log = logging.getLogger("seqpar")
+DEADLINE_S = 120.0
+_NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
 
 
 @dataclass(frozen=True)
@@ -57,12 +50,12 @@ class VerificationReport:
     """What ``verify`` found; the same on every rank of the sequence.
 
     Attributes:
-        differences: what differs from one device, in the order of a step: the path, the inputs, the first layer, the
-            loss, the first gradient. Empty: nothing.
-        loss, expected_loss: of the parallelized model, and of one device; NaN if the run did not get there.
-        layers: number of attention layers that were compared.
-        seq_len, ranks: of the sequence.
-        strategy, layout: of the model.
+        differences: the differences from one device, in the order of a training step: the path, the inputs, the first
+            layer, the loss, the first gradient. Empty if there are none.
+        loss, expected_loss: the loss of the parallelized model and on one device; NaN if it was not computed.
+        layers: the number of attention layers that were compared.
+        seq_len, ranks: the tokens of the sequence, and the ranks it is sharded over.
+        strategy, layout: those of the model.
     """
 
     differences: tuple[Difference, ...]
@@ -109,36 +102,36 @@ def verify(
     shard: Callable[[Batch], dict[str, Any]] | None = None,
     sync: Callable[[nn.Module], object] | None = None,
     tolerance: float | None = None,
-    deadline_s: float = _DEADLINE_S,
+    deadline_s: float = DEADLINE_S,
 ) -> VerificationReport:
     """Compare a parallelized model with itself on one device, on one batch.
 
-    All ranks of the sequence call it with the same short batch: each of them also computes the whole batch by itself,
-    with the hooks of ``parallelize`` taken off and transformers' eager attention, which has a dense mask. Compared are
-    the inputs of the model (tokens, positions, labels), of each attention layer the length, input, queries, keys,
-    values, attention, output and their gradients, the loss, and the gradient of every parameter.
+    All ranks of the sequence call it with the same short batch. Each rank also runs the full batch by itself, without
+    the hooks of ``parallelize`` and with transformers' eager attention, which has a dense mask. ``verify`` compares the
+    inputs of the model (tokens, positions, labels); for each attention layer the length, input, queries, keys, values,
+    attention, output and their gradients; the loss; and the gradient of every parameter.
 
-    The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. A model whose ranks bring
-    batches of their own (``batches="own"``) runs as one whose ranks share a batch. Gradients, random number
-    generators, buffers and modes are afterwards what they were before. No optimizer step is made.
+    The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. A model with
+    ``batches="own"`` runs as if its ranks shared a batch. Gradients, random number generators, buffers and modes are
+    restored afterwards. No optimizer step is made.
 
     Args:
         model: a parallelized model, or DDP or FSDP (1 or ``fully_shard``) around it, also as accelerate prepares it.
         batch: the full batch, as the model is called with. Without labels, a fixed function of the outputs is the loss.
-        raise_on_error: raise if something differs; otherwise only return the report.
-        shard: how the training loop shards a batch, if not the model does: a function from the full batch to this
-            rank's part, such as ``shard_batch`` with the loop's mesh and layout.
-        sync: how the training loop sums gradients after backward, called with ``model``. By default
-            ``sync_gradients``, and nothing inside DDP or FSDP over the ranks of the sequence.
-        tolerance: largest error relative to the norm of what is compared; by default 1e-3 for float32, 0.02 for
-            float16, 0.1 for bfloat16 and 1e-6 for float64. float32 shows most: half precision hides small errors.
-        deadline_s: how long a rank waits for another before that is reported.
+        raise_on_error: whether to raise if something differs; otherwise only return the report.
+        shard: how the training loop shards a batch, if it does not leave that to the model: a function from the full
+            batch to this rank's part, such as ``shard_batch`` with the loop's mesh and layout.
+        sync: how the training loop sums gradients after backward: a function of ``model``. By default
+            ``sync_gradients``, or nothing inside DDP or FSDP over the ranks of the sequence.
+        tolerance: the largest error relative to the norm of the compared tensor; by default 1e-3 for float32, 0.02 for
+            float16, 0.1 for bfloat16 and 1e-6 for float64. Use float32 if you can: half precision hides small errors.
+        deadline_s: how many seconds a rank waits for another before it reports the other rank as missing.
 
     Returns:
         The report, the same on every rank of the sequence.
 
     Raises:
-        VerificationError: something differs. It says what, in which layer, for which tokens and on which ranks.
+        VerificationError: something differs. The message names the quantity, layer, tokens and ranks.
         ValueError: the model is not parallelized, or the batch cannot be sharded.
     """
     patch = patch_of(model)
@@ -160,7 +153,7 @@ def verify(
 
 
 class _Header(NamedTuple):
-    """What the ranks compare before anything runs."""
+    """The values that the ranks compare before anything runs."""
 
     seq_len: int
     batch: Fingerprint
@@ -178,7 +171,7 @@ class _Run:
 
 
 class _Verification:
-    """One call of ``verify``. ``report`` runs its stages in order, and leaves out those that have become useless."""
+    """One call of ``verify``. ``report`` runs its stages in order, and stops when later stages would be meaningless."""
 
     def __init__(
         self, model: nn.Module, root: PreTrainedModel, patch: Patch, batch: Batch, tolerance: float | None, limit: float
@@ -198,8 +191,8 @@ class _Verification:
 
         self.headers = all_gather_header(header, patch.group)
         self.weights, self.path = weights, path
-        self.whole = _whole_parameters(root)
-        self.tolerance = _TOLERANCE[_lowest_dtype(root)] if tolerance is None else tolerance
+        self.whole = whole_parameters(root)
+        self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
 
     def report(
         self, shard: Callable[[Batch], dict[str, Any]] | None, sync: Callable[[nn.Module], object] | None
@@ -287,7 +280,7 @@ class _Verification:
         sync: Callable[[nn.Module], object] | None,
         alone: bool = False,
     ) -> None:
-        """A forward and backward. ``alone``: of the whole batch on one rank."""
+        """Run forward and backward. ``alone``: on the full batch on one rank."""
         for p in self.model.parameters():
             p.grad = None
         with torch.enable_grad(), recording(self.root) as record:
@@ -310,7 +303,7 @@ class _Verification:
             p.grad = None
 
     def _function_of(self, output: Any, alone: bool) -> Tensor:
-        """A loss for a model without one: the sum of its first output, each value times a number of its own."""
+        """A loss for a model without one: a weighted sum of its first output, with a different weight per value."""
         values = output if isinstance(output, tuple) else tuple(output.values())
         x = next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3))
         if x.dim() == 2:  # one prediction a row, on every rank
@@ -377,7 +370,7 @@ class _Verification:
         return "each rank has its partial gradient, which nobody summed: call seqpar.sync_gradients after backward"
 
     def _merge(self, found: list[Difference]) -> list[Difference]:
-        """The differences of all ranks, the same on every rank: of each kind the first one that any rank has."""
+        """The differences of all ranks, the same on every rank; of forward and backward only the first one."""
         by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(d.values()) for d in found])]
         merged = []
         for kind in dict.fromkeys(d.kind for rank in by_rank for d in rank):
@@ -392,15 +385,15 @@ class _Verification:
                 tokens = tuple(sorted({t for d in same.values() for t in d.tokens}))
                 merged.append(replace(worst, ranks=tuple(same), tokens=tokens, explanation=why))
                 if kind in ("forward", "backward"):
-                    break  # what follows it differs because of it
+                    break  # the differences that follow are consequences of the first one
         return merged
 
     def _exchange(self, value: list[Any]) -> list[Any]:
-        return _exchange(self.patch, value, self.limit)
+        return exchange(self.patch, value, self.limit)
 
 
-def _exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
-    """Each rank's ``value``, through the store, which works after a message between ranks has failed."""
+def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
+    """Each rank's ``value``, exchanged through the store, which works also after a message has failed."""
     if patch.group is None or patch.ranks == 1:
         return [json.loads(json.dumps(value))]
     met = meet("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
@@ -415,7 +408,7 @@ def _root(model: nn.Module) -> PreTrainedModel:
 
 
 def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
-    """What decides which messages a rank sends, in words, the same on every rank."""
+    """Lines of text that describe everything that decides which messages a rank sends."""
 
     def of(patch: Any) -> str:
         if not isinstance(patch, Patch):
@@ -431,16 +424,16 @@ def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Modul
     return lines
 
 
-def _whole_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that every rank of the sequence holds whole."""
+def whole_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not sharded: every rank of the sequence holds them in full."""
     if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
         return {}
     return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
 
 
 def _weight_sums(root: nn.Module) -> dict[str, float]:
-    """A number for each parameter that every rank holds whole."""
-    whole = {n: p for n, p in _whole_parameters(root).items() if p.is_floating_point()}
+    """A checksum of each parameter that is not sharded."""
+    whole = {n: p for n, p in whole_parameters(root).items() if p.is_floating_point()}
     sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
             for p in whole.values()]  # fmt: skip
     return dict(zip(whole, torch.stack(sums).tolist() if sums else (), strict=True))
@@ -454,24 +447,25 @@ def _other_path(said: list[str]) -> Difference:
 
 
 def _minority(values: list[Any]) -> tuple[int, ...]:
-    """The ranks whose value is not the most frequent one (of equally frequent ones, the first)."""
+    """The ranks whose value is not the most frequent one. Of equally frequent values, the first counts as the most."""
     most = max(dict.fromkeys(values), key=values.count)
     return tuple(rank for rank, value in enumerate(values) if value != most)
 
 
-def _lowest_dtype(root: nn.Module) -> torch.dtype:
+def lowest_dtype(root: nn.Module) -> torch.dtype:
     """Of the parameters' dtypes the one with the fewest bits."""
-    return max((p.dtype for p in root.parameters() if p.dtype in _TOLERANCE), key=lambda dtype: _TOLERANCE[dtype])
+    return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put gradients, random number generators, buffers and modes back. In the block the model is in evaluation mode."""
+    """In the block the model is in evaluation mode. After it, gradients, random number generators, buffers and modes
+    are restored."""
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, name, b, None if b is None else b.detach().clone()) for m in model.modules()
                for name, b in m._buffers.items()]  # fmt: skip
-    # Rotary embeddings whose frequencies follow the length of the input keep it.
+    # "Dynamic" rotary embeddings store the longest length that they have seen.
     lengths = [(m, vars(m)["max_seq_len_cached"]) for m in model.modules() if "max_seq_len_cached" in vars(m)]
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
     on_cuda = any(p.is_cuda for p in model.parameters())
@@ -511,7 +505,7 @@ def _deadline(group: ProcessGroup | None, seconds: float) -> Iterator[None]:
         yield
     finally:
         known = {id(g): timeout for g, timeout in before}
-        # A communicator that was made meanwhile has the group's timeout.
+        # A communicator that was made inside the block gets the group's timeout.
         for g in (*groups, *existing_communicators()):
             _set_timeout(g, known.get(id(g), known[id(group)]))
 
@@ -523,111 +517,3 @@ def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
             backend._set_default_timeout(timeout)
         if hasattr(backend, "options") and hasattr(backend.options, "_timeout"):
             backend.options._timeout = timeout
-
-
-class _Monitor:
-    """Verifies the last training batch before every n-th step of an optimizer. See ``verify_while_training``."""
-
-    def __init__(self, root: PreTrainedModel, patch: Patch, every: int, tokens: int) -> None:
-        self.root, self.patch, self.every, self.tokens = root, patch, every, tokens
-        self.steps = 0
-        self.batch: dict[str, Any] | None = None
-
-    def before_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if root.training and torch.is_grad_enabled():
-            self.batch = {**dict(zip(inspect.signature(root.forward).parameters, args, strict=False)), **kwargs}
-
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        ours = {id(p) for p in self.root.parameters()}
-        if self.batch is None or not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-            return
-        self.steps += 1
-        if (self.steps - 1) % self.every:
-            return
-        with torch.no_grad():
-            batch = self._first_tokens(self._whole(self.batch))
-        self._check_summed(FullBatch(batch, self.patch, self.root).seq_len)
-        report = verify(outermost(self.root), batch)
-        _log.info("step %d: %s", self.steps, report)
-
-    def _check_summed(self, seq_len: int) -> None:
-        """Raise if the gradients that the optimizer is about to use differ between the ranks of the sequence."""
-        patch, root = self.patch, self.root
-        if patch.ranks == 1:
-            return
-        whole = {n: p.grad for n, p in _whole_parameters(root).items() if p.grad is not None}
-        norms = {n: g.detach().double().norm() for n, g in whole.items()}
-        values = torch.stack([*norms.values()]).tolist() if norms else []
-        by_rank = _exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=_DEADLINE_S))
-        ranks = [dict(rank[0]) for rank in by_rank]
-        tolerance = _TOLERANCE[_lowest_dtype(root)]
-        for name in dict.fromkeys(name for rank in ranks for name in rank):
-            norm = [rank.get(name, 0.0) for rank in ranks]
-            error = (max(norm) - min(norm)) / max(*norm, 1e-30)
-            if error > tolerance:
-                why = "it differs from rank to rank: a partial gradient, which nobody summed"
-                found = Difference("gradient", name, ranks=tuple(range(patch.ranks)), error=error, tolerance=tolerance,
-                                   explanation=why)  # fmt: skip
-                nan = float("nan")
-                raise VerificationError(
-                    VerificationReport((found,), nan, nan, 0, seq_len, patch.ranks, patch.strategy, patch.layout)
-                )
-
-    def _whole(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The full batch, from this rank's part if that is what the model was called with."""
-        shard = batch.get("seqpar")
-        if not isinstance(shard, BatchShard):
-            return batch
-        given = {name: x for name, x in batch.items() if name != "seqpar"}
-        if shard.in_place is not None:
-            given["labels"] = shard.in_place[0]
-        elif "labels" in given:
-            given["shift_labels"] = given.pop("labels")
-        if shard.valid is not None:
-            given["attention_mask"] = shard.valid.int()
-        sharding = Sharding(shard.seq_len, shard.layout, mesh=self.patch.mesh, group=self.patch.given_group)
-        local = sharding.lengths[self.patch.rank]
-        return {
-            name: sharding.unshard(x) if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == local else x
-            for name, x in given.items()
-        }
-
-    def _first_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """At most ``tokens`` of each row, without padding at the start of all rows: one device computes them alone."""
-        full = FullBatch(batch, self.patch, self.root)
-        if full.seq_len <= self.tokens:
-            return batch
-        if full.merges:
-            raise ValueError(
-                f"SEQPAR_VERIFY_TOKENS={self.tokens}: the batch has rows of {full.seq_len} tokens, and those with "
-                f"images cannot be cut; set it to {full.seq_len} or more, or verify a shorter batch by seqpar.hf.verify"
-            )
-        start = int(full.valid.any(0).int().argmax())
-        span = slice(start, start + self.tokens)
-        cut = {name: x[:, span] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == full.seq_len else x
-               for name, x in batch.items() if name not in (*BOUNDARY_NAMES, *UNUSED_NAMES)}  # fmt: skip
-        cut["position_ids"] = full.position_ids[:, span]
-        return cut
-
-
-def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
-    """Verify ``root`` before the optimizer's first step and every N-th after it, if ``SEQPAR_VERIFY=N`` is set.
-
-    The batch is the last one that the model was trained on, and of it the first ``SEQPAR_VERIFY_TOKENS`` tokens (1,024
-    by default; a longer batch with images raises an error).
-
-    Raises:
-        ValueError: one of the variables is not a positive number.
-    """
-    numbers = []
-    for name, default in (("SEQPAR_VERIFY", "0"), ("SEQPAR_VERIFY_TOKENS", "1024")):
-        text = os.environ.get(name) or default
-        if not text.isdecimal() or (int(text) == 0 and default != "0"):
-            raise ValueError(f"{name}={text!r}: expected a number")
-        numbers.append(int(text))
-    every, tokens = numbers
-    if every == 0:
-        return
-    monitor = _Monitor(root, patch, every, max(tokens, patch.ranks))
-    patch.handles.append(root.register_forward_pre_hook(monitor.before_forward, prepend=True, with_kwargs=True))
-    patch.handles.append(register_optimizer_step_pre_hook(monitor.before_step))

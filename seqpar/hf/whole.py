@@ -1,9 +1,9 @@
-"""Calls with a full batch: this rank's part of it goes into the model, and every token's outputs come out.
+"""Calls with a full batch: the model runs on this rank's part of it, and the outputs of all tokens are all-gathered.
 
-All ranks of the sequence call the model with the same batch. Outputs are all-gathered so that every rank has them in
-the order of the sequence. A loss computed from them on every rank is the one-device loss, and the backward of the
-all-gather hands each rank the gradient of its own tokens: the ranks' partial gradients sum to the one-device gradient,
-as those of the model's own loss do.
+All ranks of the sequence call the model with the same batch. After the all-gather, every rank has the outputs in the
+order of the sequence. A loss that every rank computes from them is the one-device loss. The backward of the all-gather
+gives each rank the gradient of its own tokens, so the ranks' partial gradients sum to the one-device gradient, like
+those of the model's own loss.
 
 Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
 """
@@ -31,12 +31,12 @@ _ODD = 0x9E3779B97F4A7C15  # spreads the calls' seeds
 # TRL's add_fused_lm_head makes this argument; the output has the fields of its FusedCausalLMOutput.
 _FUSED = "fused_lm_head"
 _FUSED_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
-# The outputs that have a value for each token. A name must decide: by their shapes, ranks could decide differently.
+# The outputs that have a value for each token. Names decide this, because shapes could differ between ranks.
 PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_FUSED_PER_TOKEN)
 
 
 def generates(kwargs: dict[str, Any]) -> bool:
-    """Whether a call without a shard fills or uses a cache. Otherwise it brings a full batch."""
+    """Whether a call without a shard fills or uses a cache. Otherwise it has a full batch."""
     if kwargs.get("past_key_values") is not None:
         return True
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(_FUSED)
@@ -48,11 +48,11 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
     Args:
         model: the model that is called.
         kwargs: the call's arguments.
-        seed: of the dropout of attention weights, where all ranks are known to have the same batch. None: the ranks
-            compare their batches and agree on a seed.
+        seed: the seed of the dropout of attention weights, if all ranks are known to have the same batch. None: the
+            ranks compare their batches and agree on a seed.
 
     Raises:
-        ValueError: the batch cannot be sharded, or the ranks bring different batches.
+        ValueError: the batch cannot be sharded, or the ranks have different batches.
         RuntimeError: another rank raised on its batch.
     """
     patch: Patch = model._seqpar
@@ -87,7 +87,7 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
 
 
 def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
-    """By row: the last token that is not padding, as transformers finds it. int64 ``[batch]``."""
+    """For each row, the last token that is not padding, determined as in transformers; int64 ``[batch]``."""
     pad, ids = model.config.get_text_config().pad_token_id, batch.get("input_ids")
     if pad is None or ids is None:
         rows, seq_len = batch["inputs_embeds" if ids is None else "input_ids"].shape[:2]
@@ -110,7 +110,8 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
 def _is_checked(call: int) -> bool:
     """Whether the ranks compare their batches in this call.
 
-    It must depend on the number of the call alone: a rank with another batch would not take part otherwise.
+    It must depend on the number of the call only. If it depended on the batch, a rank with another batch would not take
+    part.
     """
     given = os.environ.get("SEQPAR_CHECK")
     if given is None:
@@ -121,7 +122,7 @@ def _is_checked(call: int) -> bool:
 
 
 def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
-    """The output of a forward on this rank's part, with what ``outputs`` of ``parallelize`` asks for.
+    """The output of a forward on this rank's part, gathered as ``outputs`` of ``parallelize`` asks for.
 
     Raises:
         ValueError: ``return_dict=False`` with ``logits_to_keep``.
@@ -177,7 +178,7 @@ class _Gather:
         self.scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
 
     def __call__(self, name: str, x: Any) -> Any:
-        """``x``, whole if ``name`` is the name of an output for each token."""
+        """``x``, all-gathered if ``name`` is an output with a value for each token."""
         if self.patch.ranks == 1:
             return x.materialize() if isinstance(x, LazyLogits) else x
         if isinstance(x, tuple | list):

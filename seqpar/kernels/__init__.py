@@ -2,9 +2,9 @@
 
 ``backend="auto"`` takes the first backend that can run on this machine and supports the call (dtype, device, head_dim,
 features), in an order that depends on the GPU: see ``order``. If a backend is named but lacks a feature of the call,
-the call falls back to the next one that has it; ``seqpar.trace()`` shows which ran. Where a GPU is left with the
-reference, a RuntimeWarning says why. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on a CPU, slowly,
-for tests: "auto" never chooses it.
+the call falls back to the next one that has it; ``seqpar.trace()`` shows which one ran. If only the reference can run
+on a GPU, a RuntimeWarning says why. Triton's interpreter (``TRITON_INTERPRET=1``) runs the kernels on a CPU for tests.
+It is slow, and "auto" never chooses it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BackendName = Literal[
     "auto", "triton", "flash_attn_4", "flash_attn_3", "cudnn", "flash_attn", "flash", "cpu", "reference"
 ]
 
-# The fastest first where results are not merged, by the compute capability's major. Sources: docs/numerics.md.
+# By the major of the compute capability: backends, fastest first, for calls of one step. Sources: docs/numerics.md.
 _FASTEST: dict[int, tuple[str, ...]] = {
     8: ("flash_attn", "flash", "triton", "cudnn"),
     9: ("flash_attn_4", "flash_attn_3", "cudnn", "triton", "flash_attn", "flash"),
@@ -42,12 +42,12 @@ _FASTEST: dict[int, tuple[str, ...]] = {
     11: ("flash_attn_4", "triton", "flash_attn", "flash"),
     12: ("flash_attn", "flash", "triton", "cudnn"),
 }
-# Backends that carry float32 from step to step come first where results are merged.
+# Backends that carry float32 from step to step. They come first for calls of several steps.
 _CARRYING = ("triton",)
 
 
-def _uncut(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
-    """The backend for a step whose mask a library's kernels do not know."""
+def _fallback(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
+    """The backend for a step whose mask the kernels of a library do not support."""
     triton = BACKENDS["triton"]
     why = triton.unavailable() or triton.unsupported(q, k, score, lse_gradient=False, v_head_dim=v.shape[3])
     if why is None and not interpreted():
@@ -60,11 +60,11 @@ def _uncut(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
 # To add a backend, add it here.
 _ALL: tuple[Backend, ...] = (
     TritonBackend(),
-    FlashAttention4Backend(_uncut),
-    FlashAttention3Backend(_uncut),
-    CudnnBackend(_uncut),
-    FlashAttention2Backend(_uncut),
-    TorchFlashBackend(_uncut),
+    FlashAttention4Backend(_fallback),
+    FlashAttention3Backend(_fallback),
+    CudnnBackend(_fallback),
+    FlashAttention2Backend(_fallback),
+    TorchFlashBackend(_fallback),
     CpuBackend(),
     ReferenceBackend(),
 )
@@ -76,7 +76,7 @@ class BackendStatus:
     """Whether one backend can run on this machine.
 
     Attributes:
-        name: what ``seqpar.attention(backend=...)`` takes.
+        name: the ``backend`` of ``seqpar.attention``.
         available: whether it can run.
         reason: why it cannot, or None.
     """
@@ -107,8 +107,8 @@ def order(q: Tensor, carry: bool) -> Sequence[str]:
 
     Args:
         q: ``[b, q, h, d]``.
-        carry: whether the results of several steps are merged. A backend that carries float32 rounds them once; the
-            kernels of a library round each.
+        carry: whether the call has several steps. A backend that carries float32 rounds their result once, while the
+            kernels of a library round the result of each step.
     """
     fastest: tuple[str, ...] = ()
     if q.is_cuda and torch.version.hip is None and torch.cuda.is_available():
@@ -135,9 +135,9 @@ def select(
         name: a name in ``BACKENDS``, or "auto".
         q: ``[b, q, h, d]``. k: ``[b, k, n, d]``.
         score: how scores are computed.
-        lse_gradient: whether the backward has a gradient of the log-sum-exp.
+        lse_gradient: whether the backward receives a gradient of the log-sum-exp.
         deterministic: leave out backends whose gradients may differ from run to run.
-        expansion: what makes keys and values of the tensors that the backend will be given, if these are others.
+        expansion: computes keys and values from the tensors that were sent; None if the keys and values were sent.
         carry: whether the call has several steps, whose results are merged.
         v_head_dim: the head_dim of v; by default that of q and k.
     """

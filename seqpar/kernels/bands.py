@@ -1,6 +1,6 @@
-"""Cut key intervals into few calls of a kernel that knows full, causal and banded attention.
+"""Divide key intervals into a few calls of a kernel that supports full, causal and banded masks.
 
-A mask that is piecewise linear is a few bands, each over its own queries:
+The intervals of a mask consist of a few bands, each over a range of queries of its own:
 
     keys ->        a window of 3 in two packed documents
     x                       band 1: rows 0 to 4, keys 0 to 4, left 2, right 0
@@ -12,7 +12,7 @@ A mask that is piecewise linear is a few bands, each over its own queries:
          xx
          xxx
 
-The two are one call of a kernel that takes sequences of several lengths.
+A kernel that takes packed sequences of different lengths computes both bands in one call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from itertools import pairwise
 from ..keys import KeyIntervals
 from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, runs
 
-# With more runs than this, a kernel that takes the intervals as they are is faster than cutting them.
+# With more runs than this, dividing the intervals takes longer than a kernel that takes key intervals saves.
 _MOST_RUNS = 1 << 14
 
 
@@ -45,12 +45,12 @@ class Band:
     right: int
 
     def moved(self, queries: int, keys: int) -> Band:
-        """The same band, so many rows and columns further."""
+        """The same band, moved by ``queries`` rows and ``keys`` columns."""
         return Band(self.q0 + queries, self.q1 + queries, self.k0 + keys, self.k1 + keys, self.left, self.right)
 
 
 def bands(intervals: KeyIntervals, row: int) -> list[Band] | None:
-    """The bands of one batch row, from the first query to the last, a query in one band; None if they are too many.
+    """The bands of one batch row, in the order of the queries; None if there are too many. No two share a query.
 
     Args:
         intervals: on the host.
@@ -82,7 +82,7 @@ def bands(intervals: KeyIntervals, row: int) -> list[Band] | None:
 
 
 def _joined(a: Band, b: Band) -> Band | None:
-    """Both as one, where ``a`` is the beginning of a window whose left side binds from ``b`` on."""
+    """Both as one band, if ``b`` is a window and ``a`` its first queries, which see fewer keys than the window has."""
     continues = a.q1 == b.q0 and a.right == b.right == 0 and a.k1 + (b.q1 - b.q0) == b.k1
     if continues and a.left == -1 and b.left >= 0 and b.k0 in (a.k0, a.k0 + 1):
         return Band(a.q0, b.q1, a.k0, b.k1, b.left, 0)
@@ -94,13 +94,13 @@ class Call:
     """One call of a library's kernel.
 
     Attributes:
-        q0, q1, k0, k1: the rows of q and of k: of each batch row if ``every_row``, else of all batch rows laid end to
-            end.
+        q0, q1, k0, k1: the rows of q and of k: of each batch row if ``every_row``, otherwise of the concatenation of
+            all batch rows.
         left, right: the band, as in ``Band``.
-        every_row: whether the call is for all batch rows alike.
+        every_row: whether the call computes these rows of every batch row.
         ends: for a packed call, one past the last query and the last key of each sequence, counted from ``q0`` and
-            ``k0``; else None. ``left, right`` hold for each sequence.
-        masked: whether the kernel takes the intervals themselves; ``left, right`` are unlimited.
+            ``k0``; otherwise None. ``left, right`` apply to each sequence.
+        masked: whether the kernel takes the intervals themselves. ``left, right`` are then unlimited.
     """
 
     q0: int
@@ -139,14 +139,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the kernels of a library can do in one call.
+    """What the kernels of a library support in one call.
 
     Attributes:
-        windows: bands with a left side, and causal ones with more keys than queries. Without, full and causal squares.
-        packs: sequences of several lengths.
-        gaps: such sequences with queries and no keys, or keys and no queries.
-        intervals: key intervals as they are, where more than a few calls are needed.
-        fewest_keys: keys of a call.
+        windows: bands with a left side, and causal bands with more keys than queries. Otherwise the kernels support
+            only full masks and causal masks with as many keys as queries.
+        packs: packed sequences of different lengths.
+        gaps: packed sequences that have queries and no keys, or keys and no queries.
+        intervals: key intervals, which are used if a step would need more than a few calls.
+        fewest_keys: the least number of keys of a call.
     """
 
     windows: bool = True
@@ -161,9 +162,9 @@ def cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilit
 
     Args:
         intervals: on the host.
-        batch, q_len, k_len: of q and k.
-        can: what one call can do.
-        most: so many calls at most.
+        batch, q_len, k_len: the sizes of q and k.
+        can: what one call supports.
+        most: the largest number of calls.
     """
     calls = _cut(intervals, batch, q_len, k_len, can, most)
     if calls is None and can.intervals:
@@ -197,7 +198,7 @@ def _calls(found: Sequence[Band], can: Abilities, most: int) -> list[Call] | Non
 
 
 def _chains(found: Sequence[Band], can: Abilities) -> Iterator[list[Band]]:
-    """Consecutive bands that can be packed into one call."""
+    """Yields lists of consecutive bands that can be packed into one call."""
     chain: list[Band] = []
     left: int | None = -1
     for band in found:
@@ -216,10 +217,10 @@ def _chains(found: Sequence[Band], can: Abilities) -> Iterator[list[Band]]:
 
 
 def _common_left(left: int | None, chain: Sequence[Band], band: Band) -> int | None:
-    """A left side that is right for the chain, whose own is ``left``, and for the band; None if there is none."""
+    """A left side that gives the chain, whose left side is ``left``, and the band the same masks; None if none does."""
     if left is None or left == band.left:
         return left
-    # A left side that reaches beyond the first key of every sequence is as good as none.
+    # A left side that reaches beyond the first key of every sequence hides no key, like -1.
     if band.left == -1:
         return left if left >= band.k1 - band.k0 - 1 else None
     if left == -1:

@@ -1,6 +1,6 @@
 """The protocol of an attention backend: one step of forward or backward on key intervals, with a carry.
 
-Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim.
+Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim of v.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Score:
         softmax_scale: a factor on ``q.k``.
         softcap: the bound of the scores; 0 is none.
         alibi_slopes: float32 ``[h]`` or ``[b, h]``, or None.
-        sinks: float32 ``[h]``, one more logit a head in the denominator of the softmax, without a value; or None.
+        sinks: float32 ``[h]``, one more logit per head in the denominator of the softmax, without a value; or None.
         dropout_p: the probability of dropping an attention weight.
-        dropout_seed: together with the batch row, the head and the global positions, decides what is dropped.
+        dropout_seed: decides what is dropped, together with the batch row, the head and the global positions.
         head_offset: the index in the model of the first of these heads, for dropout.
     """
 
@@ -55,13 +55,13 @@ class Score:
 
 
 class OutputGrad(NamedTuple):
-    """What the backward of every step needs to know about the output of the local queries.
+    """The output of the local queries and its gradient, which the backward of every step reads.
 
     Attributes:
-        dout: ``[b, q, h, d]``, the gradient of the output.
-        out: ``[b, q, h, d]``, the final output, over the keys of all steps and with the sinks.
-        lse: ``[b, h, q]``, its log-sum-exp.
-        delta: ``[b, h, q]``, ``rowsum(dout * out)`` minus the gradient of ``lse``; None if the backend reads none.
+        dout: ``[b, q, h, e]``, the gradient of the output.
+        out: ``[b, q, h, e]``, the final output, over the keys of all steps and with the sinks.
+        lse: ``[b, h, q]``, the log-sum-exp of ``out``.
+        delta: ``[b, h, q]``, ``rowsum(dout * out)`` minus the gradient of ``lse``; None if the backend ignores it.
     """
 
     dout: Tensor
@@ -71,14 +71,14 @@ class OutputGrad(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Where a backend adds the gradients of one step.
+    """The tensors to which a backend adds the gradients of one step.
 
     Attributes:
         dq: ``[b, q, h, d]``.
         dk: ``[b, k, n, d]``.
         dv: ``[b, k, n, e]``.
-        new_dq: whether ``dq`` has no values yet and is written instead.
-        new_dkv: whether ``dk, dv`` have no values yet and are written instead.
+        new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
+        new_dkv: the same of ``dk`` and ``dv``.
     """
 
     dq: Tensor
@@ -89,11 +89,11 @@ class Grads(NamedTuple):
 
     @property
     def new(self) -> tuple[bool, bool, bool]:
-        """Of ``dq, dk, dv``, whether it has no values yet."""
+        """For each of ``dq, dk, dv``, whether it is uninitialised."""
         return self.new_dq, self.new_dkv, self.new_dkv
 
     def zero_new_(self) -> None:
-        """Write zeros where there are no values yet."""
+        """Write zeros to the uninitialised tensors."""
         for x, new in zip(self[:3], self.new, strict=True):
             if new:
                 x.zero_()
@@ -130,12 +130,13 @@ class Backend(Protocol):
             q, k, v: the local queries, and the step's keys and values.
             intervals: which of the keys each query sees.
             score: how scores are computed.
-            carry: ``(acc, lse)`` of the steps so far, or None at the first: the normalised partial output and its
-                log-sum-exp (-inf for a query that has seen no key). Its storage may be reused.
-            last: whether this is the last step: then add the sinks to the denominator and round to ``q.dtype``.
+            carry: ``(acc, lse)`` of the previous steps, or None in the first step: the normalised partial output and
+                its log-sum-exp (-inf for a query that has seen no key). The backend may overwrite it.
+            last: whether this is the last step. The backend then adds the sinks to the denominator and rounds to
+                ``q.dtype``.
 
         Returns:
-            ``(acc, lse)`` over all keys so far. A query that has seen no key has 0 and -inf.
+            ``(acc, lse)`` over all keys so far, 0 and -inf for a query that has seen no key.
         """
         ...
 
@@ -148,7 +149,7 @@ class Backend(Protocol):
             q, k, v: the local queries, and the step's keys and values.
             output: the output of the local queries and its gradient.
             intervals, score: as in ``forward``.
-            grads: added to; written where they are new.
+            grads: the tensors to add the gradients to, or to write them to where these are new.
         """
         ...
 
@@ -167,7 +168,7 @@ def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
 
 
 def head_dims(head_dim: int, v_head_dim: int | None) -> str:
-    """For messages."""
+    """The head_dims as text, for messages."""
     return f"head_dim={head_dim}" + (f" of q and k, {v_head_dim} of v" if v_head_dim not in (None, head_dim) else "")
 
 
@@ -197,7 +198,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def finish(carry: Carry, score: Score, dtype: torch.dtype) -> Carry:
-    """Add the sinks to the denominator, and round to ``dtype``, once."""
+    """Add the sinks to the denominator, and round to ``dtype``."""
     acc, lse = carry
     if score.sinks is not None:
         with_sink = torch.logaddexp(lse, score.sinks.to(lse.dtype)[:, None])

@@ -1,7 +1,7 @@
-"""Key intervals for FlashAttention-4: a function that masks a score, and lists of the blocks that are worth computing.
+"""Key intervals for FlashAttention-4: a function that masks scores, and lists of the blocks to compute.
 
-A block of queries and keys is left out if no query sees any key of it, is computed as it is if every query sees every
-key, and is masked otherwise.
+A block of queries and keys is skipped if no query sees any of its keys, computed without a mask if every query sees
+every key, and computed with the mask otherwise.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _Q_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: a multiple of wh
 
 
 class BlockLists(NamedTuple):
-    """For every block of one side, the blocks of the other side: int32 counts and indices.
+    """For every block of queries the blocks of keys to compute, or for every block of keys the blocks of queries.
 
     Attributes:
-        masked_count, masked: ``[b, 1, blocks]`` and ``[b, 1, blocks, other blocks]``: the first ``masked_count`` of
-            the indices are those of masked blocks.
+        masked_count: int32 ``[b, 1, blocks]``, the number of blocks that need the mask.
+        masked: int32 ``[b, 1, blocks, other blocks]``, whose first ``masked_count`` entries are their indices.
         full_count, full: likewise for blocks without a mask.
     """
 
@@ -63,14 +63,14 @@ def block_lists(lo: Tensor, hi: Tensor, k_len: int, q_block: int, k_block: int, 
 
 
 def interval_arguments(intervals: KeyIntervals | None, q: Tensor, k: Tensor, *, backward: bool) -> dict[str, Any]:
-    """What FlashAttention-4's functions take for key intervals; nothing without. Kept with ``intervals``."""
+    """The arguments of FlashAttention-4's functions for key intervals; none without. Cached in ``intervals``."""
     if intervals is None:
         return {}
     key = "flash_attn_4", backward
     if key not in intervals.tiles:
         q_block = _Q_BLOCK[torch.cuda.get_device_capability(q.device)[0]]
         lists = block_lists(intervals.lo, intervals.hi, k.shape[1], q_block, _K_BLOCK, by_keys=backward)
-        # One row for each batch row, and for the queries that fill up the last block.
+        # The kernels read one row per batch row, and queries up to the end of the last block.
         rows = (x.expand(len(q), -1) for x in (intervals.lo, intervals.hi))
         padded = [F.pad(x, (0, -q.shape[1] % q_block)).contiguous() for x in rows]
         names = "mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"

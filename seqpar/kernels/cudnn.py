@@ -1,7 +1,7 @@
 """Attention on cuDNN's kernels, through the operators of ``scaled_dot_product_attention``.
 
-cuDNN's causal mask begins in the top left corner, so a causal band is a full rectangle beside a causal square. Windows
-and packed documents run on the fallback.
+cuDNN's causal mask is aligned to the top left corner. A causal band with more keys than queries is therefore computed
+as a full rectangle and a causal square. Windows and packed documents run on the fallback.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .library import LibraryBackend, Options
 
 _forward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-# Of cuDNN: the first one whose kernels have no lower limit on the number of queries.
+# The first version of cuDNN whose kernels have no lower limit on the number of queries.
 _OLDEST = 90000
 
 
@@ -27,7 +27,7 @@ class CudnnBackend(LibraryBackend):
     name = "cudnn"
     capabilities = (8, 9, 10, 12)
     abilities = Abilities(windows=False, packs=False, fewest_keys=2)
-    _lse_dims = 4  # of the operators' lse; some versions have [b, h, q, 1], others [b, h, q]
+    _lse_dims = 4  # dimensions of the operators' lse: [b, h, q, 1] in some versions of PyTorch, [b, h, q] in others
 
     def unavailable(self) -> str | None:
         if torch.version.cuda is None:
@@ -57,7 +57,7 @@ class CudnnBackend(LibraryBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
         lse = lse[..., None] if self._lse_dims == 4 else lse
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout
         grads = _backward(
             dout, q, k, v, out, lse, unused, unused, None, None, None,
             options.max_q, options.max_k, 0.0, options.causal, scale=options.softmax_scale,

@@ -1,7 +1,7 @@
 """Dropout as a pure function of (seed, batch row, head, global query, global key).
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in integer tensor operations. It
-returns the same bits as ``tl.philox`` in a Triton kernel, on any device and for any sharding of the sequence.
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), written with integer tensor
+operations. It returns the same bits as ``tl.philox`` in a Triton kernel, on any device and for any sharding.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def philox(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
 def keep_mask(
     seed: int, dropout_p: float, batch: int, heads: range, q_positions: Tensor, k_positions: Tensor
 ) -> Tensor:
-    """Which probabilities dropout keeps.
+    """Which attention weights dropout keeps.
 
     Args:
-        seed: of the whole attention, the same on every rank.
-        dropout_p: the probability of dropping one.
+        seed: the dropout seed, the same on every rank.
+        dropout_p: the probability of dropping an attention weight.
         batch: the number of batch rows.
         heads: global indices of the heads.
         q_positions: global positions of the queries, integers ``[q_len]``.

@@ -14,7 +14,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class ElementwiseKernels(Protocol):
-    """The functions of ``seqpar.triton_kernels`` that stand in for several PyTorch operators each."""
+    """The functions of ``seqpar.triton_kernels`` that each fuse several PyTorch operators."""
 
     def merge_(self, acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
         """Merge the partial attention result ``(out, out_lse)`` into ``(acc, lse)``."""
@@ -30,9 +30,9 @@ class ElementwiseKernels(Protocol):
 
 
 def elementwise_kernels(x: Tensor) -> ElementwiseKernels | None:
-    """``seqpar.triton_kernels`` if its kernels can process ``x``, else None; PyTorch's operators then do the same work.
+    """``seqpar.triton_kernels`` if its kernels can process ``x``. If None, use PyTorch's operators instead.
 
-    None also while torch.compile traces, because it fuses those operators itself.
+    It is None while torch.compile traces, because torch.compile fuses those operators itself.
     """
     if not x.is_cuda or x.dtype not in DTYPES or unavailable() is not None or torch.compiler.is_compiling():
         return None
@@ -56,7 +56,7 @@ def unavailable() -> str | None:
 
 @lru_cache(maxsize=16)
 def targeted(device: torch.device) -> bool:
-    """Whether Triton compiles for this GPU: compute capability 8.0 or higher, and every GPU of ROCm."""
+    """Whether Triton compiles for this GPU: one of compute capability 8.0 or higher, or any GPU of ROCm."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 

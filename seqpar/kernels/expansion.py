@@ -1,4 +1,6 @@
-"""Keys and values that are made of what the ranks sent just before a kernel reads them.
+"""Keys and values that are computed from the tensors that the ranks send, just before a kernel reads them.
+
+Ranks may send latents, or fewer KV heads than a kernel needs.
 
 Shapes: b batch, q local queries, k keys of a step, h query heads, n heads that were sent, d head_dim of q and k, e
 head_dim of v.
@@ -16,28 +18,29 @@ from .base import Backend, Carry, Grads, OutputGrad, Score
 
 
 class Expansion(Protocol):
-    """Makes one KV head for each query head, of the tensors of some rows that were sent in place of keys and values."""
+    """Computes one KV head for each query head from the tensors that were sent instead of keys and values."""
 
     def blocks(self, sent_k: Tensor) -> list[range]:
-        """The query heads whose keys and values exist at a time."""
+        """The query heads in blocks. Keys and values are expanded for one block at a time."""
         ...
 
     def expand(self, sent_k: Tensor, sent_v: Tensor, heads: range) -> tuple[Tensor, Tensor]:
-        """``k [b, k, heads, d]`` and ``v [b, k, heads, e]`` of what was sent, ``[b, k, n, ...]``."""
+        """``k [b, k, heads, d]`` and ``v [b, k, heads, e]`` from the tensors that were sent, ``[b, k, n, ...]``."""
         ...
 
     def add_gradients(
         self, sent_k: Tensor, sent_v: Tensor, dk: Tensor, dv: Tensor, heads: range, to_dk: Tensor, to_dv: Tensor
     ) -> None:
-        """Add the gradients of what was sent, of ``dk`` and ``dv`` of some heads, to ``to_dk`` and ``to_dv``."""
+        """From the gradients ``dk`` and ``dv`` of ``expand``'s results, add those of the sent tensors to ``to_dk`` and
+        ``to_dv``."""
         ...
 
 
 class RepeatedHeads:
-    """The KV heads of query heads that do not form equal groups over them.
+    """Repeats KV heads, one for each query head, where KV heads are read by different numbers of query heads.
 
-    Ranks whose share of the heads begins or ends inside a group have such heads. K/V are repeated here, for the kernel,
-    and not before they are sent.
+    This happens on ranks whose share of the query heads begins or ends inside a group. K/V are repeated here for the
+    kernel, and not before they are sent.
     """
 
     def __init__(self, kv_index: Tensor) -> None:
@@ -58,7 +61,7 @@ class RepeatedHeads:
 
 
 class ExpandedKV:
-    """A backend whose keys and values are expanded for it, some heads at a time."""
+    """A backend with keys and values that are expanded before each call, some heads at a time."""
 
     def __init__(self, backend: Backend, expansion: Expansion) -> None:
         self.name, self.deterministic, self.reads_delta = backend.name, backend.deterministic, backend.reads_delta

@@ -1,7 +1,7 @@
-"""Attention on the FlashAttention kernels that PyTorch has (``flash``) or that a package brings.
+"""Attention on the FlashAttention kernels in PyTorch (``flash``) or in an installed package.
 
-The packages are called below their public functions, whose backward takes no ``lse``. Those functions change from
-version to version, so arguments are matched with the signature of what is installed.
+The backward of the packages' public functions takes no ``lse``, so the private functions below them are called. These
+change from version to version, so arguments are matched with the signatures of the installed version.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .library import LibraryBackend, Options
 
 _forward: Any = torch.ops.aten._flash_attention_forward.default
 _backward: Any = torch.ops.aten._flash_attention_backward.default
-# With this variable set to 1, kernels that are not installed come prebuilt from the Hugging Face Hub.
+# If this environment variable is 1, kernels that are not installed are downloaded from the Hugging Face Hub.
 HUB_VARIABLE = "SEQPAR_HUB_KERNELS"
-# What FlashAttention-4's functions must take for key intervals.
+# The arguments that FlashAttention-4's functions need for key intervals.
 _INTERVAL_ARGUMENTS = {"mask_mod", "aux_tensors", "block_sparse_tensors"}
 
 
 class TorchFlashBackend(LibraryBackend):
-    """FlashAttention-2 as PyTorch's CUDA builds contain it."""
+    """The FlashAttention-2 kernels in PyTorch's CUDA builds."""
 
     name = "flash"
     abilities = Abilities(gaps=True)
@@ -52,7 +52,7 @@ class TorchFlashBackend(LibraryBackend):
     def call_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout
         dq, dk, dv = _backward(
             dout, q, k, v, out, lse, *_boundaries(options), 0.0, options.causal, unused, unused, **_window(options)
         )
@@ -74,9 +74,9 @@ class PackageBackend(LibraryBackend):
     """The kernels of an installed package.
 
     Attributes:
-        module, install: what is imported, and how it is installed.
-        repository: of the Hugging Face Hub, with the same module prebuilt; or "".
-        required: by function of the module, arguments that it must have.
+        module, install: the module to import, and the command that installs it.
+        repository: the repository of the Hugging Face Hub that has the module prebuilt; or "".
+        required: for each function of the module, the arguments that it must have.
     """
 
     module: str
@@ -99,13 +99,13 @@ class PackageBackend(LibraryBackend):
         return None
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> Any:
-        """Call a function of the module with those of the arguments that it has."""
+        """Call a function of the module with the arguments that its signature has."""
         found = getattr(_load(self.module, self.install, self.repository), function)
         known = _parameters(found)
         return found(*tensors, **{name: value for name, value in arguments.items() if name in known})
 
     def arguments(self, options: Options) -> dict[str, Any]:
-        """What the functions of one or another version take."""
+        """The arguments that the functions of some version take."""
         return {
             "softmax_scale": options.softmax_scale,
             "softcap": options.softcap,
@@ -186,7 +186,7 @@ class FlashAttention3Backend(PackageBackend):
 
 
 class FlashAttention4Backend(PackageBackend):
-    """FlashAttention-4, the package flash-attn-4. It takes key intervals where a few bands are not enough."""
+    """FlashAttention-4, the package flash-attn-4. It takes key intervals if a step has more than a few bands."""
 
     name = "flash_attn_4"
     module, install = "flash_attn.cute.interface", "pip install --pre seqpar[flash4]"
@@ -197,8 +197,8 @@ class FlashAttention4Backend(PackageBackend):
     capabilities = (9, 10, 11)
 
     def able(self, q: Tensor) -> Abilities:
-        # The blocks are those of the kernels for a head_dim up to 128. The deterministic backward would also need the
-        # order in which blocks are added to dq.
+        # The sizes of blocks are those of the kernels for a head_dim up to 128. The deterministic backward would also
+        # need the order in which blocks are added to dq.
         taken = q.shape[-1] <= 128 and not self.deterministic and _takes_intervals(_load(self.module, self.install, ""))
         return replace(self.abilities, intervals=taken)
 
@@ -219,7 +219,7 @@ class FlashAttention4Backend(PackageBackend):
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> Any:
         device = tensors[0].device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # it launches on the current one
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels run on the current device
             return super().call(function, *tensors, **arguments)
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -250,7 +250,8 @@ def _no_cuda() -> str | None:
 
 
 def _small_card(head_dim: int, capability: tuple[int, int]) -> str | None:
-    """FlashAttention-2's backward needs more shared memory for some head_dims than GPUs for graphics have."""
+    """Why FlashAttention-2's backward cannot run: for some head_dims it needs more shared memory than graphics GPUs
+    have. None if it can."""
     if capability[0] in (8, 12) and capability != (8, 0) and 192 < head_dim <= 224:
         return f"head_dim={head_dim} (not 193 to 224 on compute capability {capability[0]}.{capability[1]})"
     return None

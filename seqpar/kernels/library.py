@@ -1,12 +1,12 @@
-"""Attention on the kernels of a library: key intervals cut into few calls, partial results merged in float32.
+"""Attention on the kernels of a library: key intervals are divided into a few calls, whose results are merged.
 
-FlashAttention's kernels have neither a carry nor key intervals. They return ``lse``, and their backward accepts any
-``out`` and ``lse``: so the gradient of one part of a larger attention is a call with that attention's final ``out`` and
-``lse``. ``bands.py`` says which calls make up a step. Every query is in one call, or in two side by side where a
-library knows squares only: so what is merged are the partial results of different steps.
+FlashAttention's kernels take neither a carry nor key intervals. They return ``lse``, and their backward accepts any
+``out`` and ``lse``. The gradient of one part of a larger attention is therefore a call with that attention's final
+``out`` and ``lse``. ``bands.py`` decides which calls make up a step. A query is in one call of a step, or in two if a
+library supports only square causal masks.
 
-In each step the library rounds its partial output, dq, dk and dv to the dtype of ``q``. They are merged and added in
-float32, and rounded once more at the end. Attention in a single step is rounded like the library's own.
+In each call the library rounds its partial output, dq, dk and dv to the dtype of ``q``. These are merged and added in
+float32, and the result is rounded once more at the end. Attention in a single step is rounded only by the library.
 
 Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim, e head_dim of v, t rows of all sequences of a
 packed call.
@@ -32,7 +32,7 @@ from .bands import Abilities, Call, cut
 from .base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, head_dims, merge_, row_delta
 from .triton import TritonBackend
 
-# A step that takes more calls runs on a kernel that takes the intervals as they are, if there is one.
+# A step that needs more calls runs on a kernel that takes key intervals, if there is one.
 _MOST_CALLS = 8
 
 Fallback = Callable[[Tensor, Tensor, Tensor, Score], Backend]
@@ -40,14 +40,14 @@ Fallback = Callable[[Tensor, Tensor, Tensor, Score], Backend]
 
 @dataclass(frozen=True)
 class Options:
-    """What a library's kernel is told besides the tensors.
+    """The arguments of a library's kernel besides q, k and v.
 
     Attributes:
         softmax_scale, softcap: as in ``Score``.
         left, right: the band, as in ``bands.Band``; -1 is unlimited.
         cu_q, cu_k: int32 ``[sequences + 1]`` on the device, the boundaries of a packed call's sequences; else None.
-        max_q, max_k: no sequence is longer.
-        intervals: for a call with ``Call.masked``, on the device; else None.
+        max_q, max_k: the most queries and keys of a sequence.
+        intervals: for a call with ``Call.masked``, the key intervals on the device; otherwise None.
     """
 
     softmax_scale: float
@@ -67,13 +67,13 @@ class Options:
 
 
 class LibraryBackend(ABC):
-    """A library's kernels behind the protocol ``Backend``. A subclass says what they can do, and calls them.
+    """A ``Backend`` that runs a library's kernels. A subclass declares what the kernels support, and calls them.
 
     Attributes:
-        capabilities: compute capabilities (major) that there are kernels for.
-        max_head_dim: the largest head_dim, of q and k.
-        softcap: whether the kernels cap scores.
-        abilities: which masks they know, whatever the queries.
+        capabilities: the major compute capabilities of GPUs on which the kernels run.
+        max_head_dim: the largest head_dim of q and k.
+        softcap: whether the kernels support a softcap.
+        abilities: which masks the kernels support (see ``able``).
         optionally_deterministic: whether there are kernels with gradients that have the same bits in every run.
     """
 
@@ -88,10 +88,10 @@ class LibraryBackend(ABC):
     optionally_deterministic = False
 
     def __init__(self, fallback: Fallback) -> None:
-        """``fallback(q, k, v, score)`` is the backend for steps that the library cannot do in a few calls."""
+        """``fallback(q, k, v, score)`` returns the backend for steps that need more than a few calls."""
         self._fallback = fallback
 
-    # What a subclass provides
+    # Methods of subclasses
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -104,7 +104,7 @@ class LibraryBackend(ABC):
         Args:
             q, k, v: ``[b, q, h, d]``, ``[b, k, n, d]``, ``[b, k, n, e]``; packed ``[t, h, d]``, ``[t, n, d]``,
                 ``[t, n, e]``.
-            options: see there.
+            options: the other arguments.
 
         Returns:
             ``out [b, q, h, e]``, packed ``[t, h, e]``, and ``lse`` float32 ``[b, h, q]``, packed ``[h, t]``; infinite,
@@ -118,18 +118,18 @@ class LibraryBackend(ABC):
         """``dq, dk, dv`` of one call, shaped like ``q, k, v``. ``out`` and ``lse`` (dense) are the final ones."""
 
     def able(self, q: Tensor) -> Abilities:
-        """Which masks the kernels know, for queries like ``q``."""
+        """Which masks the kernels support for queries with the dtype, head_dim and device of ``q``."""
         return self.abilities
 
     def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
-        """Why there are no kernels for these head_dims, of q and k and of v, or None."""
+        """Why there are no kernels for this head_dim of q and k and ``v_head_dim`` of v, or None."""
         if v_head_dim != head_dim:
             return f"{head_dims(head_dim, v_head_dim)} (equal ones only)"
         if head_dim > self.max_head_dim:
             return f"head_dim={head_dim} (at most {self.max_head_dim})"
         return None
 
-    # The protocol
+    # Methods of ``Backend``
 
     def unsupported(
         self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
@@ -239,12 +239,12 @@ class LibraryBackend(ABC):
                 target.zero_()
 
     def _launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[_Launch] | None:
-        """The calls of one step; None if a few are not enough. Kept with ``intervals``."""
+        """The calls of one step; None if it needs too many. Cached in ``intervals``."""
         can = self.able(q)
         key = "launches", can, q.shape[0], q.device
         if key not in intervals.tiles:
             sizes = q.shape[0], q.shape[1], k.shape[1]
-            with _disable_current_modes():  # real values, also where the tensors on the device are fake
+            with _disable_current_modes():  # reads values, also if the tensors on the device are fake
                 host = intervals.on_host()
                 calls = None if host is None else cut(host, *sizes, can, _MOST_CALLS)
             intervals.tiles[key] = None if calls is None else [_launch(call, q.device) for call in calls]
@@ -282,9 +282,9 @@ def _options(launch: _Launch, intervals: KeyIntervals, score: Score) -> Options:
 
 
 def _rows(x: Tensor, call: Call, rows: slice, writable: bool = False) -> Tensor:
-    """The rows of a call of ``x [b, s, h, d]``: ``[b, rows, h, d]``, or of a packed call ``[rows, h, d]``.
+    """The rows of ``x [b, s, h, d]`` that a call reads: ``[b, rows, h, d]``, or ``[rows, h, d]`` for a packed call.
 
-    Unless the call is for every batch row alike, rows are counted over all batch rows laid end to end.
+    Unless ``call.every_row``, rows are counted through the concatenation of all batch rows.
     """
     if call.every_row or len(x) == 1:
         part = x[:, rows]
@@ -294,7 +294,7 @@ def _rows(x: Tensor, call: Call, rows: slice, writable: bool = False) -> Tensor:
 
 
 def _statistics(lse: Tensor, call: Call) -> Tensor:
-    """The rows of a call of ``lse [b, h, q]``, contiguous: ``[b, h, rows]``, or of a packed call ``[h, rows]``."""
+    """The rows of ``lse [b, h, q]`` that a call reads, contiguous: ``[b, h, rows]``, or ``[h, rows]`` if packed."""
     if call.every_row or len(lse) == 1:
         part = lse[:, :, call.queries]
         return (part if call.ends is None else part[0]).contiguous()
@@ -303,7 +303,7 @@ def _statistics(lse: Tensor, call: Call) -> Tensor:
 
 
 def _by_place(call: Call, out: Tensor, lse: Tensor, q_len: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Batch rows, queries, and the ``out [b, q, h, d]`` and ``lse [b, h, q]`` that belong there."""
+    """Yields slices of batch rows and of queries, with the ``out [b, q, h, d]`` and ``lse [b, h, q]`` of these."""
     if call.ends is not None:
         out, lse = out[None], lse[None]
     if call.every_row:

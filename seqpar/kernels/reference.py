@@ -19,12 +19,12 @@ from ..keys import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, merge_
 from .dropout import keep_mask
 
-# A block of float32 scores takes 1 MiB a head.
+# A block of float32 scores takes 1 MiB per head.
 _Q_BLOCK, _K_BLOCK = 256, 1024
 
 
 class ReferenceBackend:
-    """The backend that the others are measured against, and the last resort: it supports every request."""
+    """The backend that the others are tested against. It supports every call, so it runs where no other backend can."""
 
     name = "reference"
     deterministic = True
@@ -87,7 +87,7 @@ class ReferenceBackend:
 def _blocks(intervals: KeyIntervals) -> Iterator[tuple[slice, slice]]:
     """Blocks of queries and keys in which some query sees some key.
 
-    Intervals never fall along the queries, so the first and last query of a block bound the keys that it sees.
+    ``lo`` and ``hi`` never decrease along the queries, so the first and last query of a block bound its visible keys.
     """
     q_len = intervals.lo.shape[1]
     for q0 in range(0, q_len, _Q_BLOCK):
@@ -131,5 +131,5 @@ def _dropout_factor(q: Tensor, intervals: KeyIntervals, queries: slice, keys: sl
 
 
 def _subtrahend(lse: Tensor) -> Tensor:
-    """``lse`` to subtract from scores: 0 for rows that see no key, so that exp(-inf - lse) is 0 and not NaN."""
+    """``lse`` with 0 for queries that see no key, so that exp(score - lse) is 0 for them and not NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,4 +1,4 @@
-"""Cut key intervals into tiles that a dense attention kernel can compute: full, causal, or masked.
+"""Divide key intervals into tiles that a dense attention kernel can compute: full, causal, or masked.
 
     keys ->        a document mask, causal: x is what a query sees
     x                       causal square (rows 0 to 3)
@@ -8,7 +8,7 @@
         xxxxxxx             full rectangle (columns 4 to 7), beside a causal square (columns 8 to 10)
         xxxxxxx...
 
-A run is a range of consecutive queries along which ``lo`` and ``hi`` step alike.
+A run is a range of consecutive queries along which ``lo`` and ``hi`` change by the same steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..keys import KeyIntervals
 # A run of fewer queries is cheaper as part of a masked tile than as tiles of its own, unless it is the only one.
 _SHORT_RUN = 64
 _MIN_BLOCK, _MAX_BLOCK = 64, 512  # queries in a masked tile
-# A causal square of 256 to 768 queries is faster as smaller ones beside rectangles: PyTorch's kernel for the CPU wastes
-# up to a quarter of its time above their diagonal (measured in benchmarks/LOG.md).
+# A causal square of 256 to 768 queries is divided into smaller squares and rectangles. PyTorch's kernel for the CPU
+# spends up to a quarter of its time above the diagonal of such a square (measured in benchmarks/LOG.md).
 _CAUSAL_BLOCK, _CAUSAL_WHOLE = 256, 768
 
 
@@ -35,7 +35,7 @@ class Kind(Enum):
 
     FULL = "full"  # every query sees every key
     CAUSAL = "causal"  # square; query t of the tile sees its keys 0 to t
-    MASKED = "masked"  # as lo and hi say
+    MASKED = "masked"  # query t sees the keys lo[t] to hi[t] - 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Tile:
 
 
 def tiles(intervals: KeyIntervals, row: int) -> tuple[Tile, ...]:
-    """The decomposition of one batch row's intervals. Kept with ``intervals``."""
+    """The decomposition of one batch row's intervals. Cached in ``intervals``."""
     if row not in intervals.tiles:
         intervals.tiles[row] = tuple(decompose(intervals.lo[row], intervals.hi[row]))
     found: tuple[Tile, ...] = intervals.tiles[row]
@@ -62,7 +62,7 @@ def tiles(intervals: KeyIntervals, row: int) -> tuple[Tile, ...]:
 
 
 def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
-    """Cut the intervals ``lo, hi``, int64 ``[q_len]``, into tiles.
+    """Divide the intervals ``lo, hi``, int64 ``[q_len]``, into tiles.
 
     A run along which both ends are constant is one full rectangle. A run along which ``lo`` is constant and ``hi``
     grows by one key per query is a full rectangle beside a causal square. Other runs, and runs too short for tiles of
@@ -91,11 +91,12 @@ STILL, HI_MOVES, BOTH_MOVE, LO_MOVES, _OTHER = range(5)
 
 
 def runs(lo: Tensor, hi: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Maximal runs as ``(start, stop, step)``; ``step`` says how ``lo`` and ``hi`` change along the run.
+    """Maximal runs as ``(start, stop, step)``, where ``step`` is how ``lo`` and ``hi`` change along the run.
 
-    ``steps[t]`` is the step from query ``t`` to ``t + 1``. A run of one query has the step ``STILL``.
+    A run of one query has the step ``STILL``.
     """
     dlo, dhi, seen = lo.diff(), hi.diff(), lo < hi
+    # steps[t] is the step from query t to query t + 1.
     steps = torch.full_like(dlo, _OTHER)
     steps[(dlo == 0) & (dhi == 0)] = STILL
     steps[(dlo == 0) & (dhi == 1)] = HI_MOVES
@@ -135,7 +136,7 @@ def _plain(lo: int, hi: int, start: int, stop: int, kind: int) -> Iterator[Tile]
 
 
 def _masked(lo: list[int], hi: list[int], start: int, stop: int) -> Iterator[Tile]:
-    """Blocks of queries over all keys that any of them sees; of more queries if each sees many keys."""
+    """Blocks of queries over all keys that any of them sees. The blocks are larger if the queries see more keys."""
     while start < stop:
         width = hi[start] - lo[start]
         end = min(start + max(_MIN_BLOCK, min(_MAX_BLOCK, width // 4)), stop)

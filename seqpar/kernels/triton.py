@@ -1,4 +1,4 @@
-"""Attention on the package's own Triton kernels, which take key intervals and the carry as they are."""
+"""Attention on the package's own Triton kernels, which take key intervals and a carry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..keys import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, head_dims
 from .elementwise import DTYPES, interpreted, targeted, unavailable
 
-_MAX_HEAD_DIMS = {2: (576, 512), 4: (256, 256)}  # of q and k and of v, by bytes of an element
+# By bytes of an element: the largest head_dim of q and k, and that of v.
+_MAX_HEAD_DIMS = {2: (576, 512), 4: (256, 256)}
 
 
 class TritonBackend:
@@ -22,7 +23,7 @@ class TritonBackend:
     reads_delta = True
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """``deterministic``: leave out the backward kernel that adds to ``dq`` in an order that changes."""
+        """``deterministic``: do not use the backward kernel that adds to ``dq`` in a different order in every run."""
         self.deterministic = deterministic
 
     def made_deterministic(self) -> TritonBackend:
@@ -87,7 +88,7 @@ class TritonBackend:
 
 @contextmanager
 def _explain_errors() -> Iterator[None]:
-    """Add to an error of Triton's compiler or launcher what the user can do about it."""
+    """Raise errors of Triton's compiler or launcher again, with advice for the user."""
     try:
         yield
     except Exception as error:

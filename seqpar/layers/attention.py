@@ -1,11 +1,13 @@
 """Attention layers: projections and rotary embeddings around sequence-parallel attention.
 
+``AttentionLayer.forward`` checks its input and calls ``_project``, the rotary embedding, ``_attend`` and ``_output`` in
+this order. Subclasses in other files override the methods that differ for their strategy.
+
 Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -30,7 +32,6 @@ from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
-from ..planner.auto import AttentionShape, choose_strategy
 from ..schedule import MaskPlanner
 from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from ..strategies import COMMS, resolve, strategy_options
@@ -45,11 +46,11 @@ from ..strategies.operators import (
     positions_op,
     traced_seed,
 )
+from ..strategies.sequence_chunks import SequenceChunks
 from ..strategies.tensor_operators import (
     TracedChunks,
     all_gather_positions_op,
 )
-from ..strategies.tensor_sequence import SequenceChunks
 from .rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ _NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 
 
 class _LayerHeader(NamedTuple):
-    """A rank's input: what must be the same on all ranks, and what is added up, maximised or taken from rank 0."""
+    """A rank's input, for the handshake. ``length`` is added up over the ranks, of ``max_position`` the maximum is
+    taken, ``dropout_seed`` is taken from rank 0, ``gradient`` is the rank's ``gradient_state``, and the other fields
+    must be the same on all ranks."""
 
     length: int
     batch: int
@@ -73,7 +76,7 @@ class _LayerHeader(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """One forward outside of torch.compile, checked: what ``AttentionLayer.forward`` was given, and what follows."""
+    """The checked arguments of one ``AttentionLayer.forward`` outside of torch.compile, and what follows from them."""
 
     mask: Mask
     sharding: Sharding | None
@@ -100,7 +103,7 @@ class AttentionLayer(nn.Module):
     Args:
         hidden_size: width of the hidden states.
         num_heads: query heads.
-        num_kv_heads: key/value heads, a divisor of ``num_heads``; by default as many (multi-head attention).
+        num_kv_heads: KV heads, a divisor of ``num_heads``; by default ``num_heads`` (multi-head attention).
         head_dim: by default ``hidden_size // num_heads``.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
@@ -112,7 +115,7 @@ class AttentionLayer(nn.Module):
         qk_norm: RMS-normalise each head of q and k before the rotation (Qwen 3, Gemma 3).
         rope: a ``seqpar.RotaryEmbedding``, or None for no rotation. Layers may share one.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
-        sinks: a learned logit a head in the denominator of the softmax, initially 0 (gpt-oss).
+        sinks: whether each head has a learned logit in the denominator of the softmax, initially 0 (gpt-oss).
         dropout_p: probability of dropping an attention weight, in training mode only.
         backend: "auto" or one of ``seqpar.backends()``.
         device: the device of the weights.
@@ -213,10 +216,10 @@ class AttentionLayer(nn.Module):
         Args:
             x_local: ``[batch, seq, hidden]``, this rank's tokens.
             mask: which tokens each token sees, in global positions. The same on every rank.
-            sharding: the ``Sharding`` that the tokens were sharded with. Ranks and layout need not be given to the
-                layer then, and must not differ where they are. There is no handshake (see ``seqpar.attention``), unless
-                the layer needs one: in training mode for the seed of dropout, which rank 0 draws, and with
-                ``positions`` for "dynamic" rotary embeddings.
+            sharding: the ``Sharding`` that the tokens were sharded with. The layer need not be made with ranks and a
+                layout then; if it is, they must be those of the sharding. There is no handshake (see
+                ``seqpar.attention``), except for the seed of dropout in training mode, and for "dynamic" rotary
+                embeddings with ``positions``.
             positions: integers ``[seq]`` or ``[batch, seq]``, for the rotary embedding only; by default the global
                 positions that the layout gives this rank.
             seq_len: the length of the full sequence, if no ``sharding`` is given. With it there is no handshake
@@ -238,7 +241,8 @@ class AttentionLayer(nn.Module):
         return self._eager(x_local, mask, sharding, positions, seq_len)
 
     def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
-        """Whether nothing but operators communicates, and nothing that changes from step to step decides the rest."""
+        """Whether torch.compile can trace the layer: only operators communicate, and the traced code does not depend on
+        the mask or on lengths."""
         dynamic = self.rope is not None and self.rope.needs_length
         if not isinstance(sharding, Sharding) or seq_len is not None or dynamic:
             return False
@@ -280,7 +284,7 @@ class AttentionLayer(nn.Module):
         seq_len: int | None,
     ) -> Tensor:
         """``forward`` outside of torch.compile."""
-        # One of another type raises in the check below, on all ranks if there is a handshake.
+        # A sharding of another type raises in the check below, on all ranks if there is a handshake.
         known = sharding if isinstance(sharding, Sharding) else None
         dropout_p = self._dropout_p
         dynamic = self.rope is not None and self.rope.needs_length and positions is not None
@@ -328,7 +332,7 @@ class AttentionLayer(nn.Module):
         return self._output(out.flatten(2), chunks)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, options: AttentionOptions) -> Tensor:
-        """Attention of q, k, v, ``[b, s, h, d]`` and twice ``[b, s, n, d]``, to ``[b, s, h, d]``."""
+        """Attention of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, d]``: ``[b, s, h, d]``."""
         out, _ = attend(
             q,
             k,
@@ -357,7 +361,7 @@ class AttentionLayer(nn.Module):
         return MaskPlanner(sequence, groups.ring_rank, groups.gathers, groups.per_host, groups.replicated)
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The projections ``[b, s, h * d]`` by head, ``[b, s, h, d]``, and q and k normalised."""
+        """The projections ``[b, s, h * d]`` split into heads, ``[b, s, h, d]``, with q and k normalised."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv)
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast the weights are float32, and so is the norm.
@@ -367,7 +371,7 @@ class AttentionLayer(nn.Module):
 
     @property
     def _dropout_p(self) -> float:
-        """The probability of dropping an attention weight now."""
+        """The probability of dropping an attention weight in the current mode, training or evaluation."""
         return self.dropout_p if self.training else 0.0
 
     def _traced_options(self, replicated: bool = False) -> AttentionOptions:
@@ -377,7 +381,7 @@ class AttentionLayer(nn.Module):
         return self._options(self._dropout_p, replicated, draws_seed=True)
 
     def _options(self, dropout_p: float, replicated: bool = False, draws_seed: bool = False) -> AttentionOptions:
-        """The constants of its attention, ``replicated`` and ``draws_seed`` as in ``AttentionOptions``."""
+        """The constants of the layer's attention; ``replicated`` and ``draws_seed`` as in ``AttentionOptions``."""
         return AttentionOptions(
             strategy=self._attention_strategy,
             strategy_options=constants(self.strategy_options),
@@ -391,7 +395,7 @@ class AttentionLayer(nn.Module):
             draws_seed=draws_seed,
         )
 
-    # The methods below are what tensor parallelism does differently.
+    # Tensor parallelism overrides the methods below.
 
     @property
     def _heads(self) -> Heads:
@@ -400,21 +404,21 @@ class AttentionLayer(nn.Module):
 
     @property
     def _attention_strategy(self) -> str:
-        """The strategy between the projections."""
+        """The strategy of the attention between the projections."""
         return self.strategy
 
     @property
     def _tensor_size(self) -> int:
-        """Ranks that all-gather their tokens before attention."""
+        """The number of ranks that all-gather their tokens before attention."""
         return 1
 
     def _ranks(self, sharding: Sharding | None) -> AttentionLayer | Sharding:
-        """What has the mesh or the group: the layer, or the sharding of a layer that was made without them."""
+        """The object whose mesh or group is used: the layer, or the sharding if the layer was made without them."""
         own = self.mesh is not None or self.group is not None
         return self if own or sharding is None else sharding
 
     def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
-        """The ranks that take part in attention, between the projections: the layer's own, or the sharding's."""
+        """The ranks that take part in the attention between the projections: the layer's own, or the sharding's."""
         ranks = self._ranks(sharding)
         return resolve(self.strategy, ranks.mesh, ranks.group, self.strategy_options)
 
@@ -424,20 +428,20 @@ class AttentionLayer(nn.Module):
         return None if self.strategy == "local" else sequence_group(ranks.mesh, ranks.group)
 
     def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
-        """What the ranks' layers and calls must have alike, besides their inputs."""
+        """The values that must be the same on all ranks, besides their inputs."""
         degrees = groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks
         return (self.strategy, *degrees, layout, self.softcap, dropout_p)
 
     def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
-        """The tokens of the ranks that all-gather theirs before the projections; None if a rank keeps to its own."""
+        """The tokens of the ranks that all-gather before the projections; None if the layer does not all-gather."""
         return None
 
     def _traced_chunks(self, tokens: int, sharding: Any) -> TracedChunks | None:
-        """The same while torch.compile traces."""
+        """``_chunks`` while torch.compile traces."""
         return None
 
     def _project(self, x: Tensor, chunks: SequenceChunks | TracedChunks | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v of the tokens that this rank attends with, ``[b, s, h * d]`` and twice ``[b, s, n * d]``."""
+        """q ``[b, s, h * d]``, k and v ``[b, s, n * d]`` of the tokens that this rank attends with."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def _output(self, out: Tensor, chunks: SequenceChunks | TracedChunks | None) -> Tensor:
@@ -472,7 +476,7 @@ class AttentionLayer(nn.Module):
             _check_positions(positions, x)
 
     def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, same: tuple[Any, ...]) -> _LayerHeader:
-        """Describe this rank's input, which has been checked, to the other ranks."""
+        """The header of this rank's input, which has been checked."""
         max_position = 0
         if positions is not None and self.rope is not None and self.rope.needs_length and positions.numel():
             max_position = int(positions.max().item()) + 1
@@ -482,7 +486,7 @@ class AttentionLayer(nn.Module):
         return _LayerHeader(x.shape[1], x.shape[0], x.dtype, agreed, max_position, seed, gradient)
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        """Check names and types. What depends on the group is checked in ``forward``."""
+        """Check names and types. Values that depend on the group are checked in ``forward``."""
         check_options(self.strategy, options, strategy_options(self.strategy))
         if options.get("comm") is not None:
             check_choice("comm", options["comm"], COMMS)
@@ -498,72 +502,43 @@ class AttentionLayer(nn.Module):
 
 
 class LocalAttention(AttentionLayer):
-    """The whole sequence on one rank: nothing is sent. No options. See ``AttentionLayer`` for the arguments."""
+    """Attention on one rank, which holds the full sequence. No options. See ``AttentionLayer`` for the arguments."""
 
     strategy = "local"
 
 
 class RingAttention(AttentionLayer):
-    """K/V rows are sent from rank to rank, step by step. No options. See ``AttentionLayer`` for the arguments.
+    """Ring attention: K/V rows are sent from rank to rank, step by step. No options.
 
-    A causal mask gives all ranks the same work under the layouts "zigzag" and "striped".
+    Under a causal mask, use the layout "zigzag" or "striped", with which all ranks have the same work. See
+    ``AttentionLayer`` for the arguments.
     """
 
     strategy = "ring"
 
 
 class UlyssesAttention(AttentionLayer):
-    """All-to-all from sequence shards to head shards and back. No options. More ranks than heads leave ranks idle.
+    """Ulysses: all-to-all from sequence shards to head shards and back. No options.
 
-    See ``AttentionLayer`` for the arguments.
+    With more ranks than heads, some ranks have no work. See ``AttentionLayer`` for the arguments.
     """
 
     strategy = "ulysses"
 
 
-class AutoAttention(AttentionLayer):
-    """In each call the strategy that is expected to be the fastest, see ``seqpar.attention``. No options.
-
-    ``torch.compile`` does not trace it: the layer is a graph break. See ``AttentionLayer`` for the arguments.
-    """
-
-    strategy = "auto"
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, options: AttentionOptions) -> Tensor:
-        sequence, group = call.sequence, call.groups.sequence
-        if group is not None and group.size() > 1:
-            (batch, _, heads, head_dim), kv_heads = q.shape, k.shape[2]
-            shape = AttentionShape(batch, heads, kv_heads, (head_dim + v.shape[3]) // 2, q.dtype)
-            chosen = choose_strategy(
-                call.mask, sequence.seq_len, sequence.layout, shape, group, q.device, call.joins_backward
-            )
-            ranks = self._ranks(call.sharding)
-            groups = resolve(chosen.strategy, ranks.mesh, ranks.group, chosen.options)
-            sequence = replace(sequence, ring=groups.ring_size, ulysses=groups.ulysses_size)
-            call = call._replace(groups=groups, sequence=sequence)
-            options = replace(options, strategy=chosen.strategy, strategy_options=constants(chosen.options))
-        return super()._attend(q, k, v, call, options)
-
-    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
-        raise ValueError("strategy='auto': it depends on the shapes of q, k and v too; name the strategy to plan for")
-
-    def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
-        return False
-
-
 class HybridAttention(AttentionLayer):
-    """All-to-all in subgroups, ring across them. See ``AttentionLayer`` for the other arguments.
+    """A hybrid: all-to-all in subgroups, ring across them. See ``AttentionLayer`` for the other arguments.
 
     Args:
-        ulysses_size: on a plain group, the size of the subgroups, a divisor of the group's size (by default the
-            largest up to its square root); a mesh's ring and ulysses dimensions say it themselves.
+        ulysses_size: on a plain group, the size of the subgroups, a divisor of the group's size; by default the largest
+            one up to its square root. On a mesh, the sizes of its ring and ulysses dimensions are used.
     """
 
     strategy = "hybrid"
 
 
 def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """``(kv_heads, head_dim)`` with their defaults."""
+    """``(kv_heads, head_dim)``, with defaults filled in."""
     check_int("hidden_size", hidden_size, 1)
     check_int("num_heads", heads, 1)
     kv_heads = heads if kv_heads is None else kv_heads

@@ -1,4 +1,4 @@
-"""Context parallelism: the names of TransformerEngine, and keys and values or hidden states that are all-gathered.
+"""Context parallelism with the option names of TransformerEngine, and with all-gathered hidden states (FastSeq).
 
 Shapes: b batch, s tokens of this rank, t tokens of all ranks, h query heads, n KV heads, d head_dim.
 """
@@ -30,38 +30,39 @@ from ..strategies.gathered_activations import (
     prefers_activations,
 )
 from ..strategies.operators import make_call, positions_op, seen_by_dispatch_mode, with_replicated_keys
+from ..strategies.sequence_chunks import SequenceChunks
 from ..strategies.tensor_operators import (
     ChunkOptions,
     TracedChunks,
     all_gather_positions_op,
     traced_all_gather_linear,
 )
-from ..strategies.tensor_sequence import SequenceChunks, all_gather_linear
+from ..strategies.tensor_sequence import all_gather_linear
 from .attention import AttentionLayer, LayerCall
 from .rotary import rotate
 
 
 class ContextParallelAttention(AttentionLayer):
-    """Context parallelism as TransformerEngine names it. See ``AttentionLayer`` for the other arguments.
+    """Context parallelism with the option names of TransformerEngine. See ``AttentionLayer`` for the other arguments.
 
     Args:
         comm: "all_gather" (all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p" (the hybrid).
             By default "all_gather" if all ranks share a host or ``chunks`` or ``gather`` is given, otherwise "p2p".
-        chunks: with "all_gather", in how many chunks of heads keys and values are received. More need less memory; by
-            default as many as are worth it.
+        chunks: with "all_gather", in how many chunks of heads keys and values are received. More chunks need less
+            memory. By default the size of keys and values decides.
         ulysses_size: with "a2a+p2p" on a plain group, the size of the all-to-all's subgroups.
         gather: with "all_gather", what the ranks receive.
 
-            * "kv" (default): the keys and values that their queries see, ``2 * num_kv_heads * head_dim`` numbers a
+            * "kv" (default): the keys and values that their queries see, ``2 * num_kv_heads * head_dim`` numbers per
               token.
-            * "activations": all ranks' hidden states, ``hidden_size`` numbers a token, half as many where
-              ``num_kv_heads * head_dim`` is ``hidden_size`` (FastSeq). Every rank projects them to keys and values,
-              while they arrive, and again in backward. ``k_proj`` and ``v_proj`` must be plain ``nn.Linear`` and
-              ``k_norm`` a plain ``nn.RMSNorm``, not modules that replace them, such as LoRA's.
-            * "auto": in each call whichever takes less time, by counted bytes and operations (see
-              ``docs/strategies.md``), and "kv" where "activations" cannot run. It depends on the mask and is not traced
-              by ``torch.compile``: the layer is a graph break. If the mesh was not made by ``init_mesh``, the ranks
-              tell each other their hosts in the first call.
+            * "activations": all ranks' hidden states, ``hidden_size`` numbers per token (FastSeq). That is half of "kv"
+              if ``num_kv_heads * head_dim`` equals ``hidden_size``. Every rank projects them to keys and values as they
+              arrive, and again in backward. ``k_proj`` and ``v_proj`` must be plain ``nn.Linear`` and ``k_norm`` a
+              plain ``nn.RMSNorm``, not modules that replace them, such as LoRA's.
+            * "auto": in each call the one that takes less time, estimated from bytes and operations (see
+              ``docs/strategies.md``), and "kv" if "activations" cannot run. The choice depends on the mask and is not
+              traced by ``torch.compile``: the layer is a graph break. If the mesh was not made by ``init_mesh``, the
+              ranks exchange their hosts in the first call.
         options: the arguments of ``AttentionLayer``.
     """
 
@@ -157,7 +158,7 @@ class ContextParallelAttention(AttentionLayer):
         finish, parameters = self._finish_keys(hidden.dtype, x.device, of_keys, call.max_position)
         call, options = call._replace(groups=groups), self._options(call.dropout_p, replicated=True)
         hidden = hidden.contiguous()
-        if seen_by_dispatch_mode():  # which sees the projections and attention as operators of their own
+        if seen_by_dispatch_mode():  # the mode must see the projections and attention as separate operators
             k, v = finish(*all_gather_linear(hidden, [k_weight, v_weight], chunks), *parameters)
             q = self._queries(x, of_queries, call.max_position)
             return self._output(self._attend(q, k, v, call, options).flatten(2), None)
@@ -215,8 +216,8 @@ class ContextParallelAttention(AttentionLayer):
     def _finish_keys(
         self, dtype: torch.dtype, device: torch.device, positions: Tensor | None, max_position: int | None
     ) -> tuple[FinishKeys, list[Tensor]]:
-        """What makes keys and values of their projections without biases, at ``positions [t]`` or ``[b, t]``; and its
-        parameters."""
+        """A function that turns projections without biases into keys and values at ``positions [t]`` or ``[b, t]``, and
+        the parameters to pass to it."""
         norm, d = self.k_norm, self.head_dim
         table = self._rotary_table(positions, dtype, device, max_position)
         parameters: list[Tensor] = [p for p in (self.k_proj.bias, self.v_proj.bias) if p is not None]

@@ -13,15 +13,15 @@ from ..kernels import BackendName
 from ..layout import Layout
 from ..strategies import StrategyName, StrategyOptions
 from ..strategies.gathered_activations import Gather
-from ..strategies.tensor_sequence import Overlap
+from ..strategies.sequence_chunks import Overlap
 from .attention import (
     AttentionLayer,
-    AutoAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
     UlyssesAttention,
 )
+from .auto import AutoAttention
 from .context_parallel import ContextParallelAttention
 from .rotary import RotaryEmbedding
 from .tensor_parallel import MegatronAttention
@@ -83,15 +83,16 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     shape.
 
     Args:
-        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp" or "auto": in each call the one
-            that is expected to be the fastest, without "tp_sp", whose weights are sharded.
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp" or "auto". "auto" selects in each
+            call the strategy that is expected to be the fastest; it never selects "tp_sp", which shards the weights.
         hidden_size: width of the hidden states.
         num_heads: query heads.
-        num_kv_heads: KV heads, a divisor of ``num_heads``; by default as many (multi-head attention).
+        num_kv_heads: KV heads, a divisor of ``num_heads``; by default ``num_heads`` (multi-head attention).
         head_dim: by default ``hidden_size // num_heads``.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
-            that the layer is called with, or the default group. "tp_sp" needs them here, for its weights.
+            that the layer is called with, or the default group. "tp_sp" does not take them from the ``sharding``,
+            because its weights are sharded when the layer is made.
         layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default that of the ``sharding``
             that the layer is called with, or "contiguous".
         bias: whether the q, k and v projections have biases.
@@ -99,13 +100,13 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         qk_norm: RMS-normalise each head of q and k before the rotary embedding.
         rope: a rotary embedding, or None.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
-        sinks: a learned logit a head in the denominator of the softmax.
+        sinks: whether each head has a learned logit in the denominator of the softmax.
         dropout_p: the probability of dropping an attention weight, in training mode only.
         backend: "auto" or one of ``seqpar.backends()``.
         device: the device of the weights.
         dtype: the dtype of the weights.
         strategy_options: ``comm``, ``gather`` and ``chunks`` (context_parallel), ``ulysses_size`` (context_parallel and
-            hybrid), ``overlap`` and ``context`` (tp_sp). The layers' own pages document them.
+            hybrid), ``overlap`` and ``context`` (tp_sp). The classes of the layers document them.
 
     Returns:
         One of LocalAttention, RingAttention, UlyssesAttention, ContextParallelAttention, HybridAttention,

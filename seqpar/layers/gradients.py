@@ -1,4 +1,4 @@
-"""The gradients of weights over the ranks that share one sequence: their sum, and clipping by their norm."""
+"""Sums the gradients of weights over the ranks that share one sequence, and clips them by their norm."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerp
 from ..mesh import context_group, sequence_group, size_of
 from .sharded_weights import WeightShard, weight_shards
 
-_BUCKET_BYTES = 64 << 20  # of the dtype that is sent
+_BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
 
-# By gradient: the groups over which it was summed, and its version then. Writing to a tensor increases its version.
+# By gradient: the groups over which it was summed, and its version after that. Every write increases the version.
 _summed_over: MutableMapping[Tensor, dict[ProcessGroup, int]] = WeakIdKeyDictionary()
 
 
@@ -37,15 +37,15 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     are summed over the whole sequence group, which includes tp if the module has such layers.
 
     Half-precision gradients are summed in float32 and rounded once. If a parameter has a gradient on some ranks only,
-    it counts as zero on the others, and afterwards every rank has one. A parameter without a gradient on any rank
-    keeps none. Of a DTensor parameter, which is sharded over other dimensions of the mesh, the local shards are summed.
+    the other ranks contribute zeros, and afterwards every rank has the sum. A parameter without a gradient on any rank
+    keeps none. If a parameter is a DTensor, sharded over other dimensions of the mesh, its local shards are summed.
 
-    Under DDP or FSDP over a mesh that includes the sequence's dimensions the gradients are already reduced: such a call
-    raises, and so does a second call for the same gradients. A module inside DDP or FSDP1 does not know of it: pass the
-    wrapper.
+    DDP or FSDP over a mesh that includes the sequence's dimensions already reduces the gradients over them: a call then
+    raises an error, and so does a second call for the same gradients. Pass the DDP or FSDP1 wrapper, not the module
+    inside it, which has no reference to its wrapper.
 
     Args:
-        module: built alike on every rank. Frozen parameters are left out.
+        module: the module, built in the same way on every rank. Frozen parameters are left out.
         mesh: as given to the layers.
         group: as given to the layers. With neither, the default group. A single process has nothing to sum.
 
@@ -65,7 +65,7 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
         return
     tensor_groups = {shards[p].group for _, p in sharded}
     context = sequence_group(mesh, group) if mesh is None or mesh.ndim == 1 else context_group(mesh)
-    # On a plain group, weights and tokens are sharded over the same ranks: no two ranks hold the same weights.
+    # On a plain group, weights and tokens are sharded over the same ranks, so no two ranks hold the same weights.
     if context not in tensor_groups:
         _sync(sharded, context, wrappers)
     sharded_ids = {id(p) for _, p in sharded}
@@ -77,16 +77,16 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, *, mesh: DeviceMesh | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Scale the gradients so that their norm is at most ``max_norm``; one device's norm under every strategy.
+    """Scale the gradients so that their norm is at most ``max_norm``. The norm is that on one device, for any strategy.
 
-    ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards of the weights of tensor-parallel layers: every rank of tp
-    would get another norm, and the replicated weights would drift apart. Here the squares are summed over the ranks
-    that hold different rows, and rows that several ranks hold are counted once. Call it after ``sync_gradients``.
-    Without tensor-parallel layers or DTensor parameters nothing is sent.
+    With tensor-parallel layers, ``torch.nn.utils.clip_grad_norm_`` sees only this rank's shards of their weights. Each
+    rank of tp would compute a different norm, and the replicated weights would drift apart. Here the squares are summed
+    over the ranks that hold different rows, and rows that several ranks hold are counted once. Call it after
+    ``sync_gradients``. Without tensor-parallel layers or DTensor parameters nothing is sent.
 
     Args:
         module: as given to ``sync_gradients``. Parameters without a gradient are left out.
-        max_norm: the largest norm, positive; ``inf`` measures without clipping.
+        max_norm: the largest norm, positive. With ``inf`` the norm is computed and nothing is clipped.
         mesh: as given to ``sync_gradients``.
         group: as given to ``sync_gradients``.
 
@@ -111,7 +111,7 @@ def clip_grad_norm_(
         return _ClipHeader(fingerprint(float(max_norm)))
 
     check_same(all_gather_header(header, sequence_group(mesh, group, "tp_sp") if tensor_parallel else None), "max_norm")
-    # By the ranks that hold different elements. Every rank makes the same groups, whether or not it has gradients.
+    # By the groups whose ranks hold different elements. Every rank has the same keys, also if it has no gradients.
     squares: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for p in parameters:
         groups, own = _distinct_elements(p, shards.get(p))
@@ -127,30 +127,30 @@ def clip_grad_norm_(
     for p in parameters:
         if p.grad is not None:
             gradients.setdefault(p.grad.device, []).append(_local_tensor(p.grad))
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils; stays on the device, so that nobody waits
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils; the host does not read it
     for device, tensors in gradients.items():
         torch._foreach_mul_(tensors, scale.to(device))
     return norm
 
 
 class _ClipHeader(NamedTuple):
-    """What the ranks of tp must pass alike."""
+    """The values that must be the same on all ranks of tp."""
 
     max_norm: Fingerprint
 
 
 def _distinct_elements(p: nn.Parameter, shard: WeightShard | None) -> tuple[tuple[ProcessGroup, ...], Tensor | None]:
-    """The groups whose ranks hold different elements of a gradient, and the elements that this rank counts."""
+    """The groups whose ranks hold different elements of a gradient, and the elements that this rank adds up."""
     grad = p.grad
     groups: tuple[ProcessGroup, ...] = ()
     if shard is not None and size_of(shard.group) > 1:
         assert shard.group is not None
         groups = (shard.group,)
-        if shard.has_shared_rows:  # a row counts on the first rank that holds it
+        if shard.has_shared_rows:  # the first rank that holds a row adds it
             start, stop = shard.span
             held_before = max((end for _, end in shard.spans[: shard.group.rank()]), default=0)
             first = min(max(start, held_before), stop) - start
-            if isinstance(grad, DTensor):  # FSDP cut the rows again: all of them are needed
+            if isinstance(grad, DTensor):  # FSDP has sharded the rows again, and all of them are needed
                 grad = grad.full_tensor()
             return groups, None if grad is None else grad.narrow(shard.dim, first, stop - start - first)
     if isinstance(p, DTensor):

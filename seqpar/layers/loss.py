@@ -20,7 +20,7 @@ from ..strategies import StrategyName
 
 
 class _LossHeader(NamedTuple):
-    """What the ranks must pass alike."""
+    """The values that must be the same on all ranks."""
 
     batch: int
     dtype: torch.dtype
@@ -37,26 +37,27 @@ def token_loss(
     ignore_index: int = -100,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
 ) -> Tensor:
-    """The mean of all ranks' losses per token, over the tokens whose label counts.
+    """The mean loss per token over all ranks' tokens, except those whose label is ``ignore_index``.
 
-    The mean of each rank's own tokens is wrong as soon as ranks have different numbers of labels that count, and its
-    gradient is too large by the number of ranks. This value is one device's, and its backward gives this rank's partial
-    gradient, which ``seqpar.sync_gradients`` sums.
+    Averaging the means of all ranks would be wrong if the ranks ignore different numbers of labels, and the gradient of
+    a rank's own mean is too large by the number of ranks. The value of this function is the loss that one device would
+    compute. Its backward gives this rank's partial gradient, which ``seqpar.sync_gradients`` sums.
 
     Args:
-        losses: ``[batch, seq_local]``, the loss of each of this rank's tokens, such as of ``F.cross_entropy`` with
+        losses: ``[batch, seq_local]``, the loss of each of this rank's tokens, such as ``F.cross_entropy`` returns with
             ``reduction="none"``.
         labels: integers ``[batch, seq_local]``, shifted before they were sharded.
         mesh: the ranks that the sequence is sharded over, as given to the layers.
         group: the same as a ProcessGroup. With neither, the default group.
         sharding: the ``Sharding`` of the tokens, instead of mesh, group and strategy. The ranks do not compare their
             input then.
-        ignore_index: the label of tokens that do not count.
+        ignore_index: the label of tokens that are left out of the mean.
         strategy: as given to ``shard``: with "tp_sp", the tokens are sharded over the mesh's tp dimension too. Leave it
-            out for losses of ``vocab_parallel_cross_entropy``, which are of all of tp's tokens, with their labels.
+            out if ``vocab_parallel_cross_entropy`` computed ``losses``, which then has the tokens of all ranks of tp.
 
     Returns:
-        A scalar, float32 (float64 for float64), the same on every rank. NaN if no label counts, as on one device.
+        A scalar, float32 (float64 for float64), the same on every rank. NaN if all labels are ignored, as on one
+        device.
 
     Raises:
         TypeError: ``losses`` is not a floating-point tensor, or ``labels`` not an integer one.
@@ -116,9 +117,9 @@ def _eager(
 def _sum_and_count(
     losses: Tensor, labels: Tensor, sequence: ProcessGroup | None, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """The sum of this rank's losses that count, and how many count on all ranks."""
+    """The sum of this rank's losses, and the number of labels on all ranks, both without ignored labels."""
     counts = labels != ignore_index  # [b, s]
-    # A loss that does not count may be NaN or infinite: it is left out, not multiplied by 0.
+    # The loss of an ignored label may be NaN or infinite, so it is masked instead of multiplied by 0.
     local_sum = losses.masked_fill(~counts, 0.0).to(torch.promote_types(losses.dtype, torch.float32)).sum()
     count = counts.sum().to(local_sum.dtype)
     if sequence is not None and sequence.size() > 1:
@@ -128,7 +129,7 @@ def _sum_and_count(
 
 @torch.library.custom_op("seqpar::token_loss", mutates_args=())
 def _token_loss(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int) -> list[Tensor]:
-    """``token_loss`` as an operator: the loss, and how many labels count on all ranks."""
+    """``token_loss`` as an operator: the loss, and the number of labels on all ranks that are not ignored."""
     sharding.check_local(losses.shape[1])
     local_sum, count = _sum_and_count(losses, labels, sharding.sequence_group, ignore_index)
     loss = local_sum / count
@@ -161,8 +162,8 @@ _token_loss.register_autograd(_token_loss_backward, setup_context=_save_labels)
 def all_reduce_loss(local_loss: Tensor, group: ProcessGroup | None, gradient_scale: int = 1) -> Tensor:
     """The sum of all ranks' ``local_loss``, a scalar.
 
-    Its backward gives this rank's partial gradient, multiplied by ``gradient_scale``: the number of ranks, if a wrapper
-    averages the gradients over them.
+    Its backward gives this rank's partial gradient, multiplied by ``gradient_scale``. If a wrapper such as DDP averages
+    the gradients over the ranks, pass their number.
     """
     if group is None or group.size() == 1:
         return local_loss

@@ -1,4 +1,4 @@
-"""Rotary position embeddings at arbitrary global positions, with the usual scalings for longer contexts.
+"""Rotary position embeddings at arbitrary global positions, with the common scalings for longer contexts.
 
 Su et al., "RoFormer", 2021. Dimension ``i`` of the first half of a head is paired with dimension ``i`` of its second
 half (``rotate_half``), as in Hugging Face's Llama, whose weights this fits.
@@ -6,8 +6,8 @@ half (``rotate_half``), as in Hugging Face's Llama, whose weights this fits.
 Shapes: b batch, s local sequence, h heads, d head_dim. A head has d / 2 pairs, each with its own inverse frequency
 ``inv_freq``; at position ``p`` a pair is rotated by the angle ``p * inv_freq``.
 
-[Note: precision] Frequencies and angles are float64: a float32 angle at position 2 ** 24 is wrong by up to half a
-radian, and float32 does not tell that position from the next. Only the cosine and the sine are rounded to float32.
+[Note: precision] Frequencies and angles are float64. A float32 angle at position 2 ** 24 has an error of up to half a
+radian, and float32 cannot represent the next position. Only the cosine and the sine are rounded to float32.
 
 [Note: one table] All layers of a model rotate by the same angles. The table of cosines and sines is therefore made once
 for a tensor of positions and a device, and shared by the layers, forward and backward. The tensor of positions is
@@ -36,18 +36,18 @@ from ..opaque import Opaque, passed_as_it_is, real
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
 Frequencies = tuple[Tensor, float]
 
-_TABLE_BYTES = 512 << 20  # of all tables together; the newest one is kept whatever its size
-_FLOAT64_ELEMENTS = 1 << 22  # of the angles that exist in float64 at a time
+_TABLE_BYTES = 512 << 20  # the limit of all cached tables together; the newest table is kept whatever its size
+_FLOAT64_ELEMENTS = 1 << 22  # how many angles exist in float64 at a time
 
 
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their tokens' positions.
 
     Frequencies and angles are float64, cosines and sines float32 (float64 for float64 inputs), whatever the dtype of
-    the module, and the result is rounded once. Angles are right to 1e-6 radians at any position below 2 ** 30.
+    the module, and the result is rounded once. Angles are accurate to 1e-6 radians at any position below 2 ** 30.
 
-    The table of cosines and sines is made once for a tensor of positions and shared by all layers that are given this
-    tensor. Give all layers of a model the same tensor, or none: layers make the default positions once.
+    The table of cosines and sines is computed once for a tensor of positions and shared by all layers that are passed
+    this tensor. Pass the same tensor to all layers of a model, or none: the default positions are one tensor too.
 
     The module has neither parameters nor buffers, so one module can serve all layers.
 

@@ -1,6 +1,6 @@
-"""What a rank computes of a sharded vocabulary: embeddings and the loss, their gradients, and their autograd functions.
+"""A rank's computation for a sharded vocabulary: embeddings and loss, their gradients, and their autograd functions.
 
-Under torch.compile, the operators of ``vocab_operators.py`` take the place of the autograd functions.
+Under torch.compile, the operators of ``vocab_operators.py`` replace the autograd functions.
 
 Shapes: b batch, s this rank's tokens, t the group's tokens, v this rank's part of the vocabulary, d hidden. Tokens of
 the group are in the order of the ranks.
@@ -26,7 +26,8 @@ from ..comm.p2p import make_ready
 from ..layout import split_range
 from ..mesh import rank_in, size_of
 from ..opaque import Opaque, constant
-from ..strategies.tensor_sequence import PartialSums, Piece, Rows, SequenceChunks, add_weight_gradient, sum_dtype
+from ..strategies.sequence_chunks import PartialSums, Piece, Rows, SequenceChunks, sum_dtype
+from ..strategies.tensor_sequence import add_weight_gradient
 
 # The label of tokens without loss, by default. No id has it.
 IGNORE_INDEX = -100
@@ -35,7 +36,7 @@ IGNORE_INDEX = -100
 def check_ids(name: str, ids: Tensor, num_embeddings: int, ignore_index: int | None = None) -> None:
     """Raise unless ``ids`` are ids of the vocabulary.
 
-    On a GPU their values are checked there, as ``nn.Embedding`` does, because reading them would make the host wait.
+    Values on a GPU are checked by an assertion on the GPU, because reading them would make the host wait.
     """
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -56,7 +57,7 @@ def check_ids(name: str, ids: Tensor, num_embeddings: int, ignore_index: int | N
 @constant()
 @dataclass(frozen=True)
 class VocabPart(Opaque):
-    """The ``size`` vocabulary entries from ``start`` on, whose logits this rank holds, and what it computes of them."""
+    """This rank's part of the vocabulary, the ``size`` entries from ``start`` on, and computations on its logits."""
 
     start: int
     size: int
@@ -69,7 +70,7 @@ class VocabPart(Opaque):
         return VocabPart(entries.start, len(entries), ignore_index)
 
     def index(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the labels' logits are among this rank's, and whether they are there, ``[..., 1]`` each."""
+        """The indices of the labels in this rank's part, and whether they are in it, ``[..., 1]`` each."""
         local = labels - self.start
         owned = (local >= 0) & (local < self.size) & (labels != self.ignore_index)
         return local.masked_fill(~owned, 0)[..., None], owned[..., None]
@@ -103,7 +104,7 @@ class VocabPart(Opaque):
 
 
 def check_labels(labels: Tensor, x: Tensor, num_embeddings: int, ignore_index: int) -> None:
-    """Raise unless ``labels`` has one for each token of ``x [b, s, d]``, of the vocabulary."""
+    """Raise unless ``labels`` are ids of the vocabulary, one for each token of ``x [b, s, d]``."""
     check_ids("labels", labels, num_embeddings, ignore_index)
     if labels.shape != x.shape[:2]:
         raise ValueError(
@@ -112,7 +113,7 @@ def check_labels(labels: Tensor, x: Tensor, num_embeddings: int, ignore_index: i
 
 
 def check_logits(logits: Tensor, labels: Tensor, num_embeddings: int, part: VocabPart) -> None:
-    """Raise unless ``logits [b, t, v]`` are of this part of the vocabulary, and of as many batch rows as the labels."""
+    """Raise unless ``logits [b, t, v]`` fit this part of the vocabulary and the batch size of the labels."""
     if not isinstance(logits, Tensor) or logits.dtype not in DTYPES:
         got = f"dtype {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"logits: expected a floating-point tensor [batch, tokens, {part.size}], got {got}")
@@ -128,7 +129,7 @@ def check_logits(logits: Tensor, labels: Tensor, num_embeddings: int, part: Voca
 
 
 def check_tokens(logits: Tensor, lengths: Sequence[int]) -> None:
-    """Raise unless ``logits [b, t, v]`` are of all tokens of the ranks, which hold ``lengths``."""
+    """Raise unless ``logits [b, t, v]`` have the tokens of all ranks, which hold ``lengths`` tokens."""
     if logits.shape[1] != sum(lengths):
         raise ValueError(
             f"logits: {logits.shape[1]} tokens, but the ranks' labels are {list(lengths)}, {sum(lengths)} together; "
@@ -142,7 +143,7 @@ def embedding_forward(ids: Tensor, weight: Tensor, part: VocabPart, chunks: Sequ
     Args:
         ids: int64 ``[b, t]``, of the group's tokens.
         weight: ``[v, d]``.
-        part: of the vocabulary, which ``weight`` holds.
+        part: the part of the vocabulary that ``weight`` holds.
         chunks: which tokens each rank holds.
     """
     if part.size:
@@ -156,7 +157,7 @@ def embedding_forward(ids: Tensor, weight: Tensor, part: VocabPart, chunks: Sequ
 def embedding_backward(dout: Tensor, ids: Tensor, weight: Tensor, part: VocabPart, chunks: SequenceChunks) -> Tensor:
     """The gradient of ``weight``, from that of the embeddings, ``dout [b, s, d]``."""
     if not part.size:
-        chunks.all_gather(dout)  # the other ranks wait for it
+        chunks.all_gather(dout)  # collective: the other ranks need it
         return torch.zeros_like(weight)
     index, owned = part.index(ids)
     grad = chunks.all_gather(dout) * owned  # [b, t, d]
@@ -188,7 +189,7 @@ def cross_entropy_forward(
     Args:
         logits: ``[b, t, v]``.
         labels: ``[b, t]``.
-        part: of the vocabulary, whose logits they are.
+        part: the part of the vocabulary that ``logits`` are of.
         group: the ranks that hold the other parts.
 
     Returns:
@@ -234,19 +235,19 @@ def linear_cross_entropy_forward(
     chunk_tokens: int,
     chunks: SequenceChunks,
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of ``F.linear(x, weight, bias)``, whose logits exist for some tokens at a time.
+    """The cross-entropy of ``F.linear(x, weight, bias)``, without the logits of all tokens in memory.
 
-    The hidden states are received chunk by chunk behind the GEMMs, in forward and again in backward, where the partial
-    gradients of x are sent to the ranks of their tokens meanwhile. The statistics of all tokens are all-reduced
-    together.
+    The hidden states are received chunk by chunk during the GEMMs, in forward and again in backward. In backward, the
+    partial gradients of x are sent at the same time to the ranks that hold the tokens. The statistics of all tokens are
+    all-reduced together.
 
     Args:
         x: ``[b, s, d]``, contiguous.
         weight: ``[v, d]``.
         bias: ``[v]``.
         labels: ``[b, t]``.
-        part: of the vocabulary, which ``weight`` holds.
-        chunk_tokens: how many tokens at a time.
+        part: the part of the vocabulary that ``weight`` holds.
+        chunk_tokens: how many tokens have logits at a time.
         chunks: which tokens each rank holds.
 
     Returns:
@@ -277,15 +278,15 @@ def linear_cross_entropy_backward(
     chunk_tokens: int,
     chunks: SequenceChunks,
 ) -> list[Tensor | None]:
-    """The gradients of ``x``, ``weight`` and ``bias``, those that are ``needed``, from that of the losses."""
+    """The gradients of ``x``, ``weight`` and ``bias`` that are ``needed``, from the gradient of the losses."""
     need_x, need_weight, need_bias = needed
     grad = grad.masked_fill(labels == part.ignore_index, 0)  # [b, t]
-    # Sums over the chunks, therefore in float32.
+    # These are summed over the chunks, so they are in float32.
     dweight = torch.zeros_like(weight, dtype=sum_dtype(weight)) if need_weight else None
     dbias = torch.zeros_like(bias, dtype=sum_dtype(bias)) if bias is not None and need_bias else None
 
     def gradients(rows: Rows, piece: Tensor) -> Tensor:
-        """This rank's part of the gradient of ``piece [b, n, d]``; those of the weights are added up."""
+        """This rank's partial gradient of ``piece [b, n, d]``. Adds the gradients of the weights to their sums."""
         of_rows = (rows.take(tensor) for tensor in (labels, lse, grad))
         dpiece = torch.empty_like(piece) if need_x else piece.new_empty(0)
         outs = dpiece.view(-1, piece.shape[2]).split(chunk_tokens)
@@ -307,7 +308,7 @@ def linear_cross_entropy_backward(
 
     partial_dx = PartialSums(chunks)
     for step, pieces in enumerate(chunks.receive_chunks(x)):
-        if need_x:  # the gradient of the chunk that was received at this step returns to the rank it came from
+        if need_x:  # the gradient of a chunk is sent back to the rank that sent the chunk
             partial_dx.add(-step % chunks.size, partial(next_gradients, pieces))
         else:
             for rows, piece in pieces:
@@ -356,6 +357,6 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _parts(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors ``[b, n, ...]`` in parts of some tokens, ``[tokens, ...]``; none of an empty one."""
+    """Yields the tensors ``[b, n, ...]`` in parts ``[tokens, ...]``; nothing if they are empty."""
     if tensors[0].numel():
         yield from zip(*(x.flatten(0, 1).split(tokens) for x in tensors), strict=True)

@@ -1,4 +1,4 @@
-"""Weights sharded over a tensor-parallel group: the slice that each rank holds, and its place in the state dict.
+"""Weights sharded over a tensor-parallel group: the slice that each rank holds, and their form in the state dict.
 
 ``register_weight_shards`` records how a module's own parameters are sharded. After that:
 
@@ -64,7 +64,7 @@ class WeightShard(Opaque):
 
     @cached_property
     def shared_spans(self) -> list[tuple[int, int]]:
-        """The ``(start, stop)`` of rows that several ranks hold. Each lies wholly in a rank's slice or outside it."""
+        """The ``(start, stop)`` of rows that several ranks hold. Each is entirely inside a rank's slice or outside."""
         edges = sorted({edge for span in self.spans for edge in span})
         return [(a, b) for a, b in pairwise(edges) if sum(start <= a and b <= stop for start, stop in self.spans) > 1]
 
@@ -153,13 +153,13 @@ def _to_state_dict(local: Tensor, shard: WeightShard) -> Tensor:
         local = local.full_tensor()
     if shard.is_even and shard.group is not None:
         return DTensor.from_local(local, _mesh_of(shard.group, local.device.type), [Shard(shard.dim)], run_check=False)
-    # If only some ranks make this call, these raise an error that names the others.
+    # If only some ranks make this call, they raise an error that names the missing ranks.
     all_gather_header(lambda: _SavedWeight(shard.full_size, local.dtype), shard.group)
     return shard.all_gather(local)
 
 
 class _SavedWeight(NamedTuple):
-    """A weight that the ranks gather for a state dict."""
+    """A weight that the ranks all-gather for a state dict."""
 
     full_size: int
     dtype: torch.dtype
@@ -206,8 +206,8 @@ class _AllReduceSharedRows(torch.autograd.Function):
 @torch.library.custom_op("seqpar::sum_shared_rows", mutates_args=())
 def _sum_shared_rows(grad: Tensor, shard: WeightShard) -> Tensor:
     """``grad`` with its shared rows summed over the ranks that hold them."""
-    # Which ranks share rows differs from head to head. One all-reduce of all shared rows sums the slices of all
-    # heads, without a process group for each set of ranks.
+    # Different heads are shared by different ranks. One all-reduce of all shared rows over the whole group avoids a
+    # process group for each set of ranks.
     dim, (start, stop) = shard.dim, shard.span
     sizes = [b - a for a, b in shard.shared_spans]
     shared = grad.new_zeros(

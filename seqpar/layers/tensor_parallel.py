@@ -1,9 +1,9 @@
 """Megatron's tensor parallelism with sequence parallelism: attention and MLP on sequence-sharded activations.
 
 Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022. Weights are sharded over the ``tp`` group, and so are the tokens of the activations outside the layers:
-an all-gather before the column-parallel GEMM, a reduce-scatter after the row-parallel one, both behind the GEMMs
-(``strategies/tensor_sequence.py``).
+Models", 2022. Weights are sharded over the ``tp`` group, and so are the tokens of the activations outside the layers.
+The tokens are all-gathered before the column-parallel GEMM and reduce-scattered after the row-parallel GEMM, which
+overlaps with the GEMMs (``strategies/tensor_sequence.py``).
 
 Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks, h query heads of this rank, d head_dim.
 """
@@ -27,17 +27,18 @@ from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, seq
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
+from ..strategies.sequence_chunks import OVERLAPS, Overlap, SequenceChunks
 from ..strategies.tensor_operators import (
     ChunkOptions,
     TracedChunks,
     traced_all_gather_linear,
     traced_linear_reduce_scatter,
 )
-from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks, all_gather_linear, linear_reduce_scatter
+from ..strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
 from .attention import AttentionLayer
 from .sharded_weights import WeightShard, make_spans, register_weight_shards, with_reduced_gradient
 
-# None: one rank.
+# The tokens of all ranks; None if there is one rank.
 Chunks = SequenceChunks | TracedChunks | None
 
 
@@ -127,7 +128,7 @@ class MegatronAttention(AttentionLayer):
     def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
         if self.context == "local" or self.mesh is None:
             return AttentionGroups()
-        if self._context_is_one_rank:  # where without tensor parallelism the sequence would be sharded over tp
+        if self._context_is_one_rank:  # ``resolve`` with the mesh would shard the sequence over tp
             resolve(self.context, None, context_group(self.mesh), self.strategy_options)  # raises if options do not fit
             return AttentionGroups()
         return resolve(self.context, self.mesh, None, self.strategy_options)
@@ -232,7 +233,7 @@ class MegatronMLP(nn.Module):
 
     @no_compile
     def _eager(self, x_local: Tensor, sharding: Sharding | None) -> Tensor:
-        if sharding is not None:  # the ranks do not tell each other whether they need a gradient
+        if sharding is not None:  # without a handshake, no rank knows whether another rank needs a gradient
             x_local = with_gradient(x_local)
         chunks = tokens_in_rank_order(
             x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj, sharding
@@ -266,7 +267,7 @@ def tokens_in_rank_order(
     linear: nn.Linear,
     sharding: Sharding | None = None,
 ) -> SequenceChunks | None:
-    """The tokens of the group, one rank after another, for modules that treat each token alone; None for one rank.
+    """The tokens of the group, one rank after another, for modules in which tokens do not interact; None for one rank.
 
     Without a sharding the ranks exchange the lengths of their shards. ``linear`` is the first projection of
     ``x [b, s, hidden]``.
@@ -290,7 +291,7 @@ def agreed_lengths(
     Args:
         make_header: checks this rank's input; the header's ``length`` is its number of tokens.
         group: the tensor-parallel ranks.
-        sharding: of the tokens, if known. Nothing is communicated then.
+        sharding: the sharding of the tokens, if there is one. Nothing is communicated then.
         same: the fields of the header that must be the same on every rank.
     """
     if sharding is None:
@@ -315,7 +316,8 @@ def row_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwarg
 
 
 def shard_linear(linear: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
-    """Keep this rank's shards of a full layer, so that one seed gives the same model for every number of ranks."""
+    """Replace a full layer's weights by this rank's shards. The full weights are initialised first, so that the same
+    seed gives the same model for every number of ranks."""
     for name, shard in shards.items():
         weight = getattr(linear, name)
         if weight is not None and size_of(shard.group) > 1:

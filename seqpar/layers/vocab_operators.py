@@ -1,6 +1,6 @@
-"""The functions of ``sharded_vocab.py`` as operators, which torch.compile does not trace (see ``operators.py``).
+"""The functions of ``sharded_vocab.py`` as operators that torch.compile does not trace (see ``operators.py``).
 
-Each checks and all-gathers this rank's ids or labels itself.
+Each operator also checks and all-gathers this rank's ids or labels.
 
 Shapes: b batch, s this rank's tokens, t the group's tokens, v this rank's part of the vocabulary, d hidden.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..comm.collectives import all_gather
 from ..mesh import ParallelContext, tensor_group
 from ..sharding import Sharding
+from ..strategies.sequence_chunks import sum_dtype
 from ..strategies.tensor_operators import LEAST_TOKENS, ChunkOptions, chunks_of
-from ..strategies.tensor_sequence import sum_dtype
 from .sharded_vocab import (
     VocabPart,
     check_ids,
@@ -195,7 +195,7 @@ def _linear_cross_entropy_backward(
     sharding: Sharding,
     ranks: ParallelContext,
 ) -> list[Tensor]:
-    """Those gradients that are needed; ``labels`` are those of all tokens."""
+    """The gradients of ``x``, ``weight`` and ``bias`` that are needed; ``labels`` are those of all tokens."""
     chunks = chunks_of(x.shape[1], sharding, ranks, _LOSS, x.device)
     tensors = grad, x.contiguous(), weight, bias, labels, lse
     gradients = linear_cross_entropy_backward(*tensors, needed, part, chunk_tokens, chunks)

@@ -22,8 +22,8 @@ from ..layout import split_range
 from ..mesh import ParallelContext, size_of, tensor_group
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient
+from ..strategies.sequence_chunks import OVERLAPS, Overlap, SequenceChunks
 from ..strategies.tensor_operators import ChunkOptions, TracedChunks
-from ..strategies.tensor_sequence import OVERLAPS, Overlap, SequenceChunks
 from .sharded_vocab import (
     IGNORE_INDEX,
     CrossEntropy,
@@ -43,18 +43,19 @@ _CHUNK_BYTES = 128 << 20  # of the float32 logits that exist at a time, by defau
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids ``[batch, seq]`` of this rank's tokens to embeddings ``[batch, seq, hidden]`` of the same tokens.
+    """Maps ids ``[batch, seq]`` of this rank's tokens to embeddings ``[batch, seq, hidden]`` of the same tokens.
 
-    Each rank holds the embeddings of a part of the vocabulary, which need not divide by the number of ranks. The ranks
-    all-gather the ids (8 bytes a token), each looks up those in its part, and a reduce-scatter sums the results.
+    Each rank holds the embeddings of a part of the vocabulary, whose size need not divide by the number of ranks. The
+    ranks all-gather the ids (8 bytes per token), each rank looks up the ids in its part, and a reduce-scatter sums the
+    results.
 
     Args:
         num_embeddings: the size of the full vocabulary.
         embedding_dim: the hidden size.
         mesh: the vocabulary and the tokens are sharded over its tp dimension.
         group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
-        device: of the weight.
-        dtype: of the weight.
+        device: the device of the weight.
+        dtype: the dtype of the weight.
 
     Raises:
         TypeError: a size is not an int, or mesh or group have another type.
@@ -122,11 +123,11 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Linear):
-    """Hidden states of this rank's tokens to logits of the group's tokens over this rank's part of the vocabulary.
+    """Maps hidden states of this rank's tokens to logits of the group's tokens over this rank's part of the vocabulary.
 
-    ``[batch, seq, hidden]`` to ``[batch, tokens, vocab_local]``, with the tokens in the order of the ranks, as
-    ``vocab_parallel_cross_entropy`` takes them. Given labels, it returns the loss instead, and never holds the logits
-    of more than some tokens.
+    The input is ``[batch, seq, hidden]``. The output is ``[batch, tokens, vocab_local]``, with the tokens in the order
+    of the ranks, as ``vocab_parallel_cross_entropy`` takes them. Given labels, the head returns the loss instead, and
+    never holds the logits of all tokens.
 
     Args:
         hidden_size: the hidden size.
@@ -135,8 +136,8 @@ class VocabParallelHead(nn.Linear):
         group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
         bias: whether the logits have a bias.
         overlap: "auto", "ring", "symm_mem" or "none": how the all-gather overlaps with the GEMM.
-        device: of the weights.
-        dtype: of the weights.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
 
     Raises:
         TypeError: an argument has another type.
@@ -177,8 +178,8 @@ class VocabParallelHead(nn.Linear):
     ) -> Tensor:
         """The logits, or the loss if there are labels.
 
-        ``head(x_local, labels)`` is ``vocab_parallel_cross_entropy(head(x_local), labels, ...)`` in little memory: the
-        logits of ``chunk_tokens`` tokens exist at a time, in forward and, computed again, in backward.
+        ``head(x_local, labels)`` equals ``vocab_parallel_cross_entropy(head(x_local), labels, ...)`` but needs less
+        memory: the logits of ``chunk_tokens`` tokens exist at a time. Backward computes them again.
 
         Args:
             x_local: ``[batch, seq, hidden]``, of this rank's tokens.
@@ -186,7 +187,8 @@ class VocabParallelHead(nn.Linear):
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake, which is a graph break under ``torch.compile``.
             ignore_index: the label of tokens without loss.
-            chunk_tokens: with labels, how many tokens at a time; by default as many as have 128 MiB of float32 logits.
+            chunk_tokens: with labels, how many tokens have logits at a time; by default as many as fit into 128 MiB in
+                float32.
 
         Returns:
             The logits, ``[batch, tokens, vocab_local]``. With labels, the loss of each of the group's tokens as
@@ -220,7 +222,7 @@ class VocabParallelHead(nn.Linear):
         return loss
 
     def _tokens_at_a_time(self, chunk_tokens: int | None) -> int:
-        """How many tokens have logits at a time."""
+        """``chunk_tokens`` with its default filled in."""
         if chunk_tokens is None:
             return max(1, _CHUNK_BYTES // (4 * max(1, len(self.weight))))
         check_int("chunk_tokens", chunk_tokens, 1)
@@ -237,7 +239,7 @@ class VocabParallelHead(nn.Linear):
     ) -> Tensor:
         """``forward`` outside of torch.compile."""
         tp = self._parallel_context.tensor
-        if sharding is not None:  # the ranks do not tell each other whether they need a gradient
+        if sharding is not None:  # without a handshake, no rank knows whether another rank needs a gradient
             x_local = with_gradient(x_local)
         if labels is None:
             chunks = tokens_in_rank_order(x_local, tp, self.overlap, self.in_features, self, sharding)
@@ -273,7 +275,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of logits that are sharded over the vocabulary.
 
-    The ranks all-reduce three float32 numbers a token (row maximum, sum of exponentials, target logit) instead of
+    The ranks all-reduce three float32 numbers per token (row maximum, sum of exponentials, target logit) instead of
     gathering the logits.
 
     Args:

@@ -1,11 +1,11 @@
-"""``strategy="auto"``: which strategy an attention call takes.
+"""``strategy="auto"``: selects the strategy of an attention call.
 
-Every rank computes the choice by itself, from what is the same on all of them: the costs (``costs.py``), the mask, the
-shapes and the hosts of the ranks. So nothing is sent, and no rank chooses otherwise. Equal calls are decided once.
+Every rank computes the choice by itself from values that are the same on all ranks: the costs (``costs.py``), the mask,
+the shapes and the hosts of the ranks. So nothing is sent, and all ranks choose the same. Choices are cached.
 
-A training run on packed documents has a new mask in every step. To simulate each would take longer than to plan it, so
-such a mask stands for all that let a query see about as many keys: they share a simulation of documents of one length.
-What differs between them, how evenly the layout divides the work, is counted from the mask itself.
+A training run on packed documents has a new mask in every step, and simulating each mask would take longer than
+planning it. Masks under which a query sees about as many keys therefore share one simulation, with documents of equal
+length. How evenly the layout divides the work still differs between them, and is computed from each mask itself.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from torch.distributed import ProcessGroup
 
 from ..comm.trace import count_choice
 from ..layout import Layout, SequenceSharding
-from ..mask import Mask, Runs
+from ..mask import Mask
 from ..mesh import global_ranks, ranks_by_host, ranks_per_host
 from ..rendezvous import group_timeout, meet
+from ..runs import Runs
 from ..strategies import StrategyName, StrategyOptions, compared_options
 from .costs import Costs, MaskKind, attention_shape, costs_of
 from .layer import Setting, attention_seconds
@@ -41,9 +42,9 @@ class AttentionShape(NamedTuple):
     """What a choice depends on besides mask, sharding and ranks.
 
     Attributes:
-        batch, heads, kv_heads: of the call.
-        head_dim: of q and k, and of v, on average.
-        dtype: of q, k and v.
+        batch, heads, kv_heads: the sizes of q and k.
+        head_dim: the mean of the head_dim of q and k and that of v.
+        dtype: the dtype of q, k and v.
     """
 
     batch: int
@@ -70,10 +71,10 @@ class Candidate(NamedTuple):
         return {"ulysses_size": self.ulysses} if self.strategy == "hybrid" else compared_options(self.strategy)
 
 
-# By group: what has been chosen, and what has been simulated for it.
+# By group: the choices, and the simulated times on which they are based.
 _choices: MutableMapping[ProcessGroup, dict[Hashable, Candidate]] = WeakKeyDictionary()
 _simulated: MutableMapping[ProcessGroup, dict[Hashable, float]] = WeakKeyDictionary()
-# The groups whose ranks have met in a call without gradients.
+# The groups whose first call without gradients, which is collective, has been made.
 _without_gradients: WeakSet[ProcessGroup] = WeakSet()
 
 
@@ -88,9 +89,9 @@ def choose_strategy(
 ) -> Candidate:
     """The strategy that is expected to be the fastest of those that fit into memory.
 
-    All ranks of ``group`` call this with the same arguments. Their first call is collective, see ``costs_of``, and so
-    is the first one without ``backward``: ranks that do not all run without gradients would choose differently, and
-    wait for each other's messages. Of a program in which some never do, the others raise an error that names them.
+    All ranks of ``group`` call this with the same arguments. The first call is collective, see ``costs_of``, and so is
+    the first one without ``backward``: if only some ranks ran without gradients, the ranks would choose differently and
+    wait for each other's messages. If some ranks never do, the others raise an error that names them.
 
     Args:
         mask, seq_len, layout, shape, group, device: the call.
@@ -166,7 +167,7 @@ def predict(
 
 
 def candidates(ranks: int, heads: int) -> Iterator[Candidate]:
-    """The strategies of several ranks. All-to-alls of more ranks than heads would leave ranks idle."""
+    """The strategies to choose from. In an all-to-all with more ranks than heads, ranks would be idle."""
     yield Candidate("ring", 1)
     yield Candidate("context_parallel", 1)
     if ranks <= heads:
@@ -196,10 +197,10 @@ def _slower(setting: Setting, factor: float) -> Any:
 
 
 class MaskSummary:
-    """What the choice looks at in a mask.
+    """The properties of a mask on which the choice depends.
 
     Attributes:
-        kind: which kind of mask it is measured as.
+        kind: the kind of mask whose measured costs apply.
         mask: the mask that is simulated.
         imbalance: by the number of ranks in a ring, the visible pairs of the slowest one over the mean; empty if
             ``mask`` is the mask itself.

@@ -1,10 +1,11 @@
-"""What attention costs on this machine: measured once, kept in a file, and the same on every rank.
+"""What attention costs on this machine: measured once, stored in a file, and the same on every rank.
 
-``costs_of`` is a call of all ranks of a group, once. Rank 0 reads the file of a machine like this one, and where there
-is none the ranks measure together, in seconds. Rank 0's numbers reach the others through the store.
+The first call of ``costs_of`` is collective over the ranks of a group. Rank 0 reads the file for machines like this
+one. If there is none, the ranks measure together, which takes some seconds. All ranks use the numbers of rank 0, which
+it sends through the store.
 
-The file is in ``SEQPAR_CACHE``, by default ``~/.cache/seqpar``. ``SEQPAR_MEASURE=0`` says not to measure: where there
-is no file, the rates of the table of GPUs are taken.
+The file is in the folder ``SEQPAR_CACHE``, by default ``~/.cache/seqpar``. With ``SEQPAR_MEASURE=0`` nothing is
+measured, and without a file the rates of the table of GPUs are used.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
 from .layer import Setting, attention_seconds
 from .model import ModelShape
 
-_VERSION = 5  # of the file
-_PASSES = "overheads", "forward_overheads"  # those fields of ``Costs``
-_DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 answers instead of costs
+_VERSION = 5  # of the file's format
+_PASSES = "overheads", "forward_overheads"  # the fields of ``Costs`` that hold overheads
+_DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 sends instead of costs
 _ROUNDS = 5
-# Kinds of masks, whose kernels lose differently much beside their operations.
+# Kinds of masks, for which kernels have different overheads.
 MaskKind = Literal["causal", "window", "documents"]
 _LAYOUT: Layout = "zigzag"  # of the measured sequences: the same work on every rank, under every strategy
 

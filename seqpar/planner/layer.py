@@ -1,8 +1,9 @@
 """One transformer layer on one rank as a timeline: what the runtime computes and sends, in the order it issues it.
 
 Attention runs the runtime's own loops. ``RemoteSteps`` and ``Returns`` (``strategies/remote.py``) decide when a message
-of the plan is sent, ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) when an all-to-all is.
-Here they are given tensors without data (torch's "meta" device), and transports that note bytes and send nothing.
+of the plan is sent. ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) decide when an all-to-all
+is sent. Here they are called with tensors without data (torch's "meta" device), and with a ``Transport`` and a
+``HeadExchange`` that record bytes and send nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from ..mask import Mask
 from ..mesh import AttentionGroups, ranks_per_host
 from ..schedule import AttentionPlan, Exchange, Step, Transfer
 from ..strategies.call import AttentionCall
-from ..strategies.remote import KV, Message, RemoteSteps, Returns, of_heads
+from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width
+from ..strategies.remote import RemoteSteps, Returns, of_heads
 from ..strategies.ring import halves
-from ..strategies.tensor_sequence import pieces_of_chunk
-from ..strategies.ulysses import HeadChunk, HeadExchange, HeadSlices, Incoming, chunk_limit
+from ..strategies.sequence_chunks import pieces_of_chunk
+from ..strategies.transport import KV, Message
+from ..strategies.ulysses import chunk_limit
 from ..strategies.ulysses import ulysses_backward as run_ulysses_backward
 from ..strategies.ulysses import ulysses_forward as run_ulysses_forward
 from .hardware import Hardware
@@ -52,7 +55,7 @@ class Setting:
     Rank order as in ``init_mesh``: tensor fastest, then ulysses, then ring, then the replicas.
 
     Attributes:
-        model: its shape.
+        model: the shape of the model.
         hardware: the GPUs and links.
         mask: which keys each query sees.
         seq_len: tokens of a sequence.
@@ -61,9 +64,9 @@ class Setting:
         replicas: data-parallel replicas. Weights are sharded over all ranks (ZeRO-3, FSDP).
         layout: which positions each rank holds.
         gather: whether the ring's K/V are received in one step.
-        kernel: of attention; None is the hardware's first.
-        state_bytes: bytes a weight of the weights, their gradients and the optimizer.
-        dtype: of q, k and v.
+        kernel: the attention kernel; None is the first one of the hardware.
+        state_bytes: bytes per weight for the weight, its gradient and the state of the optimizer.
+        dtype: the dtype of q, k and v.
     """
 
     model: ModelShape
@@ -189,7 +192,7 @@ class _Place:
 
 
 class _RingMessages:
-    """A transport that notes what the runtime's would send (see ``remote.Transport``)."""
+    """A ``Transport`` that records the messages instead of sending them."""
 
     def __init__(self, timeline: Timeline, place: _Place, plan: AttentionPlan) -> None:
         self._timeline, self._place, self._plan = timeline, place, plan
@@ -262,16 +265,14 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _HeadMessages(HeadExchange):
-    """An all-to-all that notes what it would send."""
+    """A ``HeadExchange`` that records the messages instead of sending them."""
 
     timeline: Timeline = field(default_factory=Timeline)
     place: Any = None
 
     def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
-        slices = [chunk.query_slices, *([chunk.kv_slices] * len(kv) if chunk.has_kv else [])]
-        dims = [y.shape[3] for y, _ in zip((x, *kv), slices, strict=False)]
-        counts = zip(*(s.widths for s in slices), strict=True)
-        widths = [sum(n * d for n, d in zip(count, dims, strict=True)) for count in counts]
+        _, _, dims, counts = chunk.to_send(x, *kv)
+        widths = [row_width(count, dims) for count in counts]
         one = x.shape[0] * x.element_size()
         sent = [self.tokens * w * one for w in widths]
         received = [length * widths[self.rank] * one for length in self.lengths]
@@ -282,7 +283,7 @@ class _HeadMessages(HeadExchange):
         shard, target = tensors[0]
         one = shard.shape[0] * sum(x.shape[3] for x, _ in tensors) * shard.element_size()
         sent = [length * shard.shape[2] * one for length in self.lengths]
-        received = [self.tokens * w * one for w in slices.widths]
+        received = [self.tokens * w * one for w in slices.counts]
         return self._start("to sequence", sent, received, target, sum(sent))
 
     def _start(self, name: str, sent: list[int], received: list[int], result: Tensor, packed: int) -> Incoming:
@@ -455,7 +456,7 @@ class RankTimeline:
         ]
 
     def _gather_gemm(self, timeline: Timeline, name: str, seconds: float, reduce: float = 0.0) -> None:
-        """All-gather of the tokens, each chunk's GEMMs behind the transfer of the next.
+        """All-gather of the tokens; the GEMMs of each chunk overlap with the transfer of the next chunk.
 
         With ``reduce``, GEMMs before those whose partial outputs are sent as soon as they are computed.
         """

@@ -129,7 +129,7 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
 
 
 def _mlp_width(m: ModelShape) -> float:
-    """Elements a token that an MLP keeps besides its input: gate, up, silu(gate), product; or GeLU's in- and output."""
+    """Elements per token that an MLP keeps besides its input: gate, up, silu(gate), product; GeLU input, output."""
     return (4 if m.gated else 2) * m.mlp_width
 
 

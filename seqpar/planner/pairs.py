@@ -1,7 +1,7 @@
-"""How many pairs of a query and a key are visible, between any two ranks: exact, without a number for each token.
+"""The exact number of visible pairs of a query and a key between two ranks, at a cost that does not grow with tokens.
 
-Along a run of the mask both ends of a query's interval are straight lines. So is the number of a shard's keys below
-such a line, between the shard's first and last key. Sums of clipped lines have a closed form.
+Along a run of the mask both ends of a query's interval are linear in its position. The number of a shard's keys below
+such an end is linear too, between the shard's first and last key. Sums of clipped linear functions have a closed form.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Positions, Stripe, ranges_to_positions
-from ..mask import UNBOUNDED, Mask, Runs
+from ..mask import Mask
+from ..runs import UNBOUNDED, Runs
 
 Array = NDArray[np.int64]
 
 
 def visible_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[Positions]) -> list[int]:
-    """For each of ``keys``: the pairs of a query at ``queries`` and a key of them that it sees.
+    """For each shard in ``keys``, the number of pairs of a query at ``queries`` and a key of the shard that it sees.
 
-    The mean of the batch rows that the mask tells apart, rounded down.
+    If the batch rows have masks of their own, this is the mean over the rows, rounded down.
 
     Args:
         mask: which keys each query sees.
@@ -42,7 +43,7 @@ def visible_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[P
 
 
 def all_pairs(mask: Mask, seq_len: int, queries: Positions) -> int:
-    """The pairs of a query at ``queries`` and any key that it sees."""
+    """The number of pairs of a query at ``queries`` and a key that it sees, over all keys."""
     return visible_pairs(mask, seq_len, queries, [ranges_to_positions([(0, seq_len)])])[0]
 
 

@@ -19,9 +19,10 @@ class Task:
     """Something that takes time.
 
     Attributes:
-        name: what it is.
-        stream: the stream it runs in, after the stream's earlier tasks.
-        links: by link, the seconds that it takes alone. A task that uses several uses them at the same time.
+        name: a name for timelines.
+        stream: the stream that runs the task, after the stream's earlier tasks.
+        links: for each link that the task uses, the seconds that it takes without other tasks. A task uses several
+            links at the same time.
         delay: seconds before it uses its links.
         after: the numbers of tasks that must have ended before it starts.
     """

@@ -1,12 +1,12 @@
-"""The table of strategies: how each one divides the ranks of a sequence, where it was published, what it sends.
+"""The table of strategies: how each one groups the ranks of a sequence, where it was published, and what it sends.
 
-All strategies share one loop. Attention communicates in at most two ways, and a strategy is a choice of the ranks
-that take part in each:
+All strategies share one loop. Attention communicates in at most two ways, and a strategy selects the ranks that take
+part in each:
 
-* inside ``ulysses``, an all-to-all turns a shard of the sequence into a shard of the heads and back (``ulysses.py``);
+* inside ``ulysses``, an all-to-all turns shards of the sequence into shards of the heads and back (``ulysses.py``);
 * inside ``ring``, keys and values are sent to the ranks whose queries see them (``ring.py``).
 
-``tensor_sequence.py`` holds the third way, Megatron's, in which the projections around attention communicate instead;
+In a third way, Megatron's, the projections around attention communicate instead (``tensor_sequence.py``).
 ``gathered_activations.py`` uses its all-gather for context parallelism.
 To add a strategy, add a row to ``STRATEGIES``.
 """
@@ -36,8 +36,8 @@ class StrategyOptions(TypedDict, total=False):
     ulysses_size: int | None
     """hybrid and "a2a+p2p" on a plain group: the ranks of each all-to-all, a divisor of the group's size."""
     chunks: int | None
-    """context_parallel with "all_gather": receive K/V in this many chunks of heads. More need less memory, and hide
-    more of the transfers behind the computation. By default as many as are worth it."""
+    """context_parallel with "all_gather": receive K/V in this many chunks of heads. With more chunks, less memory is
+    needed and more of the transfers overlap with computation. By default the size of K/V decides."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Strategy:
 
     Attributes:
         groups: makes the groups of one call from ``(mesh, group, **options)``.
-        options: the names of the options it takes.
-        paper: where it was published.
+        options: the names of the options that the strategy takes.
+        paper: where the strategy was published.
         bytes_sent: bytes that each rank sends in the forward pass under a full mask. N is tokens times batch, d is
             heads times head_dim, d_kv is kv_heads times head_dim, P is the number of ranks and e the bytes of an
             element. Under any other mask the ring and the all-gather send only the rows that the receiver's queries
@@ -64,7 +64,7 @@ class Strategy:
 
 
 def _local_groups(mesh: DeviceMesh | None, group: ProcessGroup | None) -> AttentionGroups:
-    """No groups. Several ranks are refused: with this strategy no rank would see another rank's tokens."""
+    """No groups. Raises an error for several ranks, because with this strategy no rank sees another rank's tokens."""
     if mesh is not None or group is not None:
         ranks = size_of(sequence_group(mesh, group))
         if ranks > 1:
@@ -103,8 +103,8 @@ def _context_parallel_groups(
     ulysses_size: int | None = None,
     chunks: int | None = None,
 ) -> AttentionGroups:
-    """The groups of the strategy that ``comm`` names. ``ulysses_size`` is an option of "a2a+p2p" only, and ``chunks``
-    of "all_gather": it implies that. With neither ``comm`` nor ``chunks``, the hosts decide."""
+    """The groups for ``comm``. ``ulysses_size`` is an option of "a2a+p2p" only. ``chunks`` is an option of "all_gather"
+    only, and implies it. With neither ``comm`` nor ``chunks``, the number of hosts decides."""
     if comm is not None:
         check_choice("comm", comm, COMMS)
     if chunks is not None:
@@ -158,7 +158,7 @@ STRATEGIES: dict[str, Strategy] = {
     # The ranks of the sequence. ``planner/auto.py`` names the strategy of each call, whose groups replace these.
     "auto": Strategy(
         _ring_groups,
-        paper="of the others the one that is expected to be the fastest",
+        paper="the strategy that is expected to be the fastest",
         bytes_sent="as the strategy that is chosen",
         bytes_sent_backward="as the strategy that is chosen",
     ),
@@ -166,7 +166,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def compared_options(strategy: str) -> StrategyOptions:
-    """The options with which no two strategies are the same: an all-gather is what only context_parallel does."""
+    """Options for comparing strategies, with which each one differs from all others: context_parallel all-gathers."""
     return {"comm": "all_gather"} if strategy == "context_parallel" else {}
 
 

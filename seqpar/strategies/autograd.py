@@ -1,4 +1,6 @@
-"""Forward and backward of every strategy, Ulysses around a ring, each of which may have one rank; and their autograd.
+"""Forward and backward of every strategy, and the autograd.Function around them.
+
+Every strategy is an all-to-all (Ulysses) around a ring. Either of the two may have a single rank.
 
 Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of q and k, e head_dim of v.
 """
@@ -20,12 +22,12 @@ from ..kernels.base import accumulator
 from ..layout import SequenceSharding
 from ..mesh import AttentionGroups
 from .call import AttentionCall
+from .head_exchange import HeadExchange
+from .head_exchange_in_memory import HeadExchangeInMemory
 from .latent import LatentKeys
 from .ring import ring_backward, ring_forward
 from .ulysses import (
     MAX_CHUNKS,
-    HeadExchange,
-    HeadExchangeInMemory,
     chunk_limit,
     lse_gradient_to_heads,
     lse_to_sequence,
@@ -48,7 +50,7 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
 
     Returns:
         ``out [b, s, h, e]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
-        ``lse`` is a tensor without a meaning unless ``call.return_lse``.
+        ``lse`` is an empty tensor unless ``call.return_lse``.
     """
     if call.groups.gather is None and call.groups.ring_size > 1:
         count_choice("all_gather" if call.plan.gather else "p2p")
@@ -76,7 +78,7 @@ def attention_backward(
 
     Args:
         call: as given to ``attention_forward``.
-        saved: what it returned after ``out`` and ``lse``.
+        saved: the tensors that it returned after ``out`` and ``lse``.
         dout: ``[b, s, h, e]``; None is zeros. Every rank takes part, whether or not its output has a gradient.
         dlse: ``[b, h, s]``; None is zeros.
         q_shape, k_shape, v_shape: the shapes of its arguments.
@@ -103,15 +105,15 @@ def attention_backward(
 
 
 def gradient_state(*tensors: Tensor | None) -> int:
-    """What a rank tells the others about its backward, as ``any_needs_gradient`` reads it: 0 if gradients are turned
-    off, 2 if one of the tensors requires one, else 1."""
+    """Whether this rank needs a backward, as a number that ``any_needs_gradient`` reads: 0 if gradients are turned off,
+    2 if one of the tensors requires a gradient, and 1 if none does."""
     if not torch.is_grad_enabled():
         return 0
     return 2 if any(x is not None and x.requires_grad for x in tensors) else 1
 
 
 def any_needs_gradient(states: Sequence[int]) -> bool:
-    """Whether a backward will run, from the ``gradient_state`` of each rank: then all ranks must take part in it."""
+    """Whether a backward will run, in which all ranks take part. ``states`` is the ``gradient_state`` of each rank."""
     without, needing = ([rank for rank, state in enumerate(states) if state == value] for value in (0, 2))
     if without and needing:
         raise ValueError(
@@ -172,26 +174,26 @@ def with_latents(
     v_shape: Sequence[int],
     d_weight: Tensor | None = None,
 ) -> AttentionCall:
-    """The call, in which ``weight`` expands k and v if it is not None; its gradient is added to ``d_weight``."""
+    """``call``, in which ``weight`` expands k and v unless it is None. Its gradient is added to ``d_weight``."""
     if weight is None:
         return call
     return replace(call, latent=LatentKeys(weight, q_shape[3] - v_shape[3], d_weight))
 
 
 def new_weight_gradient(weight: Tensor | None, needed: bool) -> Tensor | None:
-    """Zeros to which the gradient of ``weight`` is added."""
+    """Zeros to which the gradient of ``weight`` is added, or None if no gradient is needed."""
     if weight is None or not needed:
         return None
     return torch.zeros_like(weight, dtype=accumulator(weight.dtype))
 
 
 def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in autocast's dtype, where autocast is on, as PyTorch's own operators cast them; float64 stays.
+    """The tensors, cast to autocast's dtype if autocast is on. As in PyTorch's own operators, float64 is not cast.
 
-    To be called before a custom autograd.Function, in which autocast does nothing.
+    Call it before a custom autograd.Function, inside of which autocast does nothing.
     """
     device_type = tensors[0].device.type
-    # torch 2.11 does not trace the question whether a device has autocast. What is compiled runs on those that have it.
+    # torch 2.11 cannot trace ``is_autocast_available``. All devices for which code is compiled have autocast.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     if not available or not torch.is_autocast_enabled(device_type):
         return list(tensors)
@@ -217,7 +219,7 @@ def head_exchange_of(
     chunks: int,
     kind: type[HeadExchange] = HeadExchange,
 ) -> HeadExchange | None:
-    """The same before there is a call, in at most ``chunks`` chunks of heads."""
+    """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
     if groups.ulysses is None or groups.ulysses_size == 1 or not heads.queries:
-        return None  # tensor parallelism over more ranks than heads leaves ranks with no heads
+        return None  # tensor parallelism over more ranks than heads leaves ranks without heads
     return kind(groups.ulysses, sharding, groups.ring_rank, heads, chunks)

@@ -20,10 +20,10 @@ from ..mesh import AttentionGroups
 from ..schedule import AttentionPlan
 from .latent import LatentKeys
 
-# K/V are sent in chunks of heads of at least this many bytes: by device, so many that a transfer takes much longer than
-# to start it and to split a kernel.
+# K/V are sent in chunks of heads of at least this many bytes, by device type. A transfer of this size takes much longer
+# than it takes to start a transfer and to split a kernel.
 _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
-# The most chunks of a step. A ring has fewer, as its steps hide one another's transfers.
+# The most chunks of a step. A ring has fewer, because the transfer of one step overlaps with the previous step.
 _MAX_CHUNKS = 4
 
 
@@ -38,11 +38,12 @@ class AttentionCall:
         score: how scores are computed, for all of ``heads``.
         backend: the name of an attention backend, or "auto".
         deterministic: leave out backends whose gradients may differ from run to run.
-        heads: the heads of q, k and v. Under tensor parallelism, some of the model's.
-        return_lse: whether the caller gets the log-sum-exp, which is differentiable then.
-        fixed_chunks: whether an all-to-all has as many chunks at every length, as an operator's results require.
-        kv_ready: when its keys and values were ready to be sent, in forward and so in backward.
-        latent: in latent attention, what expands k and v, which are latents and rotated keys then.
+        heads: the heads of q, k and v. Under tensor parallelism these are some of the model's heads.
+        return_lse: whether the caller gets the log-sum-exp, which is then differentiable.
+        fixed_chunks: whether an all-to-all has the same number of chunks at every length. An operator of
+            ``torch.library`` needs it, because the number of its results depends on the number of chunks.
+        kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
+        latent: in latent attention, expands k and v, which then hold latents and rotated keys.
     """
 
     groups: AttentionGroups
@@ -59,15 +60,15 @@ class AttentionCall:
     _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
     def shares_memory(self, device: torch.device) -> bool:
-        """Whether the ranks of the ring read one another's messages in memory: there is no transfer to hide then."""
+        """Whether the ranks of the ring read one another's messages in shared memory: nothing is transferred then."""
         groups = self.groups
         return groups.across is None and groups.within is not None and host_messages(groups.within, device) is not None
 
     def parts(self, heads: Heads, k: Tensor, v: Tensor) -> list[Heads]:
         """``heads`` in the chunks in which the K/V of a step, ``[b, k, n, d]`` and ``[b, k, n, e]``, are sent.
 
-        While one chunk is computed, the next one is received, so that only the first transfer of all has nothing but
-        the work on a rank's own keys to hide behind. All ranks have as many, however long their shards are.
+        While one chunk is computed, the next chunk is received. Only the first transfer overlaps with nothing but the
+        attention to this rank's own keys. The chunks are the same on all ranks, whatever the lengths of their shards.
         """
         kv = len(heads.kv)
         if len(self.plan) == 1 or kv < 2 or heads.kv_index() is not None:
@@ -83,7 +84,7 @@ class AttentionCall:
         return [heads[range(cut.start * each, cut.stop * each)] for cut in cuts]
 
     def expansion(self, heads: Heads, device: torch.device) -> Expansion | None:
-        """What makes the keys and values of ``heads`` of those that are sent; None if they are the same."""
+        """Expands the keys and values that are sent to those of ``heads``. None if they are the same."""
         if self.latent is not None:
             return self.latent.of(heads.queries_in(self.heads))
         index = heads.kv_index()
@@ -101,7 +102,7 @@ class AttentionCall:
 
     def intervals(self, step: int, q: Tensor) -> KeyIntervals | None:
         """Which of a step's keys the queries ``q`` see; None if they see none of them, or there are no queries."""
-        if not q.numel():  # a rank beyond the heads of an all-to-all: it sends K/V and computes nothing
+        if not q.numel():  # an all-to-all over more ranks than heads leaves ranks that send K/V and compute nothing
             return None
         return self.plan.intervals(step, q.device, self.score.needs_positions)
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing that recomputes a layer but not its attention, nor the communication of that attention.
+"""Activation checkpointing that recomputes a layer without its attention and without the communication of attention.
 
 Selective activation checkpointing keeps the results of chosen operators and recomputes the rest. The forward of
 attention, together with its all-to-alls, is such an operator (see ``operators.py``).
@@ -26,10 +26,10 @@ def keep_attention() -> tuple[Any, Any]:
     Examples:
         >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=seqpar.keep_attention)
 
-    The output and the log-sum-exp of attention are kept, and with Ulysses the exchanged q, k and v too (q alone, if
-    more ranks than KV heads share k and v), so that the recomputation sends nothing for them. Korthikanti et al.,
-    2022, do the opposite: they recompute attention and keep the rest. Since attention kernels no longer store the
-    scores, attention is the most expensive part to recompute and the cheapest to keep.
+    The output and the log-sum-exp of attention are kept. With Ulysses, the exchanged q, k and v are kept too (only q if
+    there are more ranks than KV heads), so that the recomputation sends nothing for them. Korthikanti et al., 2022, do
+    the opposite: they recompute attention and keep the rest. Since attention kernels no longer store the scores,
+    attention is the most expensive part to recompute and the cheapest part to keep.
 
     Returns:
         The two contexts that ``torch.utils.checkpoint.checkpoint`` expects of its ``context_fn``.

@@ -1,12 +1,12 @@
-"""FastSeq: all-gather the hidden states instead of keys and values, which every rank then projects for all tokens.
+"""FastSeq: all-gather hidden states instead of keys and values, and project the hidden states of all ranks to K/V.
 
-NUS HPC-AI Lab, OpenDiT, 2024. Context parallelism sends the keys and values of each token, ``2 d_kv`` numbers. They
-follow from the token's ``hidden`` numbers: with as many KV heads as query heads these are half as many. The price is
-that every rank projects the tokens of all ranks.
+NUS HPC-AI Lab, OpenDiT, 2024. Context parallelism sends the keys and values of each token, ``2 d_kv`` numbers. They are
+computed from the token's hidden state, ``hidden`` numbers. With as many KV heads as query heads, ``hidden`` is half of
+``2 d_kv``. The price is that every rank projects the tokens of all ranks.
 
 [Note: overlap] Rank 1 of 4; chunk r holds the hidden states of rank r. The transfers start before the query projection,
-and a chunk is projected while the next one is on the way. Attention then runs over all keys and sends nothing. In
-backward the hidden states are gathered again, from the output projection's backward on.
+and a chunk is projected while the next chunk is received. Attention then runs over all keys and sends nothing. In
+backward the hidden states are gathered again. These transfers start before the output projection's backward.
 
     forward
     compute      | q of own x | k, v of 1 | k, v of 0    | k, v of 3   | k, v of 2 | attend
@@ -17,11 +17,11 @@ backward the hidden states are gathered again, from the output projection's back
     receive x    | chunk 0 ............. | 3 .. | 2 .. |
     send dx      |                                                     |          | to 2 ... | to 3 ... | to 0 ... |
 
-Kept for backward, K/V of all tokens would take as much memory on every rank as on one device. Instead, backward gathers
-the hidden states again, projects them again, and uses them for the weights' gradients too. A rank computes the
-gradients of all keys from its own queries alone, and so a partial gradient of every rank's hidden states. Partial
-gradients are computed and sent in float32, summed by the rank that holds the tokens, and rounded once. The gradients of
-the weights are partial, as under every other strategy.
+K/V of all tokens, kept for backward, would take as much memory on every rank as on one device. Instead, backward
+gathers and projects the hidden states again, and uses them for the weights' gradients too. A rank's queries give only a
+partial gradient of the keys and values of all ranks, and hence of all hidden states. Partial gradients are computed and
+sent in float32, summed by the rank that holds the tokens, and rounded once. The gradients of the weights are partial,
+as under every other strategy.
 
 Bytes sent per rank of P, under any mask: (P-1)/P * N * hidden * e forward; backward the same again, and partial
 gradients of the hidden states in float32, (P-1)/P * N * hidden * 4.
@@ -41,7 +41,8 @@ from ..comm.p2p import make_ready
 from ..kernels.base import accumulator
 from .autograd import attention_backward, attention_forward
 from .call import AttentionCall
-from .tensor_sequence import Piece, SequenceChunks, all_gather_linear_backward, project_pieces
+from .sequence_chunks import Piece, SequenceChunks
+from .tensor_sequence import all_gather_linear_backward, project_pieces
 
 Gather = Literal["kv", "activations", "auto"]
 GATHERS: tuple[str, ...] = get_args(Gather)
@@ -49,9 +50,9 @@ GATHERS: tuple[str, ...] = get_args(Gather)
 # ``(k, v, *parameters) -> (k, v)``: projections ``[b, t, n * d]`` without biases to keys and values ``[b, t, n, d]``.
 FinishKeys = Callable[..., tuple[Tensor, Tensor]]
 
-# Operations that a GPU does while it sends one byte: an H100 SXM computes 990 TFLOP/s in dense bfloat16, and sends
-# 450 GB/s over NVLink and 50 GB/s over a network of 400 Gbit/s a GPU (NVIDIA's data sheets of the H100 and the DGX).
-# Inside a host, and between hosts.
+# Operations that a GPU does while it sends one byte, inside a host and between hosts. An H100 SXM computes 990 TFLOP/s
+# in dense bfloat16. It sends 450 GB/s over NVLink and 50 GB/s over a network of 400 Gbit/s per GPU (NVIDIA's data
+# sheets of the H100 and the DGX).
 _FLOPS_PER_BYTE = (990e12 / 450e9, 990e12 / 50e9)
 
 
@@ -60,7 +61,7 @@ def prefers_activations(
 ) -> bool:
     """Whether sending hidden states instead of keys and values saves more time than projecting all of them takes.
 
-    Bytes and operations are those of forward and backward together, so that training and evaluation choose alike.
+    Bytes and operations are those of forward and backward together, also in evaluation, so that both decide alike.
 
     Args:
         kv_rows: rows of K/V that all ranks together would receive under the mask, inside hosts and between hosts.
@@ -77,11 +78,11 @@ def prefers_activations(
 
 
 class GatheredActivations:
-    """The hidden states of all ranks on their way, and what makes keys and values of them.
+    """All-gathers the hidden states of all ranks and projects them to keys and values.
 
     Args:
         chunks: which tokens each rank holds.
-        finish: biases, norm and rotation of the keys.
+        finish: adds the biases, and applies the norm and the rotation of the keys.
     """
 
     def __init__(self, chunks: SequenceChunks, finish: FinishKeys) -> None:
@@ -94,9 +95,9 @@ class GatheredActivations:
         self._arriving = self.chunks.receive_chunks(x)
 
     def project(self, x: Tensor, weights: Sequence[Tensor], full: Tensor | None = None) -> tuple[Tensor, ...]:
-        """k and v ``[b, t, n * d]`` without biases, of what ``start`` has started to gather.
+        """k and v ``[b, t, n * d]`` without biases, from the hidden states that ``start`` has started to gather.
 
-        ``full [b, t, hidden]`` is filled with the hidden states.
+        The hidden states of all ranks are written to ``full [b, t, hidden]`` if it is given.
         """
         if self._arriving is None:
             self.start(x)
@@ -106,18 +107,18 @@ class GatheredActivations:
 
 
 class StartInBackward(torch.autograd.Function):
-    """Returns ``y``. Its backward starts to gather ``x`` again, behind that of the projection that made ``y``."""
+    """Returns ``y``. Its backward starts to gather ``x`` again, to overlap with the backward of what computed ``y``."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, gathered: GatheredActivations) -> Tensor:
-        """``y [b, s, hidden]`` and ``x [b, s, hidden]``, this rank's input, to ``y``."""
+        """``y [b, s, hidden]``; ``x [b, s, hidden]`` is this rank's input of the layer."""
         ctx.save_for_backward(x)
         ctx.gathered = gathered
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        """``dy`` as it is."""
+        """Returns ``dy`` unchanged."""
         (x,) = ctx.saved_tensors
         ctx.gathered.start(x)
         return dy, None, None
@@ -141,7 +142,7 @@ class GatheredAttention(torch.autograd.Function):
         call: AttentionCall,
         *parameters: Tensor,
     ) -> Tensor:
-        """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``; ``parameters`` of ``finish``."""
+        """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``; ``finish`` takes ``parameters``."""
         ctx.gathered, ctx.call = gathered, call
         with torch.autocast(x.device.type, enabled=False):
             k, v = gathered.finish(*gathered.project(x, (k_weight, v_weight)), *parameters)
@@ -152,7 +153,7 @@ class GatheredAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        """``dout [b, s, h, d]`` to the gradients of the tensors, those of weights and parameters being partial."""
+        """``dout [b, s, h, d]`` to the gradients of the tensors; those of weights and parameters are partial."""
         q, x, k_weight, v_weight, out, lse, *parameters = ctx.saved_tensors
         gathered, weights = ctx.gathered, (k_weight, v_weight)
         _, need_x, *need_weights = ctx.needs_input_grad[:4]
@@ -176,7 +177,7 @@ class GatheredAttention(torch.autograd.Function):
 def differentiable(
     function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Sequence[Tensor]]]:
-    """The two results of ``function(*inputs)``, and what makes the inputs' gradients of theirs."""
+    """The two results of ``function(*inputs)``, and a function from the gradients of these to those of the inputs."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         results = function(*leaves)

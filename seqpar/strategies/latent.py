@@ -1,19 +1,20 @@
-"""Multi-head latent attention: ranks send each token's latent, and expand the latents that arrive to keys and values.
+"""Multi-head latent attention: ranks send each token's latent, and expand received latents to keys and values.
 
 DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", 2024, section 2.1.
 The keys and values of all heads follow from a token's latent ``c`` and one rotated key ``r`` that all heads share:
 
     k of head i = [nope part of W_i c, r]        v of head i = value part of W_i c
 
-In DeepSeek-V3, ``c`` and ``r`` are 512 and 64 numbers a token, and the keys and values of 128 heads are 40,960. So
-every strategy sends ``c`` and ``r`` as if they were the key and the value of a single head, and a rank expands the rows
-of a step for its own query heads, just before the kernel, some heads at a time. Nothing expanded is kept: backward
-sends the latents again, expands them again, and returns the gradients of ``c`` and ``r`` in float32.
+In DeepSeek-V3, ``c`` and ``r`` are 512 and 64 numbers per token, and the keys and values of 128 heads are 40,960.
+Every strategy therefore sends ``c`` and ``r`` as if they were the key and the value of a single head. A rank expands
+the rows of a step for its own query heads, some heads at a time, just before the kernel. It does not keep the expanded
+keys and values: backward sends the latents again, expands them again, and returns the gradients of ``c`` and ``r`` in
+float32.
 
-What this costs: each rank multiplies all tokens with W once in forward and three times in backward. Each time this
-takes ``2 * w * h * (nope + e)`` operations a token, divided by the ranks of an all-to-all. A rank's attention to a
-token under a full mask takes ``2 * s * h * (d + e)`` in forward. So with DeepSeek-V3's sizes (nope = e = 128, d = 192)
-and 16,384 tokens a rank, expanding adds 2.5 % to the forward under a full mask, 5 % under a causal one.
+Cost: each rank multiplies all tokens with W once in forward and three times in backward. Each time this takes
+``2 * w * h * (nope + e)`` operations per token, divided by the ranks of an all-to-all. A rank's attention to one token
+takes ``2 * s * h * (d + e)`` operations in forward under a full mask. With DeepSeek-V3's sizes (nope = e = 128, d =
+192) and 16,384 tokens per rank, expanding adds 2.5 % to the forward under a full mask and 5 % under a causal mask.
 
 Shapes: b batch, s tokens of this rank, k keys of a step, h query heads, w width of the latent, r width of the rotated
 key, d head_dim of q and k (nope + r), e head_dim of v.
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The keys and values of as many heads as take this many bytes, with their gradients, exist at a time.
+# As many heads are expanded at a time as take this many bytes, keys, values and their gradients together.
 _BLOCK_BYTES = 256 << 20
 
 
@@ -35,8 +36,8 @@ class LatentKeys:
     Args:
         weight: ``[h, nope + e, w]``.
         nope: how many elements of a key come from the latent.
-        d_weight: shaped as ``weight``, float32 (float64 for float64): the gradient of ``weight`` is added to it; None:
-            it is not computed.
+        d_weight: the tensor to which the gradient of ``weight`` is added, of its shape, in float32 (float64 for
+            float64). None if that gradient is not needed.
     """
 
     def __init__(self, weight: Tensor, nope: int, d_weight: Tensor | None = None) -> None:
@@ -69,13 +70,13 @@ class LatentKeys:
     def add_gradients(
         self, sent_k: Tensor, sent_v: Tensor, dk: Tensor, dv: Tensor, heads: range, to_dk: Tensor, to_dv: Tensor
     ) -> None:
-        """Add to the gradients of the latents, ``to_dk [b, k, 1, w]``, and of the rotated keys, ``to_dv [b, k, 1, r]``.
+        """Add the gradients of expanded keys and values to those of the latents and the rotated keys.
 
         Args:
-            sent_k, sent_v: the latents and the rotated keys.
-            dk, dv: ``[b, k, heads, d]`` and ``[b, k, heads, e]``.
-            heads: their heads.
-            to_dk, to_dv: in the dtype of ``dk``.
+            sent_k, sent_v: the latents ``[b, k, 1, w]`` and the rotated keys ``[b, k, 1, r]``.
+            dk, dv: the gradients of the expanded keys, ``[b, k, heads, d]``, and values, ``[b, k, heads, e]``.
+            heads: the heads of ``dk`` and ``dv``.
+            to_dk, to_dv: the gradients of ``sent_k`` and ``sent_v`` to add to, in the dtype of ``dk``.
         """
         d_nope, d_rope = dk.split_with_sizes([self.nope, dk.shape[3] - self.nope], 3)
         to_dv += d_rope.sum(2, keepdim=True)
@@ -88,10 +89,9 @@ class LatentKeys:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in a's dtype, float32 or float64, where ``b`` has the model's dtype.
+    """``a @ b`` in a's dtype, float32 or float64; ``b`` has the model's dtype.
 
-    On a GPU the tensor cores multiply numbers of the model's dtype and add up in float32, as in the backward of a
-    linear layer.
+    On a GPU, tensor cores multiply in the model's dtype and accumulate in float32, as in a linear layer's backward.
     """
     if a.is_cuda and b.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a.to(b.dtype), b, out_dtype=a.dtype)

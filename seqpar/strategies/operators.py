@@ -1,10 +1,10 @@
-"""Attention as operators of ``torch.library``: what torch.compile and selective checkpointing see of a call.
+"""Attention as operators of ``torch.library``, which torch.compile and selective checkpointing see as one node.
 
-A compiled function must not depend on what changes from step to step. So the operators take the mask, the sharding and
-the ranks as they are (``seqpar.opaque``), and look inside when they run: checks, plans and communication are never
-traced. Only constants, ``AttentionOptions``, are part of the compiled function.
+A compiled function must not depend on values that change from step to step. The operators therefore take the mask, the
+sharding and the ranks as opaque objects (``seqpar.opaque``), which they read when they run. Checks, plans and
+communication are never traced. Only the constants in ``AttentionOptions`` are part of the compiled function.
 
-Eager calls do not take this way, because to dispatch an operator costs a tenth of a millisecond.
+Eager calls do not use the operators, because dispatching one takes a tenth of a millisecond.
 
 Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim of q
 and k, e head_dim of v.
@@ -52,7 +52,7 @@ from .autograd import (
 from .call import AttentionCall
 from .ulysses import MAX_CHUNKS
 
-# The ranks of a call that is given none: those of the sharding.
+# Passed as ``ranks`` for a call that has none of its own. The ranks are then those of the sharding.
 ANY_RANKS = ParallelContext(None, None)
 
 
@@ -62,16 +62,16 @@ class AttentionOptions(Opaque):
     """The constants of a call.
 
     Attributes:
-        strategy: of attention; under tensor parallelism, over the ranks that share the heads.
-        strategy_options: (name, value) of each.
+        strategy: the strategy's name. Under tensor parallelism it is that of the ranks with the same heads.
+        strategy_options: (name, value) of each option of the strategy.
         tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
         first_head: the index in the model of the first query head.
-        q_per_kv: query heads that read one KV head; None: as q and k say.
+        q_per_kv: query heads that read one KV head; None: heads of q divided by heads of k.
         softmax_scale: a factor on the scores; None: ``head_dim ** -0.5``.
         softcap, dropout_p, deterministic, backend, return_lse: as for ``seqpar.attention``.
-        layer_mask: what a layer adds to the mask: causality, window and chunk (see ``mask.layer_mask``).
+        layer_mask: causality, window and chunk that a layer adds to the mask (see ``mask.layer_mask``).
         replicated: whether k and v hold the tokens of all ranks (see ``gathered_activations.py``).
-        draws_seed: whether each rank has drawn a seed of dropout by itself. That of rank 0 counts.
+        draws_seed: whether each rank has drawn a dropout seed of its own. All ranks then use rank 0's seed.
     """
 
     strategy: str
@@ -97,25 +97,25 @@ class AttentionOptions(Opaque):
 
 
 def constants(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The options of a strategy as constants. torch.compile may have made variables of numbers."""
+    """The options of a strategy as constants. torch.compile may have turned the ints among them into variables."""
     return tuple((name, index(x) if isinstance(x, int) else x) for name, x in options.items())
 
 
 def constant_float(x: float) -> float:
-    """``x`` as a constant."""
+    """``x`` as a constant. torch.compile may have turned it into a variable."""
     return float.fromhex(float(x).hex())
 
 
 def draw_seed() -> Tensor:
-    """A seed of dropout from torch's CPU generator, int64 ``[]``."""
+    """A dropout seed from torch's CPU generator, int64 ``[]``."""
     return torch.randint(2**62, (), device="cpu")
 
 
 def traced_seed() -> Tensor:
     """``draw_seed`` while torch.compile traces.
 
-    Where a graph is computed again in backward, as under ``torch.utils.checkpoint``, another seed would be drawn, and
-    the gradients would be those of another mask. So the seed is marked as one to keep, whatever else is not.
+    If backward recomputes the graph, as under ``torch.utils.checkpoint``, it would draw another seed, and the gradients
+    would be those of another dropout mask. The seed is therefore marked as a value that must be saved.
     """
     kept = partial(create_selective_checkpoint_contexts, _keep_all)
     seed: Tensor = checkpoint(draw_seed, use_reentrant=False, context_fn=kept)
@@ -127,7 +127,7 @@ def _keep_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpo
 
 
 def _check_seed_is_kept() -> None:
-    """Raise if nothing is kept that is marked: torch.compile is told to keep nothing but a function's arguments."""
+    """Raise if torch.compile saves only a function's arguments for backward, and ignores that the seed is marked."""
     in_region = fx_traceback.current_meta.get("custom", {}).get("_region_activation_memory_budget")
     if 0 in (in_region, functorch_config.activation_memory_budget):
         raise ValueError(
@@ -137,7 +137,7 @@ def _check_seed_is_kept() -> None:
 
 
 class _SeedHeader(NamedTuple):
-    """The seed that a rank has drawn."""
+    """The dropout seed that a rank has drawn."""
 
     seed: int
 
@@ -185,7 +185,7 @@ def make_call(
     options: AttentionOptions,
     fixed_chunks: bool = False,
 ) -> AttentionCall:
-    """The call of checked and resolved arguments. Every attention call of the package is made here."""
+    """The call for checked and resolved arguments. Every attention call of the package is made here."""
     if options.layer_mask is not None:
         mask = layer_mask(mask, *options.layer_mask)
     return AttentionCall(
@@ -229,7 +229,7 @@ def _check(
     if mask.batch not in (1, q.shape[0]):
         raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     mask.check_length(sharding.seq_len)
-    if not options.tensor_parallel:  # otherwise they hold the tokens of several ranks, which have checked theirs
+    if not options.tensor_parallel:  # otherwise q holds the tokens of several ranks, each of which has checked its own
         group = groups.sequence
         check_length(q.shape[1], sharding.seq_len, size_of(group), rank_in(group), sharding.layout)
 
@@ -254,13 +254,14 @@ def attention_op(
         q, k, v: ``[b, s, h, d]``, ``[b, s, n, d]`` and ``[b, s, n, e]``.
         sinks: ``[h]``.
         alibi_slopes: ``[h]`` or ``[b, h]``.
-        seed: of dropout, int64 ``[]`` on the host.
-        mask, sharding, ranks, options: the call. Without ranks of its own, it is for those of the sharding.
+        seed: the dropout seed, int64 ``[]`` on the host.
+        mask, sharding, options: of the call.
+        ranks: of the call; ``ANY_RANKS`` for those of the sharding.
         latent_weight: ``[h, nope + e, w]``, if k and v are latents and rotated keys (see ``latent.py``).
 
     Returns:
-        ``out [b, s, h, e]``, ``lse [b, h, s]``, with an all-to-all what the backward needs, and with
-        ``options.draws_seed`` the seed that counts.
+        ``out [b, s, h, e]``, ``lse [b, h, s]``, with an all-to-all the tensors that backward needs, and with
+        ``options.draws_seed`` rank 0's seed.
     """
     groups, sequence = placement(sharding, ranks, options)
 
@@ -274,7 +275,7 @@ def attention_op(
     call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = attention_forward(call, q, k, v)
     exchange = head_exchange(call, q.shape, q.device)
-    # The operator's results are contiguous, and none is one of its arguments.
+    # An operator must not return one of its arguments, and its results are declared to be contiguous.
     saved = [] if exchange is None else saved[: 3 * len(exchange.chunks)]
     if options.draws_seed:
         saved.append(torch.tensor(agreed.seed, device="cpu"))
@@ -306,7 +307,9 @@ def _(
     if exchange is not None:
         if not options.return_lse:
             results[1] = q.new_empty(0, dtype=dtype)
-        tokens = torch.library.get_ctx().new_dynamic_size()  # of the group: it changes with the sharding
+        tokens = (
+            torch.library.get_ctx().new_dynamic_size()
+        )  # tokens of the ulysses group, which change with the sharding
         for chunk in exchange.chunks:
             queries, kv = len(chunk.heads.queries), len(chunk.heads.kv)
             width = queries * dim
@@ -339,10 +342,12 @@ def attention_backward_op(
     latent_weight: Tensor | None,
     needs_weight_gradient: bool,
 ) -> list[Tensor]:
-    """``attention_backward`` as an operator: ``dq, dk, dv``, ``dsinks`` if there are sinks, and that of the weight.
+    """``attention_backward`` as an operator.
+
+    Returns ``dq, dk, dv``, then ``dsinks`` if there are sinks, then the gradient of ``latent_weight`` if it is needed.
 
     Args:
-        saved: ``q, k, v, out, lse``, or with an all-to-all what the forward returned after ``lse``.
+        saved: ``q, k, v, out, lse``; with an all-to-all, the tensors that the forward returned after ``lse``.
         dout, dlse, q_shape, k_shape, v_shape: as for ``attention_backward``.
         sinks, alibi_slopes, seed, mask, sharding, ranks, options, latent_weight: as for the forward.
         needs_weight_gradient: whether the weight's gradient is returned.
@@ -383,9 +388,10 @@ def _(
 
 @torch.library.custom_op("seqpar::positions", mutates_args=())
 def positions_op(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions) -> Tensor:
-    """Global positions of the tokens of ``like [b, s, ...]``, int64 ``[s]`` on the host; of replicated keys, all.
+    """Global positions of the tokens of ``like [b, s, ...]``, int64 ``[s]`` on the host. With replicated keys, the
+    positions of all tokens.
 
-    The same tensor each time, which rotary embeddings recognise. It must not be written to.
+    The result is cached, and must not be written to. Rotary embeddings recognise it by identity.
     """
     groups, sequence = placement(sharding, ranks, options)
     if options.replicated:
@@ -399,7 +405,7 @@ def _(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: Attenti
 
 
 def _number(seed: Tensor | None) -> int:
-    """The seed, which is on the host."""
+    """The seed as an int. Its tensor is on the host, so reading it does not wait for a GPU."""
     return 0 if seed is None else int(seed.item())
 
 
@@ -410,7 +416,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
         *saved, seed = saved
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
-    if saved and saved[0].shape[2] == saved[1].shape[2] * q.shape[3]:  # no k and v: these are exchanged again
+    if saved and saved[0].shape[2] == saved[1].shape[2] * q.shape[3]:  # only q was saved: k and v are exchanged again
         saved += [k, v]
     ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *(saved or (q, k, v, out, lse)))
 
@@ -431,7 +437,7 @@ attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def seen_by_dispatch_mode() -> bool:
-    """Whether a dispatch mode, such as that of selective checkpointing, is to see attention as one operator."""
+    """Whether a dispatch mode is on that must see attention as one operator, such as selective checkpointing's."""
     mode = _get_current_dispatch_mode()
     return mode is not None and not isinstance(mode, FakeTensorMode)
 
@@ -455,11 +461,11 @@ def attend(
     joins_backward: bool = True,
     latent_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of an eager call, with everything checked and resolved.
+    """``(out, lse)`` of an eager call whose arguments are checked and resolved.
 
-    A dispatch mode, such as that of selective checkpointing, sees the operator. For it, ``sharding`` or ``mesh`` and
-    ``group`` say again what ``groups`` and ``sequence`` say. ``joins_backward`` says whether the inputs of some rank
-    require gradients, or may.
+    Under a dispatch mode, such as that of selective checkpointing, this calls the operator. Only the operator needs
+    ``sharding``, or ``mesh`` and ``group``, which describe the same ranks as ``groups`` and ``sequence``.
+    ``joins_backward`` is False if it is known that no rank's inputs require gradients.
     """
     several = groups.ring_size * groups.ulysses_size > 1
     if several and joins_backward and gradient_state(q, k, v, sinks, latent_weight) == 1:

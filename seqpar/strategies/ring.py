@@ -1,12 +1,12 @@
-"""Ring Attention: K/V rows are sent from rank to rank, step by step, behind the attention over the previous step's.
+"""Ring Attention: ranks send K/V rows to one another step by step, while they attend to the previous step's rows.
 
 Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023. All strategies share this
 loop. ``seqpar.schedule`` decides which rows are sent at which step: on one rank the loop has one step, and for an
 all-gather it has two. Neither forward nor backward branches on the layout or the mask.
 
-[Note: overlap and buffers] Rank 2 of 4, full mask. While the kernel of one step runs, the K/V of the next two steps are
-on the way, in receive buffers of their own, so that a transfer has the time of two kernels. In backward, the gradients
-of a step's remote K/V are sent back to the rank that owns them behind the kernel of the next step.
+[Note: overlap and buffers] Rank 2 of 4, full mask. While the kernel of one step runs, the rank receives the K/V of the
+next two steps into separate buffers, so each transfer may take as long as two kernels. In backward, the gradients of a
+step's remote K/V are sent back to the rank that owns the K/V while the kernel of the next step runs.
 
     forward
     compute      | attend own kv    | attend kv of 1   | attend kv of 0   | attend kv of 3   | out, lse
@@ -21,13 +21,12 @@ of a step's remote K/V are sent back to the rank that owns them behind the kerne
 
 An all-gather (``comm="all_gather"``) is one remote step. If every rank needs all keys, it is a collective, and the
 gradients return by a reduce-scatter. Otherwise its messages are exchanged between pairs of ranks. Over several hosts,
-both have two levels. ``remote.py`` sends and receives.
+both have two levels. ``remote.py`` orders the transfers and ``transport.py`` sends them.
 
 Bytes sent per rank of P, forward, full mask: (P-1)/P * N * 2 d_kv * e. Backward sends K/V again, and dk, dv in float32.
 
 Shapes: b batch, q queries of this rank, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
-of v. A message holds k and v, or dk and dv, of some rows (see ``remote.Message``); 2 d_kv are a token's elements of
-both.
+of v. In the formula of bytes, 2 d_kv is the number of elements of k and v together for one token.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ from ..heads import Heads
 from ..kernels import select
 from ..kernels.base import Carry, Grads, OutputGrad, accumulator, empty_carry, finish, row_delta
 from .call import AttentionCall
-from .remote import RemoteSteps, Returns, connect, new_gradients, of_heads, transport
+from .remote import RemoteSteps, Returns, connect, new_gradients, of_heads
+from .transport import transport_of
 
 
 def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> Carry:
@@ -67,7 +67,7 @@ def ring_forward(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Ten
         carry=len(call.plan) > 1,
         v_head_dim=v_head_dim,
     )
-    remote = RemoteSteps(call, heads, k, v, transport(call, q.device))
+    remote = RemoteSteps(call, heads, k, v, transport_of(call, q.device))
     last = max((i for i, step in enumerate(call.plan) if step.keys is not None and q.numel()), default=-1)
     carry: Carry | None = None
     if (seen := call.intervals(0, q)) is not None:
@@ -127,7 +127,7 @@ def ring_backward(
     own_dkv = [torch.empty_like(x, dtype=dtype) for x in (k, v)]  # gradients of this rank's K/V
 
     def backward(part: Heads, i: int, step_k: Tensor, step_v: Tensor, grads: Grads) -> None:
-        """Add the gradients of step ``i`` for some heads, or write them where there are none yet."""
+        """Add the gradients of step ``i`` for some heads to ``grads``, or write them where ``grads`` is new."""
         at = part.queries_in(heads)
         if (seen := call.intervals(i, q)) is not None:
             part_q, part_dout, part_out = (of_heads(x, at) for x in (q, dout, out))
@@ -141,15 +141,15 @@ def ring_backward(
         part_k, part_v, dk, dv = (of_heads(x, part.kv_in(heads)) for x in (k, v, *own_dkv))
         backward(part, 0, part_k, part_v, Grads(of_heads(dq, part.queries_in(heads)), dk, dv, **new))
 
-    remote = RemoteSteps(call, heads, k, v, transport(call, q.device))
+    remote = RemoteSteps(call, heads, k, v, transport_of(call, q.device))
     nothing_to_hide = all(step.is_local for step in plan) or call.shares_memory(q.device)
     first, *rest = [heads] if expansion is not None or nothing_to_hide else halves(heads)
-    for part in rest:  # computed at the end, when these hold the gradients of the remote steps
+    for part in rest:  # ``own_backward`` adds to these at the end, after the remote steps have added theirs
         of_heads(dq, part.queries_in(heads)).zero_()
         for x in own_dkv:
             of_heads(x, part.kv_in(heads)).zero_()
     own_backward(first, new_dq=True, new_dkv=not any(set(part.kv) & set(first.kv) for part in rest))
-    returns = Returns(call, transport(call, q.device))
+    returns = Returns(call, transport_of(call, q.device))
     for _, part, i, step_k, step_v in remote:
         # Gradients of remote K/V are written to buffers that are sent to their owners.
         grads = new_gradients(plan[i], step_k, step_v, dtype, call.groups)
@@ -157,14 +157,14 @@ def ring_backward(
             dk, dv = (x for message in grads for x in message.tensors)
             backward(part, i, step_k, step_v, Grads(of_heads(dq, part.queries_in(heads)), dk, dv, new_dkv=True))
             del dk, dv
-        del step_k, step_v  # what is sent now takes their memory
+        del step_k, step_v  # so that the messages sent now can reuse their memory
         returns.start(i, grads, [of_heads(x, part.kv_in(heads)) for x in own_dkv])
-    for part in rest:  # behind the last return
+    for part in rest:  # while the last gradients are being returned
         own_backward(part)
     returns.finish()
     dsinks = None
     if score.sinks is not None:
-        # The probability of the sink, [b, h, q]; nan for a sink of -inf where no key is seen.
+        # The softmax weight of the sink, [b, h, q]. It is nan for a sink of -inf and a query that sees no key.
         assert delta is not None
         sink_weight = torch.exp(score.sinks.to(dtype)[:, None] - lse).nan_to_num_(0.0)
         dsinks = -(sink_weight * delta).sum((0, 2))  # [h]: the sink has no value, only a weight in the denominator

@@ -1,4 +1,4 @@
-"""The linear layers of ``tensor_sequence.py`` as operators, which torch.compile does not trace (see ``operators.py``).
+"""The linear layers of ``tensor_sequence.py`` as operators that torch.compile does not trace (see ``operators.py``).
 
 Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks.
 """
@@ -17,15 +17,15 @@ from ..opaque import Opaque, constant
 from ..sharding import Sharding
 from .autograd import to_autocast_dtype
 from .operators import AttentionOptions, placement
+from .sequence_chunks import SequenceChunks
 from .tensor_sequence import (
-    SequenceChunks,
     all_gather_linear_backward,
     all_gather_linear_forward,
     linear_reduce_scatter_backward,
     linear_reduce_scatter_forward,
 )
 
-# Tokens of all ranks in a compiled layer, at least: PyTorch's own operators treat fewer in another way.
+# The least number of tokens of all ranks in a compiled layer: torch.compile specialises on sizes of 0 and 1.
 LEAST_TOKENS = 2
 
 
@@ -36,8 +36,8 @@ class ChunkOptions(Opaque):
 
     Attributes:
         overlap: "auto", "ring", "symm_mem" or "none".
-        attention: of the attention that the tokens are for, whose order they take; None: one rank after another. If
-            its keys are replicated, the tokens are those of all its ranks.
+        attention: the options of the attention that reads the tokens, which are put into its order. None: the chunks of
+            the ranks follow one another. If its keys are replicated, the tokens are those of all its ranks.
     """
 
     overlap: str
@@ -45,13 +45,13 @@ class ChunkOptions(Opaque):
 
 
 class TracedChunks(NamedTuple):
-    """What stands for ``SequenceChunks`` while torch.compile traces.
+    """Replaces ``SequenceChunks`` while torch.compile traces.
 
     Attributes:
-        tokens: of this rank.
-        sharding: of the sequence.
-        ranks: the layer's.
-        options: its constants.
+        tokens: the number of this rank's tokens.
+        sharding: the sharding of the sequence.
+        ranks: the ranks of the layer.
+        options: the constants of ``SequenceChunks``.
     """
 
     tokens: int
@@ -104,7 +104,7 @@ def _all_gather_linear_backward(
     ranks: ParallelContext,
     options: ChunkOptions,
 ) -> list[Tensor]:
-    """Those gradients that are needed."""
+    """The gradients of ``x`` and of the weights that are needed, in this order."""
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     dx, dweights = all_gather_linear_backward(douts, x.contiguous(), weights, chunks, need_x, need_weights)
     return [d.contiguous() for d in (dx, *dweights) if d is not None]
@@ -190,7 +190,7 @@ linear_reduce_scatter_op.register_autograd(_backward_reduce_scatter, setup_conte
 def all_gather_positions_op(
     positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> Tensor:
-    """``SequenceChunks.all_gather_positions``. The same tensor for the same positions: it must not be written to."""
+    """``SequenceChunks.all_gather_positions``. The result is cached and must not be written to."""
     chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device)
     return chunks.all_gather_positions(positions)
 

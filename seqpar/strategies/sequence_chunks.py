@@ -1,0 +1,367 @@
+"""A sequence in chunks of tokens, one per rank: all-gathered or reduce-scattered, in one collective or chunk by chunk.
+
+``tensor_sequence.py`` and ``gathered_activations.py`` multiply the chunks with weights as they arrive.
+
+Shapes: b batch, s tokens of this rank, t tokens of all ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..cache import cached_tensors
+from ..comm.collectives import all_gather, reduce_scatter
+from ..comm.p2p import Pending, exchange
+from ..comm.trace import count_sent
+from ..layout import SequenceSharding, split_range
+from ..mesh import rank_in, size_of
+from .symmetric_memory import symmetric_memory_reason
+
+Overlap = Literal["auto", "ring", "symm_mem", "none"]
+OVERLAPS: tuple[str, ...] = get_args(Overlap)
+
+# The full sequence is sent in about this many pieces, so each of P ranks sends its chunk in about _PIECES / P.
+_PIECES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Increasing rows of the full sequence.
+
+    Attributes:
+        start: the first row.
+        length: how many there are.
+        index: the rows, int64 ``[length]``, on the device of the activations; None if they are consecutive.
+    """
+
+    start: int
+    length: int
+    index: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def take(self, full: Tensor) -> Tensor:
+        """``full[:, rows]``, a view if the rows are consecutive."""
+        if self.index is None:
+            return full.narrow(1, self.start, self.length)
+        return full.index_select(1, self.index)
+
+    def put(self, full: Tensor, x: Tensor) -> None:
+        """``full[:, rows] = x``."""
+        if self.index is None:
+            full.narrow(1, self.start, self.length).copy_(x)
+        else:
+            full.index_copy_(1, self.index, x)
+
+
+# ``(rows, x)``: some tokens ``x [b, rows, ...]``, and their rows in the full sequence.
+Piece = tuple[Rows, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkRows:
+    """Which rows of the full sequence each rank holds. Made once for a sharding and a device.
+
+    Attributes:
+        chunks: for each rank, its rows.
+        pieces: for each rank, the rows of the pieces in which its chunk is sent.
+        order: the rows of all ranks, one rank after another, int64 ``[t]``; None if they are in order, 0 to t - 1.
+    """
+
+    chunks: tuple[Rows, ...]
+    pieces: tuple[tuple[Rows, ...], ...]
+    order: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors. The tensors of chunks and pieces are views of ``order``."""
+        return 0 if self.order is None else self.order.nbytes
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each rank."""
+        return [len(rows) for rows in self.chunks]
+
+
+def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.device) -> ChunkRows:
+    """The rows of the tensor-parallel ranks that attention treats as its single rank ``rank``. Cached."""
+
+    def make() -> ChunkRows:
+        full, by_rank = sharding.tensor_positions(rank)
+        order = torch.cat(sharding.tensor_rows(rank, device))
+
+        def rows_at(span: range) -> Rows:
+            if not len(span):
+                return Rows(0, 0)
+            first, last = (full.count_below(position_at(i)) for i in (span.start, span.stop - 1))
+            if last - first + 1 == len(span):
+                return Rows(first, len(span))
+            return Rows(first, len(span), order.narrow(0, span.start, len(span)))
+
+        def position_at(index: int) -> int:
+            """The position of a token, counted through the ranks' tokens one rank after another."""
+            holder = bisect_right(offsets, index) - 1
+            return by_rank[holder].at(index - offsets[holder])
+
+        lengths = [len(held) for held in by_rank]
+        offsets = list(accumulate(lengths, initial=0))
+        chunks = _cut(lengths, rows_at, order)
+        in_order = all(
+            rows.index is None and (rows.start == offset or not len(rows))
+            for rows, offset in zip(chunks.chunks, offsets, strict=False)
+        )
+        return replace(chunks, order=None) if in_order else chunks
+
+    return cached_tensors(("chunks", sharding, rank), device, make)
+
+
+@lru_cache(maxsize=8)
+def _rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
+    """The rows of ranks that hold ``lengths`` tokens, one rank after another."""
+    return _cut(lengths, lambda span: Rows(span.start, len(span)), None)
+
+
+def pieces_of_chunk(ranks: int) -> int:
+    """The number of pieces in which each of ``ranks`` ranks sends its chunk."""
+    return max(1, _PIECES // ranks)
+
+
+def _cut(lengths: Sequence[int], rows_at: Callable[[range], Rows], order: Tensor | None) -> ChunkRows:
+    """The rows of every chunk and piece.
+
+    Args:
+        lengths: the number of tokens of each rank.
+        rows_at: returns the rows of a range of tokens, which are counted through the ranks' chunks one after another.
+        order: see ``ChunkRows``.
+    """
+    chunks, pieces = [], []
+    parts = pieces_of_chunk(len(lengths))
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        spans = (split_range(length, parts, part) for part in range(parts))
+        chunks.append(rows_at(range(start, start + length)))
+        pieces.append(tuple(rows_at(range(start + span.start, start + span.stop)) for span in spans))
+    return ChunkRows(tuple(chunks), tuple(pieces), order)
+
+
+# By this rank's tensor of positions, then by group and rows: the tensor's version, and the positions of all ranks.
+_gathered: MutableMapping[Tensor, dict[tuple[ProcessGroup | None, ChunkRows], tuple[int, Tensor]]]
+_gathered = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceChunks:
+    """A sequence ``[b, t, ...]`` of which each rank of ``group`` holds one chunk of tokens.
+
+    Attributes:
+        group: the ranks that share the sequence; None is a single rank.
+        rows: which rows of the full sequence each rank holds.
+        overlap: "ring", "symm_mem" or "none".
+        float32_gradients: whether partial gradients of the input are computed and sent in float32 also for inputs in
+            half precision. With "ring" only.
+    """
+
+    group: ProcessGroup | None
+    rows: ChunkRows
+    overlap: str = "ring"
+    float32_gradients: bool = False
+
+    @staticmethod
+    def of_sharding(
+        group: ProcessGroup, sharding: SequenceSharding, rank: int, overlap: str, device: torch.device
+    ) -> SequenceChunks:
+        """The chunks of the tensor-parallel ranks that attention treats as its single rank ``rank``.
+
+        Raises:
+            ValueError: ``overlap="symm_mem"`` cannot run here.
+        """
+        rows = _rows_of_sharding(sharding, rank, device)
+        return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
+
+    @staticmethod
+    def of_context(group: ProcessGroup | None, sharding: SequenceSharding, device: torch.device) -> SequenceChunks:
+        """The chunks of all ranks of attention, each of which will hold the full sequence."""
+        return SequenceChunks(group, _rows_of_sharding(sharding.together(), 0, device), float32_gradients=True)
+
+    @staticmethod
+    def in_rank_order(
+        group: ProcessGroup | None, lengths: Sequence[int], overlap: str, device: torch.device
+    ) -> SequenceChunks:
+        """Chunks of ``lengths`` tokens, where the full sequence is the chunks of all ranks one after another.
+
+        Raises:
+            ValueError: ``overlap="symm_mem"`` cannot run here.
+        """
+        rows = _rows_in_rank_order(tuple(lengths))
+        return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
+
+    @property
+    def size(self) -> int:
+        return size_of(self.group)
+
+    @property
+    def rank(self) -> int:
+        return rank_in(self.group)
+
+    @property
+    def total(self) -> int:
+        """Tokens of the full sequence."""
+        return sum(self.rows.lengths)
+
+    def all_gather(self, chunk: Tensor) -> Tensor:
+        """The full sequence ``[b, t, ...]`` from every rank's ``chunk [b, s, ...]``, in one collective."""
+        full = all_gather(chunk, self.rows.lengths, 1, self.group)
+        if self.rows.order is None:
+            return full
+        return torch.empty_like(full).index_copy_(1, self.rows.order, full)
+
+    def all_gather_positions(self, positions: Tensor) -> Tensor:
+        """The positions ``[1 or b, t]`` of the full sequence, from every rank's ``[s]`` or ``[b, s]``.
+
+        The result is cached: layers that pass the same tensor share one all-gather and get the same tensor.
+        """
+        if positions.is_inference():  # PyTorch does not count the writes to it
+            return self.all_gather(torch.atleast_2d(positions))
+        gathered = _gathered.setdefault(positions, {})
+        version, full = gathered.get((self.group, self.rows), (None, None))
+        if full is None or version != positions._version:
+            full = self.all_gather(torch.atleast_2d(positions))
+            gathered[self.group, self.rows] = positions._version, full
+        return full
+
+    def reduce_scatter(self, full: Tensor) -> Tensor:
+        """Sum ``full [b, t, ...]`` over the ranks and keep this rank's tokens ``[b, s, ...]``, in one collective.
+
+        Tensors in half precision are sent in half precision, and the rank that keeps the sum adds them in float32. The
+        backend's reduce-scatter would round after every addition.
+        """
+        if self.size == 1:
+            return full
+        chunks = [rows.take(full) for rows in self.rows.chunks]
+        if full.dtype == sum_dtype(full):
+            assert self.group is not None
+            return reduce_scatter(chunks, self.group)
+        sends = torch.cat([chunk.reshape(-1) for chunk in chunks])
+        own = chunks[self.rank]
+        received = sends.new_empty(self.size, own.numel())
+        sizes = [chunk.numel() for chunk in chunks]
+        dist.all_to_all_single(received.view(-1), sends, [own.numel()] * self.size, sizes, group=self.group)
+        assert self.group is not None
+        for peer, size in enumerate(sizes):
+            if peer != self.rank:
+                count_sent(size * sends.element_size(), self.group, peer)
+        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own.shape)
+
+    def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
+        """Every rank's chunk, piece by piece, this rank's first. While the caller uses one chunk, the next is received.
+
+        The call starts the first transfers. ``make_ready`` must have been called before.
+        """
+        own: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
+        return self._receive_after(own, self._start_step(chunk, 1), chunk) if self.size > 1 else iter([own])
+
+    def _receive_after(
+        self, own: Iterator[Piece], incoming: Iterator[Piece], chunk: Tensor
+    ) -> Iterator[Iterator[Piece]]:
+        """The rest of ``receive_chunks``, once the first transfers have started."""
+        yield own
+        for step in range(2, self.size):
+            current, incoming = incoming, self._start_step(chunk, step)
+            yield current
+        yield incoming
+
+    def cut_chunks(self, full: Tensor) -> Iterator[Iterator[Piece]]:
+        """The same chunks and pieces as ``receive_chunks``, from the full sequence ``[b, t, ...]``."""
+        for step in range(self.size):
+            source = (self.rank - step) % self.size
+            pieces = (self.rows.chunks[source],) if step == 0 else self.rows.pieces[source]
+            yield ((rows, rows.take(full)) for rows in pieces)
+
+    def _start_step(self, chunk: Tensor, step: int) -> Iterator[Piece]:
+        """Start receiving the chunk of rank ``rank - step``, and sending ``chunk`` to rank ``rank + step``.
+
+        The returned iterator waits for one piece at a time.
+        """
+        source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
+        pieces = self.rows.pieces
+        own_pieces = chunk.split([len(rows) for rows in pieces[self.rank]], 1)
+        started: list[tuple[Rows, Tensor, Pending]] = []
+        for rows, piece in zip(pieces[source], own_pieces, strict=True):
+            recv_buffer = chunk.new_empty(chunk.shape[0], len(rows), *chunk.shape[2:])
+            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group, borrow=True)
+            started.append((rows, recv_buffer, pending))
+        return _wait_in_turn(started)
+
+
+def _wait_in_turn(started: list[tuple[Rows, Tensor, Pending]]) -> Iterator[Piece]:
+    for rows, recv_buffer, pending in started:
+        pending.wait()
+        yield rows, recv_buffer
+
+
+class PartialSums:
+    """A reduce-scatter that sends each partial output as soon as it is computed."""
+
+    def __init__(self, chunks: SequenceChunks) -> None:
+        self._chunks = chunks
+        self._sends: list[Pending] = []
+        self._received: list[list[Tensor]] = []
+        self._own: Tensor | None = None
+
+    def add(self, step: int, partial_output: Callable[[Rows], Tensor]) -> None:
+        """Compute ``partial_output(rows)`` for the tokens of rank ``rank + step``, and send it to that rank.
+
+        All ranks must call this with the same steps in the same order. Step 0 is this rank's own tokens, which are not
+        sent.
+        """
+        chunks, rows_of = self._chunks, self._chunks.rows
+        target, source = (chunks.rank + step) % chunks.size, (chunks.rank - step) % chunks.size
+        if step == 0:
+            self._own = partial_output(rows_of.chunks[target])
+            return
+        before, self._sends = self._sends, []
+        buffers = []
+        for rows, own_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
+            piece = partial_output(rows).contiguous()
+            buffers.append(piece.new_empty(piece.shape[0], len(own_rows), *piece.shape[2:]))
+            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group, borrow=True))
+        self._received.append(buffers)
+        for pending in before:  # frees sent partial outputs, so that those of at most two chunks exist at a time
+            pending.wait()
+
+    def result(self) -> Tensor:
+        """The sum over the ranks of this rank's tokens, accumulated in float32 and rounded once."""
+        assert self._own is not None
+        for pending in self._sends:
+            pending.wait()
+        total = self._own.to(sum_dtype(self._own), copy=True)
+        lengths = [len(rows) for rows in self._chunks.rows.pieces[self._chunks.rank]]
+        for buffers in self._received:
+            for part, buffer in zip(total.split(lengths, 1), buffers, strict=True):
+                part += buffer
+        return total.to(self._own.dtype)
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which partial results of ``x``'s dtype are summed: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _resolve_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> str:
+    """``overlap`` with "auto" resolved. Raises a ValueError if "symm_mem" cannot run."""
+    if overlap == "symm_mem" and group is not None:
+        even = rows.order is None and len(set(rows.lengths)) == 1
+        if (reason := symmetric_memory_reason(group, device, even)) is not None:
+            raise ValueError(f"overlap='symm_mem' cannot run here: {reason}; use overlap='auto'")
+    return "ring" if overlap == "auto" else overlap
