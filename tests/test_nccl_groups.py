@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqpar import Mask
-from seqpar.comm.host_messages import VARIABLE
+from seqpar.comm import p2p
 from seqpar.comm.p2p import Message, Pending
 from seqpar.heads import Heads
 from seqpar.kernels.base import Score
@@ -50,7 +49,8 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
         mock.patch.dict(calls._CHUNK_BYTES, cpu=1),
-        mock.patch.dict(os.environ, {VARIABLE: "0"}),
+        mock.patch.object(calls, "host_messages", return_value=None),
+        mock.patch.object(p2p, "host_messages", return_value=None),
         mock.patch.object(transport, "exchange", record),
         mock.patch.object(remote, "make_ready"),
         mock.patch.object(ring, "select", return_value=stub),

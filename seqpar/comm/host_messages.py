@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..mesh import Ranks, global_ranks, host_name, parent_group, rank_in, size_of
 from ..rendezvous import group_timeout, is_simulated, meet, missing_message
@@ -111,7 +112,8 @@ class _Block:
 def _mapped(file: int) -> Any:
     """The memory of a file, as an array of bytes. Unlike ``mmap``, it does not keep the file open: blocks are many."""
     path, nbytes = f"/proc/self/fd/{file}", os.fstat(file).st_size
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy()
+    with _disable_current_modes():  # a mode of the caller's is for its own tensors
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy()
 
 
 class Receiving:
