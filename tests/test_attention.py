@@ -47,7 +47,13 @@ from .reference import (
 from .strategies import STRATEGIES, WORLDS
 
 # While editing, two sizes have a case of every strategy, mask, head count, feature and dtype.
-EVERY_WORLD = [pytest.param(world, marks=() if world in (2, 4) else pytest.mark.slow) for world in WORLDS]
+# The values of ``comm`` that are other names of ring, Ulysses and hybrid: on one number of ranks only.
+OTHER_NAMES = ("p2p", "a2a", "a2a+p2p")
+EVERY_STRATEGY_AND_WORLD = [
+    pytest.param(strategy, world, marks=() if world in (2, 4) else pytest.mark.slow, id=f"{strategy}-{world}")
+    for strategy in STRATEGIES
+    for world in ((4,) if strategy in OTHER_NAMES else WORLDS)
+]
 # Of v, beside 8 of q and k: the same, less, more.
 V_HEAD_DIMS = (None, 4, 12, 5)
 Results = dict[str, Tensor]  # out, lse, dq, dk, dv and, with sinks, dsinks
@@ -223,8 +229,7 @@ def times(rule: Rule, factor: int) -> Rule:
     return replace(rule, args=scaled(rule.args))
 
 
-@pytest.mark.parametrize("world", EVERY_WORLD)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "world"), EVERY_STRATEGY_AND_WORLD)
 def test_masks(batch: Batch, strategy: str, world: int) -> None:
     """Every mask in every layout, grouped heads, other head_dims of v, and a length that no number of ranks divides."""
     cases = [
@@ -234,8 +239,7 @@ def test_masks(batch: Batch, strategy: str, world: int) -> None:
     batch.check(world, attend_on_rank, cases, verify)
 
 
-@pytest.mark.parametrize("world", EVERY_WORLD)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "world"), EVERY_STRATEGY_AND_WORLD)
 def test_heads(batch: Batch, strategy: str, world: int) -> None:
     """Every pair of head counts in every layout, with a length that every number of ranks divides."""
     cases = [
@@ -265,8 +269,7 @@ ALL_FEATURES: dict[str, Any] = {
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("world", EVERY_WORLD)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "world"), EVERY_STRATEGY_AND_WORLD)
 def test_features(batch: Batch, strategy: str, world: int) -> None:
     """Each feature alone, all features in every dtype and layout, short sequences, and queries that see nothing."""
     # The last 5 tokens are padding.

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: interpreted against float64, and compiled ahead of time for six architectures."""
+"""The Triton kernels without a GPU: interpreted against float64, and compiled ahead of time for four architectures."""
 
 from __future__ import annotations
 
@@ -50,14 +50,10 @@ def test_the_gpu_benchmark_runs() -> None:
 
 
 # What is compiled here: how many kernels, and which. `make gate` compiles all of them.
-_TARGETS = "sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"
 PARTS = {
-    "half": (22, " ".join(f"--target {target}" for target in _TARGETS) + " --head-dim 128 --dtype bfloat16"),
-    "float32": (3, "--target sm_90 --head-dim 128 --dtype float32"),
-    # 192 beside 128 of v, 576 beside 512 of v
-    "wide": (10, "--target sm_90 --head-dim 192 --head-dim 512 --head-dim 576 --dtype bfloat16"),
-    "unaligned": (4, "--target sm_90 --what unaligned --head-dim 128"),
-    "features": (16, "--target sm_90 --what features --head-dim 128"),
+    "half": (15, "--target sm_80 --target sm_90 --target sm_100 --target gfx942 --head-dim 128 --dtype bfloat16"),
+    "wide": (3, "--target sm_90 --head-dim 576"),  # beside 512 of v
+    "features": (16, "--target sm_90 --what features --head-dim 64"),
     "small": (8, "--target sm_90 --target gfx942 --what small"),
 }
 
