@@ -30,7 +30,7 @@ test-fast: $(READY)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 # Compile every configuration of the Triton kernels for seven GPU architectures, and check registers, memory and matrix
-# instructions. Needs no GPU; takes about ten minutes. `make test` compiles a twelfth of them.
+# instructions. Needs no GPU; takes about ten minutes. `make test` compiles a few of them.
 gate: $(READY)
 	$(BIN)/python -m seqpar.triton_kernels.inspect --what all
 

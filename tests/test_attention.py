@@ -326,9 +326,7 @@ def test_mesh(batch: Batch, mesh: tuple[int, int, int, int]) -> None:
     batch.check(8, attend_on_rank, cases, verify)
 
 
-@pytest.mark.parametrize(
-    ("world", "per_host"), [(4, 2), pytest.param(8, 2, marks=pytest.mark.slow), pytest.param(8, 4)], ids=str
-)
+@pytest.mark.parametrize(("world", "per_host"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_gather in chunks", "hybrid"])
 def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -> None:
     """Keys and values are sent once to each host that needs them, and shared there."""

@@ -259,7 +259,7 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
 
 
 DROPOUT = [("ring", 2, how) for how in ("plain", *RECOMPUTED, "checkpoint around it")]
-DROPOUT += [("tp_sp", 2, "checkpoint"), ("activations", 2, "checkpoint"), ("ulysses", 4, "checkpoint")]
+DROPOUT += [("tp_sp", 2, "checkpoint"), ("activations", 2, "checkpoint"), ("ulysses", 2, "checkpoint")]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)

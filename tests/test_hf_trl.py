@@ -145,7 +145,7 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: An
 
 # By number of processes: the trainer, the model, the ranks of a sequence.
 CASES = {
-    2: [("grpo", "llama", 2), ("rloo", "llama", 2), ("dpo", "mistral", 2), ("kto", "llama", 2), ("reward", "llama", 2)],
+    2: [("dpo", "mistral", 2)],
     4: [
         ("grpo", "mistral", 4),
         ("rloo", "llama", 4),

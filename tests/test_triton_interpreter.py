@@ -357,7 +357,7 @@ def test_the_probabilities_of_rows_past_the_last_key_do_not_reach_dq() -> None:
     p.check(1)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 6])
+@pytest.mark.parametrize("group", [1, 3])
 def test_programs_that_share_the_query_heads_of_a_kv_head(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     p = problem(40, batch=1, heads=6, kv_heads=6 // group, rules=MASKS["window"])
     used = []
