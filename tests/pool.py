@@ -142,7 +142,9 @@ class Pool:
         # a fork of it, so that starting eight takes a second. It has this process's environment and has imported
         # Triton, which reads its variables then: workers with variables of their own are spawned.
         context: Any = multiprocessing.get_context("spawn" if self.environment else "forkserver")
-        context.set_forkserver_preload([__name__, *({"seqpar", "seqpar.hf", "datasets"} & sys.modules.keys())])
+        context.set_forkserver_preload(
+            [__name__, "torch._dynamo", *({"seqpar", "seqpar.hf", "datasets"} & sys.modules.keys())]
+        )
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), **self.environment):
             for rank in range(self.ranks):

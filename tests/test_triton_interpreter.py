@@ -163,7 +163,8 @@ def problem(length: int = LENGTH, **options: Any) -> Problem:
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask: str, steps: int) -> None:
-    problem(rules=MASKS[mask]).check(steps, deterministic=BOTH if steps == 1 else (False,))
+    batch = 2 if steps == 1 or mask == "documents" else 1
+    problem(rules=MASKS[mask], batch=batch).check(steps, deterministic=BOTH if steps == 1 else (False,))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (4, 4)])
@@ -204,12 +205,12 @@ def test_queries_and_keys_of_two_tiles(head_dim: int, rules: Rules, config: Conf
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_float16(mask: str, steps: int) -> None:
-    problem(rules=MASKS[mask], dtype=torch.float16).check(steps)
+    problem(rules=MASKS[mask], batch=2 if mask == "documents" else 1, dtype=torch.float16).check(steps)
 
 
 def test_values_of_bfloat16_are_computed_exactly_in_float32() -> None:
     # The interpreter multiplies bfloat16 wrongly, so values that bfloat16 can hold are tested in float32.
-    p = problem()
+    p = problem(batch=1)
     p.q, p.k, p.v, p.dout = (x.bfloat16().float() for x in (p.q, p.k, p.v, p.dout))
     p.check(2)
 
@@ -226,7 +227,9 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str) -> None:
-    problem(rules=MASKS["documents"], score=FEATURES[feature]).check(2, deterministic=BOTH)
+    by_row = feature in ("alibi by batch row", "dropout", "all")
+    rules, batch = (MASKS["documents"], 2) if by_row else (MASKS["window"], 1)
+    problem(rules=rules, batch=batch, score=FEATURES[feature]).check(2, deterministic=BOTH)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (33, 7), (7, 65), (64, 64)])
@@ -248,19 +251,19 @@ def test_configurations(monkeypatch: pytest.MonkeyPatch, config: Config, v_head_
 
     monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", reduce, raising=False)  # it has none
     rules = (Rule("sliding_window", (30, 0)),)
-    problem(rules=rules, v_head_dim=v_head_dim, score=FEATURES["dropout"]).check(2, config, BOTH)
+    problem(rules=rules, batch=1, v_head_dim=v_head_dim, score=FEATURES["dropout"]).check(2, config, BOTH)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_the_steps_of_a_ring(layout: str) -> None:
     ranks, backend = 3, TritonBackend()
     positions = [shard_positions(LENGTH, ranks, rank, layout) for rank in range(ranks)]
-    full = problem(score=Score(0.2, sinks=torch.tensor([1.0, -1.0])))
+    full = problem(batch=1, score=Score(0.2, sinks=torch.tensor([1.0, -1.0])))
     expected = full.dense()
     dk, dv = (torch.zeros_like(x) for x in (full.k, full.v))
     for rank in range(ranks):
         own = positions[rank]
-        local = Problem(own, full.k_positions, score=full.score)
+        local = Problem(own, full.k_positions, batch=1, score=full.score)
         q, dout = full.q[:, own], full.dout[:, own]
         steps = [positions[(rank - step) % ranks] for step in range(ranks)]
         carry = None
@@ -378,7 +381,7 @@ def test_programs_that_share_the_query_heads_of_a_kv_head(monkeypatch: pytest.Mo
 def test_the_order_of_programs_on_gpus_of_several_dies(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
     for module in (forward_module, backward_module):
         monkeypatch.setattr(module, "dies", lambda hip: 8)
-    problem(rules=MASKS["window"], heads=heads).check(1, deterministic=BOTH)
+    problem(rules=MASKS["window"], batch=2 if heads == 2 else 1, heads=heads).check(1, deterministic=BOTH)
 
 
 def test_deterministic_algorithms_take_the_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
