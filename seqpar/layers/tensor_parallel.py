@@ -331,8 +331,11 @@ def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], chunks: Chunks) -> 
     """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
     if chunks is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    gather = traced_all_gather_linear if isinstance(chunks, TracedChunks) else all_gather_linear
-    outs = gather(x, [with_reduced_gradient(linear, "weight") for linear in linears], chunks)  # type: ignore[arg-type]
+    weights = [with_reduced_gradient(linear, "weight") for linear in linears]
+    if isinstance(chunks, TracedChunks):
+        outs = traced_all_gather_linear(x, weights, chunks)
+    else:
+        outs = all_gather_linear(x, weights, chunks)
     return [
         y if linear.bias is None else y + with_reduced_gradient(linear, "bias")
         for y, linear in zip(outs, linears, strict=True)

@@ -5,7 +5,7 @@ Shapes: as in ``head_exchange.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -15,31 +15,43 @@ from ..comm.p2p import exchange, new_message
 from ..layout import SequenceSharding
 from .head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width, split_heads, write_heads
 
+# Rows of a head shard, and the tokens of a sequence shard that are in these rows.
+RowsOfTokens = tuple[slice, slice]
+
 
 @lru_cache(maxsize=256)
-def _places(sharding: SequenceSharding, ring_rank: int) -> tuple[tuple[tuple[slice, slice], ...], ...]:
-    """For each ulysses rank, pairs of slices: rows of a head shard, and the same tokens in the rank's sequence shard.
+def _rows_of_ranks(sharding: SequenceSharding, ring_rank: int) -> tuple[tuple[RowsOfTokens, ...], ...]:
+    """For each ulysses rank, the rows of its tokens in a head shard, which holds the tokens of all ulysses ranks.
 
-    If the tokens divide evenly, a rank has one pair in a contiguous or striped layout, and two in a zigzag layout.
+    If the tokens divide evenly, a rank has one pair of slices in a contiguous or striped layout, and two in a zigzag
+    layout.
     """
-    places = []
+    by_rank = []
     for rows in sharding.ulysses_rows(ring_rank):
-        pairs, first = [], 0
-        steps, counts = (x.tolist() for x in rows.diff().unique_consecutive(return_counts=True))
-        while first < len(rows):
-            step, count = (steps.pop(0), counts.pop(0)) if steps else (1, 0)
-            begin, last = int(rows[first]), int(rows[first]) + step * count
-            pairs.append((slice(begin, last + 1, step), slice(first, first + count + 1)))
-            first += count + 1
-            if counts:  # the step to the next run belongs to neither
-                counts[0] -= 1
-                if not counts[0]:
-                    del steps[0], counts[0]
-        places.append(tuple(pairs) or ((slice(0), slice(0)),))
-    return tuple(places)
+        pairs = []
+        for first, end in _equally_spaced(rows):
+            step = int(rows[first + 1] - rows[first]) if end - first > 1 else 1
+            pairs.append((slice(int(rows[first]), int(rows[end - 1]) + 1, step), slice(first, end)))
+        by_rank.append(tuple(pairs) or ((slice(0), slice(0)),))
+    return tuple(by_rank)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _equally_spaced(numbers: Tensor) -> Iterator[tuple[int, int]]:
+    """Divide the increasing ``numbers [n]`` into ranges of indices in which neighbours have the same difference."""
+    _, counts = numbers.diff().unique_consecutive(return_counts=True)
+    start = 0  # the first index that is in no range yet
+    difference = 0  # the index of the first difference of a run of equal differences
+    for count in counts.tolist():
+        first = max(start, difference)  # the difference between two ranges is in neither of them
+        difference += count
+        if first < difference:
+            start = difference + 1
+            yield first, start
+    if start < len(numbers):
+        yield start, len(numbers)
+
+
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     """The concatenation of ``parts``. A single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
@@ -55,26 +67,26 @@ class HeadExchangeInMemory(HeadExchange):
         batch, tokens = x.shape[:2]
         widths = [row_width(count, dims) for count in counts]  # by rank, elements of each token
         shard = x.new_empty(sum(self.lengths), batch, widths[self.rank])
-        places = _places(self.sharding, self.ring_rank)
+        rows_of_ranks = _rows_of_ranks(self.sharding, self.ring_rank)
         sends, received = [], {}
         for peer, (count, width) in enumerate(zip(counts, widths, strict=True)):
-            targets = [(shard[place], part) for place, part in places[peer]]
+            targets = [(shard[rows], own) for rows, own in rows_of_ranks[peer]]
             if peer != self.rank:
                 message = new_message(tokens * batch * width, x, self.group)
                 sends.append((peer, message))
                 received[peer] = x.new_empty(self.lengths[peer] * batch * widths[self.rank])
                 targets = [(message.view(tokens, batch, width), slice(tokens))]
-            for target, part in targets:
+            for target, own in targets:
                 for y, s, into in zip(tensors, slices, split_heads(target, count, dims), strict=True):
                     heads = s.by_rank[peer]
-                    into.copy_(y[:, part, heads.start : heads.stop].transpose(0, 1))
+                    into.copy_(y[:, own, heads.start : heads.stop].transpose(0, 1))
         pending = exchange(sends, list(received.items()), self.group, borrow=True)
 
         def unpack() -> Tensor:
             for peer, message in received.items():
-                rows = message.view(self.lengths[peer], batch, widths[self.rank])
-                for place, part in places[peer]:
-                    shard[place] = rows[part]
+                by_token = message.view(self.lengths[peer], batch, widths[self.rank])
+                for rows, own in rows_of_ranks[peer]:
+                    shard[rows] = by_token[own]
             received.clear()
             return shard
 
@@ -85,7 +97,7 @@ class HeadExchangeInMemory(HeadExchange):
         targets, tokens = [target for _, target in tensors], self.tokens
         like, (_, batch, heads, _) = columns[0], columns[0].shape
         dims = [x.shape[3] for x in columns]
-        places = _places(self.sharding, self.ring_rank)
+        rows_of_ranks = _rows_of_ranks(self.sharding, self.ring_rank)
         sends, received = [], {}
         for peer, length in enumerate(self.lengths):
             if peer == self.rank:
@@ -93,14 +105,14 @@ class HeadExchangeInMemory(HeadExchange):
             message = new_message(length * batch * heads * sum(dims), like, self.group)
             into = split_heads(message.view(length, batch, heads * sum(dims)), [heads] * len(dims), dims)
             for x, y in zip(into, columns, strict=True):
-                for place, part in places[peer]:
-                    x[part] = y[place]
+                for rows, own in rows_of_ranks[peer]:
+                    x[own] = y[rows]
             sends.append((peer, message))
             received[peer] = like.new_empty(tokens * batch * slices.counts[peer] * sum(dims))
         pending = exchange(sends, list(received.items()), self.group, borrow=True)
 
         def unpack() -> Tensor:
-            own = [_joined([x[place] for place, _ in places[self.rank]]) for x in columns]
+            own = [_concatenated([x[rows] for rows, _ in rows_of_ranks[self.rank]]) for x in columns]
             by_peer = [own] * len(self.lengths)
             for peer, message in received.items():
                 count = slices.counts[peer]
