@@ -18,8 +18,8 @@ from typing import Any
 import seqpar
 from seqpar.layout import LAYOUTS
 from seqpar.planner import HARDWARE, MODELS, Choice
-from seqpar.planner.layer import BETWEEN, Setting
 from seqpar.planner.mixes import mask_of
+from seqpar.planner.setting import BETWEEN, Setting
 
 DOCS = Path(__file__).parent
 MODEL, GPU = "llama3-8b", HARDWARE["h100"]

@@ -31,7 +31,8 @@ from seqpar.planner.auto import (
 )
 from seqpar.planner.costs import Costs, Overhead, cost_file, costs_of, default_costs, fit, measure
 from seqpar.planner.hardware import HARDWARE
-from seqpar.planner.layer import RankTimeline, Setting, attention_seconds
+from seqpar.planner.layer import RankTimeline, attention_seconds
+from seqpar.planner.setting import Setting
 from seqpar.planner.simulate import Timeline
 from seqpar.schedule import AttentionPlan
 

@@ -20,14 +20,16 @@ from seqpar.cli.launch import CommandError
 from seqpar.cli.plan import plan as plan_command
 from seqpar.cli.plan import read_tokens
 from seqpar.layout import LAYOUTS, SequenceSharding
-from seqpar.planner.choose import StepCost, _settings, step
+from seqpar.planner.choose import _settings
 from seqpar.planner.hardware import HARDWARE, Hardware, hardware_of
-from seqpar.planner.layer import BETWEEN, WITHIN, RankTimeline, Setting
+from seqpar.planner.layer import RankTimeline
 from seqpar.planner.memory import Switches, layer_activations, memory, paper_activations
 from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS, ModelShape, model_of
 from seqpar.planner.pairs import computed_pairs, visible_pairs
+from seqpar.planner.setting import BETWEEN, WITHIN, Setting
 from seqpar.planner.simulate import Result, Task, Timeline, simulate
+from seqpar.planner.step import StepCost, step
 
 from .pool import Pool, on_ranks
 from .test_activation_memory import PaperLayer, saved_bytes
@@ -589,10 +591,17 @@ def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
 
 
 def test_rings_that_are_too_long_to_simulate_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqpar.planner.choose._LONGEST_RING", 32)
-    base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), 4096)
-    assert max(s.ring for s in _settings(base, 128, None)) == 32
-    assert {s.ring for s in _settings(base, 128, 1)} == {64}  # no shorter one is possible
+    def rings(tokens: int, replicas: int | None) -> list[int]:
+        base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), tokens)
+        return sorted({s.ring for s in _settings(base, 128, replicas, [Switches()])})
+
+    every = [1, 2, 4, 8, 16, 32, 64, 128]
+    assert rings(4096, None) == every
+    monkeypatch.setattr("seqpar.planner.choose._LONGEST_RING", 64)  # for up to 64 ranks; for 128 half as many
+    assert rings(4096, None) == every[:6]
+    assert rings(4096, 1) == [64]  # no shorter ring is possible with two heads and one replica
+    assert rings(1 << 20, None) == [*every[:6], 64]  # no shorter ring fits into memory
+    assert rings(1 << 30, None) == every[:6]  # none fits
 
 
 def test_switches_are_priced() -> None:

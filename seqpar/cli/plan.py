@@ -16,9 +16,9 @@ from ..checks import check_int
 from ..planner import HARDWARE, MODELS, Choice, Plan
 from ..planner import plan as make_plan
 from ..planner.hardware import hardware_of
-from ..planner.layer import BETWEEN, WITHIN
 from ..planner.memory import RECOMPUTE
 from ..planner.mixes import MIXES, mask_of
+from ..planner.setting import BETWEEN, WITHIN
 from .launch import BAD_OPTION, CommandError, bad_options
 from .trainer.report import write_csv
 

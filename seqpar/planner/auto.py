@@ -30,7 +30,8 @@ from ..rendezvous import group_timeout, meet
 from ..runs import Runs
 from ..strategies import StrategyName, StrategyOptions, compared_options
 from .costs import Costs, MaskKind, attention_shape, costs_of
-from .layer import Setting, attention_seconds
+from .layer import attention_seconds
+from .setting import Setting
 
 _MOST = 1024  # remembered choices of a group
 _STEP = 0.05  # masks whose shares of the slowest rank differ by less are alike

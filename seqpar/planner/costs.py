@@ -42,8 +42,9 @@ from ..rendezvous import group_timeout, is_simulated, meet
 from ..strategies import compared_options, resolve
 from ..strategies.operators import AttentionOptions, attend
 from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
-from .layer import Setting, attention_seconds
+from .layer import attention_seconds
 from .model import ModelShape
+from .setting import Setting
 
 _VERSION = 5  # of the file's format
 _PASSES = "overheads", "forward_overheads"  # the fields of ``Costs`` that hold overheads

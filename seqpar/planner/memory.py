@@ -1,7 +1,8 @@
-"""Bytes of device memory of one rank: weights and their states, what autograd keeps, and what exists for a while.
+"""Bytes of memory of one rank: weights and their states, activations that autograd keeps, and temporary tensors.
 
 ``paper_activations`` are the formulas of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022, for their GPT. ``layer_activations`` is what this package's layers keep, which its tests measure.
+Models", 2022, for the GPT of that paper. ``layer_activations`` are what the layers of this package keep; the tests
+compare them with what autograd saves.
 """
 
 from __future__ import annotations
@@ -12,29 +13,31 @@ from typing import Literal, get_args
 
 from ..heads import Heads
 from .hardware import Hardware
-from .layer import Setting
 from .model import ModelShape
+from .setting import ELEMENT_BYTES, FLOAT32_BYTES, GRADIENT_BYTES, Setting
 
 Recompute = Literal["none", "keep_attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
-_E = 2  # bytes of an element of the model's dtype
-# Bytes a logit, if all exist at once: 2 in the model's dtype, 4 in float32, 4 + 2 for the gradients of both (Hugging
-# Face's Ulysses blog measured 1.89 MB a token for a vocabulary of 151,936: 12.4).
+# Bytes per logit if all logits exist at once: 2 in the model's dtype, 4 in float32, and 2 + 4 for the gradients of
+# both. (Hugging Face's blog on Ulysses measured 12.4: 1.89 MB per token for a vocabulary of 151,936.)
 _LOGIT_BYTES = 12
-_LOSS_CHUNK = 3 * (128 << 20)  # float32 logits of one chunk, in the model's dtype, and their gradient
+# Bytes of a chunked loss: for one chunk, the logits in float32 and in the model's dtype, and their gradient.
+_LOSS_CHUNK_BYTES = 3 * (128 << 20)
+_ALL_GATHER_CHUNKS = 4.0  # an all-gather of K/V receives the KV heads in at most this many chunks
+_LENGTH_UNIT = 1024  # tokens; ``longest_sequence`` is a multiple of it
 
 
 @dataclass(frozen=True)
 class Switches:
-    """What a model gives up to save activations.
+    """What a training step recomputes, offloads or computes some tokens at a time, to need less device memory.
 
     Attributes:
-        recompute: what backward computes again: nothing ("none"), a layer but not its attention ("keep_attention"), or
-            all of it ("full").
-        offload: keep what a layer saves in the host's memory until backward.
-        chunked_loss: compute logits some tokens at a time.
-        tiled_mlp: compute the MLP some tokens at a time, and again in backward.
+        recompute: what backward recomputes: nothing ("none"), a layer without its attention ("keep_attention"), or a
+            whole layer ("full").
+        offload: whether saved activations are copied to host memory until backward.
+        chunked_loss: whether logits are computed for some tokens at a time.
+        tiled_mlp: whether the MLP is computed for some tokens at a time, and recomputed in backward.
     """
 
     recompute: Recompute = "none"
@@ -54,16 +57,17 @@ class Switches:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank.
+    """Bytes of memory on one rank.
 
     Attributes:
-        states: weights, gradients and optimizer, sharded over all ranks.
-        gathered: weights of the layers at work, with their gradients, and of the embedding and the head.
-        activations: what autograd keeps of all layers.
-        working: what exists while one layer runs backward.
-        logits: of the loss.
-        reserved: by CUDA, NCCL and the allocator.
-        host: in the host's memory, of activations that are offloaded.
+        states: weights, gradients and the state of the optimizer, sharded over all ranks.
+        gathered: weights that are all-gathered at a time, with their gradients: those of the layers being computed, of
+            the embedding and of the language model head.
+        activations: tensors of all layers that autograd keeps on the device.
+        working: temporary tensors while one layer runs backward.
+        logits: tensors of the loss.
+        reserved: memory that CUDA, NCCL and the allocator take.
+        host: activations of all layers in host memory, if they are offloaded.
     """
 
     states: float
@@ -75,12 +79,12 @@ class Memory:
     host: float = 0.0
 
     def fits(self, hardware: Hardware) -> bool:
-        """Whether the device and its share of the host have room."""
+        """Whether the device has ``total`` bytes, and the host ``host`` bytes for each of its GPUs."""
         return self.total <= hardware.memory_bytes and self.host <= hardware.host_memory
 
     @property
     def total(self) -> float:
-        """The peak. A layer's backward and the loss do not run at the same time."""
+        """The peak of device memory. The backward of a layer and the loss do not run at the same time."""
         return self.states + self.gathered + self.activations + max(self.working, self.logits) + self.reserved
 
 
@@ -92,14 +96,17 @@ def paper_activations(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """Bytes a layer of the paper's GPT keeps on one rank, 16-bit activations (its equations 1, 2, 4 and table 2).
+    """Bytes that one layer of the paper's GPT keeps on one rank with 16-bit activations.
+
+    The paper's equations 1, 2 and 4 and table 2 (Korthikanti et al., arXiv 2205.05198).
 
     Args:
-        model: heads and hidden size count.
-        seq_len, batch: tokens and sequences.
-        tensor: tensor-parallel ranks.
+        model: the model, of which the heads and the hidden size count.
+        seq_len: tokens of a sequence.
+        batch: number of sequences.
+        tensor: number of tensor-parallel ranks.
         sequence_parallel: whether the tokens are sharded outside the linear layers too.
-        recompute: "none", "selective" (attention) or "full".
+        recompute: what backward recomputes: "none", "selective" (attention) or "full".
     """
     sbh = float(seq_len) * batch * model.hidden
     if recompute == "full":
@@ -110,96 +117,127 @@ def paper_activations(
 
 
 def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp: bool = False) -> float:
-    """Bytes that autograd keeps of one layer on one rank."""
+    """Bytes of tensors that autograd keeps for one layer on one rank."""
     m, tokens = setting.model, setting.tokens
-    if recompute == "full":
-        return float(_E * m.hidden * tokens)
-    lse = 4 * m.heads
+    if recompute == "full":  # the layer's input
+        return float(ELEMENT_BYTES * m.hidden * tokens)
+    lse_bytes = FLOAT32_BYTES * m.heads
+    has_all_to_all = setting.ulysses > 1
     if recompute == "keep_attention":
-        # The layer's input, and the results of the operator: out and lse; with an all-to-all the head shards too.
+        # The layer's input, out and lse. With an all-to-all also the head shards of q and out, and those of k and v
+        # unless they are exchanged again.
         elements: float = m.hidden + m.d_out
-        if setting.ulysses > 1:
+        if has_all_to_all:
             elements += m.d + m.d_out + (0 if _shares_kv(setting) else m.d_kv + m.d_v)
-        return float(tokens * (_E * elements + lse))
-    # Two norms and their inputs; q, k, v and out, with an all-to-all as head shard and as sequence shard.
-    elements = 4 * m.hidden + m.d + (2 if setting.ulysses > 1 else 1) * m.d_out + m.d_kv + m.d_v
+        return float(tokens * (ELEMENT_BYTES * elements + lse_bytes))
+    # Both norms' inputs and outputs, q, k, v and out; with an all-to-all, out also as a head shard.
+    elements = 4 * m.hidden + m.d + (2 if has_all_to_all else 1) * m.d_out + m.d_kv + m.d_v
     if not tiled_mlp:
-        elements += _mlp_width(m)
-    return float(tokens * (_E * elements + lse))
+        elements += _mlp_elements(m)
+    return float(tokens * (ELEMENT_BYTES * elements + lse_bytes))
 
 
-def _mlp_width(m: ModelShape) -> float:
-    """Elements per token that an MLP keeps besides its input: gate, up, silu(gate), product; GeLU input, output."""
+def _mlp_elements(m: ModelShape) -> float:
+    """Elements per token that an MLP keeps besides its input.
+
+    With a gate: the outputs of gate and up, silu(gate), and its product with up. Without: the input and output of GeLU.
+    """
     return (4 if m.gated else 2) * m.mlp_width
 
 
 def _shares_kv(setting: Setting) -> bool:
+    """Whether two Ulysses ranks read the same KV head, in which case k and v are not kept but exchanged again."""
     m = setting.model
     by_rank = Heads.of_model(m.heads, m.kv_heads).split(setting.tensor)[0].split(setting.ulysses)
     return any(a.kv and b.kv and a.kv.stop > b.kv.start for a, b in pairwise(by_rank))
 
 
 def memory(setting: Setting, switches: Switches) -> Memory:
-    """The bytes of one rank."""
+    """The memory of the rank with the longest shard."""
     s, m = setting, setting.model
     tokens = s.tokens
     layer = layer_activations(s, switches.recompute, switches.tiled_mlp)
-    kept = 2 * layer if switches.offload else m.layers * layer
-    kept += _E * m.hidden * tokens * 2  # the embedding's output, the head's input
+    kept = 2 * layer if switches.offload else m.layers * layer  # offloaded: of the layer being copied and the next one
+    kept += 2 * ELEMENT_BYTES * m.hidden * tokens  # the output of the embedding and the input of the head
+    if switches.chunked_loss:
+        logits = _LOSS_CHUNK_BYTES + ELEMENT_BYTES * m.hidden * tokens
+    else:
+        logits = _LOGIT_BYTES * tokens * m.vocab / s.tensor
     return Memory(
         states=s.state_bytes * m.parameters / s.ranks,
         gathered=_gathered(s),
         activations=kept,
         working=_working(s, switches),
-        logits=_LOSS_CHUNK + _E * m.hidden * tokens
-        if switches.chunked_loss
-        else _LOGIT_BYTES * tokens * m.vocab / s.tensor,
+        logits=logits,
         reserved=s.hardware.reserved_bytes,
         host=m.layers * layer if switches.offload else 0.0,
     )
 
 
-def _gathered(s: Setting) -> float:
-    """Two layers' weights, since the next layer's are gathered behind this one, and one layer's gradients."""
-    m = s.model
-    if s.ranks == s.tensor:
+def _gathered(setting: Setting) -> float:
+    """Bytes of gathered weights and their gradients.
+
+    These are the weights of two layers, because the next layer's weights are all-gathered while a layer is computed,
+    the gradients of one layer, and the language model head with its gradient.
+    """
+    m = setting.model
+    if setting.ranks == setting.tensor:  # every rank holds all of its weights
         return 0.0
-    head = m.vocab * m.hidden
-    return ((2 * _E + 4) * m.layer_parameters + (_E + 4) * head) / s.tensor
+    layers = (2 * ELEMENT_BYTES + GRADIENT_BYTES) * m.layer_parameters
+    head = (ELEMENT_BYTES + GRADIENT_BYTES) * (m.vocab * m.hidden)
+    return (layers + head) / setting.tensor
 
 
-def _working(s: Setting, switches: Switches) -> float:
-    """The larger half of a layer's backward, with what was recomputed for it."""
-    m, tokens = s.model, s.tokens
-    recomputed = layer_activations(s, "none", switches.tiled_mlp) if switches.recompute != "none" else 0.0
-    # Attention: dout, dq in float32 and rounded, dk and dv likewise; and the K/V on the way.
-    ranks = s.ulysses * s.tensor
-    kv_heads = max(1.0, m.kv_heads / ranks)
-    kv = tokens * ranks * kv_heads * (m.d_kv + m.d_v) / m.kv_heads  # elements of k and v of one rank of the ring
-    attention = tokens * ((_E + 4) * m.d + _E * m.d_out) + kv * (4 + _E)
-    if s.ring > 1 and s.gather:
-        parts = min(4.0, kv_heads)
-        attention += (s.ring - 1) * kv * (2 * _E + 2 * 4) / parts
-    elif s.ring > 1:
-        attention += kv * (3 * _E + 2 * 4)
-    if s.ulysses > 1:
-        attention += tokens * _E * (m.d + kv / tokens)
-    # The MLP: the gradients of its activations, of some tokens at a time if tiled.
-    at_once = min(tokens, m.hidden) if switches.tiled_mlp else tokens
-    width = _mlp_width(m)
-    mlp = _E * at_once * (width * 3 / 4 if m.gated else width) + 2 * _E * tokens * m.hidden
-    if switches.tiled_mlp:
-        mlp += _E * at_once * width
-    if s.tensor > 1:  # two ranks' shards of the input
-        mlp += 2 * _E * tokens * m.hidden
-    return recomputed + max(attention, mlp)
+def _working(setting: Setting, switches: Switches) -> float:
+    """Bytes of the temporary tensors of a layer's backward.
+
+    The backward of the MLP and that of attention run one after the other, so the larger one counts. The recomputed
+    activations of the layer exist during both.
+    """
+    recomputed = layer_activations(setting, "none", switches.tiled_mlp) if switches.recompute != "none" else 0.0
+    return recomputed + max(_attention_working(setting), _mlp_working(setting, switches.tiled_mlp))
 
 
-def longest(setting: Setting, switches: Switches) -> int:
-    """The longest sequence whose memory fits, a multiple of 1,024 tokens; 0 if none does."""
+def _attention_working(setting: Setting) -> float:
+    """Bytes of the temporary tensors of attention's backward: gradients, and K/V and their gradients in transfer."""
+    s, m, tokens = setting, setting.model, setting.tokens
+    head_ranks = s.ulysses * s.tensor  # ranks that share the heads
+    kv_heads = max(1.0, m.kv_heads / head_ranks)
+    # Elements of k and v of one ring rank: all tokens of the ranks that share the heads, and the heads of one of them.
+    kv = tokens * head_ranks * kv_heads * (m.d_kv + m.d_v) / m.kv_heads
+    # dq in float32 and rounded, and dout; dk and dv in float32 and rounded.
+    nbytes: float = tokens * ((ELEMENT_BYTES + FLOAT32_BYTES) * m.d + ELEMENT_BYTES * m.d_out)
+    nbytes += kv * (FLOAT32_BYTES + ELEMENT_BYTES)
+    if s.ring > 1 and s.gather:  # two chunks of the K/V of the other ranks, and of their gradients
+        chunks = min(_ALL_GATHER_CHUNKS, kv_heads)
+        nbytes += (s.ring - 1) * kv * (2 * ELEMENT_BYTES + 2 * FLOAT32_BYTES) / chunks
+    elif s.ring > 1:  # the K/V of three steps, and the gradients of two
+        nbytes += kv * (3 * ELEMENT_BYTES + 2 * FLOAT32_BYTES)
+    if s.ulysses > 1:  # the messages of an all-to-all
+        nbytes += tokens * ELEMENT_BYTES * (m.d + kv / tokens)
+    return nbytes
+
+
+def _mlp_working(setting: Setting, tiled_mlp: bool) -> float:
+    """Bytes of the temporary tensors of the MLP's backward: gradients of its activations, of one tile if it is
+    tiled, and the gradients of its input and output."""
+    m, tokens = setting.model, setting.tokens
+    tile_tokens = min(tokens, m.hidden) if tiled_mlp else tokens
+    activations = _mlp_elements(m)
+    nbytes: float = ELEMENT_BYTES * tile_tokens * (activations * 3 / 4 if m.gated else activations)
+    nbytes += 2 * ELEMENT_BYTES * tokens * m.hidden
+    if tiled_mlp:  # the recomputed activations of the tile
+        nbytes += ELEMENT_BYTES * tile_tokens * activations
+    if setting.tensor > 1:  # the input of two tensor-parallel ranks
+        nbytes += 2 * ELEMENT_BYTES * tokens * m.hidden
+    return nbytes
+
+
+def longest_sequence(setting: Setting, switches: Switches) -> int:
+    """Tokens of the longest sequence whose memory fits, a multiple of 1,024 and exact to 0.1 %; 0 if none fits."""
 
     def fits(units: int) -> bool:
-        return memory(replace(setting, seq_len=1024 * units), switches).fits(setting.hardware)
+        return memory(replace(setting, seq_len=_LENGTH_UNIT * units), switches).fits(setting.hardware)
 
     low, high = 0, 1
     while fits(high) and high < 1 << 30:
@@ -207,4 +245,4 @@ def longest(setting: Setting, switches: Switches) -> int:
     while high - low > max(1, low // 1024):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return 1024 * low
+    return _LENGTH_UNIT * low

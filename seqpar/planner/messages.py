@@ -1,0 +1,230 @@
+"""The messages of one rank, recorded on a ``Timeline`` instead of sent.
+
+``RecordedTransport`` and ``RecordedHeadExchange`` stand in for the ``Transport`` of a ring and the ``HeadExchange`` of
+Ulysses. The runtime's own loops call them, so the order and the size of the messages are those of a training step.
+
+Shapes: b batch, s tokens of this rank, t tokens of the Ulysses group, k keys of a step, n KV heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..comm.p2p import Pending
+from ..schedule import AttentionPlan, Exchange, Step, Transfer
+from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width
+from ..strategies.transport import KV, Message
+from .setting import BETWEEN, LEVELS, WITHIN, Setting
+from .simulate import Timeline
+
+Messages = Sequence[tuple[str, float]]  # the level and the bytes of each message of an exchange
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The coordinates of the simulated rank in its replica.
+
+    Attributes:
+        setting: how the ranks are split.
+        ring, ulysses, tensor: the index of the rank along each dimension.
+    """
+
+    setting: Setting
+    ring: int
+    ulysses: int
+    tensor: int
+
+    def level_to(self, ring: int | None = None, ulysses: int | None = None, tensor: int | None = None) -> str:
+        """The level of the link to a peer, whose coordinates are this rank's except for the given ones."""
+        peer = (
+            self.ring if ring is None else ring,
+            self.ulysses if ulysses is None else ulysses,
+            self.tensor if tensor is None else tensor,
+        )
+        own_host = self.setting.host(self.ring, self.ulysses, self.tensor)
+        return WITHIN if self.setting.host(*peer) == own_host else BETWEEN
+
+    def start(
+        self,
+        timeline: Timeline,
+        name: str,
+        stream: str,
+        sent: Messages,
+        received: Messages,
+        bandwidth_within: float | None = None,
+    ) -> int | None:
+        """Record messages that this rank sends and receives in one exchange, and count the bytes that it sends.
+
+        A link is used for as long as the larger direction of the exchange takes.
+
+        Args:
+            timeline: the timeline that records the exchange.
+            name: what is sent.
+            stream: the communicator, whose exchanges run one after another.
+            sent, received: the level and the bytes of each message.
+            bandwidth_within: bytes/s inside the host, for a collective. By default the bandwidth of point-to-point
+                messages to as many peers.
+
+        Returns:
+            The number of the transfer for ``timeline.wait``; None if there is nothing to transfer.
+        """
+        hardware = self.setting.hardware
+        sent_bytes, received_bytes = _bytes_by_level(sent), _bytes_by_level(received)
+        for level, size in sent_bytes.items():
+            timeline.sent[level] += int(size)
+        links = {}
+        if size := max(sent_bytes[WITHIN], received_bytes[WITHIN]):
+            peers = max(1, *(sum(level == WITHIN for level, _ in messages) for messages in (sent, received)))
+            links[WITHIN] = size / min(bandwidth_within or hardware.p2p, hardware.peer * peers)
+        if size := max(sent_bytes[BETWEEN], received_bytes[BETWEEN]):
+            links[BETWEEN] = size / hardware.network
+        return timeline.start(name, stream, links, hardware.latency)
+
+
+def _bytes_by_level(messages: Messages) -> dict[str, float]:
+    """The sum of the messages' bytes on each level."""
+    totals = dict.fromkeys(LEVELS, 0.0)
+    for level, size in messages:
+        totals[level] += size
+    return totals
+
+
+class RecordedTransport:
+    """A ``Transport`` that records the K/V and their gradients that a rank of a ring sends and receives.
+
+    Args:
+        timeline: the timeline that records the messages.
+        place: the rank.
+        plan: the plan of its attention.
+    """
+
+    def __init__(self, timeline: Timeline, place: RankPlace, plan: AttentionPlan) -> None:
+        self._timeline, self._place, self._plan = timeline, place, plan
+
+    def start_fetch(self, fetch: Exchange, own: Any) -> Callable[[], Any]:
+        return self._start("fetch", "ring across hosts", fetch, _row_bytes(own.kv))
+
+    def start_step(self, step: Step, own: Any, fetched: Any) -> Callable[[], KV]:
+        wait = self._start("k, v", "ring", step, _row_bytes(own.kv))
+
+        def wait_for_kv() -> KV:
+            wait()
+            kv: KV = own.kv  # has no data: stands in for the K/V that would have been received
+            return kv
+
+        return wait_for_kv
+
+    def start_return(
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Any], fetch: Exchange | None
+    ) -> Callable[[], None]:
+        return self._start("dk, dv", "ring", step, _row_bytes(own), is_return=True)
+
+    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Any], own: list[Tensor]) -> Callable[[], None]:
+        return self._start("sums of dk, dv", "ring across hosts", fetch, _row_bytes(own), is_return=True)
+
+    def _start(
+        self, name: str, stream: str, exchange: Exchange, row_bytes: float, is_return: bool = False
+    ) -> Callable[[], None]:
+        """Record an exchange of the plan. A return sends the gradients of the rows that the exchange received."""
+        bandwidth_within = None
+        if self._plan.dense:
+            sent = self._collective(exchange, row_bytes)
+            received = sent  # every rank sends what it receives
+            bandwidth_within = self._place.setting.hardware.all_gather
+        else:
+            sent, received = (self._messages(x, row_bytes) for x in (exchange.sends, exchange.receives))
+        if is_return:
+            sent, received = received, sent
+        number = self._place.start(self._timeline, name, stream, sent, received, bandwidth_within)
+        return lambda: self._timeline.wait(number)
+
+    def _collective(self, exchange: Exchange, row_bytes: float) -> Messages:
+        """What this rank sends in an all-gather: its longest possible shard, to each peer.
+
+        A fetch gathers over the ranks of other hosts. A step gathers inside the host, the shards of all hosts.
+        """
+        plan, size = self._plan, self._plan.longest * row_bytes
+        if isinstance(exchange, Step):
+            first = plan.rank // plan.per_host * plan.per_host
+            peers, size = range(first, first + plan.per_host), size * plan.hosts
+        else:
+            peers = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
+        return [(self._place.level_to(ring=peer), size) for peer in peers if peer != plan.rank]
+
+    def _messages(self, transfers: tuple[Transfer, ...], row_bytes: float) -> Messages:
+        """The messages of some transfers; this rank sends none to itself."""
+        return [
+            (self._place.level_to(ring=transfer.peer), len(transfer.rows) * row_bytes)
+            for transfer in transfers
+            if transfer.peer != self._plan.rank
+        ]
+
+
+def _row_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of one row (one token of every batch row) of tensors ``[b, k, n, d]`` that are sent together."""
+    return sum(x.nbytes for x in tensors) // max(1, tensors[0].shape[-3])
+
+
+@dataclass(frozen=True)
+class SimulatedRanks:
+    """Stands in for a process group: ``index`` is this rank, ``count`` the number of ranks."""
+
+    count: int
+    index: int
+
+    def size(self) -> int:
+        return self.count
+
+    def rank(self) -> int:
+        return self.index
+
+
+@dataclass(frozen=True)
+class RecordedHeadExchange(HeadExchange):
+    """A ``HeadExchange`` that records its all-to-alls, and the copies that pack and unpack the messages.
+
+    Attributes:
+        timeline: the timeline that records the messages.
+        place: the rank, a ``RankPlace``. It has a default only because the fields of ``HeadExchange`` before it do.
+    """
+
+    timeline: Timeline = field(default_factory=Timeline)
+    place: Any = None
+
+    def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
+        _, _, dims, counts = chunk.to_send(x, *kv)
+        widths = [row_width(count, dims) for count in counts]
+        element_bytes = x.shape[0] * x.element_size()  # of one element of a token, in all batch rows
+        sent = [self.tokens * width * element_bytes for width in widths]
+        received = [length * widths[self.rank] * element_bytes for length in self.lengths]
+        head_shard = x.new_empty(sum(self.lengths), x.shape[0], widths[self.rank])  # [t, b, w]
+        return self._start("to heads", sent, received, head_shard)
+
+    def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
+        head_shard, sequence_shard = tensors[0]
+        head_bytes = head_shard.shape[0] * sum(x.shape[3] for x, _ in tensors) * head_shard.element_size()
+        sent = [length * head_shard.shape[2] * head_bytes for length in self.lengths]
+        received = [self.tokens * count * head_bytes for count in slices.counts]
+        return self._start("to sequence", sent, received, sequence_shard)
+
+    def _start(self, name: str, sent: list[int], received: list[int], result: Tensor) -> Incoming:
+        """Record an all-to-all of ``sent[peer]`` and ``received[peer]`` bytes. ``result`` is what it returns."""
+        place: RankPlace = self.place
+        hardware = place.setting.hardware
+        self.timeline.compute("pack", 2 * sum(sent) / hardware.memory_bandwidth)  # one read and one write
+        to_peers, from_peers = (
+            [(place.level_to(ulysses=peer), float(size)) for peer, size in enumerate(sizes) if peer != self.rank]
+            for sizes in (sent, received)
+        )
+        number = place.start(self.timeline, name, "all-to-all", to_peers, from_peers, hardware.all_to_all)
+
+        def arrived() -> Tensor:
+            self.timeline.wait(number)
+            self.timeline.compute("unpack", 2 * sum(received) / hardware.memory_bandwidth)
+            return result
+
+        return Incoming(Pending(), arrived)

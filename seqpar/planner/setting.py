@@ -1,0 +1,118 @@
+"""``Setting``: what the planner simulates, that is a model, a mask, a cluster and a split of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..layout import Layout, SequenceSharding
+from ..mask import Mask
+from ..mesh import ranks_per_host
+from .hardware import Hardware
+from .model import ModelShape
+from .pairs import all_pairs
+
+# The two levels of links, as ``Choice.bytes_sent`` names them.
+WITHIN, BETWEEN = "within_host", "between_hosts"
+LEVELS = (WITHIN, BETWEEN)
+
+ELEMENT_BYTES = 2  # of a weight or an activation in bfloat16
+FLOAT32_BYTES = 4
+GRADIENT_BYTES = FLOAT32_BYTES  # gradients of weights are accumulated and reduce-scattered in float32
+# AdamW in mixed precision, for each weight: 2 bytes for the bfloat16 weight, 4 for its float32 gradient, and 4 + 8 for
+# the float32 copy of the weight and the two moments (ALST, arXiv 2506.13996).
+STATE_BYTES = 18.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, a mask and a cluster, and how the ranks are split.
+
+    Ranks are numbered as in ``init_mesh``: the tensor-parallel rank varies fastest, then the Ulysses rank, then the
+    ring rank, then the replica.
+
+    Attributes:
+        model: the shape of the model.
+        hardware: the GPUs and the links.
+        mask: which keys each query sees.
+        seq_len: tokens of a full sequence.
+        batch: sequences that one replica computes at a time.
+        ring, ulysses, tensor: ranks along each dimension that a sequence is sharded over.
+        replicas: data-parallel replicas. Weights are sharded over all ranks of all replicas (ZeRO-3, FSDP).
+        layout: which positions each rank holds.
+        gather: whether K/V are all-gathered in one step (``comm="all_gather"``) instead of sent around the ring.
+        kernel: the attention kernel, a name of ``hardware.attention``; None is the first one.
+        state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer.
+        dtype: the dtype of q, k and v.
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    mask: Mask
+    seq_len: int
+    batch: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    replicas: int = 1
+    layout: Layout = "contiguous"
+    gather: bool = False
+    kernel: str | None = None
+    state_bytes: float = STATE_BYTES
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Number of ranks that one sequence is sharded over."""
+        return self.ring * self.ulysses * self.tensor
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of all replicas."""
+        return self.sequence_ranks * self.replicas
+
+    @property
+    def sharding(self) -> SequenceSharding:
+        """Which positions of a sequence each rank of a replica holds."""
+        return SequenceSharding(self.seq_len, self.layout, self.ring, self.ulysses, self.tensor)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on the rank with the longest shard, summed over the ``batch`` sequences."""
+        return -(-self.seq_len // self.sequence_ranks) * self.batch
+
+    def host(self, ring: int, ulysses: int, tensor: int) -> int:
+        """The number of the host that a rank of the first replica runs on."""
+        return ((ring * self.ulysses + ulysses) * self.tensor + tensor) // self.hardware.gpus_per_host
+
+    def ring_per_host(self, ulysses: int = 0, tensor: int = 0) -> int:
+        """How many consecutive ranks of a ring share a host, as in ``AttentionGroups.per_host``."""
+        hosts: dict[int, list[int]] = {}
+        for rank in range(self.ring):
+            hosts.setdefault(self.host(rank, ulysses, tensor), []).append(rank)
+        return ranks_per_host([tuple(ranks) for ranks in hosts.values()])
+
+    def slowest_ring_rank(self) -> int:
+        """The ring rank with the most visible pairs of a query and a key."""
+        if self.ring == 1:
+            return 0
+        pairs = _pairs_by_ring_rank(self.mask, self.seq_len, self.layout, self.ring)
+        return max(range(self.ring), key=pairs.__getitem__)
+
+    def imbalance(self) -> float:
+        """The visible pairs of the slowest ring rank, divided by the mean over the ring ranks; 1 is balanced."""
+        pairs = _pairs_by_ring_rank(self.mask, self.seq_len, self.layout, self.ring)
+        return max(pairs) * len(pairs) / max(1, sum(pairs))
+
+
+@lru_cache(maxsize=256)
+def _pairs_by_ring_rank(mask: Mask, seq_len: int, layout: Layout, ring: int) -> list[int]:
+    """Visible pairs of a query and a key on each ring rank.
+
+    The Ulysses and tensor-parallel ranks that share the tokens of a ring rank are left out of the sharding: they move
+    the borders between ring ranks by a few tokens at most.
+    """
+    sharding = SequenceSharding(seq_len, layout, ring)
+    return [all_pairs(mask, seq_len, sharding.ring_positions(rank)) for rank in range(ring)]

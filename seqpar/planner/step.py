@@ -1,0 +1,246 @@
+"""The time and the memory of one training step, put together from the timelines of one layer of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..layout import Layout
+from ..strategies import Comm, compared_options
+from .layer import RankTimeline, weight_links
+from .memory import Memory, Switches, layer_activations, memory
+from .setting import ELEMENT_BYTES, FLOAT32_BYTES, GRADIENT_BYTES, LEVELS, Setting
+from .simulate import Result, Timeline
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run the model, and what is predicted for one training step.
+
+    A step is the forward and the backward of ``batch`` sequences on each replica, and the optimizer.
+
+    Attributes:
+        strategy: "local", "ring", "context_parallel", "ulysses", "hybrid" or "tp_sp", the names of
+            ``seqpar.attention`` and ``seqpar.ParallelAttention``.
+        context: the strategy of the attention itself. It differs from ``strategy`` under "tp_sp", where it is the
+            strategy over the ring and Ulysses dimensions.
+        comm: the option ``comm`` if ``context`` is "context_parallel", else None. With ``comm="p2p"`` the choice would
+            be "ring".
+        degrees: the number of ranks by dimension of ``init_mesh``: "dp", "ring", "ulysses", "tp".
+        layout: which positions each rank holds.
+        switches: what is recomputed, offloaded or computed some tokens at a time to save memory.
+        fits: whether the GPU has ``memory_bytes``, and the host has the memory for offloaded activations.
+        seconds: seconds of a step.
+        tokens_per_s: tokens per second of all replicas together.
+        mfu: model FLOPs utilisation: the model's FLOPs in a step, without recomputation and of visible pairs only,
+            divided by what all ranks could compute in that time at ``hardware.peak_flops``.
+        compute_s: seconds of a step in which the slowest rank computes.
+        exposed_s: seconds of a step in which the slowest rank waits for communication.
+        parameters_s: seconds that the all-gathers of weights and the reduce-scatters of their gradients would take in a
+            step without other communication. They overlap with the computation, so they are not added to ``seconds``.
+        bytes_sent: bytes of activations that one rank sends in a step, by level of links: "within_host" and
+            "between_hosts".
+        parameter_bytes_sent: bytes of weights and gradients of weights that one rank sends in a step.
+        memory_bytes: the peak of memory on one rank, in bytes.
+        memory: the parts of that peak.
+        longest_seq_len: tokens of the longest sequence that fits into memory with the same degrees, under any of the
+            switches that were allowed. 0 if none fits.
+        reason: why the choice is the best, or why it is slower or does not fit.
+    """
+
+    strategy: str
+    context: str
+    comm: Comm | None
+    degrees: Mapping[str, int]
+    layout: Layout
+    switches: Switches
+    fits: bool
+    seconds: float
+    tokens_per_s: float
+    mfu: float
+    compute_s: float
+    exposed_s: float
+    parameters_s: float
+    bytes_sent: Mapping[str, int]
+    parameter_bytes_sent: int
+    memory_bytes: int
+    memory: Memory
+    longest_seq_len: int
+    reason: str
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of all sequences of a step."""
+        return self.tokens_per_s * self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """The choice as numbers, strings, lists and dicts, for JSON."""
+        return asdict(self)
+
+
+class _Pass(NamedTuple):
+    """The forward or the backward of one layer: the simulated timeline, and the bytes sent by level."""
+
+    result: Result
+    sent: Mapping[str, int]
+
+
+class StepCost:
+    """The time of a training step on the slowest rank, for every combination of switches.
+
+    Args:
+        setting: the model, the mask, the cluster and the split of the ranks.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        kinds = setting.model.masks(setting.mask, setting.seq_len)
+        self.layers = [_LayerCost(replace(setting, mask=mask), count) for count, mask in kinds]
+
+    def parameters_seconds(self) -> float:
+        """Seconds per layer of both all-gathers of the weights and the reduce-scatter of their gradients, if nothing
+        else used the links."""
+        nbytes = (2 * ELEMENT_BYTES + GRADIENT_BYTES) * _layer_weights_per_rank(self.setting)
+        return max(weight_links(self.setting, nbytes).values())
+
+    def loss_seconds(self) -> float:
+        """Seconds of the language model head's GEMMs and of the passes over the logits, in forward and backward."""
+        s, m = self.setting, self.setting.model
+        # Tensor-parallel ranks share the vocabulary and have the tokens of all of them, so each counts its own tokens.
+        gemm = 6.0 * s.tokens * m.hidden * m.vocab / s.hardware.gemm_flops
+        return gemm + 12.0 * s.tokens * m.vocab / s.hardware.memory_bandwidth
+
+    def optimizer_seconds(self) -> float:
+        """Seconds of AdamW on this rank's shard of the weights.
+
+        AdamW reads the gradient, the float32 copy of the weight and the two moments. It writes the copy, the moments
+        and the bfloat16 weight.
+        """
+        bytes_per_weight = 4 * FLOAT32_BYTES + 3 * FLOAT32_BYTES + ELEMENT_BYTES
+        s = self.setting
+        return bytes_per_weight * s.model.parameters / s.ranks / s.hardware.memory_bandwidth
+
+
+class _LayerCost:
+    """The time of one kind of layer on the slowest rank.
+
+    Args:
+        setting: the setting of the step, with the mask of these layers.
+        count: the number of layers of this kind.
+    """
+
+    def __init__(self, setting: Setting, count: int) -> None:
+        self.setting, self.count = setting, count
+        self._backward: dict[str, _Pass] = {}  # by ``Switches.recompute``
+
+    @cached_property
+    def _rank(self) -> RankTimeline:
+        return RankTimeline(self.setting)
+
+    @cached_property
+    def forward(self) -> _Pass:
+        """The forward of a layer, while the weights of the next layer are all-gathered."""
+        return self._simulate(self._rank.forward, ELEMENT_BYTES * _layer_weights_per_rank(self.setting))
+
+    def backward(self, recompute: str) -> _Pass:
+        """The backward of a layer and the recomputation before it, while the weights of the next layer are all-gathered
+        and the gradients of the last layer's weights are reduce-scattered."""
+
+        def record(timeline: Timeline) -> None:
+            if recompute != "none":
+                self._rank.forward(timeline, attention=recompute == "full")
+            self._rank.backward(timeline)
+
+        if recompute not in self._backward:
+            nbytes = (ELEMENT_BYTES + GRADIENT_BYTES) * _layer_weights_per_rank(self.setting)
+            self._backward[recompute] = self._simulate(record, nbytes)
+        return self._backward[recompute]
+
+    def _simulate(self, record: Callable[[Timeline], None], weight_bytes: float) -> _Pass:
+        """Simulate what ``record`` records, while ``weight_bytes`` of weights and their gradients are communicated."""
+        timeline, s = Timeline(), self.setting
+        weights = None
+        if s.ranks > s.tensor:  # otherwise every rank holds all of its weights
+            weights = timeline.start("parameters", "parameters", weight_links(s, weight_bytes), s.hardware.latency)
+        record(timeline)
+        timeline.wait(weights)
+        return _Pass(timeline.run(), dict(timeline.sent))
+
+    def seconds(self, switches: Switches) -> tuple[float, float]:
+        """Seconds of the forward and backward of one layer; and the seconds of these in which the rank computes."""
+        forward, backward = self.forward.result, self.backward(switches.recompute).result
+        total, compute = forward.seconds + backward.seconds, forward.compute + backward.compute
+        if switches.tiled_mlp:  # backward computes the MLP's forward again
+            again = self._rank.mlp_seconds()
+            total, compute = total + again, compute + again
+        if switches.offload:  # to the host during forward, and back during backward
+            copy = layer_activations(self.setting, switches.recompute, switches.tiled_mlp)
+            copy_seconds = copy / self.setting.hardware.host_link
+            total = max(forward.seconds, copy_seconds) + max(total - forward.seconds, copy_seconds)
+        return total, compute
+
+
+def _layer_weights_per_rank(setting: Setting) -> float:
+    """Number of weights of one layer on one tensor-parallel rank, when they are gathered."""
+    return setting.model.layer_parameters / setting.tensor
+
+
+def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None = None) -> Choice:
+    """Predict one training step. ``longest_seq_len`` and ``reason`` of the choice are left empty.
+
+    Args:
+        setting: the model, the mask, the cluster and the split of the ranks.
+        switches: what is recomputed, offloaded or computed some tokens at a time.
+        pairs: visible pairs of a query and a key in one sequence, the mean of the layers.
+        cost: the ``StepCost`` of the setting, which simulates each kind of layer once for all switches. By default a
+            new one.
+    """
+    s, m = setting, setting.model
+    cost = cost or StepCost(s)
+    layers = layers_compute = 0.0
+    sent = dict.fromkeys(LEVELS, 0)
+    for layer in cost.layers:
+        layer_seconds, layer_compute = layer.seconds(switches)
+        layers, layers_compute = layers + layer.count * layer_seconds, layers_compute + layer.count * layer_compute
+        for one_pass in (layer.forward, layer.backward(switches.recompute)):
+            for level, size in one_pass.sent.items():
+                sent[level] += layer.count * size
+    outside_layers = cost.loss_seconds() + cost.optimizer_seconds()
+    seconds = layers + outside_layers
+    sequences = s.batch * s.replicas
+    used = memory(s, switches)
+    weight_shards = max(1, s.ranks // s.tensor)
+    weight_bytes = (2 * ELEMENT_BYTES + GRADIENT_BYTES) * m.parameters / s.tensor
+    context = context_name(s)
+    return Choice(
+        strategy="tp_sp" if s.tensor > 1 else context,
+        context=context,
+        comm=compared_options(context).get("comm"),
+        degrees={"dp": s.replicas, "ring": s.ring, "ulysses": s.ulysses, "tp": s.tensor},
+        layout=s.layout,
+        switches=switches,
+        fits=used.fits(s.hardware),
+        seconds=seconds,
+        tokens_per_s=sequences * s.seq_len / seconds,
+        mfu=m.model_flops(sequences * s.seq_len, sequences * pairs) / (seconds * s.ranks * s.hardware.peak_flops),
+        compute_s=layers_compute + outside_layers,
+        exposed_s=max(0.0, round(layers - layers_compute, 9)),
+        parameters_s=m.layers * cost.parameters_seconds(),
+        bytes_sent=sent,
+        parameter_bytes_sent=int(weight_bytes * (weight_shards - 1) / weight_shards),
+        memory_bytes=int(used.total),
+        memory=used,
+        longest_seq_len=0,
+        reason="",
+    )
+
+
+def context_name(setting: Setting) -> str:
+    """The strategy of attention over the ring and Ulysses dimensions of a setting."""
+    if setting.ring > 1 and setting.ulysses > 1:
+        return "hybrid"
+    if setting.ring > 1:
+        return "context_parallel" if setting.gather else "ring"
+    return "ulysses" if setting.ulysses > 1 else "local"
