@@ -1,11 +1,11 @@
 """``strategy="auto"``: selects the strategy of an attention call.
 
 Every rank computes the choice by itself from values that are the same on all ranks: the costs (``costs.py``), the mask,
-the shapes and the hosts of the ranks. So nothing is sent, and all ranks choose the same. Choices are cached.
+the shapes and the hosts of the ranks. So the ranks need no message to choose the same strategy. Choices are cached.
 
-A training run on packed documents has a new mask in every step, and simulating each mask would take longer than
-planning it. Masks under which a query sees about as many keys therefore share one simulation, with documents of equal
-length. How evenly the layout divides the work still differs between them, and is computed from each mask itself.
+A training run on packed documents has a new mask in every step, and the simulation of a mask takes longer than its
+plan. Masks under which a query sees about the same number of keys therefore share one simulation, that of documents of
+equal length. How evenly the layout divides the work over the ranks is still computed from each mask itself.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from ..rendezvous import group_timeout, meet
 from ..runs import Runs
 from ..strategies import StrategyName, StrategyOptions, compared_options
 from .costs import Costs, MaskKind, attention_shape, costs_of
+from .hardware import Hardware
 from .layer import attention_seconds
 from .setting import Setting
 
-_MOST = 1024  # remembered choices of a group
-_STEP = 0.05  # masks whose shares of the slowest rank differ by less are alike
-# An all-gather holds the keys and values of all ranks: it is left out where they take more than this share of memory.
+_MOST_CACHED = 1024  # choices of a group
+_IMBALANCE_STEP = 0.05  # the imbalance of a mask is rounded to a multiple of this, so that similar masks share a choice
+# In an all-gather every rank holds the K/V of all ranks. It is left out if these need more than this share of memory.
 _GATHERED_SHARE = 1 / 16
 
 
 class AttentionShape(NamedTuple):
-    """What a choice depends on besides mask, sharding and ranks.
+    """The shapes of an attention call on which the choice depends.
 
     Attributes:
-        batch, heads, kv_heads: the sizes of q and k.
-        head_dim: the mean of the head_dim of q and k and that of v.
+        batch: sequences.
+        heads: query heads.
+        kv_heads: KV heads.
+        head_dim: the mean of the head_dim of q and k and the head_dim of v.
         dtype: the dtype of q, k and v.
     """
 
@@ -56,11 +59,11 @@ class AttentionShape(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A strategy that a call may take.
+    """A strategy that can compute an attention call.
 
     Attributes:
-        strategy: its name.
-        ulysses: ranks of each all-to-all.
+        strategy: the name of the strategy.
+        ulysses: the number of ranks in each all-to-all; 1 without all-to-alls.
     """
 
     strategy: StrategyName
@@ -68,14 +71,14 @@ class Candidate(NamedTuple):
 
     @property
     def options(self) -> StrategyOptions:
-        """The strategy's options, as ``seqpar.attention`` takes them on a plain group."""
+        """The options of the strategy for ``seqpar.attention`` on a ProcessGroup."""
         return {"ulysses_size": self.ulysses} if self.strategy == "hybrid" else compared_options(self.strategy)
 
 
-# By group: the choices, and the simulated times on which they are based.
+# The choices of each group, and the simulated seconds that they are based on.
 _choices: MutableMapping[ProcessGroup, dict[Hashable, Candidate]] = WeakKeyDictionary()
 _simulated: MutableMapping[ProcessGroup, dict[Hashable, float]] = WeakKeyDictionary()
-# The groups whose first call without gradients, which is collective, has been made.
+# The groups that have made their first call without gradients, which is collective.
 _without_gradients: WeakSet[ProcessGroup] = WeakSet()
 
 
@@ -90,14 +93,20 @@ def choose_strategy(
 ) -> Candidate:
     """The strategy that is expected to be the fastest of those that fit into memory.
 
-    All ranks of ``group`` call this with the same arguments. The first call is collective, see ``costs_of``, and so is
-    the first one without ``backward``: if only some ranks ran without gradients, the ranks would choose differently and
-    wait for each other's messages. If some ranks never do, the others raise an error that names them.
+    All ranks of ``group`` call this with the same arguments. The first call is collective (see ``costs_of``). So is the
+    first call with ``backward=False``: if only some ranks ran without gradients, the ranks would choose different
+    strategies and wait for each other's messages forever. Instead, the ranks without gradients raise an error that
+    names the ranks that did not make this call.
 
     Args:
-        mask, seq_len, layout, shape, group, device: the call.
-        backward: whether a backward may follow. Then the choice is that for forward and backward together, otherwise
-            that for forward alone.
+        mask: which keys each query sees.
+        seq_len: tokens of the full sequence.
+        layout: how the tokens are sharded.
+        shape: the sizes of q and k.
+        group: the ranks that the sequence is sharded over.
+        device: the device of q.
+        backward: whether a backward may follow. If so, the choice is the fastest for forward and backward together,
+            otherwise the fastest for the forward alone.
     """
     chosen = _choices.setdefault(group, {})
     if not (backward or group in _without_gradients):
@@ -107,7 +116,7 @@ def choose_strategy(
     summary = mask_summary(mask, seq_len, layout, group.size())
     key = summary, seq_len, layout, shape, device.type, backward
     if key not in chosen:
-        if len(chosen) >= _MOST:
+        if len(chosen) >= _MOST_CACHED:
             chosen.clear()
         hosts = ranks_by_host(group)
         per_host = ranks_per_host(hosts) if len(hosts) > 1 else group.size()
@@ -116,7 +125,7 @@ def choose_strategy(
         costs = costs_of(group, device)
         costs = replace(costs, hardware=replace(costs.hardware, gpus_per_host=per_host))
         known = _simulated.setdefault(group, {})
-        if len(known) >= _MOST:
+        if len(known) >= _MOST_CACHED:
             known.clear()
         seconds = predict(summary, seq_len, layout, shape, group.size(), costs, known, backward)
         chosen[key] = min(seconds, key=seconds.__getitem__)
@@ -134,10 +143,18 @@ def predict(
     known: dict[Hashable, float] | None = None,
     backward: bool = True,
 ) -> dict[Candidate, float]:
-    """The seconds of a forward, with ``backward`` and its backward, by strategy; of those that are as fast, the
-    simplest first.
+    """The expected seconds of each strategy that fits into memory, simpler strategies first.
 
-    ``known`` holds what was simulated with the same costs.
+    Args:
+        summary: the properties of the mask.
+        seq_len: tokens of the full sequence.
+        layout: how the tokens are sharded.
+        shape: the sizes of q and k.
+        ranks: the number of ranks.
+        costs: the costs of attention among these ranks.
+        known: the simulated seconds of earlier calls with the same costs, which this call reads and adds to. By default
+            nothing is known.
+        backward: whether the seconds are those of forward and backward together, or of the forward alone.
     """
     known = {} if known is None else known
     seconds = {}
@@ -157,18 +174,20 @@ def predict(
         )
         if setting.gather and _gathered_bytes(setting, backward) > _GATHERED_SHARE * costs.hardware.memory_bytes:
             continue
-        share = summary.imbalance.get(ring)
-        key = summary.mask, seq_len, layout, shape, candidate, share, backward
+        imbalance = summary.imbalance.get(ring)
+        key = summary.mask, seq_len, layout, shape, candidate, imbalance, backward
         if key not in known:
-            if share is not None:
-                setting = replace(setting, hardware=_slower(setting, share / setting.imbalance()))
+            if imbalance is not None:
+                # The simulated mask has another imbalance than the real one: kernels take accordingly longer.
+                setting = replace(setting, hardware=_slower_kernels(setting, imbalance / setting.imbalance()))
             known[key] = attention_seconds(setting, backward)
         seconds[candidate] = costs.seconds(summary.kind, candidate.strategy, known[key], backward)
     return seconds
 
 
 def candidates(ranks: int, heads: int) -> Iterator[Candidate]:
-    """The strategies to choose from. In an all-to-all with more ranks than heads, ranks would be idle."""
+    """The strategies to choose from, simpler ones first. An all-to-all has at most as many ranks as there are heads:
+    more ranks would be idle."""
     yield Candidate("ring", 1)
     yield Candidate("context_parallel", 1)
     if ranks <= heads:
@@ -179,13 +198,20 @@ def candidates(ranks: int, heads: int) -> Iterator[Candidate]:
 
 
 def _gathered_bytes(setting: Setting, backward: bool) -> float:
-    """Bytes of the keys and values of the other ranks, with ``backward`` and of their gradients in float32."""
-    m, rest = setting.model, (setting.ring - 1) / setting.ring
-    return rest * setting.batch * setting.seq_len * 2 * m.d_kv * (setting.dtype.itemsize + (4 if backward else 0))
+    """Bytes of the K/V of the other ranks, and with ``backward`` also of their gradients in float32."""
+    m, share_of_others = setting.model, (setting.ring - 1) / setting.ring
+    return (
+        share_of_others
+        * setting.batch
+        * setting.seq_len
+        * 2
+        * m.d_kv
+        * (setting.dtype.itemsize + (4 if backward else 0))
+    )
 
 
-def _slower(setting: Setting, factor: float) -> Any:
-    """The hardware with kernels that take ``factor`` times as long."""
+def _slower_kernels(setting: Setting, factor: float) -> Hardware:
+    """The hardware of a setting with attention kernels that take ``factor`` times as long."""
     hardware = setting.hardware
     rates = {
         name: replace(rate, forward=rate.forward / factor, backward=rate.backward / factor)
@@ -201,10 +227,10 @@ class MaskSummary:
     """The properties of a mask on which the choice depends.
 
     Attributes:
-        kind: the kind of mask whose measured costs apply.
-        mask: the mask that is simulated.
-        imbalance: by the number of ranks in a ring, the visible pairs of the slowest one over the mean; empty if
-            ``mask`` is the mask itself.
+        kind: the kind of mask, whose measured overheads apply.
+        mask: the mask that is simulated: the mask itself, or documents of equal length in its place.
+        imbalance: for each possible number of ranks in a ring, the visible pairs of the slowest rank under the mask
+            itself, divided by the mean over the ranks. Empty if ``mask`` is the mask itself.
     """
 
     def __init__(self, kind: MaskKind, mask: Mask, imbalance: dict[int, float]) -> None:
@@ -218,47 +244,62 @@ class MaskSummary:
         return hash(self._key)
 
 
-@lru_cache(maxsize=16)  # the masks of one step: a mask keeps its plans in memory
+@lru_cache(maxsize=16)  # enough for the masks of one step; more would keep the plans of old masks in memory
 def mask_summary(mask: Mask, seq_len: int, layout: Layout, ranks: int) -> MaskSummary:
-    """What a choice for ``ranks`` ranks depends on."""
+    """The properties of a mask on which the choice for ``ranks`` ranks depends."""
     rows = [_bounded(runs, seq_len) for runs in mask.runs(seq_len)]
-    keys = sum(int(pairs_before(runs, np.array([seq_len]))[0]) for runs in rows) / max(1, len(rows) * seq_len)
-    if not seq_len or (mask.batch == 1 and mask.starts == ((0,),)):  # the same in every step
+    pairs = sum(int(pairs_before(runs, np.array([seq_len]))[0]) for runs in rows)
+    keys = pairs / max(1, len(rows) * seq_len)  # that a query sees on average
+    if not seq_len or (mask.batch == 1 and mask.starts == ((0,),)):  # one document: the mask is the same in every step
         return MaskSummary("causal" if keys > 0.4 * seq_len else "window", mask, {})
-    causal = max(1.0, 2 * keys)  # tokens of causal documents, all of one length, in which a query sees as many keys
-    length = min(seq_len, round(2 ** (round(2 * log2(causal)) / 2)))
+    # In causal documents of one length, a query sees half of a document on average. The length is rounded to a power
+    # of the square root of 2, so that similar masks share a simulation.
+    length = min(seq_len, round(2 ** (round(2 * log2(max(1.0, 2 * keys))) / 2)))
     borders = [*range(0, seq_len, length), seq_len]
     imbalance = {}
     for ring in {ranks // c.ulysses for c in candidates(ranks, ranks)}:
         if ring > 1:
-            share = _slowest_share(rows, SequenceSharding(seq_len, layout, ring))
-            imbalance[ring] = 1 + _STEP * round((share - 1) / _STEP)
+            exact = _imbalance(rows, SequenceSharding(seq_len, layout, ring))
+            imbalance[ring] = 1 + _IMBALANCE_STEP * round((exact - 1) / _IMBALANCE_STEP)
     return MaskSummary("causal" if length == seq_len else "documents", Mask.documents(borders), imbalance)
 
 
 def _bounded(runs: Runs, seq_len: int) -> Runs:
-    """The runs, with ends that begin within the sequence."""
+    """The same runs without keys beyond the sequence."""
     return replace(runs, hi=np.minimum(runs.hi, seq_len), hi_step=np.where(runs.hi > seq_len, 0, runs.hi_step))
 
 
 def pairs_before(runs: Runs, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each position, the pairs of a query before it and a key that it sees. Increasing positions are not needed."""
+    """For each position, the number of visible pairs whose query is before it.
+
+    Args:
+        runs: the mask of one batch row.
+        positions: int64 ``[n]``, in any order.
+
+    Returns:
+        int64 ``[n]``.
+    """
     lengths = np.diff(runs.start, append=max(int(positions.max(initial=0)), int(runs.start[-1])))
-    whole = np.append(0, np.cumsum(_pairs_of(runs, slice(None), lengths)))
-    at = np.clip(np.searchsorted(runs.start, positions, side="right") - 1, 0, None)
-    result: NDArray[np.int64] = whole[at] + _pairs_of(runs, at, np.maximum(0, positions - runs.start[at]))
+    pairs_before_run = np.append(0, np.cumsum(_pairs_of(runs, slice(None), lengths)))
+    run = np.clip(np.searchsorted(runs.start, positions, side="right") - 1, 0, None)
+    pairs_in_run = _pairs_of(runs, run, np.maximum(0, positions - runs.start[run]))
+    result: NDArray[np.int64] = pairs_before_run[run] + pairs_in_run
     return result
 
 
-def _pairs_of(runs: Runs, at: Any, count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The pairs of the first ``count`` queries of the runs ``at``."""
-    first, rise = (runs.hi - runs.lo)[at], (runs.hi_step - runs.lo_step)[at]
-    result: NDArray[np.int64] = count * first + rise * (count * (count - 1) // 2)
+def _pairs_of(runs: Runs, index: Any, count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The visible pairs of the first ``count`` queries in each of the runs at ``index``."""
+    # The first query of a run sees ``keys`` keys, each later one ``more`` keys more than the one before.
+    keys, more = (runs.hi - runs.lo)[index], (runs.hi_step - runs.lo_step)[index]
+    result: NDArray[np.int64] = count * keys + more * (count * (count - 1) // 2)
     return result
 
 
-def _slowest_share(rows: list[Runs], sharding: SequenceSharding) -> float:
-    """The visible pairs of the rank with the most, over the mean. Striped ranks are taken to have the same."""
+def _imbalance(rows: list[Runs], sharding: SequenceSharding) -> float:
+    """The visible pairs of the ring rank with the most pairs, divided by the mean over the ring ranks.
+
+    Striped ranks are assumed to have the same number of pairs.
+    """
     if sharding.layout == "striped":
         return 1.0
     starts, stops, owners = [], [], []

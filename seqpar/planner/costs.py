@@ -1,11 +1,11 @@
-"""What attention costs on this machine: measured once, stored in a file, and the same on every rank.
+"""The costs of attention on this machine: measured once, stored in a file, and the same on every rank.
 
-The first call of ``costs_of`` is collective over the ranks of a group. Rank 0 reads the file for machines like this
-one. If there is none, the ranks measure together, which takes some seconds. All ranks use the numbers of rank 0, which
-it sends through the store.
+The first call of ``costs_of`` is collective over the ranks of a group. Rank 0 looks for a file with the costs of such
+hosts and devices. If there is none, all ranks measure together, which takes some seconds. Rank 0 sends its costs to the
+other ranks through the store, so all ranks use the same.
 
-The file is in the folder ``SEQPAR_CACHE``, by default ``~/.cache/seqpar``. With ``SEQPAR_MEASURE=0`` nothing is
-measured, and without a file the rates of the table of GPUs are used.
+The file is in the folder that the environment variable ``SEQPAR_CACHE`` names, by default ``~/.cache/seqpar``. With
+``SEQPAR_MEASURE=0`` nothing is measured: without a file the rates of the table of GPUs are used.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ from .layer import attention_seconds
 from .model import ModelShape
 from .setting import Setting
 
-_VERSION = 5  # of the file's format
-_PASSES = "overheads", "forward_overheads"  # the fields of ``Costs`` that hold overheads
-_DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 sends instead of costs
+_VERSION = 5  # of the format of the file
+_OVERHEAD_FIELDS = "overheads", "forward_overheads"  # the fields of ``Costs`` that hold overheads
+_DEFAULTS, _MEASURE = "defaults", "measure"  # what rank 0 sends if it has no costs: what all ranks do instead
 _ROUNDS = 3
-# Kinds of masks, for which kernels have different overheads.
-MaskKind = Literal["causal", "window", "documents"]
-_LAYOUT: Layout = "zigzag"  # of the measured sequences: the same work on every rank, under every strategy
+MaskKind = Literal["causal", "window", "documents"]  # kernels have different overheads for these kinds of masks
+_LAYOUT: Layout = "zigzag"  # of the measured sequences: every rank has the same work, under every strategy
 
-# Rates of one core of a CPU, for where nothing may be measured: orders of magnitude.
+# Rates of one CPU core, for the case that nothing may be measured. They are right in order of magnitude only.
 _CPU = replace(
     HARDWARE["h100"],
     name="cpu",
@@ -77,25 +76,25 @@ _CPU = replace(
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a strategy takes beside the simulation's seconds: ``fixed + factor * simulated``."""
+    """Corrects the simulated seconds of a strategy: it is expected to take ``fixed + factor * simulated`` seconds."""
 
     fixed: float = 0.0
     factor: float = 1.0
 
 
-# By kind of mask and strategy.
+# The overheads by kind of mask and strategy: ``overheads[kind][strategy]``.
 Overheads = Mapping[str, Mapping[str, Overhead]]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the ranks of a group cost.
+    """The costs of attention among the ranks of a group.
 
     Attributes:
         hardware: rates of kernels and links.
-        overheads: by kind of mask and strategy, of forward and backward together. What is not there has none.
-        forward_overheads: the same of forward alone.
-        measured: whether the rates were measured, not taken from a table.
+        overheads: the overheads of forward and backward together. A strategy without an entry has no overhead.
+        forward_overheads: the overheads of the forward alone.
+        measured: whether ``hardware`` was measured. Otherwise it is from a table.
     """
 
     hardware: Hardware
@@ -104,49 +103,63 @@ class Costs:
     measured: bool = False
 
     def seconds(self, kind: MaskKind, strategy: str, simulated: float, backward: bool = True) -> float:
-        """What a forward, with ``backward`` and its backward, takes that the simulation says takes ``simulated``
-        seconds."""
+        """The expected seconds of attention.
+
+        Args:
+            kind: the kind of mask.
+            strategy: the strategy of attention.
+            simulated: the simulated seconds of the same passes.
+            backward: whether the seconds are those of forward and backward together, or of the forward alone.
+        """
         overheads = self.overheads if backward else self.forward_overheads
         overhead = overheads.get(kind, {}).get(strategy, Overhead())
         return overhead.fixed + overhead.factor * simulated
 
     def to_json(self) -> str:
+        """The costs as the text of a file."""
         hardware = asdict(self.hardware) | {
             "attention": {name: [r.forward, r.backward, r.carries] for name, r in self.hardware.attention.items()}
         }
-        passes = {
-            field: {kind: {name: asdict(x) for name, x in by.items()} for kind, by in getattr(self, field).items()}
-            for field in _PASSES
+        overheads = {
+            field: {
+                kind: {strategy: asdict(overhead) for strategy, overhead in by_strategy.items()}
+                for kind, by_strategy in getattr(self, field).items()
+            }
+            for field in _OVERHEAD_FIELDS
         }
-        return json.dumps({"version": _VERSION, "hardware": hardware, **passes})
+        return json.dumps({"version": _VERSION, "hardware": hardware, **overheads})
 
     @staticmethod
     def from_json(text: str) -> Costs:
-        """
+        """The costs of a text that ``to_json`` has returned. They count as measured.
+
         Raises:
-            ValueError: the text is something else.
+            ValueError: the text holds something else, or another version of the format.
         """
         try:
             value = json.loads(text)
             if value["version"] != _VERSION:
                 raise ValueError(f"version {value['version']}, expected {_VERSION}")
-            passes = {
-                field: {kind: {name: Overhead(**x) for name, x in by.items()} for kind, by in value[field].items()}
-                for field in _PASSES
+            overheads = {
+                field: {
+                    kind: {strategy: Overhead(**overhead) for strategy, overhead in by_strategy.items()}
+                    for kind, by_strategy in value[field].items()
+                }
+                for field in _OVERHEAD_FIELDS
             }
-            return Costs(hardware_of(value["hardware"]), **passes, measured=True)
+            return Costs(hardware_of(value["hardware"]), **overheads, measured=True)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"costs: {error!r}") from error
 
 
-# By group: the costs by type of device.
+# The costs of each group by the type of its devices.
 _known: MutableMapping[ProcessGroup, dict[str, Costs]] = WeakKeyDictionary()
 
 
 def costs_of(group: ProcessGroup, device: torch.device) -> Costs:
-    """The costs of attention among the ranks of ``group`` on devices like this one; the same on every rank.
+    """The costs of attention among the ranks of ``group`` on devices of the type of ``device``; the same on all ranks.
 
-    The first call is collective, and later ones are not.
+    All ranks of the group must make the first call together. Later calls do not communicate.
     """
     found = _known.setdefault(group, {})
     if device.type not in found:
@@ -155,6 +168,7 @@ def costs_of(group: ProcessGroup, device: torch.device) -> Costs:
 
 
 def _agree(group: ProcessGroup, device: torch.device) -> Costs:
+    """The costs that rank 0 has in a file, or those that all ranks measure or take from the table. Collective."""
     if is_simulated():
         return default_costs(device)
     ranks, first, timeout = global_ranks(group), group.rank() == 0, group_timeout(group)
@@ -167,12 +181,15 @@ def _agree(group: ProcessGroup, device: torch.device) -> Costs:
 
 
 def measure(group: ProcessGroup, device: torch.device, file: Path | None = None) -> Costs:
-    """Measure the ranks of ``group``, all of which call this; rank 0's costs on every rank.
+    """Measure the costs of attention among the ranks of ``group``, all of which call this together.
 
     Args:
         group: the ranks.
-        device: of each rank's tensors.
-        file: where rank 0 keeps the costs, if it can be written.
+        device: the device of this rank.
+        file: the file that rank 0 writes the costs to. If it cannot be written, nothing is written.
+
+    Returns:
+        The costs that rank 0 has measured, on every rank. ``costs_of`` returns them from now on.
     """
     first = group.rank() == 0
     with _undisturbed():
@@ -187,7 +204,7 @@ def measure(group: ProcessGroup, device: torch.device, file: Path | None = None)
 
 
 def default_costs(device: torch.device) -> Costs:
-    """Costs by the table of GPUs; a GPU that is not in it counts as an H100."""
+    """Costs from the table of GPUs. A GPU that is not in the table counts as an H100."""
     if device.type == "cpu":
         return Costs(_CPU)
     name = torch.cuda.get_device_name(device).lower() if torch.cuda.is_available() else ""
@@ -195,7 +212,10 @@ def default_costs(device: torch.device) -> Costs:
 
 
 def _mode(device: torch.device) -> str:
-    """What to do without a file. While a CUDA graph is captured, nothing can be measured."""
+    """What the ranks do without a file: ``_MEASURE``, or ``_DEFAULTS`` if nothing may be measured.
+
+    While a CUDA graph is captured, nothing can be measured.
+    """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return _DEFAULTS if capturing or os.environ.get("SEQPAR_MEASURE") == "0" else _MEASURE
 
@@ -215,7 +235,12 @@ def device_name(device: torch.device) -> str:
 
 
 def cost_file(device: torch.device, hosts: Sequence[Sequence[int]]) -> Path:
-    """Where the costs of ranks on such hosts are kept: a file for each device, torch version and layout of ranks."""
+    """The path of the file with the costs: one for each device, torch version and number of ranks on each host.
+
+    Args:
+        device: the device of this rank.
+        hosts: the ranks on each host.
+    """
     folder = os.environ.get("SEQPAR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "seqpar"
     layout = "+".join(str(len(ranks)) for ranks in hosts)
     threads = f" {torch.get_num_threads()} threads" if device.type == "cpu" else ""
@@ -224,7 +249,7 @@ def cost_file(device: torch.device, hosts: Sequence[Sequence[int]]) -> Path:
 
 
 def _read(file: Path) -> str | None:
-    """The file's text, if it holds costs."""
+    """The text of the file; None if it does not exist or does not hold costs."""
     try:
         text = file.read_text()
         Costs.from_json(text)
@@ -234,7 +259,10 @@ def _read(file: Path) -> str | None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Replace the file as a whole. Without a home that can be written, the next run measures again."""
+    """Replace the file, so that no other process reads half of it.
+
+    If the folder cannot be written, there is no file, and the next run measures again.
+    """
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as temporary:
@@ -247,7 +275,10 @@ def _write(file: Path, text: str) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A block in which what the caller has switched on does not see, or change, what is measured."""
+    """A block without the caller's dispatch modes, inference mode, autocast and traces.
+
+    They would change what is measured, or count the messages of the measurement as the caller's.
+    """
     with ExitStack() as stack:
         for context in (
             _disable_current_modes(),
@@ -262,7 +293,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 class _Measurement:
-    """Seconds of a group's kernels, links and strategies. Every rank makes the same calls."""
+    """Measures the kernels, links and strategies of a group. Every rank calls the same methods in the same order."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -272,14 +303,15 @@ class _Measurement:
         self._head_dim = 128 if cuda else 64
         self._heads = max(16 if cuda else 8, min(self._ranks, 64))
         self._message = (64 << 20) if cuda else (4 << 20)
-        # A short and a long sequence. The ranks of a CPU share its cores. What all ranks gather takes 2 GiB at most.
+        # The lengths of a short and a long sequence. On a CPU the ranks of a host share its cores, so the length does
+        # not grow with the ranks. An all-gather of K/V, with float32 gradients, takes at most 2 GiB.
         tokens = 4096 * max(2, self._ranks) if cuda else 2048 * len(self._hosts)
         most = (2 << 30) // (2 * self._heads * self._head_dim * (self._dtype.itemsize + 4))
-        longest = max(min(tokens, most), 64 * self._ranks)
-        self._lengths = longest // 4, longest
+        long = max(min(tokens, most), 64 * self._ranks)
+        self._lengths = long // 4, long
 
     def costs(self) -> Costs:
-        """Rates first; then each strategy, beside what the rates say of it."""
+        """Measure the rates and each strategy, and fit the overheads of each strategy to both."""
         hardware = self._hardware()
         long = self._lengths[1]
         masks: list[tuple[MaskKind, int, Mask]] = [("causal", tokens, Mask.causal()) for tokens in self._lengths]
@@ -294,8 +326,10 @@ class _Measurement:
         measured = dict.fromkeys(runs, inf)
         for _ in range(_ROUNDS):
             for key, run in runs.items():
-                run()  # as in training, the run before was the same; the first one connects ranks and compiles kernels
-                measured[key] = min(measured[key], self._seconds(run))  # other programs only add
+                # Not measured: as in training, the previous call was the same one. In the first round, this call
+                # connects the ranks and compiles the kernels.
+                run()
+                measured[key] = min(measured[key], self._seconds(run))  # other programs can only add to the time
         both: dict[str, dict[str, Overhead]] = {}
         forward: dict[str, dict[str, Overhead]] = {}
         for name, (backward, overheads) in product(self._strategies(), ((True, both), (False, forward))):
@@ -311,16 +345,17 @@ class _Measurement:
     # Strategies
 
     def _strategies(self) -> list[str]:
-        """The strategies that are measured. A hybrid of any split is taken to be like the default one."""
-        names = ["ring", "context_parallel", "ulysses", *(["hybrid"] if self._hybrid() > 1 else [])]
+        """The strategies that are measured. A hybrid is measured with its default split only."""
+        names = ["ring", "context_parallel", "ulysses", *(["hybrid"] if self._hybrid_ulysses() > 1 else [])]
         return names if self._ranks > 1 else []
 
-    def _hybrid(self) -> int:
-        """The ranks of a hybrid's all-to-alls, by default."""
+    def _hybrid_ulysses(self) -> int:
+        """The number of ranks in each all-to-all of a hybrid, by default."""
         return resolve("hybrid", None, self._group, {}).ulysses_size
 
     def _setting(self, hardware: Hardware, name: str, tokens: int, mask: Mask) -> Setting:
-        ulysses = {"ulysses": self._ranks, "hybrid": self._hybrid()}.get(name, 1)
+        """What the simulation of a strategy needs."""
+        ulysses = {"ulysses": self._ranks, "hybrid": self._hybrid_ulysses()}.get(name, 1)
         return Setting(
             attention_shape(self._heads, self._heads, self._head_dim),
             hardware,
@@ -334,7 +369,10 @@ class _Measurement:
         )
 
     def _attention(self, name: str, tokens: int, mask: Mask, backward: bool) -> Callable[[], None]:
-        """Forward and, with ``backward``, backward of attention by a strategy; "local": of all tokens, on each rank."""
+        """A function that runs the forward of attention, and with ``backward`` its backward.
+
+        Under the strategy "local", every rank attends to all tokens. Otherwise the tokens are sharded over the group.
+        """
         group = None if name == "local" else self._group
         groups = resolve(name, None, group, compared_options(name))
         sequence = SequenceSharding(tokens, _LAYOUT, groups.ring_size, groups.ulysses_size)
@@ -368,18 +406,20 @@ class _Measurement:
         return run
 
     def _random(self, shape: Sequence[int]) -> Tensor:
-        """Any numbers, without drawing from the caller's generators."""
+        """A random tensor, without a change of the state of the caller's generators."""
         generator = torch.Generator(self._device).manual_seed(0)
         return torch.randn(shape, generator=generator, device=self._device).to(self._dtype)
 
     # Rates
 
     def _hardware(self) -> Hardware:
+        """The rates of this rank's device and of the group's links."""
         cuda = self._device.type == "cuda"
         tokens = 4096 if cuda else 1024
+        # A call with few tokens takes as long as its fixed cost, which is subtracted from that of a long call.
         (small_forward, small), (forward, both) = (self._kernel(n) for n in (64, tokens))
         base = HARDWARE["h100"] if cuda else _CPU
-        # Operations as the simulation counts them: what it takes at one operation a second, and nothing beside.
+        # The number of operations, as the simulation counts them, is its time at one operation per second.
         unit = replace(base, attention={"unit": AttentionRate(1.0, 1.0)}, kernel=0.0)
         shape = attention_shape(self._heads, self._heads, self._head_dim)
         setting = Setting(shape, unit, Mask.causal(), tokens, dtype=self._dtype)
@@ -415,49 +455,57 @@ class _Measurement:
         )
 
     def _kernel(self, tokens: int) -> tuple[float, float]:
-        """Forward of attention on one rank, while the others do the same; forward and backward."""
+        """Seconds of attention on one rank while all ranks compute: of the forward, and of forward and backward."""
         forward, both = (self._best(self._attention("local", tokens, Mask.causal(), x)) for x in (False, True))
         return forward, both
 
     def _links(self, per_host: int) -> Hardware:
-        """Hardware with this group's bytes a second of each rank, while all ranks send."""
+        """Hardware with the bandwidths and the latency of this group's links while all ranks send.
+
+        Args:
+            per_host: ranks per host; 1 if the hosts have different numbers of ranks.
+        """
         if self._ranks == 1:
             return _CPU
         size, rank = self._message, self._group.rank()
         first = rank // per_host * per_host
-        near = [first + (rank + x) % per_host for x in (1, -1)]
-        far = [(rank + x * per_host) % self._ranks for x in (1, -1)]
-        within = near if per_host > 1 else far
+        neighbours = [first + (rank + x) % per_host for x in (1, -1)]  # on the same host
+        far = [(rank + x * per_host) % self._ranks for x in (1, -1)]  # on the hosts next to this one
+        within = neighbours if per_host > 1 else far
         latency = self._best(lambda: self._exchange(within, 8))
         p2p = size / self._best(lambda: self._exchange(within, size))
         network = size / self._best(lambda: self._exchange(far, size)) if len(self._hosts) > 1 else p2p
-        moved = size // self._ranks * (self._ranks - 1)
-        gathered = moved / self._best(lambda: self._all_gather(size // self._ranks))
-        # All to all as in Ulysses: as many bytes as an all-gather receives.
-        exchanged = moved / self._best(lambda: self._all_to_all(size // self._ranks))
-        return replace(_CPU, p2p=p2p, network=network, latency=latency, all_gather=gathered, all_to_all=exchanged)
+        message = size // self._ranks
+        sent = message * (self._ranks - 1)  # to all other ranks, in both collectives
+        all_gather = sent / self._best(lambda: self._all_gather(message))
+        all_to_all = sent / self._best(lambda: self._all_to_all(message))
+        return replace(_CPU, p2p=p2p, network=network, latency=latency, all_gather=all_gather, all_to_all=all_to_all)
 
     def _exchange(self, peers: Sequence[int], size: int) -> None:
+        """Send ``size`` bytes to the first peer, and receive as many from the second."""
         target, source = peers
         sent, received = (torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(2))
         exchange([(target, sent)], [(source, received)], self._group).wait()
 
     def _all_gather(self, size: int) -> None:
+        """All-gather ``size`` bytes of each rank."""
         start_all_gather(torch.zeros(size, dtype=torch.uint8, device=self._device), self._group)[1].wait()
 
     def _all_to_all(self, size: int) -> None:
+        """Send ``size`` bytes to each rank."""
         sent = torch.zeros(self._ranks * size, dtype=torch.uint8, device=self._device)
         start_all_to_all(sent, [size] * self._ranks, [size] * self._ranks, self._group)[1].wait()
 
     # Time
 
     def _best(self, run: Callable[[], object]) -> float:
+        """The seconds of the fastest of a few runs."""
         run()  # connects ranks, compiles kernels
         return min(self._seconds(run) for _ in range(_ROUNDS))
 
     def _seconds(self, run: Callable[[], object]) -> float:
-        """The slowest rank's time of one run that all begin together; the same on every rank."""
-        self._slowest(0.0)
+        """The seconds of one run on the slowest rank; the same on every rank."""
+        self._slowest(0.0)  # so that all ranks begin together
         start = time.perf_counter()
         run()
         if self._device.type == "cuda":
@@ -465,6 +513,7 @@ class _Measurement:
         return self._slowest(time.perf_counter() - start)
 
     def _slowest(self, seconds: float) -> float:
+        """The largest value of all ranks, on every rank."""
         own = torch.tensor([seconds], dtype=torch.float64, device=self._device)
         if self._ranks == 1:
             return seconds
@@ -474,20 +523,27 @@ class _Measurement:
 
 
 def fit(simulated: Sequence[float], measured: Sequence[float]) -> Overhead:
-    """The overhead that explains two measurements, a short one and a long one, as far as it is not negative."""
-    (short, long), (fast, slow) = simulated, measured
-    factor = (slow - fast) / max(1e-12, long - short)
-    fixed = fast - factor * short
+    """The overhead with which the simulated seconds of a short and of a long sequence become the measured ones.
+
+    If that overhead were negative, only the long sequence is fitted, without a fixed part.
+
+    Args:
+        simulated: simulated seconds of the short and of the long sequence.
+        measured: measured seconds of the same.
+    """
+    (simulated_short, simulated_long), (measured_short, measured_long) = simulated, measured
+    factor = (measured_long - measured_short) / max(1e-12, simulated_long - simulated_short)
+    fixed = measured_short - factor * simulated_short
     if factor <= 0 or fixed < 0:
-        return Overhead(0.0, slow / max(1e-12, long))
+        return Overhead(0.0, measured_long / max(1e-12, simulated_long))
     return Overhead(fixed, factor)
 
 
 def attention_shape(heads: int, kv_heads: int, head_dim: int) -> ModelShape:
-    """A model that is nothing but attention."""
+    """The shape of a model of one layer whose attention has the given heads. Its other sizes do not matter."""
     return ModelShape("attention", 1, heads * head_dim, heads, kv_heads, head_dim, 1, 1)
 
 
 def _host_memory(ranks: int) -> float:
-    """Bytes of this host's memory for each of its ranks."""
+    """Bytes of host memory for each of the host's ``ranks`` ranks."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks

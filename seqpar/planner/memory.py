@@ -160,7 +160,7 @@ def memory(setting: Setting, switches: Switches) -> Memory:
     kept = 2 * layer if switches.offload else m.layers * layer  # offloaded: of the layer being copied and the next one
     kept += 2 * ELEMENT_BYTES * m.hidden * tokens  # the output of the embedding and the input of the head
     if switches.chunked_loss:
-        logits = _LOSS_CHUNK_BYTES + ELEMENT_BYTES * m.hidden * tokens
+        logits: float = _LOSS_CHUNK_BYTES + ELEMENT_BYTES * m.hidden * tokens
     else:
         logits = _LOGIT_BYTES * tokens * m.vocab / s.tensor
     return Memory(

@@ -9,7 +9,7 @@ import numpy as np
 from ..checks import check_choice
 from ..mask import Mask
 
-# By name: the borders of the bins in tokens, and the documents of each bin.
+# Histograms by name: the borders of the bins in tokens, and the number of documents in each bin.
 MIXES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     # MagiAttention's benchmark of distributed attention, 13.5 million documents: SandAI-org/MagiAttention,
     # exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv.
@@ -28,15 +28,17 @@ MIXES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def document_mix(name: str, seq_len: int, seed: int = 0) -> Mask:
-    """Causal documents with lengths of a published mix, packed one after another; the last one is cut.
+    """A causal mask of packed documents whose lengths are drawn from a published histogram.
+
+    The last document is cut at the end of the sequence.
 
     Args:
         name: "magi" or "wlb".
         seq_len: tokens of the full sequence.
-        seed: of the drawing.
+        seed: the seed of the random lengths.
 
     Raises:
-        ValueError: no such mix.
+        ValueError: ``name`` is not a mix.
     """
     check_choice("mix", name, MIXES)
     borders, counts = MIXES[name]
@@ -55,10 +57,15 @@ def document_mix(name: str, seq_len: int, seed: int = 0) -> Mask:
 
 
 def mask_of(text: str, seq_len: int) -> Mask:
-    """The mask of a word: "causal", "full", "window:4096", "documents:8192" (of one length) or "mix:magi".
+    """The mask that an option of the command line names.
+
+    Args:
+        text: "causal"; "full"; "window:N", the last N keys of each query, itself included; "documents:N", causal
+            documents of N tokens each; or "mix:magi" or "mix:wlb", see ``document_mix``.
+        seq_len: tokens of the full sequence.
 
     Raises:
-        ValueError: another word, or a number that is not one.
+        ValueError: ``text`` is something else.
     """
     kind, colon, value = text.partition(":")
     check_choice("mask", kind, ("causal", "full", "window", "documents", "mix"))

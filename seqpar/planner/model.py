@@ -1,4 +1,4 @@
-"""The shape of a transformer: what decides its FLOPs and its bytes."""
+"""``ModelShape``: the sizes of a transformer that decide its FLOPs and bytes, by name or from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -14,22 +14,34 @@ from .hardware import read_mapping
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder. Its layers differ in their MLP and in the keys that their queries see, and in nothing else.
+    """The sizes of a decoder.
+
+    Layers may differ in the width of their MLP (``dense_layers``) and in the keys that their queries see
+    (``local_layers``). Everything else is the same in all layers.
 
     Attributes:
-        name: what it is called.
-        layers, hidden, heads, kv_heads, head_dim, intermediate, vocab: sizes. ``intermediate`` is the width of the MLP.
-        gated: whether the MLP has a gate (SwiGLU, three matrices) or not (GeLU, two).
-        tied: whether the embedding is the head.
-        experts: MLPs of a layer; 0 if it has one.
-        active_experts: how many of them a token passes through.
-        shared_width: the width of the MLP beside the experts that every token passes through; 0 if there is none.
-        dense_layers, dense_width: layers without experts, and the width of their MLP.
-        v_head_dim: head_dim of v; 0 if it is that of q and k.
-        q_rank, kv_rank, shared_dim: of latent attention (DeepSeek): q, and k and v, are projected by way of so many
-            numbers, and so many columns of k are the same for all heads. 0 for one matrix each.
-        local_layers, local_tokens: layers whose queries see so many keys at most; the others see what the mask says.
-        chunked: whether those keys are of the query's chunk, not of a window that ends at the query.
+        name: the name of the model, for tables.
+        layers: number of layers.
+        hidden: the hidden size.
+        heads: query heads.
+        kv_heads: KV heads.
+        head_dim: the head_dim of q and k.
+        intermediate: the width of the MLP; of one expert in a mixture of experts.
+        vocab: the size of the vocabulary.
+        gated: True for an MLP with a gate (SwiGLU, three matrices), False for one without (GeLU, two matrices).
+        tied: whether the language model head shares the weight of the embedding.
+        experts: experts per layer; 0 for a model without experts.
+        active_experts: experts per layer that compute each token.
+        v_head_dim: the head_dim of v; 0 if it equals ``head_dim``.
+        q_rank: the rank of the low-rank projection of q in latent attention (DeepSeek); 0 if q has a single matrix.
+        kv_rank: the rank of the shared low-rank projection of k and v in latent attention; 0 without latent attention.
+        shared_dim: in latent attention, elements of k (those with rotary positions) that are the same for all heads.
+        shared_width: the width of the shared expert, which computes every token; 0 if there is none.
+        dense_layers: layers without experts, in a mixture of experts.
+        dense_width: the width of the MLP of these layers.
+        local_layers: layers whose queries see ``local_tokens`` keys at most. The other layers have the full mask.
+        local_tokens: the size of the sliding window or of the chunks of ``local_layers``.
+        chunked: whether ``local_layers`` have chunks (Llama 4) instead of sliding windows.
     """
 
     name: str
@@ -56,7 +68,11 @@ class ModelShape:
     chunked: bool = False
 
     def masks(self, mask: Mask, seq_len: int) -> list[tuple[int, Mask]]:
-        """How many layers see which keys of a sequence that ``mask`` is for."""
+        """The masks of the layers when a sequence of ``seq_len`` tokens has ``mask``.
+
+        Returns:
+            ``(count, mask)`` for each kind of layer: the number of layers, and which keys their queries see.
+        """
         if not self.local_layers or self.local_tokens >= seq_len:
             return [(self.layers, mask)]
         n = self.local_tokens
@@ -66,81 +82,82 @@ class ModelShape:
 
     @property
     def d(self) -> int:
-        """Elements of a token's queries."""
+        """Elements of q for one token."""
         return self.heads * self.head_dim
 
     @property
     def d_kv(self) -> int:
-        """Elements of a token's keys."""
+        """Elements of k for one token."""
         return self.kv_heads * self.head_dim
 
     @property
     def d_out(self) -> int:
-        """Elements of a token's output of attention."""
+        """Elements of the attention output for one token."""
         return self.heads * (self.v_head_dim or self.head_dim)
 
     @property
     def d_v(self) -> int:
-        """Elements of a token's values."""
+        """Elements of v for one token."""
         return self.kv_heads * (self.v_head_dim or self.head_dim)
 
     @property
     def mlp_width(self) -> float:
-        """The width of the MLPs that a token passes through in a layer, the mean of the layers."""
-        each = (self.active_experts if self.experts else 1) * self.intermediate + self.shared_width
-        return self._mean_of_layers(each, self.dense_width)
+        """The summed width of the MLPs that compute one token in a layer, averaged over the layers."""
+        width = (self.active_experts if self.experts else 1) * self.intermediate + self.shared_width
+        return self._mean_over_layers(width)
 
     @property
     def qkv_parameters(self) -> int:
-        """Weights of the projections to q, k and v of one layer."""
+        """Number of weights of the projections to q, k and v in one layer."""
         q = self.q_rank * (self.hidden + self.d) if self.q_rank else self.hidden * self.d
         if not self.kv_rank:
             return q + self.hidden * (self.d_kv + self.d_v)
-        own = self.d_kv - self.kv_heads * self.shared_dim  # columns of k that each head has of its own
-        return q + self.hidden * (self.kv_rank + self.shared_dim) + self.kv_rank * (own + self.d_v)
+        k_per_head = self.d_kv - self.kv_heads * self.shared_dim  # elements of k that the heads do not share
+        return q + self.hidden * (self.kv_rank + self.shared_dim) + self.kv_rank * (k_per_head + self.d_v)
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of the projections of one layer."""
+        """Number of weights of the q, k, v and output projections in one layer."""
         return self.qkv_parameters + self.d_out * self.hidden
 
     @property
     def layer_parameters(self) -> float:
-        """Weights of one layer, without norms, biases and routers, the mean of the layers."""
-        each = max(1, self.experts) * self.intermediate + self.shared_width
-        return self.attention_parameters + self._matrices * self._mean_of_layers(each, self.dense_width)
+        """Number of weights of one layer, averaged over the layers, without norms, biases and routers."""
+        width = max(1, self.experts) * self.intermediate + self.shared_width
+        return self.attention_parameters + self._weights_per_width * self._mean_over_layers(width)
 
     @property
     def parameters(self) -> int:
-        """All weights, without norms, biases, routers and learned positions."""
+        """Number of weights of the model, without norms, biases, routers and learned position embeddings."""
         return round(self.layers * self.layer_parameters) + (1 if self.tied else 2) * self.vocab * self.hidden
 
     @property
     def multiplied_parameters(self) -> float:
-        """Weights that a token is multiplied with: of its experts only, and without the embedding's look-up."""
-        layer = self.attention_parameters + self._matrices * self.mlp_width
+        """Number of weights that one token is multiplied by: of its active experts only, and without the embedding."""
+        layer = self.attention_parameters + self._weights_per_width * self.mlp_width
         return self.layers * layer + self.vocab * self.hidden
 
     @property
-    def _matrices(self) -> int:
-        """Weights of an MLP for each unit of its width."""
+    def _weights_per_width(self) -> int:
+        """Number of weights of an MLP of width 1."""
         return (3 if self.gated else 2) * self.hidden
 
-    def _mean_of_layers(self, width: int, dense_width: int) -> float:
-        return width + self.dense_layers * (dense_width - width) / self.layers
+    def _mean_over_layers(self, width: int) -> float:
+        """The width of the MLP averaged over the layers; ``width`` is that of the layers with experts."""
+        return width + self.dense_layers * (self.dense_width - width) / self.layers
 
     def model_flops(self, tokens: float, pairs: float) -> float:
-        """FLOPs of forward and backward, without recomputation: the numerator of MFU.
+        """FLOPs of forward and backward without recomputation, the numerator of MFU.
 
         Args:
-            tokens: how many tokens there are.
-            pairs: how many pairs of a query and a key that it sees, in one layer; the mean of the layers.
+            tokens: number of tokens.
+            pairs: number of visible pairs of a query and a key in one layer, averaged over the layers.
         """
         return 6.0 * self.multiplied_parameters * tokens + 6.0 * self.layers * (self.d + self.d_out) * pairs
 
 
 def _gpt(name: str, heads: int, hidden: int, layers: int, vocab: int = 51200) -> ModelShape:
-    """A GPT of Megatron: multi-head attention, an MLP of width 4 h."""
+    """A GPT of Megatron-LM: multi-head attention and an MLP of width ``4 * hidden``."""
     return ModelShape(name, layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, gated=False, tied=True)
 
 
@@ -167,12 +184,16 @@ MODELS: dict[str, ModelShape] = {
 
 
 def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelShape:
-    """The shape of a name of the table, or of a Hugging Face configuration: a path, a mapping or a config object.
+    """The ``ModelShape`` of a model. Nothing is read from the network.
 
-    Nothing is read from the network.
+    Args:
+        value: a name of ``MODELS``, the path of a Hugging Face ``config.json`` or of its folder, a config object, a
+            mapping with the entries of a ``config.json``, or a ``ModelShape``, which is returned as it is.
 
     Raises:
-        ValueError: no such name or file, or a configuration without the sizes.
+        TypeError: ``value`` has another type.
+        ValueError: the name or the file does not exist, or the configuration lacks a size or has layers that are not
+            modelled.
     """
     if isinstance(value, ModelShape):
         return value
@@ -189,7 +210,7 @@ def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelS
         return _of_config(value, str(value.get("model_type", "model")))
     if callable(getattr(value, "to_dict", None)):
         return _of_config(value.to_dict(), str(getattr(value, "model_type", "model")))
-    raise TypeError(f"model={value!r}: expected a name, the path of a config.json, a config or a dict")
+    raise TypeError(f"model={value!r}: expected a name, the path of a config.json, a config object or a dict")
 
 
 # Model types whose MLP has no gate.
@@ -197,16 +218,19 @@ _NOT_GATED = (
     "apertus", "arcee", "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt",
     "nemotron", "opt", "phi", "starcoder2",
 )  # fmt: skip
-# What a configuration that leaves it out means: the beginnings of the model types whose embedding is the head, and the
-# types in which one layer of so many has full attention.
+# Defaults of model types, for configurations without the entry. The head shares the weight of the embedding in model
+# types that begin with one of these:
 _TIED = ("bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "mpt", "opt", "smollm3", "starcoder2")
+# One layer in so many has full attention, the others have a window or chunks:
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4, "olmo3": 4}
 
 
 def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    config = config.get("text_config") or config  # of a model that also sees images
+    """The shape of a Hugging Face configuration, called ``name``."""
+    config = config.get("text_config") or config  # multimodal models have one configuration for each part
 
     def size(*names: str, default: int | None = None) -> int:
+        """The first of the entries ``names`` that the configuration has. Model types name their sizes differently."""
         for key in names:
             if config.get(key) is not None:
                 check_int(f"model: {key}", config[key], min(1, 1 if default is None else default))
@@ -219,7 +243,7 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     hidden = size("hidden_size", "n_embd", "d_model")
     heads = size("num_attention_heads", "n_head", "n_heads")
     layers = size("num_hidden_layers", "n_layer", "n_layers")
-    # One KV head for all; in newer Falcons num_kv_heads says how many.
+    # Multi-query attention has one KV head. Falcons with the new decoder architecture have ``num_kv_heads`` instead.
     one_kv_head = bool(config.get("multi_query")) and not config.get("new_decoder_architecture")
     kv_heads = 1 if one_kv_head else size("num_key_value_heads", "num_kv_heads", default=heads)
     latent = bool(config.get("kv_lora_rank"))
@@ -229,10 +253,11 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     experts = size("num_experts", "num_local_experts", "n_routed_experts", default=1)
     moe: dict[str, int] = {}
     if experts > 1:
-        each = size("moe_intermediate_size", default=width)
-        shared_width = size("shared_expert_intermediate_size", default=0) or each * size("n_shared_experts", default=0)
+        expert_width = size("moe_intermediate_size", default=width)
+        shared_width = size("shared_expert_intermediate_size", default=0)
+        shared_width = shared_width or expert_width * size("n_shared_experts", default=0)
         if kind == "llama4_text":
-            shared_width = each
+            shared_width = expert_width
         moe = {
             "experts": experts,
             "active_experts": size("num_experts_per_tok", "num_experts_per_token", default=1),
@@ -240,7 +265,7 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
             "dense_layers": _dense_layers(config, layers),
             "dense_width": size("intermediate_size_mlp", default=width),
         }
-        width = each
+        width = expert_width
     local_layers, local_tokens = _local_layers(config, layers)
     return ModelShape(
         name,
@@ -265,7 +290,7 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
-    """How many layers of a mixture of experts have none."""
+    """The number of layers without experts in a mixture of experts of ``layers`` layers."""
     first = config.get("first_k_dense_replace") or 0
     step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
     named = config.get("mlp_only_layers") or ()
@@ -273,10 +298,10 @@ def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def _local_layers(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """How many layers see a window (Llama 4: a chunk) only, and of how many tokens.
+    """The number of layers with a sliding window (Llama 4: with chunks), and the tokens of the window or chunk.
 
     Raises:
-        ValueError: there are layers of another kind.
+        ValueError: ``layer_types`` names a kind of layer that is not modelled.
     """
     chunked = config.get("model_type") == "llama4_text"
     tokens = config.get("attention_chunk_size" if chunked else "sliding_window") or 0
@@ -284,8 +309,8 @@ def _local_layers(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
                 raise ValueError(
-                    f"model: layer_types: {kind!r} layers are not modelled, only those of full attention, "
-                    "of a sliding window and of chunks"
+                    f"model: layer_types: {kind!r} layers are not modelled, only 'full_attention', "
+                    "'sliding_attention' and 'chunked_attention' layers"
                 )
         count = sum(kind != "full_attention" for kind in kinds)
     elif not config.get("use_sliding_window", True):

@@ -1,7 +1,8 @@
-"""A small discrete-event simulation: tasks in streams, which share links.
+"""A small discrete-event simulation of tasks that run in streams and share links.
 
 A stream runs its tasks one after another, as a CUDA stream or an NCCL communicator does. Tasks of different streams run
-at the same time; those that use the same link share it equally. ``Timeline`` records tasks as a program issues them.
+at the same time, and tasks that use the same link share its bandwidth equally. ``Timeline`` records tasks in the order
+in which a program issues them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Task:
-    """Something that takes time.
+    """A kernel or a transfer.
 
     Attributes:
         name: a name for timelines.
-        stream: the stream that runs the task, after the stream's earlier tasks.
-        links: for each link that the task uses, the seconds that it takes without other tasks. A task uses several
-            links at the same time.
-        delay: seconds before it uses its links.
-        after: the numbers of tasks that must have ended before it starts.
+        stream: the stream that runs the task after the stream's earlier tasks.
+        links: for each link that the task uses, the seconds that the task takes if no other task uses the link. A task
+            uses all of its links at the same time.
+        delay: seconds between the start of the task and its use of the links (the latency of a transfer).
+        after: the indices of tasks that must have ended before this task starts.
     """
 
     name: str
@@ -38,18 +39,18 @@ Span = tuple[float, float]  # start and end of a task, in seconds
 
 
 def simulate(tasks: Sequence[Task]) -> list[Span]:
-    """When each task starts and ends.
+    """The start and the end of each task, in the order of ``tasks``.
 
     Raises:
-        ValueError: tasks wait for one another.
+        ValueError: some tasks wait for one another, so that they never start.
     """
     queues: dict[str, deque[int]] = {}
     for number, task in enumerate(tasks):
         queues.setdefault(task.stream, deque()).append(number)
     starts, ends = [0.0] * len(tasks), [-1.0] * len(tasks)
-    delays: dict[int, float] = {}  # by running task, the seconds of its delay that are left
-    works: dict[int, dict[str, float]] = {}  # by running task, the seconds that are left by link
-    idle = list(queues.values())  # streams that run nothing
+    delays: dict[int, float] = {}  # of each task that is in its delay, the seconds left
+    works: dict[int, dict[str, float]] = {}  # of each task that uses its links, the seconds left by link
+    idle = list(queues.values())  # the queues of the streams that run nothing
     now = 0.0
     while True:
         waiting = []
@@ -63,16 +64,17 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
             if task.delay > 0:
                 delays[number] = task.delay
             else:
-                works[number] = {x: s for x, s in task.links.items() if s > 0}
+                works[number] = _links_in_use(task)
         idle = waiting
         if not delays and not works:
             if idle:
-                raise ValueError("tasks: some wait for one another")
+                raise ValueError("tasks: some wait for one another, and would never start; remove the circle in after")
             return list(zip(starts, ends, strict=True))
-        users: dict[str, int] = {}
+        users: dict[str, int] = {}  # the number of tasks on each link
         for links in works.values():
             for link in links:
                 users[link] = users.get(link, 0) + 1
+        # The time until the next task ends its delay or its use of a link.
         step = min(delays.values(), default=inf)
         for links in works.values():
             for link, seconds in links.items():
@@ -97,54 +99,70 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
             delays[number] -= step
             if delays[number] <= rounding:
                 del delays[number]
-                works[number] = {x: s for x, s in tasks[number].links.items() if s > 0}
+                works[number] = _links_in_use(tasks[number])
+
+
+def _links_in_use(task: Task) -> dict[str, float]:
+    """The seconds of a task by link, without links that it does not use."""
+    return {link: seconds for link, seconds in task.links.items() if seconds > 0}
 
 
 @dataclass
 class Timeline:
-    """Records tasks in the order in which a program issues them, with the rules of CUDA streams.
+    """Records the kernels and transfers of one rank in the order in which the program issues them.
 
-    What is issued after a computation starts after it; what is issued after ``wait`` starts after the transfer.
+    All kernels run in one stream. A transfer starts after the last kernel that was issued before it. Whatever is issued
+    after ``wait(number)`` starts after that transfer has ended.
 
     Attributes:
         tasks: the recorded tasks.
-        sent: bytes sent, by level.
+        sent: bytes that the rank sends, by level of links.
     """
 
     tasks: list[Task] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
-    _last: tuple[int, ...] = ()  # the last computation
-    _waits: list[int] = field(default_factory=list)  # transfers that the next task starts after
+    _last_kernel: tuple[int, ...] = ()  # the index of the last kernel, if there is one
+    _waits: list[int] = field(default_factory=list)  # the transfers that have been waited for since the last kernel
 
     def compute(self, name: str, seconds: float) -> None:
-        """A computation."""
+        """Record a kernel that takes ``seconds``; nothing if that is 0."""
         if seconds > 0:
             self.tasks.append(Task(name, COMPUTE, {COMPUTE: seconds}, after=tuple(self._waits)))
-            self._last, self._waits = (len(self.tasks) - 1,), []
+            self._last_kernel, self._waits = (len(self.tasks) - 1,), []
 
     def start(self, name: str, stream: str, links: Mapping[str, float], delay: float = 0.0) -> int | None:
-        """A transfer; its number, to wait for. None if there is nothing to transfer."""
+        """Record a transfer.
+
+        Args:
+            name: a name for timelines.
+            stream: the communicator, whose transfers run one after another.
+            links: the seconds of the transfer on each link.
+            delay: the latency in seconds.
+
+        Returns:
+            The number of the transfer for ``wait``; None if there is nothing to transfer.
+        """
         if not any(links.values()):
             return None
-        self.tasks.append(Task(name, stream, links, delay, (*self._last, *self._waits)))
+        self.tasks.append(Task(name, stream, links, delay, (*self._last_kernel, *self._waits)))
         return len(self.tasks) - 1
 
     def wait(self, *numbers: int | None) -> None:
-        """What follows starts after these transfers."""
+        """Let all later kernels and transfers start after these transfers have ended. None is ignored."""
         self._waits += [n for n in numbers if n is not None]
 
     def run(self) -> Result:
-        """Simulate."""
+        """Simulate the recorded tasks."""
         return Result(tuple(self.tasks), simulate(self.tasks))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a simulation found.
+    """A simulated timeline.
 
     Attributes:
         tasks: the tasks.
-        spans: the start and the end of each.
+        spans: the start and the end of each task, in seconds.
     """
 
     tasks: tuple[Task, ...]
@@ -152,15 +170,15 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """When the last task ends."""
+        """Seconds until the last task ends."""
         return max((end for _, end in self.spans), default=0.0)
 
     @property
     def compute(self) -> float:
-        """Seconds of computation."""
+        """Seconds in which kernels run."""
         return sum(task.links[COMPUTE] for task in self.tasks if task.stream == COMPUTE)
 
     @property
     def exposed(self) -> float:
-        """Seconds in which nothing is computed."""
+        """Seconds in which no kernel runs, because the rank waits for communication."""
         return max(0.0, round(self.seconds - self.compute, 12))
