@@ -301,8 +301,8 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
     answers = pool.run(2, _measure_worker)
     for answer in answers:
         assert set(answer["refused"]) == {"wrong", "half, backward,"}
-        assert answer["refused"]["wrong"].startswith("WRONG: differs from one device's: out by ")
-        assert answer["refused"]["half, backward,"].startswith("WRONG: differs from one device's: dv by ")
+        assert answer["refused"]["wrong"].startswith("WRONG: differs from the result of one device: out by ")
+        assert answer["refused"]["half, backward,"].startswith("WRONG: differs from the result of one device: dv by ")
         samples = answer["samples"]
         half = samples.pop("half")
         assert len(half.seconds[FORWARD]) == 3

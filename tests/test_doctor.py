@@ -95,18 +95,18 @@ def test_a_failed_self_check_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(doctor, "_ranks", lambda *_: FOUND)
+    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: FOUND)
     monkeypatch.setattr(doctor, "_rates", lambda: {"device": "a CPU", "dtype": "float32", "operations": {"copy": "1"}})
     assert run(monkeypatch) == 0
     shown = capsys.readouterr().out
     for words in ("10 µs, 0.10 GB/s", "1.0e-07", "Measured now: a CPU, float32"):
         assert words in shown
     wrong = replace(RIGHT, error=0.1, problem="out differs by 1.0e-01")
-    monkeypatch.setattr(doctor, "_ranks", lambda *_: replace(FOUND, checks=[RIGHT, wrong]))
+    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: replace(FOUND, checks=[RIGHT, wrong]))
     assert run(monkeypatch) == 1
     captured = capsys.readouterr()
     assert "out differs by 1.0e-01" in captured.out and "the self-check failed: ring" in captured.err
-    monkeypatch.setattr(doctor, "_ranks", lambda *_: "rank(s) [1] were still running after 120 s")
+    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: "rank(s) [1] were still running after 120 s")
     assert run(monkeypatch, "--json") == 1
     assert "still running" in json.loads(capsys.readouterr().out)["ranks"]
 

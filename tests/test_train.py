@@ -115,7 +115,7 @@ def test_an_interrupted_run_goes_on_from_its_last_checkpoint(
 def test_resuming_another_run_is_refused(tmp_path: Path) -> None:
     train_here(SMALL, tmp_path, steps=1)
     for changes, words in (
-        ({"seq_len": 62}, "seq_len=61, this run 62"),
+        ({"seq_len": 62}, "seq_len=61, this run has 62"),
         ({"text": __file__}, "text="),
         ({"steps": 1}, "1 steps are done already; give a larger --steps"),
     ):
@@ -231,7 +231,7 @@ def test_only_this_machine_reaches_the_store() -> None:
         ("--mask window", "'window' needs a number of tokens"),
         ("--comm p2p", "comm: not an option of strategy 'ring'"),
         ("--kv-heads 3", "num_kv_heads=3: it must divide num_heads=8"),
-        ("--heads 3", "heads=3: hidden=256 must be a multiple of twice that"),
+        ("--heads 3", "heads=3: hidden=256 must be a multiple of 2 * heads"),
         ("--text /nowhere/at/all", "No such file or directory; name a readable text file"),
         ("--strategy local --nproc 2", "strategy='local' with 2 ranks"),
         ("--nproc 0", "nproc=0: expected at least 1"),

@@ -7,11 +7,14 @@ from importlib import import_module
 
 from .launch import FAILED, INTERRUPTED, CommandError, exit_with
 
-_NEEDED = ("matplotlib", "rich", "typer")  # the packages of the extra "cli", which the library itself does without
+_NEEDED = ("matplotlib", "rich", "typer")  # the packages of the extra "cli"; the library itself does not need them
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 failed, 2 bad options, 124 past its deadline, 130 interrupted."""
+    """Run the command line.
+
+    The exit code is 0 on success, 1 on failure, 2 for bad options, 124 past the deadline, and 130 if interrupted.
+    """
     _check_needed()
     import typer
 
@@ -40,7 +43,7 @@ def main() -> None:
 
 
 def _check_needed() -> None:
-    """Exit with a message that says what to install where a package of the extra is missing."""
+    """Exit with a message that says what to install if a package of the extra "cli" is missing."""
     missing = []
     for name in _NEEDED:
         try:

@@ -34,21 +34,21 @@ from .launch import BAD_OPTION, CommandError, bad_options, cores, follow_launche
 from .plan import read_tokens
 from .trainer.report import make_folder
 
-_DEADLINE_S = 4 * 3600.0  # for everything
-_WIDTH = 132  # columns of the tables in a file
-_PATIENCE = timedelta(seconds=300)  # of one collective: a peer may leave a rank waiting for ever
+_DEADLINE_S = 4 * 3600.0  # of the whole command
+_WIDTH = 132  # columns of the tables if stdout is not a terminal
+_TIMEOUT = timedelta(seconds=300)  # of one collective, because another package may make a rank wait forever
 
 
 def bench(
     preset: Annotated[
         list[str] | None,
-        typer.Option(help=f"One of {', '.join(PRESETS)}. Repeatable, as are the options below up to --peer."),
+        typer.Option(help=f"One of {', '.join(PRESETS)}. Can be repeated, like all options down to --peer."),
     ] = None,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of {', '.join(strategy_names())}; the last four are context_parallel's.",
-            show_default="ring, ulysses, all_gather, auto; hybrid too from 4 ranks",
+            help=f"One of {', '.join(strategy_names())}; the last four are values of comm for context_parallel.",
+            show_default="ring, ulysses, all_gather, auto; with 4 ranks or more also hybrid",
         ),
     ] = None,
     layout: Annotated[
@@ -58,33 +58,37 @@ def bench(
     mask: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"causal, full, window:4096, documents:8192 (of one length) or mix:{{{','.join(MIXES)}}}.",
+            help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}.",
             show_default="the preset's",
         ),
     ] = None,
     seq_len: Annotated[
         list[str] | None,
-        typer.Option(help="Tokens of the whole sequence, such as 4096 or 128K.", show_default="by device"),
+        typer.Option(help="Tokens of the full sequence, such as 4096 or 128K.", show_default="depends on the device"),
     ] = None,
     ranks: Annotated[
-        list[int] | None, typer.Option(help="The first of the started ranks, so many.", show_default="all")
+        list[int] | None, typer.Option(help="Number of ranks that compute, of those started.", show_default="all")
     ] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="auto or one of seqpar doctor's.")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="A file of benchmarks/peers.", show_default="all")] = None,
-    peers: Annotated[bool, typer.Option(help="Measure other packages too.")] = True,
-    nproc: Annotated[int, typer.Option(help="Ranks that this command starts; under torchrun, torchrun's count.")] = 2,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    heads: Annotated[int | None, typer.Option(help="Query heads.", show_default="by device")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="auto, or a backend that seqpar doctor lists.")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="Another package, by its file in benchmarks/peers.", show_default="all")
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Measure other packages as well.")] = True,
+    nproc: Annotated[int, typer.Option(help="Ranks to start on this machine. Ignored under torchrun.")] = 2,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 1,
+    heads: Annotated[int | None, typer.Option(help="Query heads.", show_default="depends on the device")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads.", show_default="the preset's")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="head_dim of v.", show_default="by device")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="head_dim of v.", show_default="depends on the device")] = None,
     dtype: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.", show_default="bfloat16 on CUDA, else float32")
     ] = None,
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
-    rounds: Annotated[int, typer.Option(help="Rounds of each case, in which everything runs once.")] = 7,
-    budget: Annotated[float, typer.Option(help="Seconds after which rounds are left out, down to three a case.")] = 150,
+    rounds: Annotated[int, typer.Option(help="Rounds of each case. In a round, every attention runs once.")] = 7,
+    budget: Annotated[
+        float, typer.Option(help="Seconds after which rounds are left out. Each case has at least three.")
+    ] = 150,
     charts: Annotated[bool, typer.Option(help="Draw PNG charts.")] = True,
-    trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome trace of every rank and case.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome trace for every rank and case.")] = False,
     out: Annotated[str, typer.Option(help="Folder for the CSV, the JSON, the charts and the traces.")] = "bench",
 ) -> None:
     """Compare strategies, layouts and other packages on this machine. The default takes less than five minutes."""
@@ -122,13 +126,13 @@ def bench(
 
 
 def run_bench(config: BenchConfig) -> None:
-    """One rank of the comparison. Rank 0 prints the tables and writes the files.
+    """Run one rank of the comparison. Rank 0 prints the tables and writes the files.
 
     Raises:
-        CommandError: bad options, or a strategy of seqpar whose results are wrong.
+        CommandError: an option is not allowed, or the results of a strategy of seqpar are wrong.
     """
     follow_launcher()
-    began = time.monotonic()
+    start = time.monotonic()
     with bad_options():
         config.check(int(os.environ["WORLD_SIZE"]))
         modules = adapters(config.peers)
@@ -138,30 +142,37 @@ def run_bench(config: BenchConfig) -> None:
         raise CommandError(
             f"device='cuda': {torch.cuda.device_count()} GPU(s) for {local_ranks} rank(s); use --device cpu", BAD_OPTION
         )
-    init_mesh(ring=-1, device_type="cuda" if cuda else "cpu", timeout=_PATIENCE)
+    init_mesh(ring=-1, device_type="cuda" if cuda else "cpu", timeout=_TIMEOUT)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    world, first = dist.get_world_size(), dist.get_rank() == 0
+    world, is_first = dist.get_world_size(), dist.get_rank() == 0
     cases, folder = config.cases(world, device), Path(config.out)
     if config.trace:
         with bad_options():
             make_folder(folder)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     facts = machine_facts(device)
-    if first:
+    if is_first:
         console.print(
             f"{facts['device']}, {cores()} core(s), {world} rank(s) on {world // local_ranks or 1} host(s), torch "
             f"{facts['torch']}. {len(cases)} case(s); presets: "
             + "; ".join(f"{name}: {PRESETS[name].about}" for name in config.presets),
             highlight=False,
         )
-    with _progress(console, first) as show:
+    with _progress(console, is_first) as show:
         results = measure(config, cases, device, modules, show, folder)
-    wrong = [f"{n}: {why}" for r in results for n, why in r.refused.items() if _is_ours(n) and why.startswith("WRONG")]
-    if first:
+    wrong = [
+        f"{name}: {why}"
+        for result in results
+        for name, why in result.refused.items()
+        if _is_ours(name) and why.startswith("WRONG")
+    ]
+    if is_first:
         with bad_options():
             make_folder(folder)
         report(results, facts, folder, console, config.charts)
-        console.print(f"[dim]{time.monotonic() - began:.0f} s in all; everything is in {folder}[/]", highlight=False)
+        console.print(
+            f"[dim]{time.monotonic() - start:.0f} s in all; tables, charts and JSON are in {folder}[/]", highlight=False
+        )
     dist.barrier()
     dist.destroy_process_group()
     if wrong:
@@ -169,21 +180,31 @@ def run_bench(config: BenchConfig) -> None:
 
 
 def _is_ours(name: str) -> bool:
+    """Whether an attempt runs seqpar, not another package."""
     return name.split(" ")[0] in (*strategy_names(), "local")
 
 
 def report(
     results: Sequence[CaseResult], facts: dict[str, Any], folder: Path, console: Console, charts: bool = True
 ) -> None:
-    """Print the tables and why some did not run, and write the CSV, the JSON and the charts."""
+    """Print the tables and the reasons of what did not run, and write the CSV, the JSON and the charts to ``folder``.
+
+    Args:
+        results: the measured cases.
+        facts: columns that are the same in all rows (see ``machine_facts``).
+        folder: an existing folder.
+        console: the terminal.
+        charts: whether to draw charts.
+    """
     for result in results:
         for run in PASSES:
             console.print(table_of(result, run))
     console.print(
-        "[dim]Share of the ideal: the time of the fastest attention of the whole sequence on one process with all "
-        "cores of its host, divided by the hosts (on CUDA: by the ranks), over this time; the median of the rounds' "
-        "ratios. Exposed messages: the time less that of the same call whose messages take no time. Sent, and peak "
-        "memory above the inputs: of forward and backward, the largest rank's.[/]",
+        "[dim]Share of the ideal: the ideal time divided by the measured time, the median over the rounds. The ideal "
+        "time is that of the fastest attention of the full sequence on one process with all cores of its host, divided "
+        "by the number of hosts (on CUDA: by the number of ranks). Exposed messages: the measured time minus the time "
+        "of the same call if its messages took no time. Bytes sent, and peak memory above the inputs, are those of "
+        "forward and backward on the rank with the most.[/]",
         highlight=False,
     )
     refused: dict[tuple[str, str], list[str]] = {}
@@ -204,9 +225,9 @@ def report(
 
 
 @contextmanager
-def _progress(console: Console, first: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows what rank 0 does now: in a line that changes, or where there is no terminal nowhere."""
-    if not first or not console.is_terminal:
+def _progress(console: Console, is_first: bool) -> Iterator[Callable[[str], None]]:
+    """A function that shows a text on the terminal. On other ranks than 0, or without a terminal, it does nothing."""
+    if not is_first or not console.is_terminal:
         yield lambda text: None
         return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()

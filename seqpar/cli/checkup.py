@@ -1,6 +1,6 @@
-"""The part of ``seqpar doctor`` that several ranks do: messages by size, and whether attention is one device's.
+"""The part of ``seqpar doctor`` that runs on several ranks: it measures messages and checks attention.
 
-Started by the command, or by torchrun.
+The command starts the ranks, or torchrun does.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from ..sharding import Sharding
 from ..strategies import STRATEGIES, compared_options
 from .launch import follow_launcher
 
-_PATIENCE = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)  # of one collective
 _SIZES = (8, 1 << 10, 32 << 10, 1 << 20, 32 << 20)  # bytes that each rank sends
 _REPEATS = 5
 _BATCH, _HEADS, _KV_HEADS, _HEAD_DIM, _HIDDEN = 2, 8, 2, 64, 64
-# The largest relative error of a result, in the 2-norm, against float64. Rounding alone stays below a fifth of it.
+# The largest allowed relative error of a result against float64, in the 2-norm. Rounding causes less than a fifth.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _QUANTITIES = ("out", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
 class Link:
-    """Messages among the ranks.
+    """The time of messages of one size among all ranks.
 
     Attributes:
-        operation: "p2p" (each rank sends to the next one and receives from the one before), "all-to-all" or
+        operation: "p2p" (each rank sends to the next rank and receives from the previous one), "all-to-all" or
             "all-gather".
-        nbytes: bytes that each rank sends in all.
-        seconds: the median of a few runs.
-        bytes_per_second: that each rank sends.
+        nbytes: bytes that each rank sends, to all other ranks together.
+        seconds: seconds of the slowest rank, the median of a few runs.
+        bytes_per_second: bytes per second that each rank sends.
     """
 
     operation: str
@@ -63,14 +63,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison with float64 on one device.
+    """A comparison of one strategy with one device in float64.
 
     Attributes:
-        what: the strategy, and the backend where it is named.
-        mask: the mask.
-        error: the largest relative error of the output and the gradients; None if there are none.
-        tolerance: the largest that passes.
-        problem: what went wrong, or None.
+        what: the strategy, followed by the backend if a particular one was compared.
+        mask: the name of the mask.
+        error: the largest relative error of the output and the gradients; None if the strategy raised an error.
+        tolerance: the largest allowed ``error``.
+        problem: what is wrong, or None.
     """
 
     what: str
@@ -81,21 +81,22 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether it passed."""
+        """Whether the results are right."""
         return self.problem is None
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What rank 0 hands to the command.
+    """The results of ``check_up``.
 
     Attributes:
-        ranks, hosts: how many.
-        backend: of torch.distributed.
-        device: the type of the ranks' tensors.
-        links: by operation and size; empty for one rank.
-        checks: by strategy and mask.
-        costs: the file in which what ``strategy="auto"`` takes for granted was kept.
+        ranks: number of ranks.
+        hosts: number of hosts.
+        backend: the backend of torch.distributed, "nccl" or "gloo".
+        device: the type of the ranks' devices, "cuda" or "cpu".
+        links: one for each operation and size; empty if there is one rank.
+        checks: one for each strategy and mask.
+        costs: the file in which the costs for ``strategy="auto"`` are stored; None if they were not measured.
     """
 
     ranks: int
@@ -108,6 +109,7 @@ class Findings:
 
     @staticmethod
     def from_json(text: str) -> Findings:
+        """The findings that rank 0 has written to a file."""
         value = json.loads(text)
         value["links"] = [Link(**x) for x in value["links"]]
         value["checks"] = [Check(**x) for x in value["checks"]]
@@ -115,10 +117,15 @@ class Findings:
 
 
 def check_up(measure: bool, check: bool) -> Findings:
-    """Measure the links and compare the strategies, on every rank of this job. A call of all ranks."""
+    """Measure the links and compare the strategies. All ranks of the job call this together.
+
+    Args:
+        measure: whether to measure the links, and the costs for ``strategy="auto"``.
+        check: whether to compare the strategies.
+    """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
-    init_mesh(ring=-1, device_type="cuda" if cuda else "cpu", timeout=_PATIENCE)
+    init_mesh(ring=-1, device_type="cuda" if cuda else "cpu", timeout=_TIMEOUT)
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -127,7 +134,7 @@ def check_up(measure: bool, check: bool) -> Findings:
         costs = cost_file(device, ranks_by_host(group))
         measure_costs(group, device, costs)
     else:
-        os.environ["SEQPAR_MEASURE"] = "0"
+        os.environ["SEQPAR_MEASURE"] = "0"  # so that ``strategy="auto"`` does not measure either
     return Findings(
         group.size(),
         len(ranks_by_host(group)),
@@ -143,7 +150,7 @@ def check_up(measure: bool, check: bool) -> Findings:
 
 
 def measure_links(group: ProcessGroup, device: torch.device) -> Iterator[Link]:
-    """Messages among all ranks at once, by size."""
+    """The time of messages among all ranks at once, for each operation and size."""
     ranks, rank = group.size(), group.rank()
 
     def p2p(size: int) -> None:
@@ -165,22 +172,23 @@ def measure_links(group: ProcessGroup, device: torch.device) -> Iterator[Link]:
 
 
 def _slowest_median(run: Callable[[int], None], size: int, group: ProcessGroup, device: torch.device) -> float:
+    """The median of the seconds of ``run(size)``, on the rank on which it is the largest."""
     times = []
     for number in range(_REPEATS + 1):
-        _same_time(group, device)
+        synchronize(device)
+        _gathered(0.0, group, device)  # so that all ranks begin together
         start = time.perf_counter()
         run(size)
-        _same_time(None, device)
+        synchronize(device)
         if number:  # the first run connects the ranks
             times.append(time.perf_counter() - start)
     return max(_gathered(statistics.median(times), group, device))
 
 
-def _same_time(group: ProcessGroup | None, device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the kernels of a CUDA device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    if group is not None:
-        _gathered(0.0, group, device)
 
 
 def _gathered(value: float, group: ProcessGroup, device: torch.device) -> list[float]:
@@ -197,7 +205,7 @@ def _gathered(value: float, group: ProcessGroup, device: torch.device) -> list[f
 
 
 def compare(group: ProcessGroup, device: torch.device) -> Iterator[Check]:
-    """Every strategy, forward and backward, against attention of the whole sequence in float64."""
+    """Compare forward and backward of every strategy with attention of the full sequence in float64."""
     ranks = group.size()
     tokens = 64 * ranks + 5
     masks = {
@@ -218,14 +226,17 @@ def compare(group: ProcessGroup, device: torch.device) -> Iterator[Check]:
 
 
 class _Problem:
-    """q, k, v and dout of the whole sequence, and what one device makes of them in float64."""
+    """q, k, v and dout of the full sequence, and the output and gradients that one device computes in float64.
+
+    Shapes: ``[b, s, h, d]``, with s tokens of the full sequence.
+    """
 
     def __init__(self, tokens: int, mask: Mask, device: torch.device) -> None:
         self.mask, self.device = mask, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         generator = torch.Generator().manual_seed(0)
         heads = (_HEADS, _KV_HEADS, _KV_HEADS, _HEADS)
-        self.inputs = [  # [b, s, h, d], rounded to the dtype that the ranks compute in
+        self.inputs = [  # rounded to the dtype that the ranks compute in
             torch.randn(_BATCH, tokens, n, _HEAD_DIM, generator=generator).to(self.dtype) for n in heads
         ]
         q, k, v, dout = (x.double() for x in self.inputs)
@@ -233,7 +244,7 @@ class _Problem:
 
 
 def one_device(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> list[Tensor]:
-    """``out, dq, dk, dv`` by plain products and a softmax over a dense mask. Shapes ``[b, s, h, d]``."""
+    """``out, dq, dk, dv`` of attention computed with a dense mask. Shapes: ``[b, s, h, d]``."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[3] ** -0.5
@@ -243,6 +254,7 @@ def one_device(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> lis
 
 
 def _check(what: str, mask: str, problem: _Problem, group: ProcessGroup, options: dict[str, Any]) -> Check:
+    """Compare ``seqpar.attention(**options)`` with one device."""
     tokens = problem.inputs[0].shape[1]
 
     def errors() -> list[tuple[float, float]]:
@@ -258,7 +270,7 @@ def _check(what: str, mask: str, problem: _Problem, group: ProcessGroup, options
 
 
 def _check_layer(tokens: int, group: ProcessGroup, device: torch.device) -> Check:
-    """Megatron's layer against the same layer on one device in float64."""
+    """Compare ``MegatronAttention`` with the same layer on one device in float64."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(_BATCH, tokens, _HIDDEN, generator=generator).to(dtype) for _ in range(2))
@@ -284,7 +296,7 @@ def _check_layer(tokens: int, group: ProcessGroup, device: torch.device) -> Chec
 
 
 def _error(result: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The squared error of this rank's rows, and the squared norm of what was expected."""
+    """The squared error of this rank's rows, and the squared norm of the expected rows."""
     wrong = result.cpu().double() - expected
     return float(wrong.square().sum()), float(expected.square().sum())
 
@@ -298,7 +310,19 @@ def _judge(
     dtype: torch.dtype,
     quantities: tuple[str, ...],
 ) -> Check:
-    """Compare over all ranks. An error that every rank raises is a problem; one rank's alone ends at the deadline."""
+    """Compare the results of all ranks.
+
+    An exception that all ranks raise becomes the check's problem. If only some ranks raise, the others wait for them
+    until the deadline of the command.
+
+    Args:
+        what, mask: the strategy and the mask.
+        errors: computes the results of this rank, and returns ``_error`` for each of ``quantities``.
+        group: the ranks.
+        device: the device of this rank.
+        dtype: the dtype of the results.
+        quantities: the names of the results.
+    """
     tolerance = TOLERANCES[dtype]
     try:
         found = errors()
@@ -314,7 +338,10 @@ def _judge(
 
 
 def main() -> None:
-    """One rank that the command started: ``python -m seqpar.cli.checkup FILE MEASURE CHECK``. Rank 0 writes FILE."""
+    """Run one rank that the command has started. Rank 0 writes its findings to a file.
+
+    The command line is ``python -m seqpar.cli.checkup FILE MEASURE CHECK``, with 0 or 1 for MEASURE and CHECK.
+    """
     follow_launcher()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     file, measure, check = sys.argv[1:]

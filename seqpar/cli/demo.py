@@ -20,7 +20,8 @@ from .trainer.report import human_bytes, make_folder, plot_comparison, write_csv
 from .trainer.worker import launch_training
 
 _ONE_PROCESS = "one process"
-# The largest difference of the loss that rounding can explain: training amplifies it. A wrong gradient shows far above.
+# The largest allowed difference of the loss. Rounding differs between strategies, and training amplifies the
+# difference; a wrong gradient causes a much larger one.
 _TOLERANCE = 0.01
 
 _STRATEGIES: dict[str, dict[str, Any]] = {
@@ -35,31 +36,32 @@ _STRATEGIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Result:
-    """What one run wrote to its folder."""
+    """The loss curve and the summary that one run has written to its folder."""
 
     name: str
     losses: list[float]
     summary: dict[str, Any]
 
     def difference(self, other: _Result) -> float:
-        """The largest difference of the loss at any step."""
+        """The largest absolute difference of the losses of two runs at any step."""
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
 def demo(
-    nproc: Annotated[int, typer.Option(help="Ranks of each sharded run, started on this machine.")] = 4,
+    nproc: Annotated[int, typer.Option(help="Ranks of each sharded run, on this machine.")] = 4,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 36,
     seq_len: Annotated[int, typer.Option(help="Tokens (bytes) of a sequence. A step has two sequences.")] = 1024,
-    mask: Annotated[str, typer.Option(help="As in seqpar train.")] = "causal",
-    text: Annotated[str | None, typer.Option(help="Text file (default: this package's own sources).")] = None,
+    mask: Annotated[str, typer.Option(help="The mask, as in seqpar train.")] = "causal",
+    text: Annotated[str | None, typer.Option(help="Text file. By default the source files of this package.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights and the data.")] = 0,
     device: Annotated[str, typer.Option(help=f"Where to compute. One of {', '.join(get_args(DeviceName))}.")] = "cpu",
     out: Annotated[str, typer.Option(help="Folder for the table, the plot and each run's files.")] = "demo",
-    deadline: Annotated[float, typer.Option(help="Seconds after which a run is ended.")] = 600.0,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a run is stopped.")] = 600.0,
 ) -> None:
-    """Train one model on one process and under each strategy, and compare: a few minutes on two cores.
+    """Train one model on one process and then under each strategy, and compare the losses.
 
-    Each run starts new processes with the same weights and data. The command fails if the loss curves differ.
+    Each run starts new processes with the same weights and data. The command fails if the loss curves differ. It takes
+    a few minutes on two cores.
     """
     if nproc < 2:
         raise CommandError(f"nproc={nproc}: expected at least 2, to compare with one process", BAD_OPTION)
@@ -82,7 +84,7 @@ def demo(
             config.check(ranks, ranks)
         corpus = read_corpus(text)
         make_folder(folder)
-    corpus.save(folder / "text.txt")  # all runs read this copy: the file may change meanwhile
+    corpus.save(folder / "text.txt")  # all runs read this copy, because the original may change meanwhile
     runs = {name: (ranks, replace(c, text=str(folder / "text.txt"))) for name, (ranks, c) in runs.items()}
     console = Console()
     console.print(
@@ -92,14 +94,16 @@ def demo(
     start = time.perf_counter()
     results = [_run(name, ranks, config, folder) for name, (ranks, config) in runs.items()]
     _report(results, folder, console, f"{nproc} ranks, {seq_len:,} tokens, {mask}")
-    console.print(f"[dim]{time.perf_counter() - start:.0f} s in all; tables, plot and each run's files are in {out}[/]")
+    console.print(
+        f"[dim]{time.perf_counter() - start:.0f} s in all; tables, plot and the files of each run are in {out}[/]"
+    )
     different = [r.name for r in results if not r.difference(results[0]) <= _TOLERANCE]
     if different:
         raise CommandError(f"{' and '.join(different)}: the loss differs from one process's by more than {_TOLERANCE}")
 
 
 def _run(name: str, ranks: int, config: TrainConfig, folder: Path) -> _Result:
-    """Train in new processes, and read the files that they wrote."""
+    """Train in new processes, and read the files that they have written."""
     out = folder / name.replace(", ", "-").replace(" ", "-")
     config = replace(config, out=str(out), title=name)
     (out / "summary.json").unlink(missing_ok=True)
@@ -113,6 +117,7 @@ def _run(name: str, ranks: int, config: TrainConfig, folder: Path) -> _Result:
 
 
 def _report(results: list[_Result], folder: Path, console: Console, title: str) -> None:
+    """Print the table of all runs, and write the CSV files and the plot. The first result is that of one process."""
     one = results[0]
     rows = [
         {
@@ -149,10 +154,10 @@ def _report(results: list[_Result], folder: Path, console: Console, title: str) 
     console.print(table)
     gradients = sorted({int(row["gradient_bytes_per_step"]) for row in rows[1:]}, reverse=True)
     console.print(
-        f"[dim]The loss of the first step is {one.losses[0]:.4f}. Largest difference: of the loss from one process's, "
-        "at any step. Peak memory: the largest rank's resident memory, above what it held before the model was made. "
-        "Sent per token: payload in forward and backward, all ranks together. Summing the weights' gradients sends "
-        f"{' or '.join(map(human_bytes, gradients))} more a step"
+        f"[dim]The loss of the first step is {one.losses[0]:.4f}. Largest difference: of the loss between a run and "
+        "one process, at any step. Peak memory: resident memory above that before the model was made, on the rank with "
+        "the most. Sent per token: bytes that attention sends in forward and backward, summed over the ranks. The sum "
+        f"of the weights' gradients sends another {' or '.join(map(human_bytes, gradients))} per step"
         f"{' (less under tp_sp, which shards most weights)' * (len(gradients) > 1)}.[/]"
     )
     plot_comparison(folder / "demo.png", {r.name: r.losses for r in results}, title)

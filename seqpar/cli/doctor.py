@@ -1,6 +1,6 @@
-"""``seqpar doctor``: what this machine can run, how fast, and whether its ranks give one device's numbers.
+"""``seqpar doctor``: what this machine can run, how fast, and whether its ranks compute what one device computes.
 
-Rates are operations or bytes a second, from the shortest of a few runs.
+Rates are in operations or bytes per second, from the fastest of a few runs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from ..comm.trace import trace
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
 from ..planner.costs import device_name
-from .checkup import Findings, check_up
+from .checkup import Findings, check_up, synchronize
 from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
 from .trainer.report import human_bytes
 
 _HEADS, _HEAD_DIM = 8, 64
-_LONG_ENOUGH_S = 0.15  # of a run of attention: shorter ones measure overheads
+_LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel
 _REPEATS = 3
 _RANKS_DEADLINE_S = 120.0
 
-# The oldest and the newest release that the tests have run with, and the extra of seqpar that brings the package.
+# For each package: the oldest and the newest release that the tests have run with, and the extra of seqpar that
+# installs it.
 TESTED: dict[str, tuple[str, str, str]] = {
     "Python": ("3.10", "3.13", ""),
     "torch": ("2.11", "2.13", ""),
@@ -50,36 +51,39 @@ TESTED: dict[str, tuple[str, str, str]] = {
 
 
 def doctor(
-    measure: Annotated[bool, typer.Option(help="Measure rates and links, besides listing what is there.")] = True,
-    check: Annotated[bool, typer.Option(help="Compare every strategy on several ranks with float64.")] = True,
+    measure: Annotated[bool, typer.Option(help="Measure rates and links.")] = True,
+    check: Annotated[
+        bool, typer.Option(help="Compare every strategy on several ranks with one device in float64.")
+    ] = True,
     nproc: Annotated[
-        int | None, typer.Option(help="Ranks that this command starts.", show_default="the GPUs, at least 2")
+        int | None, typer.Option(help="Ranks to start on this machine.", show_default="one per GPU, at least 2")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show what this machine can run, how fast, and whether it computes right. Takes a minute; fails if it does not.
+    """Show what this machine can run, how fast, and whether its results are right. Takes a minute.
 
-    Under torchrun its ranks are measured and compared, on any number of hosts.
+    The command fails if a result is wrong. Under torchrun, it measures and compares torchrun's ranks, on one or more
+    hosts.
     """
     with bad_options():
         check_int("nproc", 2 if nproc is None else nproc, 1)
     report = examine()
-    first = True
+    is_first = True
     if measure or check:
         console = Console(stderr=True)
         if under_launcher():
             report["ranks"] = check_up(measure, check)
-            first = dist.get_rank() == 0
+            is_first = dist.get_rank() == 0
         else:
-            with console.status("several ranks"):
-                report["ranks"] = _ranks(measure, check, nproc)
-        if measure and first:
+            with console.status("checking several ranks"):
+                report["ranks"] = _check_ranks(measure, check, nproc)
+        if measure and is_first:
             with console.status("measuring"):
                 report["rates"] = _rates()
         if under_launcher():
             dist.barrier()
             dist.destroy_process_group()
-    if first:
+    if is_first:
         if as_json:
             typer.echo(json.dumps(report, indent=2, default=asdict))
         else:
@@ -91,7 +95,7 @@ def doctor(
 
 
 def examine() -> dict[str, Any]:
-    """What is there: versions, devices and kernels, and what to install."""
+    """The versions, devices and attention backends of this machine, and what to install or upgrade."""
     versions = [_version(name, *tested) for name, tested in TESTED.items()]
     kernels = [asdict(status) for status in backends()]
     advice = [v["advice"] for v in versions if v["advice"]]
@@ -112,7 +116,7 @@ def examine() -> dict[str, Any]:
 
 
 def _version(name: str, oldest: str, newest: str, extra: str) -> dict[str, str]:
-    """The installed version beside the tested ones, and what to do about it."""
+    """The installed version of a package, the tested versions, and advice if they differ."""
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     try:
         found = platform.python_version() if name == "Python" else importlib.metadata.version(name)
@@ -129,10 +133,12 @@ def _version(name: str, oldest: str, newest: str, extra: str) -> dict[str, str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """The major and minor version as numbers, to compare."""
     return tuple(int(x) for x in re.findall(r"\d+", version)[:2])
 
 
 def _devices() -> list[dict[str, Any]]:
+    """The CPU and the GPUs of this machine, and for each GPU the other GPUs whose memory it can access."""
     found: list[dict[str, Any]] = [
         {
             "name": "CPU",
@@ -149,8 +155,8 @@ def _devices() -> list[dict[str, Any]]:
     return found
 
 
-def _ranks(measure: bool, check: bool, nproc: int | None) -> Findings | str:
-    """What several ranks of this machine find, or why they could not."""
+def _check_ranks(measure: bool, check: bool, nproc: int | None) -> Findings | str:
+    """The findings of several ranks on this machine, or the message of the error that they ended with."""
     if not dist.is_gloo_available():
         return "this PyTorch is built without gloo"
     ranks = nproc or max(2, torch.cuda.device_count())
@@ -168,6 +174,7 @@ def _ranks(measure: bool, check: bool, nproc: int | None) -> Findings | str:
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
+    """Print the report as tables."""
     software = _table("", "installed", "tested")
     for v in report["versions"]:
         software.add_row(v["name"], v["version"], v["tested"])
@@ -178,7 +185,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     devices = _table("", "")
     for d in report["devices"]:
         peers = d.get("peers")
-        devices.add_row(d["name"], d["what"] + (f", reads the memory of {peers}" if peers else ""))
+        devices.add_row(d["name"], d["what"] + (f", can access the memory of {peers}" if peers else ""))
     if len(report["devices"]) == 1:
         devices.add_row("CUDA", "none")
     _show(console, "Devices", devices)
@@ -216,7 +223,7 @@ def _print_findings(console: Console, found: Findings) -> None:
             table.add_row(human_bytes(size), *cells)
         _show(console, f"Messages among all ranks at once: {where}", table)
     if found.costs:
-        console.print(f"kept for strategy 'auto': {found.costs}", highlight=False, soft_wrap=True)
+        console.print(f"costs stored for strategy 'auto': {found.costs}", highlight=False, soft_wrap=True)
     if found.checks:
         masks = list(dict.fromkeys(check.mask for check in found.checks))
         table = _table("relative error against float64", *masks)
@@ -245,7 +252,7 @@ def _table(*columns: str) -> Table:
 
 
 def _rates() -> dict[str, Any]:
-    """The rates of this process's device, in words."""
+    """The rates of this process's device as texts with units."""
     torch.set_num_threads(cores())
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     found = {"matrix product": _flops(_matrix_rate(device))}
@@ -281,13 +288,13 @@ def _flops(rate: float) -> str:
 
 @dataclass(frozen=True)
 class _AttentionRate:
-    """Operations a second of attention.
+    """The rate of an attention backend.
 
     Attributes:
-        ran: the backend that ran; another than the one asked for where that one does not support the call.
-        seq_len: tokens.
-        forward: operations a second of a forward.
-        forward_backward: operations a second of a forward and a backward.
+        ran: the backend that ran. It is not the one that was asked for if that one does not support the call.
+        seq_len: tokens of the sequence.
+        forward: operations per second in the forward.
+        forward_backward: operations per second in forward and backward together.
     """
 
     ran: str
@@ -297,13 +304,16 @@ class _AttentionRate:
 
 
 def _dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which the device is measured."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _attention_rate(backend: BackendName, device: torch.device) -> _AttentionRate:
-    """Causal attention of 8 heads of 64, at the first sequence length 512, 1,024, ... that takes about 0.15 s.
+    """The rate of causal attention with 8 heads of head_dim 64.
 
-    A forward counts ``2 * seq_len**2 * 8 * 64`` operations, half of a full mask's, and a backward 2.5 times that.
+    The sequence has the first length of 512, 1,024, 2,048, ... whose forward takes long enough to be measured. A
+    forward counts as ``2 * seq_len**2 * 8 * 64`` operations, half as many as with a full mask. A backward counts as 2.5
+    times that.
     """
     longest = 32768 if device.type == "cuda" else 8192
     seq_len = 256
@@ -328,7 +338,7 @@ def _attention_rate(backend: BackendName, device: torch.device) -> _AttentionRat
 
 
 def _matrix_rate(device: torch.device) -> float:
-    """Operations a second of the product of two square matrices."""
+    """Operations per second of the product of two square matrices."""
     n = 8192 if device.type == "cuda" else 1536
     a, b = (torch.randn(n, n, device=device, dtype=_dtype(device)) for _ in range(2))
     torch.mm(a, b)  # the first product sets up the library
@@ -336,7 +346,7 @@ def _matrix_rate(device: torch.device) -> float:
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy of 256 MiB (1 GiB on CUDA)."""
+    """Bytes per second, read and written together, of a copy of 256 MiB (1 GiB on CUDA)."""
     n = (1 << 30) if device.type == "cuda" else (256 << 20)
     source = torch.zeros(n, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -344,17 +354,12 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """The shortest of ``repeats`` runs."""
+    """Seconds of the fastest of ``repeats`` runs."""
     times = []
     for _ in range(repeats):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         run()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

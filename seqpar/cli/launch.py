@@ -1,12 +1,11 @@
-"""Start several ranks on this machine; the errors and exit codes of the command line.
+"""Start several ranks on this machine, and the errors and exit codes of the command line.
 
-torchrun starts ranks too, and every command here also runs under it. ``launch`` adds what a command that starts its
-own ranks needs:
+Every command also runs under torchrun. ``launch`` is for commands that start their own ranks. Compared with torchrun:
 
-* a deadline;
-* one error message, that of the rank that failed first, and its exit code, instead of an agent's report on all ranks;
-* ranks that end when the launcher is killed (``follow_launcher``);
-* a rendezvous store on a port that the operating system chooses, so that several launches run side by side.
+* it has a deadline;
+* it shows one error message, that of the rank that failed first, and exits with its code;
+* its ranks end when the launcher is killed (see ``follow_launcher``);
+* its rendezvous store listens on a port that the operating system chooses, so several launches can run at a time.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ BAD_OPTION = 2
 TIMED_OUT = 124
 INTERRUPTED = 130
 
-_LAUNCHER = "SEQPAR_LAUNCHER"  # environment variable of the ranks: the launcher's process id
+_LAUNCHER = "SEQPAR_LAUNCHER"  # an environment variable of the ranks: the process id of the launcher
 _GRACE_S = 3.0  # between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class CommandError(Exception):
-    """An error that the user can fix: ends the command with a message on stderr and no traceback.
+    """An error that the user can fix. The command prints its message on stderr, without a traceback, and exits.
 
     Attributes:
-        code: the command's exit code.
+        code: the exit code of the command.
     """
 
     def __init__(self, message: str, code: int = FAILED) -> None:
@@ -57,7 +56,7 @@ def bad_options() -> Iterator[None]:
 
 
 def exit_with(error: CommandError) -> NoReturn:
-    """Print the error on stderr, with the rank where there are several, and exit with its code."""
+    """Print the error on stderr and exit with its code. If there are several ranks, the message names this rank."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     rank = f" (rank {os.environ['RANK']})" if several and "RANK" in os.environ else ""
     print(f"error{rank}: {error}", file=sys.stderr, flush=True)
@@ -70,7 +69,7 @@ def cores() -> int:
 
 
 def threads_per_rank(nproc: int) -> int:
-    """Threads for each of ``nproc`` ranks on this machine, so that no two ranks compete for a core."""
+    """The number of threads of each of ``nproc`` ranks on this machine, at which no two ranks compete for a core."""
     return max(1, cores() // nproc)
 
 
@@ -100,12 +99,13 @@ def launch(
     Args:
         arguments: arguments of the Python interpreter.
         nproc: number of ranks.
-        deadline_s: seconds until ranks that are still running are ended.
-        prefix: gives, for a rank, a command that runs the interpreter, as ``["ip", "netns", "exec", name]`` does.
-        environment: gives, for a rank, environment variables that replace the launcher's.
+        deadline_s: seconds after which ranks that are still running are ended.
+        prefix: returns the words to put before a rank's command, such as ``["ip", "netns", "exec", name]``.
+        environment: returns a rank's environment variables that replace those of the launcher.
 
     Raises:
-        CommandError: a rank failed (with its exit code and the last lines of its stderr), or the deadline passed.
+        CommandError: a rank failed, with the exit code and the last lines of stderr of that rank; or the deadline
+            passed.
     """
     store = _local_store()
     ranks: list[subprocess.Popen[bytes]] = []
@@ -124,14 +124,14 @@ def launch(
 
 def _local_store() -> TCPStore:
     """A store that only processes of this machine can reach, on a port that the operating system chooses."""
-    # TCPStore itself would listen on all interfaces, and it asks nobody for a password.
+    # Without the listener, TCPStore would listen on all interfaces, and it has no password.
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def follow_launcher() -> None:
-    """Called in a rank: have the kernel kill this process when the launcher ends, even by SIGKILL (Linux only)."""
+    """Let the operating system kill this rank when its launcher ends, even by SIGKILL (Linux only)."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or not sys.platform.startswith("linux"):
         return
@@ -141,7 +141,8 @@ def follow_launcher() -> None:
 
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
-    """torchrun's variables, and those that keep the ranks on this machine and off each other's cores."""
+    """The environment variables of a rank: those that torchrun sets, and those that limit the rank to this machine's
+    loopback interface and to its share of the cores."""
     return {
         **os.environ,
         "RANK": str(rank),
@@ -158,11 +159,16 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[IO[bytes]], deadline_s: float) -> None:
+    """Wait until all ranks have ended without an error.
+
+    Raises:
+        CommandError: a rank failed, or the deadline passed.
+    """
     end = time.monotonic() + deadline_s
     while True:
         codes = [rank.poll() for rank in ranks]
         if any(codes):  # a code is None while the rank runs, and 0 when it is done
-            time.sleep(0.2)  # the other ranks fail as well when one dies: wait, then choose whose error to show
+            time.sleep(0.2)  # the failure of one rank makes others fail: wait for them, then choose whose error to show
             codes = [rank.poll() for rank in ranks]
             raise _first_error(codes, errors)
         if all(code == 0 for code in codes):
@@ -176,8 +182,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], errors: Sequence[IO[bytes]],
 def _first_error(codes: Sequence[int | None], errors: Sequence[IO[bytes]]) -> CommandError:
     """The error of the rank that most likely failed first.
 
-    A rank ended by a signal comes before one that raised. A rank whose stderr says that a peer closed the connection
-    comes last, since its peer failed before it.
+    A rank that a signal has ended is chosen before a rank that raised an error. A rank whose stderr says that a peer
+    closed the connection is chosen last, because the peer failed before it.
     """
     failed = [rank for rank, code in enumerate(codes) if code]
     stderr = {rank: _last_lines(errors[rank]) for rank in failed}
@@ -194,12 +200,13 @@ def _first_error(codes: Sequence[int | None], errors: Sequence[IO[bytes]]) -> Co
 
 
 def _last_lines(file: IO[bytes], lines: int = 30) -> str:
+    """The last lines of a file."""
     file.seek(0)
     return "\n".join(file.read().decode(errors="replace").strip().splitlines()[-lines:])
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run: SIGTERM, then SIGKILL after a few seconds."""
+    """End the ranks that are still running, by SIGTERM and after a few seconds by SIGKILL."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()

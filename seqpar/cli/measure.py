@@ -1,8 +1,8 @@
-"""``seqpar plan --measure``: this machine as hardware of the planner, measured in seconds.
+"""``seqpar plan --measure``: measure the rates of this machine for the planner, in a few seconds.
 
-Two processes measure the links, and keep what they find for ``strategy="auto"``. Without a GPU, a core of the CPU
-counts as one. There the elements are float32, twice as large as the planner's, so half of the measured bytes a second
-go into the table.
+Two processes measure the links. Their results are also stored for ``strategy="auto"``. On a machine without a GPU, each
+core of the CPU counts as a GPU. The planner counts 2 bytes per element, but the CPU computes in float32 with 4. So half
+of the measured bandwidth is reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _DEADLINE_S = 120.0
 
 
 def measure_machine() -> Hardware:
-    """The rates of this machine: products, attention, memory, and messages between two of its processes."""
+    """The rates of this machine: matrix products, attention, memory, and messages between two processes.
+
+    Raises:
+        CommandError: one of the two processes failed.
+    """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(1)
     kernel = next(status.name for status in backends() if status.available)
@@ -39,8 +43,11 @@ def measure_machine() -> Hardware:
         file = Path(folder) / "costs.json"
         launch(["-m", "seqpar.cli.measure", str(file)], _RANKS, _DEADLINE_S)
         links = Costs.from_json(file.read_text()).hardware
-    scale = 0.5 if device.type == "cpu" else 1.0
-    attention = links.rate(None) if links.device == device.type else _rate_of_one(cast("BackendName", kernel), device)
+    scale = 0.5 if device.type == "cpu" else 1.0  # of bandwidths: see the top of this file
+    if links.device == device.type:
+        attention = links.rate(None)
+    else:  # one GPU: the two processes had to measure on the CPU
+        attention = _rate_of_one_gpu(cast("BackendName", kernel), device)
     if device.type == "cuda":
         memory: float = torch.cuda.get_device_properties(device).total_memory
         gpus = torch.cuda.device_count()
@@ -69,15 +76,15 @@ def measure_machine() -> Hardware:
     )
 
 
-def _rate_of_one(kernel: BackendName, device: torch.device) -> AttentionRate:
-    """The rates of the only GPU, which the two processes cannot share."""
+def _rate_of_one_gpu(kernel: BackendName, device: torch.device) -> AttentionRate:
+    """The attention rates of this machine's only GPU, measured in this process."""
     rate = _attention_rate(kernel, device)
-    # Forward and backward of one run: 3.5 / both = 1 / forward + 2.5 / backward.
+    # A backward has 2.5 times the FLOPs of a forward: 3.5 / forward_backward = 1 / forward + 2.5 / backward.
     return AttentionRate(rate.forward, 2.5 / max(1e-30, 3.5 / rate.forward_backward - 1 / rate.forward))
 
 
 def _worker() -> None:
-    """One of the two ranks. Rank 0 writes the costs."""
+    """Run one of the two ranks. Rank 0 writes the costs to the file that the only argument names."""
     follow_launcher()
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= _RANKS
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -1,4 +1,4 @@
-"""``seqpar plan``: which strategy is best for a model, a length and a cluster, predicted."""
+"""``seqpar plan``: predict which strategy is the best for a model, a sequence length and a cluster."""
 
 from __future__ import annotations
 
@@ -22,38 +22,47 @@ from ..planner.setting import BETWEEN, WITHIN
 from .launch import BAD_OPTION, CommandError, bad_options
 from .trainer.report import write_csv
 
-_NARROWEST = 80
+_NARROWEST = 80  # columns of the table
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
 def plan(
     model: Annotated[str, typer.Option(help=f"A Hugging Face config.json, or one of {', '.join(MODELS)}.")],
-    seq_len: Annotated[str, typer.Option(help="Tokens of a sequence, such as 131072, 128K or 1M (K is 1,024).")],
-    gpus: Annotated[int, typer.Option(help="How many GPUs.")],
+    seq_len: Annotated[str, typer.Option(help="Tokens of a sequence, such as 131072, 128K or 1M. K is 1,024.")],
+    gpus: Annotated[int, typer.Option(help="GPUs of all replicas.")],
     hardware: Annotated[str, typer.Option(help=f"A YAML or JSON file, or one of {', '.join(HARDWARE)}.")] = "h100",
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine instead. Takes seconds.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Plan for this machine: measure its rates, for a few seconds.")
+    ] = False,
     mask: Annotated[
         str,
-        typer.Option(help=f"causal, full, window:4096, documents:8192 (of one length) or mix:{{{','.join(MIXES)}}}."),
+        typer.Option(
+            help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}."
+        ),
     ] = "causal",
     batch: Annotated[int, typer.Option(help="Sequences that each replica computes at a time.")] = 1,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel replicas. By default all numbers are compared.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel replicas. By default every number is compared.")] = None,
     kernel: Annotated[
-        str | None, typer.Option(help="The attention kernel, one that the hardware has rates of.")
+        str | None, typer.Option(help="The attention kernel. By default the first one of the hardware.")
     ] = None,
     recompute: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(RECOMPUTE)}. By default the cheapest that fits.")
+        str | None,
+        typer.Option(help=f"What backward recomputes: {', '.join(RECOMPUTE)}. By default as little as fits."),
     ] = None,
-    offload: Annotated[bool | None, typer.Option(help="Offload saved activations to the host.")] = None,
-    chunked_loss: Annotated[bool, typer.Option(help="Compute logits some tokens at a time.")] = True,
-    tiled_mlp: Annotated[bool | None, typer.Option(help="Compute the MLP some tokens at a time.")] = None,
-    state_bytes: Annotated[float, typer.Option(help="Bytes a weight of weights, gradients and optimizer.")] = 18.0,
-    top: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write the choices to a CSV file.")] = None,
-    charts: Annotated[Path | None, typer.Option(help="Write PNG charts into a folder.")] = None,
+    offload: Annotated[
+        bool | None, typer.Option(help="Keep saved activations in host memory. By default as is fastest.")
+    ] = None,
+    chunked_loss: Annotated[bool, typer.Option(help="Compute the logits for some tokens at a time.")] = True,
+    tiled_mlp: Annotated[
+        bool | None, typer.Option(help="Compute the MLP for some tokens at a time. By default if needed.")
+    ] = None,
+    state_bytes: Annotated[float, typer.Option(help="Bytes per weight: weight, gradient and optimizer.")] = 18.0,
+    top: Annotated[int, typer.Option(help="Choices to print.")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all choices as JSON.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="CSV file to write all choices to.")] = None,
+    charts: Annotated[Path | None, typer.Option(help="Folder to write PNG charts to.")] = None,
 ) -> None:
-    """Predict which strategy and split of the GPUs is best, and why. Nothing is downloaded, no GPU is needed."""
+    """Predict which strategy and split of the GPUs is the best, and why. It needs no GPU and no network."""
     with bad_options():
         tokens = read_tokens(seq_len)
         check_int("gpus", gpus, 1)
@@ -111,16 +120,21 @@ def read_tokens(text: str) -> int:
 
 
 def _name(choice: Choice) -> str:
-    """The strategy, with that of attention under tensor parallelism."""
+    """The strategy; under tensor parallelism also that of attention, such as "tp_sp + ring"."""
     return choice.strategy if choice.context in (choice.strategy, "local") else f"{choice.strategy} + {choice.context}"
 
 
 def _digits(x: float) -> str:
-    """Three digits, or all of a larger number."""
+    """A number with three significant digits, or with all digits before the decimal point."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def _write(write: Any, path: Path) -> None:
+    """Call ``write``, which writes to ``path``, after making the parent folder.
+
+    Raises:
+        CommandError: the path cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write()
@@ -129,7 +143,7 @@ def _write(write: Any, path: Path) -> None:
 
 
 def _row(choice: Choice) -> dict[str, Any]:
-    """A choice as a row of a CSV file, units in the names."""
+    """A choice as a row of the CSV file. The column names have the units."""
     return {
         "strategy": choice.strategy,
         "context": choice.context,
@@ -154,6 +168,7 @@ def _row(choice: Choice) -> dict[str, Any]:
 
 
 def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
+    """Print the first ``top`` choices, with the reason for each and a legend."""
     console, gpu = Console(), made.hardware
     console.width = max(console.width, _NARROWEST)  # a narrower table would leave columns out
     kernel = kernel or next(iter(gpu.attention))
@@ -195,22 +210,23 @@ def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
     console.print(f"memory of the first row in GB: {parts}", highlight=False)
     paper = {name: n / 1e9 for name, n in made.paper_activation_bytes.items()}
     console.print(
-        "activations of one layer on one device by Korthikanti et al., in GB: "
-        f"{paper['none']:.4g}, without the scores {paper['selective']:.4g}, recomputed {paper['full']:.4g}",
+        "activations of one layer on one device, by the formulas of Korthikanti et al., in GB: "
+        f"{paper['none']:.4g}; with selective recomputation {paper['selective']:.4g}; with full recomputation "
+        f"{paper['full']:.4g}",
         highlight=False,
     )
     console.print(
-        "ranks: dp, ring, ulysses, tp. context_parallel: with comm='all_gather'; with 'p2p' it is the ring. MFU: the "
-        "model's FLOPs without recomputation, of visible pairs only, over "
-        f"{gpu.peak_flops / 1e12:.3g} TFLOP/s. waits: the share of a step in which a GPU computes nothing. GB in, GB "
-        "out: activations that a GPU sends in a step, inside its host and to others. memory: GB of a GPU. longest: "
-        "tokens of a sequence that fits.",
+        "strategy: context_parallel has comm='all_gather'; with comm='p2p' it would be the row ring. ranks: dp, ring, "
+        "ulysses, tp. MFU: the model's FLOPs, without recomputation and of visible pairs only, divided by "
+        f"{gpu.peak_flops / 1e12:.3g} TFLOP/s per GPU. waits: the share of a step in which the slowest GPU waits for "
+        "communication. GB in, GB out: GB of activations that a GPU sends in a step, inside its host and to other "
+        "hosts. memory: the peak of a GPU's memory in GB. longest: tokens of the longest sequence that fits.",
         highlight=False,
     )
 
 
 def human_tokens(n: int) -> str:
-    """Such as "1.4M", K being 1,024."""
+    """A number of tokens with a unit, such as "1.4M". K is 1,024 and M is 1,024²."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if n >= size:
             return f"{n / size:.1f}{unit}".replace(".0", "")

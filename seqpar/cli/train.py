@@ -1,4 +1,4 @@
-"""``seqpar train``: a small Llama-shaped model on a text file, with any strategy."""
+"""``seqpar train``: train a small Llama-shaped model on a text file with any strategy."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from .trainer.worker import launch_training, run_training
 def train(
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks to start here (default 1). Leave out under torchrun.", rich_help_panel="Strategy"),
+        typer.Option(
+            help="Ranks to start on this machine (default 1). Leave it out under torchrun.", rich_help_panel="Strategy"
+        ),
     ] = None,
     **options: Any,
 ) -> None:
-    """Train a small Llama-shaped model on the bytes of a text, its sequences sharded over ranks.
+    """Train a small Llama-shaped model on the bytes of a text. Its sequences are sharded over the ranks.
 
     The loss curve is the same for every strategy, layout and number of ranks, up to rounding.
 
-    `--nproc N` starts N ranks on this machine; under torchrun each process is one rank, on any number of machines. Only
-    the machine of rank 0 needs the text and, to resume, the checkpoint.
+    `--nproc N` starts N ranks on this machine. Under torchrun, on one or more machines, each process is one rank. Only
+    the machine of rank 0 needs the text and, to resume a run, the checkpoint.
     """
     config = TrainConfig(**options)
     ranks = _ranks(nproc)
@@ -43,7 +45,11 @@ def train(
 
 
 def _ranks(nproc: int | None) -> int:
-    """How many ranks run."""
+    """The number of ranks of the run.
+
+    Raises:
+        CommandError: ``--nproc`` is below 1, or differs from the number of ranks that torchrun has started.
+    """
     if nproc is not None and nproc < 1:
         raise CommandError(f"nproc={nproc}: expected at least 1", BAD_OPTION)
     if not under_launcher():
@@ -55,7 +61,7 @@ def _ranks(nproc: int | None) -> int:
 
 
 def _add_options(command: Any) -> None:
-    """Replace ``**options`` in the command's signature, which typer reads, by the options of TrainConfig."""
+    """Replace ``**options`` in the signature of ``command``, which typer reads, by the options of TrainConfig."""
     signature = inspect.signature(command, eval_str=True)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     for name, (annotation, option) in TrainConfig.options().items():
@@ -74,9 +80,10 @@ def _add_options(command: Any) -> None:
 
 
 def _without_literal(annotation: Any) -> tuple[Any, tuple[str, ...]]:
-    """A type with str in place of a Literal, and the Literal's choices.
+    """The type with str instead of a Literal, and the choices of the Literal.
 
-    With the Literal, typer would check the choice itself. ``TrainConfig.check`` does, and names the nearest one.
+    With a Literal, typer itself would check the value. ``TrainConfig.check`` checks it instead, because its error
+    suggests the nearest choice.
     """
     members = get_args(annotation)
     literal = next((a for a in (annotation, *members) if get_origin(a) is Literal), None)

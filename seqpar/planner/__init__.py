@@ -1,4 +1,12 @@
-"""Predicts which strategy is the best at which scale, and why, from the plans that the runtime executes."""
+"""Predicts which strategy is the best at which scale, and why, from the plans that the runtime executes.
+
+``plan`` (``choose.py``) compares every ``Setting`` (``setting.py``): a model (``model.py``) on a cluster
+(``hardware.py``) with one split of the ranks. For each of these, ``step.py`` predicts the time of a training step and
+``memory.py`` its memory. The time comes from a simulation (``simulate.py``) of one layer (``layer.py``), which consists
+of attention (``attention.py``, ``messages.py``, ``pairs.py``) and linear layers (``linear.py``). ``reasons.py`` says
+why a choice is not the best. ``strategy="auto"`` uses the same simulation (``auto.py``) with measured costs
+(``costs.py``).
+"""
 
 from .choose import Plan, plan
 from .hardware import HARDWARE, Hardware

@@ -1,7 +1,10 @@
-"""Everything that runs on a case: the ideal on one process, the strategies of seqpar, the peers.
+"""The attentions that are compared in a case: on one process (the ideal), by seqpar's strategies, by other packages.
 
-Each is an ``Attempt``: this rank's inputs, and the attention that is run on them. Making one, checking it and running
-it are collective among the ranks of the case.
+Each of these is an ``Attempt``: the inputs of this rank, and a function that computes attention of them. All ranks of
+the case make, check and run an attempt together.
+
+Shapes: ``b`` batch, ``s`` tokens of this rank, ``h`` heads, ``n`` KV heads, ``d`` head_dim of q and k, ``e`` head_dim
+of v.
 """
 
 from __future__ import annotations
@@ -28,15 +31,21 @@ from ..trainer.memory import PeakMemory
 from .cases import Contender
 from .peers import Peer, RefusalError, Setting, make_peer, sdpa
 
-# The largest relative error of an output or a gradient, in the 2-norm. One device's own is below a tenth of it.
+# The largest allowed relative error of an output or a gradient, in the 2-norm. One device has less than a tenth of it.
 TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 QUANTITIES = ("out", "dq", "dk", "dv")
-_LONGEST_SQUARE = 16384
+_LONGEST_SQUARE = 16384  # tokens; a longer mask would be too large as a square matrix
 
 
 @dataclass(frozen=True)
 class Times:
-    """One run: seconds of forward and of all, and the CPU time of all threads."""
+    """The times of one run, in seconds.
+
+    Attributes:
+        forward: of the forward.
+        both: of forward and backward.
+        cpu: CPU time of all threads of this process.
+    """
 
     forward: float
     both: float
@@ -48,14 +57,17 @@ class Attempt:
     """One way to compute a case, on this rank.
 
     Attributes:
-        name: in tables and charts.
+        name: the name in tables and charts.
         kind: "ideal", "seqpar" or "peer".
-        attention: of q, k and v.
-        inputs: q, k, v (which take gradients) and dout, this rank's rows.
-        positions: global positions of these rows.
-        no_backward: why there is no backward, or None.
-        silent: the same attention without messages, where there is a way to leave them out.
-        block: makes the context in which it runs.
+        attention: returns out ``[b, s, h, e]`` of q, k and v.
+        inputs: q ``[b, s, h, d]``, k ``[b, s, n, d]``, v ``[b, s, n, e]`` and dout ``[b, s, h, e]``: the tokens of this
+            rank. q, k and v require gradients.
+        positions: the global positions of these tokens, int64 ``[s]``.
+        layout: the layout of the sequence; "" if there is none.
+        backend: the attention backend; "" if another package chooses it.
+        no_backward: why there is no backward; None if there is one.
+        silent: the same attention without messages; None if messages cannot be left out.
+        block: returns the context in which forward and backward run.
     """
 
     name: str
@@ -70,7 +82,14 @@ class Attempt:
     block: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None) -> tuple[Times, list[Tensor]]:
-        """Forward, and backward if there is one: the times, and out and the gradients."""
+        """Run the forward, and the backward if there is one.
+
+        Args:
+            attend: the function to run; by default ``attention``.
+
+        Returns:
+            The times; and out, followed by dq, dk and dv if there is a backward.
+        """
         q, k, v, dout = self.inputs
         device = q.device
         marks = [_mark(device)]
@@ -93,9 +112,12 @@ class Attempt:
         return times, results
 
     def errors(self, expected: Sequence[Tensor]) -> list[tuple[float, float]]:
-        """Of out and each gradient: this rank's squared error, and the squared norm of what was expected.
+        """For out and each gradient, the squared error of this rank's rows and the squared norm of the expected rows.
 
-        ``expected`` is of the whole sequence. A run that is not timed: it opens connections and compiles kernels.
+        This is the first run, which connects the ranks and compiles the kernels. It is not timed.
+
+        Args:
+            expected: out, dq, dk and dv of the full sequence.
         """
         _, results = self.run()
         pairs = []
@@ -106,7 +128,14 @@ class Attempt:
         return pairs
 
     def observe(self, ranks: Ranks | None) -> tuple[Trace, int]:
-        """One run that is not timed: what it sends, and the peak of its memory in bytes."""
+        """Run once, without measuring the time.
+
+        Args:
+            ranks: the ranks of the attempt, among which the messages of other packages are counted.
+
+        Returns:
+            The bytes that the run sends, and the peak of its memory in bytes above the inputs.
+        """
         counter = CountsMessages(ranks) if self.kind == "peer" and ranks is not None else nullcontext()
         _return_freed_memory()
         memory = PeakMemory(self.inputs[0].device)
@@ -116,13 +145,17 @@ class Attempt:
 
 
 def _return_freed_memory() -> None:
-    """Have the C library return what is freed, so that what an earlier run left does not hide what this one needs."""
+    """Let the C library return freed memory to the operating system.
+
+    Otherwise a run would reuse memory that an earlier one has freed, and need less new memory than it would alone.
+    """
     gc.collect()
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _mark(device: torch.device) -> Any:
+    """This moment in the stream of the device, for ``_between``."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -131,13 +164,15 @@ def _mark(device: torch.device) -> Any:
 
 
 def _between(start: Any, end: Any) -> float:
+    """Seconds between two marks."""
     seconds: float = end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
     return seconds
 
 
 class CountsMessages(TorchDispatchMode):
-    """Within the block: adds what torch.distributed's operators send to the open traces, as ``count_sent`` does."""
+    """Within its block, the bytes that torch.distributed's operators send are added to the open traces."""
 
+    # Operators that send the whole input to each rank, and those that send an equal part of it to each rank.
     _TO_EACH = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
     _DIVIDED = ("alltoall_base_", "alltoall_", "_reduce_scatter_base_", "reduce_scatter_", "dim_zero_all_to_all")
 
@@ -163,14 +198,20 @@ def _bytes_of(x: Any) -> int:
 
 
 def local_inputs(setting: Setting, positions: Tensor | None) -> list[Tensor]:
-    """q, k, v and dout of some rows, or of all; contiguous, and q, k and v take gradients."""
+    """q, k, v and dout at some positions of the sequence (None: at all). q, k and v require gradients."""
     full = setting.case.tensors(setting.device)
     rows = full if positions is None else [x.index_select(1, positions.to(x.device)) for x in full]
     return [x.contiguous().requires_grad_(i < 3) for i, x in enumerate(rows)]
 
 
 def one_process(setting: Setting) -> Iterator[tuple[str, Callable[[], Attempt]]]:
-    """What could be the ideal: PyTorch's attention, and seqpar's on one process with every backend of this machine."""
+    """The attentions of the full sequence on one process, the fastest of which is the ideal.
+
+    These are PyTorch's attention, and seqpar's with every backend that this machine can run.
+
+    Yields:
+        The name of an attempt, and a function that makes it.
+    """
     positions = torch.arange(setting.case.seq_len)
 
     def with_sdpa() -> Attempt:
@@ -199,7 +240,7 @@ def one_process(setting: Setting) -> Iterator[tuple[str, Callable[[], Attempt]]]
 
 
 def strategy_attempt(setting: Setting, contender: Contender) -> Attempt:
-    """A strategy of seqpar."""
+    """Attention by a strategy of seqpar."""
     case, mask = setting.case, setting.mask
     sharding = Sharding(case.seq_len, contender.layout, group=setting.group)
 
@@ -221,10 +262,15 @@ def strategy_attempt(setting: Setting, contender: Contender) -> Attempt:
 
 
 def peer_attempt(setting: Setting, module: Any, nothing: Any) -> Attempt:
-    """A peer. ``nothing`` is a group of the same ranks whose messages take no time.
+    """Attention by another package.
+
+    Args:
+        setting: the case and the ranks.
+        module: the adapter of the package (see ``peers.py``).
+        nothing: a group of the same ranks whose messages take no time.
 
     Raises:
-        RefusalError: it cannot run here.
+        RefusalError: the package cannot run here.
     """
     peer: Peer = make_peer(module, setting)
     silent = None
@@ -244,17 +290,17 @@ def peer_attempt(setting: Setting, module: Any, nothing: Any) -> Attempt:
 
 @contextmanager
 def silence(attempt: Attempt) -> Iterator[Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The attempt's attention without messages, within the block."""
+    """A block that yields the attempt's attention without messages. It may be called within the block only."""
     assert attempt.silent is not None
     with without_messages() if attempt.kind == "seqpar" else nullcontext():
         yield attempt.silent
 
 
 def reference(setting: Setting) -> list[Tensor]:
-    """out, dq, dk and dv of the whole sequence, by PyTorch's attention in float32.
+    """out, dq, dk and dv of the full sequence, by PyTorch's attention in float32.
 
-    Longer than 16,384 tokens under a mask that is neither causal nor full, the square of the mask is too large, and
-    seqpar's own attention on one process is the reference.
+    PyTorch's attention needs the mask as a square matrix unless it is causal or full. For more than 16,384 tokens the
+    matrix would be too large, and seqpar's attention on one process is the reference instead.
     """
     case = setting.case
     if case.causal is not None or case.seq_len <= _LONGEST_SQUARE:
@@ -265,7 +311,7 @@ def reference(setting: Setting) -> list[Tensor]:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(q, k, v, strategy="local", mask=mask)
 
-    # The inputs are rounded to the case's dtype, the computation is not.
+    # The inputs are rounded to the dtype of the case, but the computation is in float32.
     precise = [x.detach().float().requires_grad_(i < 3) for i, x in enumerate(local_inputs(setting, None))]
     _, results = Attempt("reference", "ideal", attend, precise, torch.arange(case.seq_len)).run()
     return results

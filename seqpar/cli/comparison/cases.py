@@ -1,6 +1,6 @@
-"""What is measured: the options of ``seqpar bench``, its presets, and the attention of one case.
+"""What ``seqpar bench`` measures: its options, its presets, and the sizes and inputs of each case.
 
-Shapes: ``b`` batch, ``s`` tokens of the whole sequence, ``h`` heads, ``n`` KV heads, ``d`` head_dim of q and k, ``e``
+Shapes: ``b`` batch, ``s`` tokens of the full sequence, ``h`` heads, ``n`` KV heads, ``d`` head_dim of q and k, ``e``
 head_dim of v.
 """
 
@@ -27,13 +27,13 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class Preset:
-    """A kind of attention that users have.
+    """A typical attention.
 
     Attributes:
-        mask: as ``--mask`` takes it.
-        kv_share: query heads of each KV head.
-        qk_to_v: head_dim of q and k, divided by that of v.
-        about: what it stands for, and where its numbers come from.
+        mask: the mask, as ``--mask`` takes it.
+        about: what the preset represents, and the source of its numbers.
+        kv_share: query heads per KV head.
+        qk_to_v: the head_dim of q and k, divided by that of v.
     """
 
     mask: str
@@ -43,14 +43,14 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    "causal": Preset("causal", "one document, as many KV heads as heads"),
+    "causal": Preset("causal", "one document, as many KV heads as query heads"),
     "packed": Preset(
         "mix:magi",
-        "packed documents with the lengths of MagiAttention's distributed benchmark: 13.5 million documents, the most "
-        "of 200 to 2,000 tokens, with a tail to 196,608 that holds most of the work",
+        "packed documents with the lengths in MagiAttention's distributed benchmark: most of 13.5 million documents "
+        "have 200 to 2,000 tokens, but the longest, of up to 196,608 tokens, have most of the work",
     ),
-    "window": Preset("window:1024", "each token sees the last 1,024"),
-    "gqa": Preset("causal", "4 heads for each KV head, as in Llama 3 8B", kv_share=4),
+    "window": Preset("window:1024", "each token sees the last 1,024 tokens"),
+    "gqa": Preset("causal", "4 query heads per KV head, as in Llama 3 8B", kv_share=4),
     "mla": Preset(
         "causal", "q and k one and a half times as wide as v, as in DeepSeek-V3 (192 and 128)", qk_to_v=1.5
     ),
@@ -90,9 +90,14 @@ class BenchConfig:
         return BenchConfig(**values)
 
     def check(self, world: int) -> None:
-        """
+        """Check every option.
+
+        Args:
+            world: the number of ranks that were started.
+
         Raises:
-            TypeError, ValueError: an option is wrong, or does not fit ``world`` ranks.
+            TypeError: an option has another type.
+            ValueError: the value of an option is not allowed, or does not fit ``world`` ranks.
         """
         for name, values, known in (
             ("preset", self.presets, PRESETS),
@@ -111,12 +116,14 @@ class BenchConfig:
             if size is not None:
                 check_int(name, size, 1)
         for seq_len in self.seq_lens:
-            check_int("seq_len", seq_len, max(self.ranks, default=world))  # a token for each rank
+            check_int("seq_len", seq_len, max(self.ranks, default=world))  # at least one token per rank
         if check_number("budget", self.budget) < 0:
             raise ValueError(f"budget={self.budget}: expected seconds, at least 0")
         for n in self.ranks:
             if not 1 <= n <= world:
-                raise ValueError(f"ranks={n}: expected 1 to {world}, the ranks that were started; raise --nproc")
+                raise ValueError(
+                    f"ranks={n}: expected 1 to {world}, the number of ranks that were started; raise --nproc"
+                )
         for mask in self.masks:
             mask_of(mask, 4096)
         heads, kv_heads = self.heads or 8, self.kv_heads
@@ -124,7 +131,12 @@ class BenchConfig:
             raise ValueError(f"kv_heads={kv_heads}: expected a divisor of heads={heads}")
 
     def cases(self, world: int, device: torch.device) -> list[Case]:
-        """Every combination of preset, mask, ranks and length, the shortest sequences first."""
+        """The combinations of preset, mask, ranks and length, short sequences first.
+
+        Args:
+            world: the number of ranks that were started.
+            device: the device of this rank, on which the default sizes depend.
+        """
         cuda = device.type == "cuda"
         seq_lens = self.seq_lens or ((8192, 16384, 32768) if cuda else (1024, 2048, 4096))
         heads = self.heads or (32 if cuda else 8)
@@ -150,7 +162,10 @@ class BenchConfig:
         return cases
 
     def contenders(self, ranks: int) -> list[Contender]:
-        """Strategies, layouts and backends. By default each strategy has the layout that balances a causal mask."""
+        """The strategies of seqpar that are compared on ``ranks`` ranks, with every layout and backend of the options.
+
+        By default, each strategy has the layout in which ranks have equal work under a causal mask.
+        """
         several = ("hybrid",) if ranks >= 4 else ()
         strategies = self.strategies or ("ring", "ulysses", "all_gather", *several, "auto")
         found = []
@@ -161,13 +176,19 @@ class BenchConfig:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """The strategies of several ranks, and the ways of context_parallel to communicate, which stand for it."""
+    """The values of ``--strategy``: the strategies for several ranks, with context_parallel named by its ``comm``."""
     return (*(name for name in STRATEGIES if name not in ("local", "context_parallel")), *COMMS)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A strategy of seqpar with a layout and a backend."""
+    """A strategy of seqpar with a layout and a backend.
+
+    Attributes:
+        strategy: one of ``strategy_names()``.
+        layout: which positions each rank holds.
+        backend: the attention backend.
+    """
 
     strategy: str
     layout: Layout
@@ -187,7 +208,21 @@ class Contender:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention that everything runs on: the same inputs, mask and ranks."""
+    """The sizes of the attention that is measured. All attempts have the same inputs, mask and ranks.
+
+    Attributes:
+        preset: the name of the preset.
+        mask: the mask, as ``--mask`` takes it.
+        seq_len: tokens of the full sequence.
+        ranks: the number of ranks that the sequence is sharded over.
+        batch: sequences.
+        heads: query heads.
+        kv_heads: KV heads.
+        head_dim: the head_dim of q and k.
+        v_head_dim: the head_dim of v.
+        dtype: a name of ``DTYPES``.
+        seed: the seed of the inputs.
+    """
 
     preset: str
     mask: str
@@ -214,17 +249,17 @@ class Case:
 
     @property
     def causal(self) -> bool | None:
-        """Whether the mask is the causal one; None if it is neither causal nor full."""
+        """True for a causal mask, False for a full mask, None for any other mask."""
         return {"causal": True, "full": False}.get(self.mask)
 
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that it sees, of all rows of the batch."""
+        """The number of visible pairs of a query and a key, in all rows of the batch."""
         lo, hi = self.make_mask().intervals(torch.arange(self.seq_len))
         pairs = int((hi.clamp_max(self.seq_len) - lo.clamp_min(0)).clamp_min(0).sum())
         return pairs * self.batch
 
     def operations(self, backward: bool) -> float:
-        """Floating-point operations: 2 matrix products over the visible pairs in forward, 5 in backward."""
+        """Floating-point operations over the visible pairs: 2 matrix products in forward, 5 in backward."""
         d, e = self.head_dim, self.v_head_dim
         widths = (3 * d + 2 * e) if backward else (d + e)
         return 2.0 * self.visible_pairs() * self.heads * widths

@@ -1,4 +1,4 @@
-"""The charts of ``seqpar bench``. Every chart leaves out what was not measured, and none is drawn of nothing."""
+"""The charts of ``seqpar bench``. Values that were not measured are left out, and so are empty charts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from .timeline import Span, Timeline
 
 _MARKERS = "osD^vP*X<>"
 _COMPUTE, _SENDS, _WAITS = "#1f5fa8", "#e0903a", "#c9c9c9"
-_MOST_RANKS = 8  # of a timeline
+_MOST_RANKS = 8  # ranks of each attempt in the chart of timelines
 
 Value = Callable[[Row], float | None]
 
 
 def draw_charts(results: Sequence[CaseResult], folder: Path, title: str) -> list[Path]:
-    """Draw what can be drawn, and return the files."""
+    """Draw the charts into ``folder``, and return the files.
+
+    Args:
+        results: the measured cases.
+        folder: an existing folder.
+        title: the title of the charts.
+    """
     rows = [row for result in results for row in rows_of(result)]
     lengths = sorted({row.seq_len for row in rows})
     ranks = sorted({result.case.ranks for result in results})
@@ -28,7 +34,7 @@ def draw_charts(results: Sequence[CaseResult], folder: Path, title: str) -> list
         _lines(
             [row for row in at_most_ranks if row.kind != "ideal"],
             folder / "ideal.png",
-            f"{title}\n1 is the fastest attention of the whole sequence on one process, divided by the resources",
+            f"{title}\n1: the fastest attention of the full sequence on one process, its time divided by the resources",
             "seq_len",
             "tokens",
             lambda r: r.share_of_ideal,
@@ -42,7 +48,7 @@ def draw_charts(results: Sequence[CaseResult], folder: Path, title: str) -> list
             "seq_len",
             "tokens",
             lambda r: None if r.peak_memory is None else r.peak_memory / (1 << 20),
-            "peak MiB of a rank, above its inputs",
+            "peak memory of a rank above its inputs, in MiB",
             False,
         ),
     ]
@@ -61,7 +67,13 @@ def draw_charts(results: Sequence[CaseResult], folder: Path, title: str) -> list
 def _lines(
     rows: Sequence[Row], path: Path, title: str, x: str, x_label: str, value: Value, y_label: str, logarithmic: bool
 ) -> Path | None:
-    """One panel for each preset and pass, one line for each attempt."""
+    """Draw ``value`` of every row over its column ``x``.
+
+    There is one panel for each preset and pass, and one line for each attempt.
+
+    Returns:
+        The file; None if there is nothing to draw.
+    """
     rows = [row for row in rows if value(row) is not None]
     panels = list(dict.fromkeys((row.preset, row.mask) for row in rows))
     runs = [run for run in PASSES if any(row.run == run for row in rows)]
@@ -116,13 +128,13 @@ def _lines(
 
 
 def _timelines(result: CaseResult, path: Path) -> Path:
-    """For each attempt and rank: a bar of computation and waits, and above it a thin one of messages under way."""
+    """Draw one step of each attempt and rank: a bar of computation and waits, and above it a thin bar of transfers."""
     pyplot = pyplot_without_display()
     lanes: list[tuple[str, Timeline]] = []
     for name, by_rank in result.timelines.items():
         lanes += [(f"{name}, rank {rank}", timeline) for rank, timeline in enumerate(by_rank[:_MOST_RANKS])]
     figure, axes = pyplot.subplots(figsize=(10, 1.4 + 0.34 * len(lanes)), layout="constrained")
-    # A slow peer would press the others into a corner: the axis ends at twice the median of the ends.
+    # The axis ends at 2.5 times the median of the ends, because one slow package would make all other bars too short.
     ends = sorted(_end(timeline) for _, timeline in lanes)
     limit = min(ends[-1], 2.5 * ends[len(ends) // 2])
     for i, (_, timeline) in enumerate(lanes):
@@ -139,7 +151,7 @@ def _timelines(result: CaseResult, path: Path) -> Path:
     axes.set_yticks(range(len(lanes)), [name for name, _ in lanes], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds since the step began, under the profiler")
-    for color, label in ((_COMPUTE, "computes"), (_SENDS, "messages under way"), (_WAITS, "waits for messages")):
+    for color, label in ((_COMPUTE, "computes"), (_SENDS, "transfers"), (_WAITS, "waits for messages")):
         axes.plot([], [], color=color, linewidth=6, label=label)
     figure.legend(loc="outside lower right", ncols=3, fontsize=8)
     axes.set_title(f"One step, forward + backward: {result.case}", fontsize=10)

@@ -1,4 +1,4 @@
-"""Where and how a comparison was measured, and how much of the machine other programs took meanwhile."""
+"""The machine that a comparison was measured on, and the share of it that other programs used meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from ..launch import cores
 
 @dataclass(frozen=True)
 class Clock:
-    """The time, and the CPU seconds that all processes of this machine have used so far."""
+    """A moment.
+
+    Attributes:
+        wall: ``time.perf_counter()``, in seconds.
+        machine: CPU seconds that all processes of this machine have used so far.
+    """
 
     wall: float
     machine: float
@@ -29,16 +34,18 @@ class Clock:
         return Clock(time.perf_counter(), busy_seconds())
 
     def busy_share_since(self, start: Clock, own: float) -> float:
-        """The share of this machine's cores that other processes used since ``start``.
+        """The share of this machine's cores that other processes have used since ``start``.
 
-        ``own`` are the CPU seconds of the ranks of this machine in that time.
+        Args:
+            start: an earlier moment.
+            own: CPU seconds that the ranks on this machine have used since then.
         """
         others = max(0.0, self.machine - start.machine - own)
         return others / max(1e-9, self.wall - start.wall) / (os.cpu_count() or 1)
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all processes of this machine have used; 0 where the system does not say."""
+    """CPU seconds that all processes of this machine have used; 0 if the operating system does not report them."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -47,7 +54,7 @@ def busy_seconds() -> float:
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Columns that are the same in all rows."""
+    """The columns of the CSV file that are the same in all rows."""
     from ... import __version__
 
     return {

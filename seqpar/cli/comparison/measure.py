@@ -1,6 +1,6 @@
-"""Rounds in which everything runs once, one after another, so that a machine that slows down slows all of it.
+"""Measures cases in rounds. In a round each attempt runs once, so that a slower machine slows all attempts alike.
 
-All ranks of a case make its attempts and run them together; what one rank cannot do, none does.
+All ranks of a case make and run its attempts together. If an attempt fails on one rank, no rank runs it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .results import BOTH, FORWARD, CaseResult, Sample
 from .timeline import record
 
 _FEWEST_ROUNDS = 3
-_PATIENCE = timedelta(hours=4)  # ranks that a case does not use wait for its end
-_PAUSE_S = 0.02  # until the threads of the run before have stopped spinning
+_TIMEOUT = timedelta(hours=4)  # ranks that a case does not use wait for its end
+_PAUSE_S = 0.02  # until the threads of the previous run have stopped spinning
 
 T = TypeVar("T")
 Show = Callable[[str], None]
@@ -47,13 +47,13 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Groups:
-    """The first ``n`` ranks.
+    """Groups of the first ``n`` ranks.
 
     Attributes:
-        group: for tensors.
-        control: gloo, for what the ranks tell each other about the measurement.
+        group: the group that attention communicates in.
+        control: a gloo group, in which the ranks coordinate the measurement.
         nothing: a group of the same ranks whose messages take no time.
-        alone: a group of this rank by itself.
+        alone: a group with this rank only.
     """
 
     group: ProcessGroup
@@ -63,7 +63,7 @@ class Groups:
 
     @staticmethod
     def make(sizes: Sequence[int]) -> dict[int, Groups]:
-        """By number of ranks. A call of all ranks."""
+        """The groups of the first ``n`` ranks, for each n in ``sizes``. All ranks call this together."""
         from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
 
         world: Any = dist.group.WORLD
@@ -73,7 +73,7 @@ class Groups:
             ranks = list(range(n))
             made[n] = Groups(
                 world if n == world.size() else dist.new_group(ranks),
-                dist.new_group(ranks, backend="gloo", timeout=_PATIENCE),
+                dist.new_group(ranks, backend="gloo", timeout=_TIMEOUT),
                 dist.new_group(ranks, backend="fake"),
                 alone,
             )
@@ -86,7 +86,11 @@ class Groups:
         return values
 
     def together(self, make: Callable[[], T]) -> tuple[T | None, str | None]:
-        """What ``make`` returns, or why it raised on some rank: then no rank has it."""
+        """Call ``make`` on all ranks.
+
+        Returns:
+            What ``make`` returned on this rank, and None; if it raised an error on any rank, None and the error.
+        """
         value, reason = None, None
         try:
             value = make()
@@ -100,7 +104,7 @@ class Groups:
 
 
 class CaseMeasurement:
-    """One case on this rank. Every method is a call of all ranks of the case."""
+    """Measures one case on this rank. All ranks of the case call each method together."""
 
     def __init__(self, case: Case, groups: Groups, device: torch.device, config: BenchConfig, show: Show) -> None:
         self.case, self.device, self._config, self._show = case, device, config, show
@@ -110,11 +114,15 @@ class CaseMeasurement:
         self._hosts = ranks_by_host(groups.group)
         self._on_host = max(map(len, self._hosts))  # ranks that share the cores of a host
         self.result = CaseResult(case, [], {}, case.ranks if device.type == "cuda" else len(self._hosts))
-        self._attempts: list[tuple[Attempt | None, Sample]] = []  # None: rank 0 runs it alone
+        self._attempts: list[tuple[Attempt | None, Sample]] = []  # None: only rank 0 runs the attempt
 
     def prepare(self, peers: dict[str, Any]) -> None:
-        """Make, check and observe every attempt."""
-        self._show("the right answer")
+        """Make and check every attempt, and count its bytes and its memory.
+
+        Args:
+            peers: the adapters of other packages, by name.
+        """
+        self._show("reference")
         expected, reason = self._groups.together(self._reference)
         if expected is None:
             raise RuntimeError(f"{self.case}: the reference cannot be computed: {reason}")
@@ -127,7 +135,7 @@ class CaseMeasurement:
             self._add(module.NAME, "peer", make_one, expected)
 
     def _reference(self) -> list[Tensor]:
-        """On rank 0 with all cores; the other ranks receive it."""
+        """out, dq, dk and dv of the full sequence, which rank 0 computes with all cores and broadcasts."""
         self._use_threads(alone=self._rank == 0)
         case = self.case
         if self._rank == 0:
@@ -148,7 +156,7 @@ class CaseMeasurement:
         return results
 
     def _add(self, name: str, kind: str, make: Callable[[], Attempt], expected: list[Tensor]) -> None:
-        """Make an attempt, run it once, compare its results, and note what it sends and holds."""
+        """Make an attempt, compare the results of its first run with ``expected``, and count its bytes and memory."""
         self._show(f"{name}: first run")
         alone = kind == "ideal"
         absent = alone and self._rank != 0
@@ -165,12 +173,12 @@ class CaseMeasurement:
         wrong = [quantity for quantity, error in found.items() if not error <= TOLERANCES[self.case.dtype]]
         if wrong:
             differ = ", ".join(f"{quantity} by {found[quantity]:.1e}" for quantity in wrong)
-            why = f"WRONG: differs from one device's: {differ}"
+            why = f"WRONG: differs from the result of one device: {differ}"
             if kind != "peer" or "out" in wrong:
                 self.result.refused[name] = why
                 return
             assert attempt is not None
-            attempt.no_backward = why  # its forward is right, and is timed
+            attempt.no_backward = why  # the forward is right and is measured
         sample.error = max(error for quantity, error in found.items() if quantity not in wrong)
         if attempt is not None:
             sample.layout, sample.backend = attempt.layout, attempt.backend
@@ -189,11 +197,11 @@ class CaseMeasurement:
         self.result.samples.append(sample)
 
     def _use_threads(self, alone: bool) -> None:
-        """Rank 0 takes the cores of the other ranks of its host while it runs alone."""
+        """Share the cores among the ranks of a host; an attempt that rank 0 runs alone has all of them."""
         torch.set_num_threads(max(1, cores() // (1 if alone else self._on_host)))
 
     def rounds(self, until: float) -> None:
-        """At least three rounds, and more as long as rank 0's clock (``time.monotonic``) is before ``until``."""
+        """Run at least three rounds, and more until rank 0's ``time.monotonic()`` would pass ``until``."""
         clock, cpu = Clock.now(), time.process_time()
         for number in range(self._config.rounds):
             turn = number % max(1, len(self._attempts))
@@ -209,6 +217,7 @@ class CaseMeasurement:
         self.result.busy_share = Clock.now().busy_share_since(clock, spent)
 
     def _once(self, attempt: Attempt | None, sample: Sample) -> None:
+        """Run an attempt once with and once without messages, and append the times to ``sample``."""
         self._use_threads(sample.kind == "ideal")
         times = self._timed(attempt, silent=False)
         both = sample.kind != "peer" or attempt is None or attempt.no_backward is None
@@ -223,7 +232,7 @@ class CaseMeasurement:
                 sample.silent[BOTH].append(max(t.both for t in times))
 
     def _timed(self, attempt: Attempt | None, silent: bool) -> list[Times]:
-        """One run; the times by rank, of the ranks that ran."""
+        """Run an attempt once, and return the times of the ranks that ran it."""
         time.sleep(_PAUSE_S)
         dist.barrier(self._groups.control)
         mine = None
@@ -236,7 +245,7 @@ class CaseMeasurement:
         return [t for t in self._groups.gather(mine) if t is not None]
 
     def profile(self, folder: Path | None) -> None:
-        """A step of every distributed attempt, for the timelines; with ``folder``, their Chrome traces in it."""
+        """Record one step of every attempt on several ranks, and write Chrome traces to ``folder`` if it is given."""
         for attempt, sample in self._attempts:
             if sample.kind == "ideal" or attempt is None:
                 continue
@@ -253,7 +262,7 @@ class CaseMeasurement:
 
 
 def _relative_errors(by_rank: list[list[tuple[float, float]]]) -> dict[str, float]:
-    """By quantity, the relative error over all ranks' rows in the 2-norm."""
+    """The relative error of each quantity over the rows of all ranks, in the 2-norm."""
     errors = {}
     for name, parts in zip(QUANTITIES, zip(*by_rank, strict=True), strict=False):
         error, norm = (sum(part[i] for part in parts) for i in range(2))
@@ -264,10 +273,18 @@ def _relative_errors(by_rank: list[list[tuple[float, float]]]) -> dict[str, floa
 def measure(
     config: BenchConfig, cases: Sequence[Case], device: torch.device, peers: dict[str, Any], show: Show, out: Path
 ) -> list[CaseResult]:
-    """Every case, one after another. A call of all ranks; ranks that a case does not use wait for it.
+    """Measure all cases, one after another. All ranks call this together; ranks that a case does not use wait.
+
+    Args:
+        config: the options.
+        cases: the cases.
+        device: the device of this rank.
+        peers: the adapters of other packages, by name.
+        show: shows a text to the user.
+        out: the folder for Chrome traces.
 
     Returns:
-        On rank 0, the results; on the other ranks, what they know of them.
+        The results of the cases in which this rank took part. Rank 0 has all of them.
     """
     world = dist.get_world_size()
     groups = Groups.make(sorted({world, *(case.ranks for case in cases)}))
@@ -294,5 +311,8 @@ def _show_of(case: Case, show: Show, text: str) -> None:
 
 
 def _weight(case: Case) -> float:
-    """What a case costs, beside others: its pairs, and as much as 1,000 tokens of causal attention for the rest."""
+    """The expected time of a case relative to other cases.
+
+    It is proportional to the visible pairs, plus a constant for everything else: the pairs of 1,000 causal tokens.
+    """
     return case.visible_pairs() + 5e5

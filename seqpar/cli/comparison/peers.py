@@ -1,7 +1,7 @@
-"""Other packages' attention, beside ours: what an adapter is given, and what it returns.
+"""Peers: other packages whose attention is compared with seqpar's. What an adapter is given, and what it returns.
 
 An adapter is a module of ``benchmarks/peers/``, which is installed as ``seqpar.peers``. It has a ``NAME`` and a
-function ``make(setting) -> Peer``, which raises ``RefusalError`` with the reason when the package cannot run here.
+function ``make(setting) -> Peer``, which raises ``RefusalError`` with the reason if the package cannot run here.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ...layout import Layout, shard_positions
 from ...mask import Mask
 from .cases import DTYPES, Case
 
-_LONGEST_DENSE = 16384  # tokens of a mask that is made as a square
+_LONGEST_DENSE = 16384  # tokens; a longer mask would be too large as a square matrix
 
 
 class RefusalError(Exception):
-    """A peer cannot run here; the message says why."""
+    """A package cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer is to compute.
+    """What an attempt has to compute, and on which ranks.
 
     Attributes:
-        case: lengths, heads, mask and dtype.
-        group: the ranks that hold the sequence.
-        alone: a group of this rank by itself.
-        world: ranks of the default group.
-        device: of the tensors.
+        case: the lengths, the heads, the mask and the dtype.
+        group: the ranks that the sequence is sharded over.
+        alone: a group with this rank only.
+        world: the number of ranks of the default group.
+        device: the device of this rank.
     """
 
     case: Case
@@ -56,13 +56,13 @@ class Setting:
         return shard_positions(self.case.seq_len, self.group.size(), self.group.rank(), layout)
 
     def boundaries(self) -> list[int] | None:
-        """Where the documents begin, and the length; None if the mask is not one of causal packed documents."""
+        """The cu_seqlens of causal packed documents; None for another mask. A causal mask is one document."""
         kind = self.case.mask.partition(":")[0]
         if kind not in ("causal", "documents", "mix"):
             return None
         return [0, self.case.seq_len] if kind == "causal" else list(self.mask.starts[0])
 
-    # What several peers cannot do.
+    # Requirements that several packages share. Each raises a RefusalError if the case does not meet it.
 
     def need_cuda(self) -> None:
         if self.device.type != "cuda":
@@ -79,7 +79,7 @@ class Setting:
             )
 
     def need_causal_or_full(self) -> bool:
-        """Whether the mask is the causal one."""
+        """Whether the mask is causal; any mask but causal and full is refused."""
         if self.case.causal is None:
             raise RefusalError(f"no mask {self.case.mask}: causal and full only")
         return self.case.causal
@@ -89,7 +89,7 @@ class Setting:
             raise RefusalError(f"{self.case.seq_len:,} tokens do not divide by {parts}")
 
     def need_heads(self, ranks: int) -> None:
-        """All-to-alls of whole heads: each rank needs one of its own."""
+        """All-to-alls of whole heads need the same number of heads on every rank."""
         if self.case.heads % ranks or self.case.kv_heads % ranks:
             raise RefusalError(
                 f"{self.case.heads} heads and {self.case.kv_heads} KV heads do not divide by {ranks} ranks"
@@ -98,14 +98,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer's attention, ready to be called.
+    """The attention of another package, ready to be called.
 
     Attributes:
-        attention: of this rank's q ``[b, s, h, d]``, k ``[b, s, n, d]`` and v ``[b, s, n, e]``: out ``[b, s, h, e]``.
-        positions: global positions of this rank's tokens, int64 ``[s]``, in the order in which the peer wants them.
-        no_backward: why it has no backward; None if it has one.
-        any_group: whether it sends in ``setting.group`` alone, so that its messages can be left out.
-        block: makes the context in which forward and backward run.
+        attention: returns out ``[b, s, h, e]`` of this rank's q ``[b, s, h, d]``, k ``[b, s, n, d]`` and v ``[b, s, n,
+            e]``.
+        positions: global positions of this rank's tokens, int64 ``[s]``, in the order that the package expects.
+        no_backward: why the package has no backward; None if it has one.
+        any_group: whether all messages are sent in ``setting.group``, so that they can be left out.
+        block: returns the context in which forward and backward run.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -116,14 +117,17 @@ class Peer:
 
 
 def adapters(names: Sequence[str] | None) -> dict[str, Any]:
-    """The adapters' modules by file name; all of them for None.
+    """The modules of some adapters, by their file names.
+
+    Args:
+        names: the file names; None for all adapters.
 
     Raises:
-        ValueError: a name that no adapter has.
+        ValueError: there is no adapter of this name.
     """
     try:
         known: tuple[str, ...] = import_module("seqpar.peers").PEERS
-    except ImportError:  # an installation from before there were any
+    except ImportError:  # this installation has no adapters
         known = ()
     for name in names or ():
         check_choice("peer", name, known)
@@ -131,9 +135,10 @@ def adapters(names: Sequence[str] | None) -> dict[str, Any]:
 
 
 def make_peer(module: Any, setting: Setting) -> Peer:
-    """
+    """The attention of the package whose adapter is ``module``.
+
     Raises:
-        RefusalError: the package is not installed, or cannot run this setting here.
+        RefusalError: the package is not installed, or cannot compute this setting here.
     """
     try:
         peer: Peer = module.make(setting)
@@ -144,20 +149,23 @@ def make_peer(module: Any, setting: Setting) -> Peer:
 
 
 def sdpa(setting: Setting, rows: Tensor | None = None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """PyTorch's attention of some rows of queries on all keys. Tensors are ``[b, s, h, d]``.
+    """PyTorch's attention of some or all queries over all keys.
 
     Args:
-        setting: the mask, and where.
-        rows: global positions of the queries, or None for all of them in order.
+        setting: the case and the device.
+        rows: global positions of the queries; None for all in order.
+
+    Returns:
+        A function of q, k and v, tensors ``[b, s, h, d]``, that returns out.
 
     Raises:
-        RefusalError: the mask would have to be made as too large a square.
+        RefusalError: the mask would be too large as a square matrix.
     """
     case = setting.case
     dense = None
     if case.causal is None or (case.causal and rows is not None):
         if case.seq_len > _LONGEST_DENSE:
-            raise RefusalError(f"a mask of {case.seq_len:,} x {case.seq_len:,} would have to be made")
+            raise RefusalError(f"needs the mask as a matrix of {case.seq_len:,} x {case.seq_len:,}, which is too large")
         dense = setting.mask.dense(case.seq_len).to(setting.device)
         dense = dense if rows is None else dense.index_select(-2, rows.to(setting.device))
         dense = dense[:, None] if dense.ndim == 3 else dense

@@ -1,6 +1,6 @@
-"""From recorded seconds to the rows of the table, the CSV and the JSON file.
+"""The recorded times of all attempts, and the rows of the table, of the CSV file and of the JSON file made from them.
 
-Units: seconds, bytes, operations a second of all ranks together.
+Units: seconds and bytes. Tokens and operations per second are those of all ranks together.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ PASSES = (FORWARD, BOTH)
 
 @dataclass
 class Sample:
-    """What was recorded of one attempt. The lists have one entry for each round, and rounds are the same for all.
+    """The measurements of one attempt. Each list has one entry per round, and all attempts run in the same rounds.
 
     Attributes:
-        name, kind, layout, backend: as in ``Attempt``.
-        seconds: of each pass; of several ranks, the slowest one's. A peer without a backward has no second list.
-        silent: the same without messages; empty where they cannot be left out.
-        cpu: CPU seconds of all threads and ranks.
-        warmup_s: the first run, which opens connections and compiles kernels, and its check.
-        bytes_sent: of forward and backward; of several ranks, the most that one of them sends.
-        bytes_between_hosts: likewise, those of them that go to another host.
-        peak_memory: bytes above the inputs; of several ranks, the largest.
+        name, kind, layout, backend: those of the ``Attempt``.
+        seconds: seconds of the slowest rank by pass, see ``PASSES``. Without a backward, the second list is empty.
+        silent: the same without messages. The lists are empty if messages cannot be left out.
+        cpu: CPU seconds of forward and backward, summed over all threads and ranks.
+        warmup_s: seconds of the first run, which connects the ranks and compiles the kernels, and of its check.
+        bytes_sent: bytes sent in forward and backward, by the rank that sends the most.
+        bytes_between_hosts: the part of these bytes that is sent to other hosts, by the rank that sends the most there.
+        peak_memory: peak of memory above the inputs, on the rank with the largest.
         error: the largest relative error of the output and the gradients.
-        chosen: the strategy that "auto" took.
+        chosen: the strategy that "auto" has chosen; "" otherwise.
     """
 
     name: str
@@ -54,12 +54,16 @@ class Sample:
 
 @dataclass
 class CaseResult:
-    """One case: what ran, what could not and why, and the last step of each rank by attempt.
+    """The results of one case.
 
     Attributes:
-        divisor: by how much the ideal on one process is divided: the ranks on CUDA, where each has a device of its own;
-            the hosts on a CPU, where one process had all cores of its host.
-        busy_share: the share of the cores that other programs took during the rounds.
+        case: the case.
+        samples: the measurements of each attempt that ran.
+        refused: the reason of each attempt that did not run, by its name.
+        divisor: the ideal time is that of one process divided by this number. On CUDA it is the number of ranks, since
+            each has its own device. On a CPU it is the number of hosts, since one process had all cores of its host.
+        busy_share: the share of the cores that other programs used during the rounds.
+        timelines: one step on each rank, by the name of the attempt.
     """
 
     case: Case
@@ -72,7 +76,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; ``None`` is what was not measured."""
+    """One line of the table. Values that were not measured are None."""
 
     preset: str
     mask: str
@@ -107,7 +111,7 @@ class Row:
 
 
 def rows_of(result: CaseResult) -> list[Row]:
-    """Every attempt with a row for each pass; the best ideal of each pass first, the others after the strategies."""
+    """One row for each attempt and pass: the ideal, then seqpar's strategies, other packages, and slower ideals."""
     rows = []
     for run in PASSES:
         measured = [s for s in result.samples if s.seconds[run]]
@@ -122,6 +126,7 @@ def rows_of(result: CaseResult) -> list[Row]:
 
 
 def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> Row:
+    """The row of one attempt and pass. ``ideal`` is the fastest attention on one process."""
     case, seconds = result.case, sample.seconds[run]
     alone = sample.kind == "ideal"
     divisor = 1 if alone else result.divisor
@@ -131,7 +136,7 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> Row:
     settings = asdict(case)
     settings.pop("seed")
     operations = case.operations(backward=False) + (case.operations(backward=True) if run == BOTH else 0.0)
-    both = run == BOTH or not sample.seconds[BOTH]  # bytes and memory are those of the whole run
+    both = run == BOTH or not sample.seconds[BOTH]  # bytes and memory were measured for forward and backward together
     return Row(
         **(settings | {"ranks": 1 if alone else case.ranks}),
         what=sample.name,
@@ -158,7 +163,7 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> Row:
 
 
 def table_of(result: CaseResult, run: str) -> Table:
-    """The table of one case and pass."""
+    """The table of one case and of one of ``PASSES``."""
     case = result.case
     rounds = max((len(s.seconds[run]) for s in result.samples), default=0)
     width = str(case.head_dim) if case.head_dim == case.v_head_dim else f"{case.head_dim} (v {case.v_head_dim})"
@@ -194,7 +199,7 @@ def table_of(result: CaseResult, run: str) -> Table:
 
 
 def to_json(results: Sequence[CaseResult], facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything, also each round's seconds."""
+    """The content of the JSON file: all rows, and the seconds of every round."""
     return {
         "machine": facts,
         "rows": [asdict(row) for result in results for row in rows_of(result)],

@@ -1,9 +1,8 @@
-"""Where the time of one step goes on each rank: computation, messages under way, waiting for them.
+"""When each rank computes, transfers messages and waits for messages during one step, from torch's profiler.
 
-torch's profiler records one step. On a CPU, gloo's operations are under way as long as the profiler says, and messages
-through shared memory while they are written. Waits are the calls that wait for either. The rest of the calling thread's
-time is computation. On CUDA, the kernels of NCCL are the messages, the other kernels are the computation, and a gap
-between those is a wait.
+On a CPU, a transfer is an operation of gloo, or the time in which a message is written to shared memory. A wait is a
+call that waits for either. During the rest of the step, the calling thread computes. On CUDA, the kernels of NCCL are
+the transfers, the other kernels are the computation, and the gaps between those are the waits.
 """
 
 from __future__ import annotations
@@ -20,13 +19,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...comm.host_messages import HostMessages, Receiving
 
-Span = tuple[float, float]  # seconds since the step began
+Span = tuple[float, float]  # start and end, in seconds since the start of the step
 _WAIT, _SEND, _STEP = "wait for messages", "send a message", "step"
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's step."""
+    """What one rank does during a step.
+
+    Attributes:
+        compute: the spans in which it computes.
+        sends: the spans in which messages are transferred.
+        waits: the spans in which it waits for messages.
+    """
 
     compute: list[Span]
     sends: list[Span]
@@ -34,7 +39,13 @@ class Timeline:
 
 
 def record(run: Callable[[], object], device: torch.device, chrome: Path | None = None) -> Timeline:
-    """Run one step under the profiler, and write its Chrome trace if asked to."""
+    """Run one step under the profiler.
+
+    Args:
+        run: runs the step.
+        device: the device of this rank.
+        chrome: the file to write a Chrome trace to; None to write none.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with _named_messages(), profile(activities=activities) as profiler, record_function(_STEP):
         run()
@@ -46,14 +57,14 @@ def record(run: Callable[[], object], device: torch.device, chrome: Path | None 
 
 @contextmanager
 def _named_messages() -> Iterator[None]:
-    """Waits for messages appear in the profile, whoever waits, and so does sending them through shared memory."""
+    """A block in which waits for messages, and sends through shared memory, appear in the profile."""
     with _named(dist.Work, "wait", _WAIT), _named(Receiving, "wait", _WAIT), _named(HostMessages, "send", _SEND):
         yield
 
 
 @contextmanager
 def _named(owner: Any, method: str, name: str) -> Iterator[None]:
-    """Calls of a method of the class ``owner`` appear in the profile."""
+    """A block in which calls of a method of the class ``owner`` appear in the profile as ``name``."""
     original = getattr(owner, method)
 
     def named(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +112,7 @@ def on_cuda(events: Iterable[Any]) -> Timeline:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The union of spans, as spans that do not touch, in order."""
+    """The union of ``spans``, as sorted spans that do not touch."""
     result: list[Span] = []
     for start, end in sorted(spans):
         if end <= start:
@@ -114,7 +125,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def gaps(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """What disjoint spans in order leave of ``start`` to ``end``."""
+    """The parts of ``start`` to ``end`` that ``spans``, which are disjoint and sorted, do not cover."""
     result = []
     for first, last in spans:
         if first > start:

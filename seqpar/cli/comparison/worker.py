@@ -1,4 +1,4 @@
-"""One rank of ``seqpar bench``, started by the command."""
+"""One rank of ``seqpar bench``, which the command starts. The only argument is the configuration."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: one file, written completely or not at all, from which a run resumes exactly.
+"""Checkpoints of a training run. A checkpoint is one file, which is written completely or not at all.
 
-Why not torch.distributed.checkpoint, which the layers' state dicts support: it writes a folder of files, which a crash
-may leave half written; it reads into tensors that exist already, but the losses and the text have a length that only
-the checkpoint knows; and AdamW's moments of a weight sharded by tp_sp are plain tensors, which would have to be made
-full or into DTensors first, as they are here. For a model that one rank can hold, torch.save is less code.
+torch.distributed.checkpoint, which the state dicts of the layers support, is not used here for three reasons. It writes
+a folder of files, which a crash may leave half written. It reads into existing tensors, but only the checkpoint knows
+the lengths of the losses and of the text. And AdamW's moments of a weight that tp_sp shards are plain tensors, which
+would have to be gathered or made into DTensors in any case. For a model that fits on one rank, torch.save is simpler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
         with temporary.open("wb") as file:
             torch.save({"format": _FORMAT, **state}, file)
             file.flush()
-            os.fsync(file.fileno())  # the data is on disk before the name is
+            os.fsync(file.fileno())  # the content must be on disk before the file gets its name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -35,7 +35,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state saved at ``path``, its tensors on the CPU.
 
     Raises:
-        ValueError: there is no checkpoint, or the file is not one of this command's.
+        ValueError: there is no file, or it is not a checkpoint of this version of the command.
     """
     if not path.exists():
         raise ValueError(f"--resume: {path} does not exist; leave --resume out, or name the --out of an earlier run")
@@ -49,13 +49,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def check_same_run(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """
+    """Compare the options of a checkpoint with those of the run that resumes from it.
+
     Raises:
-        ValueError: an option that a resumed run must leave as it was has changed.
+        ValueError: an option differs that must not change.
     """
     for name in sorted({*saved, *current}):
         if saved.get(name) != current.get(name):
             raise ValueError(
-                f"--resume: the checkpoint has {name}={saved.get(name)!r}, this run {current.get(name)!r}; "
-                "give the same, or start a new run with another --out"
+                f"--resume: the checkpoint has {name}={saved.get(name)!r}, this run has {current.get(name)!r}; "
+                "use the same value, or start a new run with another --out"
             )

@@ -1,4 +1,4 @@
-"""The options of a training run. Each is written once: its field has its type, default, help text and rules."""
+"""The options of a training run. The field of an option has its type, default, help text and constraints."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class Option:
-    """What ``seqpar train`` knows of an option besides its type and default.
+    """An option of ``seqpar train``, without its type and default.
 
     Attributes:
-        panel: the section of ``seqpar train --help`` that lists it.
-        help: its line there.
-        flags: its spellings, by default made from the field's name.
-        least: the smallest int allowed.
-        may_change: whether a resumed run may have another value, because the option does not change what is learned
-            from which data.
+        panel: the section of ``seqpar train --help`` that lists the option.
+        help: the help text of the option.
+        flags: the names of the option on the command line; by default one made from the name of the field.
+        least: the smallest int that is allowed; None for no limit.
+        may_change: whether a resumed run may have another value. It may if the losses stay the same apart from
+            rounding.
     """
 
     panel: Literal["Strategy", "Training", "Model", "Run"]
@@ -56,54 +56,60 @@ def _run(help: str, *flags: str, least: int | None = None) -> Option:
 class TrainConfig:
     """One training run. Each field with an ``Option`` is an option of ``seqpar train``."""
 
-    strategy: Annotated[LayerStrategy, _strategy("How the ranks share a sequence.")] = "ring"
+    strategy: Annotated[LayerStrategy, _strategy("How a sequence is sharded over the ranks.")] = "ring"
     layout: Annotated[Layout, _strategy("Which tokens each rank holds.")] = "zigzag"
     comm: Annotated[Comm | None, _strategy("How context_parallel communicates.")] = None
     ulysses_size: Annotated[int | None, _strategy("Ranks in each all-to-all of hybrid or a2a+p2p.")] = None
-    backend: Annotated[BackendName, _strategy("Attention kernels; `seqpar doctor` says which run here.")] = "auto"
+    backend: Annotated[BackendName, _strategy("Attention backend; `seqpar doctor` lists those that run here.")] = "auto"
 
     text: Annotated[
-        str | None, Option("Training", "Text file (default: this package's own sources).", may_change=True)
+        str | None, Option("Training", "Text file. By default the source files of this package.", may_change=True)
     ] = None
     mask: Annotated[str, Option("Training", f"{MASKS}.")] = "causal"
-    seq_len: Annotated[int, Option("Training", "Tokens (bytes) of a sequence, over all ranks.", least=1)] = 2048
+    seq_len: Annotated[int, Option("Training", "Tokens (bytes) of a full sequence.", least=1)] = 2048
     batch: Annotated[int, Option("Training", "Sequences in each step.", least=1)] = 1
-    steps: Annotated[int, Option("Training", "Steps in all, with those before --resume.", least=1, may_change=True)] = (
-        100
-    )
+    steps: Annotated[
+        int, Option("Training", "Total number of steps, including those before --resume.", least=1, may_change=True)
+    ] = 100
     lr: Annotated[float, Option("Training", "Learning rate, after a short warm-up.")] = 1e-3
     seed: Annotated[int, Option("Training", "Seed of weights, data and dropout.", least=0)] = 0
 
     layers: Annotated[int, Option("Model", "Transformer layers.", least=1)] = 4
     hidden: Annotated[int, Option("Model", "Width of the hidden states.", least=1)] = 256
     heads: Annotated[int, Option("Model", "Query heads.", least=1)] = 8
-    kv_heads: Annotated[int, Option("Model", "Key/value heads, a divisor of the query heads.", least=1)] = 4
-    tied: Annotated[bool, Option("Model", "Share one matrix between input and output.", ("--tied/--untied",))] = True
+    kv_heads: Annotated[int, Option("Model", "KV heads, a divisor of the query heads.", least=1)] = 4
+    tied: Annotated[
+        bool, Option("Model", "Share one weight between the embedding and the head.", ("--tied/--untied",))
+    ] = True
     dropout: Annotated[float, Option("Model", "Probability of dropping an attention weight.")] = 0.0
-    dtype: Annotated[DTypeName, Option("Model", "Precision; bfloat16 is autocast with float32 weights.")] = "float32"
+    dtype: Annotated[DTypeName, Option("Model", "Precision. bfloat16 means autocast with float32 weights.")] = "float32"
 
     out: Annotated[str, _run("Folder for checkpoint, loss curve, CSV and summary.")] = "seqpar-train"
-    save_every: Annotated[int, _run("Steps between checkpoints; 0 saves at the end only.", least=0)] = 0
-    resume: Annotated[bool, _run("Continue from OUT/checkpoint.pt, with any strategy and ranks.", "--resume")] = False
-    device: Annotated[DeviceName, _run("Where to compute; auto is cuda if each rank has a GPU.")] = "auto"
+    save_every: Annotated[int, _run("Steps between checkpoints; with 0, one at the end only.", least=0)] = 0
+    resume: Annotated[
+        bool, _run("Continue from OUT/checkpoint.pt, under any strategy and number of ranks.", "--resume")
+    ] = False
+    device: Annotated[DeviceName, _run("Where to compute. auto is cuda if each rank has a GPU.")] = "auto"
     deterministic: Annotated[bool, _run("Use deterministic algorithms only.", "--deterministic")] = False
-    deadline: Annotated[float, _run("Seconds after which ranks started here are ended.")] = 3600.0
+    deadline: Annotated[float, _run("Seconds after which the ranks started here are stopped.")] = 3600.0
     plot: Annotated[bool, _run("Draw the loss curve.")] = True
-    title: str = ""  # of the progress display and the plot; ``seqpar demo`` sets it
+    title: str = ""  # the title of the progress display and of the plot, which ``seqpar demo`` sets
 
     @classmethod
     @cache
     def options(cls) -> dict[str, tuple[Any, Option]]:
-        """The type and the Option of each field that has one, by the field's name."""
+        """For each option, by the name of its field: its type and its ``Option``."""
         hints = get_type_hints(cls, include_extras=True).items()
         return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Annotated}
 
     @property
     def shape(self) -> ModelShape:
+        """The sizes of the model."""
         return ModelShape(self.layers, self.hidden, self.heads, self.kv_heads, self.tied, self.dropout)
 
     @property
     def strategy_options(self) -> StrategyOptions:
+        """The options of the strategy, as ``seqpar.ParallelAttention`` takes them."""
         options: StrategyOptions = {}
         if self.comm is not None:
             options["comm"] = self.comm
@@ -113,19 +119,19 @@ class TrainConfig:
 
     @property
     def fixed_options(self) -> dict[str, Any]:
-        """The options that a resumed run must leave as they were."""
+        """The options whose values must not change when a run is resumed."""
         return {name: getattr(self, name) for name, (_, option) in self.options().items() if not option.may_change}
 
     def check(self, ranks: int, local_ranks: int) -> None:
-        """Check every option, alone and together with the others.
+        """Check every option by itself and together with the others.
 
         Args:
-            ranks: of the run.
-            local_ranks: those on this machine.
+            ranks: the number of ranks of the run.
+            local_ranks: the number of ranks on this machine.
 
         Raises:
             TypeError: an option has the wrong type.
-            ValueError: an option has a value that is not allowed, or that does not fit the others.
+            ValueError: the value of an option is not allowed, or does not fit the other options.
         """
         check_choice("strategy", self.strategy, LAYERS)
         check_choice("layout", self.layout, LAYOUTS)
@@ -140,17 +146,19 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a positive number")
         if self.hidden % (2 * self.heads):
             raise ValueError(
-                f"heads={self.heads}: hidden={self.hidden} must be a multiple of twice that (head_dim is even)"
+                f"heads={self.heads}: hidden={self.hidden} must be a multiple of 2 * heads (head_dim is even)"
             )
         if self.strategy == "local" and ranks > 1:
-            raise ValueError(f"strategy='local' with {ranks} ranks: it runs on one; choose another, or --nproc 1")
+            raise ValueError(
+                f"strategy='local' with {ranks} ranks: it runs on one rank; choose another strategy, or --nproc 1"
+            )
         if self.device == "cuda" and (gpus := torch.cuda.device_count()) < local_ranks:
             raise ValueError(
                 f"device='cuda': {gpus} GPUs on {socket.gethostname()} for its {local_ranks} ranks; start fewer ranks "
                 "there, or use --device cpu"
             )
         MaskChoice.parse(self.mask)
-        # The model checks what is left: on the meta device it has no weights.
+        # The model checks the remaining options. On the meta device its weights take no memory.
         ByteLlama(self.shape, self.strategy, backend=self.backend, device="meta", **self.strategy_options)
 
     def to_json(self) -> str:

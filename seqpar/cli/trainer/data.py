@@ -1,6 +1,6 @@
-"""A text as bytes, and the batch of each step. Every rank makes the same batch, and keeps its shard of it.
+"""The text as bytes, and the batch of each step. Every rank makes the full batch and then takes its shard.
 
-Shapes: ``n`` bytes of the text, ``b`` batch, ``s`` tokens of the whole sequence.
+Shapes: ``n`` bytes of the text, ``b`` batch, ``s`` tokens of the full sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...mask import Mask
 from .model import IGNORE_INDEX
 
 MASKS = "causal, window:N, chunked:N, documents, documents:N, or several joined by +"
-BATCH_BYTES = 32  # of each token while a batch is made: four int64
+BATCH_BYTES = 32  # bytes per token while a batch is made: four int64 tensors
 _FORM_FEED = b"\f"
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv"}
 
@@ -27,9 +27,9 @@ class Corpus:
     """A text.
 
     Attributes:
-        name: for messages: the file's path.
-        data: uint8 ``[n]``.
-        starts: bool ``[n]``, True where a document starts.
+        name: the path of the file, for messages.
+        data: the bytes, uint8 ``[n]``.
+        starts: whether a document starts at a byte, bool ``[n]``.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Corpus:
         return zlib.crc32(self.data.numpy().tobytes())
 
     def save(self, path: Path) -> None:
-        """Write a text file from which ``read_corpus`` reads the same bytes and documents."""
+        """Write a text file from which ``read_corpus`` reads the same bytes and documents again."""
         edges = [*self.starts.nonzero().flatten().tolist(), len(self.data)]
         text = self.data.numpy().tobytes()
         documents = [text[a:b].removesuffix(_FORM_FEED) for a, b in pairwise(edges)]
@@ -50,12 +50,12 @@ class Corpus:
 
 
 def read_corpus(path: str | None) -> Corpus:
-    """The text at ``path``; by default this package's own sources.
+    """The text at ``path``; for None, the source files of this package.
 
-    Documents end at form feeds. In a text without form feeds they end at empty lines. Each source file is a document.
+    Documents end at form feeds, or at empty lines if the text has no form feed. Each source file is one document.
 
     Raises:
-        ValueError: the file cannot be read, or holds less than two bytes.
+        ValueError: the file cannot be read, or has less than two bytes.
     """
     if path is None:
         files = _own_sources()
@@ -71,7 +71,7 @@ def read_corpus(path: str | None) -> Corpus:
 
 
 def _own_sources() -> list[Path]:
-    """README and Python files of the repository that contains this package, or else of the package."""
+    """The README and the Python files of the repository. Without a repository, the Python files of the package."""
     package = Path(__file__).resolve().parents[2]
     root = package.parent
     if not (root / "pyproject.toml").exists():
@@ -85,7 +85,7 @@ def _own_sources() -> list[Path]:
 
 
 def _make_corpus(name: str, text: bytes, separator: bytes) -> Corpus:
-    """The corpus of a text whose documents end at ``separator``, which belongs to the document before it."""
+    """The corpus of a text whose documents end with ``separator``."""
     parts = text.split(separator)
     lengths = [len(part) + len(separator) for part in parts[:-1]] + [len(parts[-1])]
     edges = torch.tensor([0, *lengths]).cumsum(0)
@@ -99,9 +99,9 @@ class MaskChoice:
     """The mask that ``--mask`` names.
 
     Attributes:
-        fixed: the part that is the same in every step.
-        documents: whether tokens see their own document only. Documents differ from batch to batch.
-        mean_document: mean tokens of a document with random boundaries; 0 takes the text's own documents.
+        fixed: the part of the mask that is the same in every step.
+        documents: whether tokens see only their own document. The documents differ from batch to batch.
+        mean_document: the mean length of documents with random boundaries, in tokens; 0 for the documents of the text.
     """
 
     fixed: Mask
@@ -110,9 +110,10 @@ class MaskChoice:
 
     @staticmethod
     def parse(text: str) -> MaskChoice:
-        """
+        """The choice that ``--mask`` names.
+
         Raises:
-            ValueError: the text names no mask of ``MASKS``.
+            ValueError: ``text`` is not one of ``MASKS``.
         """
         fixed, documents, mean = Mask.causal(), False, 0
         for item in text.split("+"):
@@ -135,13 +136,13 @@ class MaskChoice:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The batch of one step, not sharded.
+    """The full batch of one step, before it is sharded.
 
     Attributes:
         tokens: int64 ``[b, s]``.
         labels: int64 ``[b, s]``: the next token, or ``IGNORE_INDEX`` if the next token belongs to another document.
-        mask: of the whole sequence.
-        count: labels that are not ``IGNORE_INDEX``.
+        mask: the mask of the full sequence.
+        count: the number of labels that are not ``IGNORE_INDEX``.
     """
 
     tokens: Tensor
@@ -151,9 +152,18 @@ class Batch:
 
 
 def make_batch(corpus: Corpus, choice: MaskChoice, batch: int, seq_len: int, seed: int, step: int) -> Batch:
-    """The batch of a step. It depends on the arguments only, so a resumed run needs no state of a data loader.
+    """The batch of a step.
 
-    Each row starts at a random byte. The text wraps around at its end, so ``seq_len`` may exceed its length.
+    It depends on the arguments only, so a resumed run needs no state of a data loader. Each row starts at a random byte
+    and continues at the start of the text after its end, so ``seq_len`` may be larger than the text.
+
+    Args:
+        corpus: the text.
+        choice: the mask.
+        batch: rows of the batch.
+        seq_len: tokens of each row.
+        seed: the seed of the run.
+        step: the number of the step.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     first = torch.randint(len(corpus.data), (batch, 1), generator=generator)
@@ -171,6 +181,6 @@ def make_batch(corpus: Corpus, choice: MaskChoice, batch: int, seq_len: int, see
 
 
 def _boundaries(starts: Tensor) -> list[int]:
-    """The cu_seqlens of one row, from ``starts`` bool ``[s]``. The row's first token starts a document in any case."""
+    """The cu_seqlens of a row from ``starts``, bool ``[s]``. The first token of a row always starts a document."""
     inner = starts.nonzero().flatten().tolist()
     return [*([] if inner[:1] == [0] else [0]), *inner, len(starts)]

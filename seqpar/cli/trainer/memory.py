@@ -1,4 +1,4 @@
-"""The memory that a step needs, what is free, and the peak of this process."""
+"""The memory that a step needs, the free memory, and the peak of this process's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .world import World
 
 
 def check_memory(config: TrainConfig, world: World) -> None:
-    """
+    """Raise if the memory for a step is certainly too small.
+
     Raises:
         ValueError: a step needs more memory than is free for this rank.
     """
@@ -34,25 +35,25 @@ def _check_fits(config: TrainConfig, world: World, needed: int, free: int, where
     if needed > free:
         raise ValueError(
             f"seq_len={config.seq_len}, batch={config.batch}: on {world.size} rank(s) a step needs at least "
-            f"{human_bytes(needed)} {where} a rank, and {human_bytes(free)} are free for it; lower --seq-len, --batch, "
-            "--layers or --hidden, or use more ranks"
+            f"{human_bytes(needed)} {where} per rank, but only {human_bytes(free)} are free for each rank; lower "
+            "--seq-len, --batch, --layers or --hidden, or use more ranks"
         )
 
 
 def least_memory(config: TrainConfig, ranks: int) -> tuple[int, int]:
-    """Bytes that a step needs at least on each rank: for the batch, on the host, and for what backward needs."""
+    """The least bytes of a step on each rank: for the batch, on the host; and for saved activations, on the device."""
     shape = config.shape
     width = DTYPES[config.dtype].itemsize
     kv_width = shape.hidden // shape.heads * shape.kv_heads
-    # In each layer: both norms' inputs, in at least float32; the inputs of the matrix products; q, k, v and out.
+    # Per token and layer: the inputs of both norms, at least in float32; the inputs of the products; q, k, v and out.
     layer = 2 * shape.hidden * max(width, 4) + (4 * shape.hidden + 2 * kv_width + 3 * shape.intermediate) * width
     tokens = config.batch * (config.seq_len // ranks)
     return config.batch * config.seq_len * BATCH_BYTES, tokens * shape.layers * layer
 
 
 def _free_on_host() -> int:
-    """Bytes that this machine can give, at most the limit of this process's control group."""
-    free = 1 << 62  # not known
+    """Free bytes of this machine, at most the limit of this process's control group."""
+    free = 1 << 62  # unknown: no limit
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10  # KiB
@@ -62,11 +63,11 @@ def _free_on_host() -> int:
 
 
 class PeakMemory:
-    """The most memory held since this object was made, in bytes above what was held then.
+    """The peak of this process's memory since the object was made, in bytes above the memory at that time.
 
-    On CUDA it is the memory of tensors on the device, as torch counts it. torch does not count the CPU's: there it is
-    the process's resident memory. Linux keeps its peak as ``VmHWM``, which is reset here. Elsewhere it is
-    ``ru_maxrss``, the peak since the process started.
+    On CUDA it is the memory of tensors on the device, as torch counts it. On a CPU torch does not count memory, and it
+    is the resident memory of the process: on Linux ``VmHWM``, which is reset here, elsewhere ``ru_maxrss``, the peak
+    since the process started.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +77,7 @@ class PeakMemory:
             self._baseline = torch.cuda.memory_allocated(device)
             return
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): set the peak to what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): set the peak to the current resident memory
         self._baseline = _resident_peak()
 
     def bytes(self) -> int:
@@ -87,6 +88,7 @@ class PeakMemory:
 
 
 def _resident_peak() -> int:
+    """The peak of resident memory in bytes."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

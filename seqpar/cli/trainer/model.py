@@ -1,4 +1,4 @@
-"""A small Llama-shaped language model over bytes, made of the package's own layers.
+"""A small Llama-shaped language model over bytes, made of the layers of this package.
 
 Shapes: ``b`` batch, ``s`` this rank's tokens, ``h`` hidden, ``v`` vocabulary (the 256 bytes).
 """
@@ -27,12 +27,21 @@ if TYPE_CHECKING:
 LayerStrategy = Literal[StrategyName, "tp_sp"]
 
 VOCABULARY = 256
-IGNORE_INDEX = -100  # the label of a token that has none
+IGNORE_INDEX = -100  # marks tokens without a label
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model; the same under every strategy."""
+    """The sizes of the model, which are the same under every strategy.
+
+    Attributes:
+        layers: transformer layers.
+        hidden: the hidden size.
+        heads: query heads.
+        kv_heads: KV heads.
+        tied: whether the language model head shares the weight of the embedding.
+        dropout: the probability of dropping an attention weight.
+    """
 
     layers: int
     hidden: int
@@ -83,13 +92,13 @@ class ByteLlama(nn.Module):
     Only attention communicates. With strategy "tp_sp" the MLP does too.
 
     Args:
-        shape: sizes.
-        strategy: as in ``seqpar.ParallelAttention``, like the arguments that follow.
-        group: the ranks that share a sequence; None is this process alone.
+        shape: the sizes of the model.
+        strategy: the strategy, as in ``seqpar.ParallelAttention``.
+        group: the ranks that a sequence is sharded over; None is this process alone.
         backend: the attention backend.
-        device: of the weights.
-        dtype: of the weights.
-        strategy_options: options of the strategy.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
+        strategy_options: options of the strategy, as in ``seqpar.ParallelAttention``.
     """
 
     def __init__(
@@ -140,10 +149,10 @@ class ByteLlama(nn.Module):
         for name, p in self.named_parameters():
             if p.dim() < 2:  # a norm's weight stays 1
                 continue
-            # GPT-2: projections into the residual stream start smaller, by the number of them.
+            # As in GPT-2, projections whose output is added to the residual stream start smaller the more there are.
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 * ((2 * len(self.layers)) ** -0.5 if residual else 1.0)
-            # Every rank draws the full weight, and keeps its slice of it under tp_sp.
+            # Every rank draws the full weight. Under tp_sp it keeps only its slice.
             shard = shards.get(p)
             full = torch.empty(p.shape if shard is None else shard.full_shape(p))
             full.normal_(0, std, generator=generator)
@@ -155,8 +164,8 @@ class ByteLlama(nn.Module):
 
         Args:
             tokens: int64 ``[b, s]``.
-            mask: of the whole sequence.
-            sharding: that the tokens were sharded with.
+            mask: the mask of the full sequence.
+            sharding: the sharding of the tokens.
 
         Returns:
             ``[b, s, v]``.
@@ -169,12 +178,15 @@ class ByteLlama(nn.Module):
 
 
 def partial_loss(logits: Tensor, labels: Tensor, count: int) -> Tensor:
-    """This rank's term of the mean cross-entropy: the sum over the ranks is the loss of the whole batch.
+    """This rank's part of the mean cross-entropy. The sum over the ranks is the loss of the whole batch.
 
     Args:
         logits: ``[b, s, v]`` of this rank's tokens.
         labels: int64 ``[b, s]``.
-        count: labels of the whole batch that are not ``IGNORE_INDEX``.
+        count: the number of labels in the whole batch that are not ``IGNORE_INDEX``.
+
+    Returns:
+        A scalar, in float32 or wider.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

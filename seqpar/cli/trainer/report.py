@@ -1,4 +1,4 @@
-"""The files that a run writes (CSV, PNG, JSON), and how numbers are printed."""
+"""Write CSV, PNG and JSON files, and format numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_folder(out: Path, option: str = "--out") -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with the same keys. Floats keep all their digits."""
+    """Write rows, which have the same keys. Floats are written with all their digits."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -30,11 +30,12 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def human_bytes(n: float) -> str:
-    """Such as "1.5 KiB"."""
+    """A number of bytes with a unit, such as "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(n) < 1024 or unit == "TiB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -43,7 +44,7 @@ def human_bytes(n: float) -> str:
 
 
 def human_count(n: float) -> str:
-    """Such as "1.5 k"."""
+    """A number with three digits and a unit, such as "1.5 k"."""
     for unit in ("", " k", " M"):
         if abs(n) < 1000 or unit == " M":
             return f"{n:.3g}{unit}" if abs(n) < 1000 else f"{n:,.0f}{unit}"
@@ -57,14 +58,14 @@ def plot_loss(path: Path, losses: Sequence[float], title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(range(1, len(losses) + 1), losses, linewidth=1.5, color="#1f5fa8")
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a byte)")
+    axes.set_ylabel("loss (nats per byte)")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     save_figure(figure, path)
 
 
 def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str) -> None:
-    """Draw the loss curves of all runs in one panel, and in a second one their distance from the first run's."""
+    """Draw the loss curves of all runs, and below them the absolute differences from the losses of the first run."""
     pyplot = pyplot_without_display()
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 2), layout="constrained"
@@ -74,7 +75,7 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
     steps = range(1, len(reference) + 1)
     top.plot(steps, reference, label=names[0], color="0.8", linewidth=7, solid_capstyle="round")
     colors = pyplot.get_cmap("tab10").colors
-    # The curves coincide. So that all are visible, each is drawn as dashes in the gaps that the others leave.
+    # The curves coincide. Each is drawn as dashes in the gaps of the others, so that all are visible.
     dash, largest = 5, 0.0
     for i, name in enumerate(names[1:]):
         pattern = (i * dash, (dash, dash * (len(names) - 2)) if len(names) > 2 else (1, 0))
@@ -83,7 +84,7 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
         gap = [abs(a - b) for a, b in zip(runs[name], reference, strict=True)]
         largest = max(largest, *gap)
         bottom.plot(steps, gap, color=colors[i], marker=".", markersize=6, linestyle="none")
-    top.set_ylabel("loss (nats a byte)")
+    top.set_ylabel("loss (nats per byte)")
     top.set_title(title, fontsize=10)
     top.legend(fontsize=9, handlelength=2.5)
     if largest > 0:
@@ -97,7 +98,7 @@ def plot_comparison(path: Path, runs: Mapping[str, Sequence[float]], title: str)
 
 
 def pyplot_without_display() -> Any:
-    """matplotlib.pyplot without a display. Imported here: it takes half a second."""
+    """matplotlib.pyplot without a display. It is imported here because the import takes half a second."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""One rank's training run: model, optimizer, the step, and what a checkpoint holds.
+"""The training loop of one rank, and the state that a checkpoint saves.
 
 Shapes: ``b`` batch, ``s`` this rank's tokens, ``v`` vocabulary.
 """
@@ -39,12 +39,12 @@ class StepResult:
     """The measurements of one step.
 
     Attributes:
-        step: its number, from 0.
-        loss: of the whole batch.
-        gradient_norm: of all gradients together, before they are clipped.
-        seconds: of the whole step.
-        attention_bytes: sent in forward and backward, by all ranks together.
-        gradient_bytes: sent to sum the weights' gradients, by all ranks together.
+        step: the number of the step, from 0.
+        loss: the loss of the whole batch.
+        gradient_norm: the norm of all gradients together, before they are clipped.
+        seconds: seconds of the step.
+        attention_bytes: bytes sent in forward and backward, summed over the ranks.
+        gradient_bytes: bytes sent to sum the weights' gradients over the ranks, summed over the ranks.
     """
 
     step: int
@@ -56,7 +56,13 @@ class StepResult:
 
 
 class Training:
-    """Model, optimizer and data of one rank, and the losses of the steps done so far."""
+    """The model, the optimizer and the data of one rank, and the losses of the steps so far.
+
+    Args:
+        config: the options, already checked.
+        corpus: the text.
+        world: the ranks.
+    """
 
     def __init__(self, config: TrainConfig, corpus: Corpus, world: World) -> None:
         self.config = config
@@ -66,12 +72,14 @@ class Training:
         self.mask = MaskChoice.parse(config.mask)
         self.sharding = Sharding(config.seq_len, config.layout, group=world.group)
         if config.strategy in STRATEGIES:
-            resolve(config.strategy, None, world.group, config.strategy_options)  # raises if a size does not fit
+            resolve(
+                config.strategy, None, world.group, config.strategy_options
+            )  # raises an error if a size does not fit
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.memory = PeakMemory(world.device)
         dtype = DTYPES[config.dtype]
-        # A half type means autocast, with the weights in float32.
+        # With a 16-bit dtype the model runs under autocast, and the weights are float32.
         self.autocast = dtype.itemsize < 4
         self.model = ByteLlama(
             config.shape,
@@ -85,24 +93,24 @@ class Training:
         self.model.reset_parameters(config.seed)
         self.shards = weight_shards(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        torch.manual_seed(config.seed)  # rank 0 draws the seeds of attention's dropout from this generator
+        torch.manual_seed(config.seed)  # rank 0 draws the seeds of dropout from this generator
 
     @property
     def parameters(self) -> int:
-        """Number of weights of the full model."""
+        """The number of weights of the full model, of all tensor-parallel ranks together."""
         sizes = ((p, self.shards.get(p)) for p in self.model.parameters())
         return sum(p.numel() if s is None else prod(s.full_shape(p)) for p, s in sizes)
 
     @property
     def fixed_options(self) -> dict[str, Any]:
-        """What a resumed run must leave as it was: options, and the text's bytes instead of its path."""
+        """The values that must not change when a run is resumed: options, and a checksum of the text."""
         return {**self.config.fixed_options, "text": self.corpus.digest}
 
     def run(self) -> Iterator[StepResult]:
-        """The steps that remain.
+        """Run the remaining steps, and yield the result of each.
 
         Raises:
-            CommandError: the loss is no longer finite.
+            CommandError: the loss is not finite.
         """
         while len(self.losses) < self.config.steps:
             result = self._step()
@@ -112,6 +120,7 @@ class Training:
             yield result
 
     def _step(self) -> StepResult:
+        """Run the next step."""
         config, world, number = self.config, self.world, len(self.losses)
         start = time.perf_counter()
         batch = make_batch(self.corpus, self.mask, config.batch, config.seq_len, config.seed, number)
@@ -136,8 +145,8 @@ class Training:
         return StepResult(number, total_loss, float(norm), seconds, int(attention_bytes), int(gradient_bytes))
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint of the full weights and optimizer state. All ranks call it, and rank 0 writes."""
-        # Both calls gather weights that tp_sp shards, so every rank makes them.
+        """Write a checkpoint of the full weights and of the optimizer's state. All ranks call this; rank 0 writes."""
+        # Under tp_sp the weights and the moments are gathered from all ranks, so all ranks must get here.
         weights = {
             name: weight.full_tensor() if isinstance(weight, DTensor) else weight
             for name, weight in self.model.state_dict().items()
@@ -160,14 +169,14 @@ class Training:
         save_checkpoint(path, state)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state that ``save`` wrote, under any strategy and number of ranks.
+        """Continue from a state that ``save`` has written under any strategy and number of ranks.
 
         Raises:
-            ValueError: the checkpoint is of another run, or has all of this run's steps.
+            ValueError: the checkpoint is of another run, or has all the steps of this run already.
         """
         check_same_run(state["fixed_options"], self.fixed_options)
         if len(state["losses"]) >= self.config.steps:
-            raise ValueError(f"--resume: {len(state['losses'])} steps are done already; give a larger --steps")
+            raise ValueError(f"--resume: {len(state['losses'])} steps are done already; choose a larger --steps")
         self.model.load_state_dict(state["model"])
         for name, p in self.model.named_parameters():
             moments = {key: self._local(p, x) for key, x in state["optimizer"][name].items()}

@@ -1,4 +1,4 @@
-"""One rank of ``seqpar train``: runs the training, shows its progress on rank 0 and writes the run's files."""
+"""One rank of ``seqpar train``: run the training, show the progress on rank 0 and write the files of the run."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from .world import World
 
 
 def launch_training(config: TrainConfig, ranks: int) -> None:
-    """Train in fresh processes on this machine.
+    """Train in new processes on this machine.
 
     Raises:
-        CommandError: bad options, or a run that failed.
+        CommandError: an option is not allowed, or the run failed.
     """
     launch(["-m", "seqpar.cli.trainer.worker", config.to_json()], ranks, config.deadline)
 
 
 def run_training(config: TrainConfig) -> None:
-    """Train in this process: alone, or as the rank that a launcher made it.
+    """Train in this process, either alone or as one of the ranks that a launcher has started.
 
     Raises:
-        CommandError: bad options, or a run that failed.
+        CommandError: an option is not allowed, or the run failed.
     """
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it to be deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed by cuBLAS to be deterministic
     out = Path(config.out)
     checkpoint = out / "checkpoint.pt"
     with bad_options():
@@ -61,7 +61,7 @@ def run_training(config: TrainConfig) -> None:
             if config.save_every and (result.step + 1) % config.save_every == 0:
                 training.save(checkpoint)
     training.save(checkpoint)
-    # Every rank's peak: each rank adds its own to a row of zeros.
+    # The sum over the ranks collects the peak of every rank, because each rank has zeros in the places of the others.
     peaks = world.all_reduce(*(training.memory.bytes() if r == world.rank else 0 for r in range(world.size)))
     if world.rank == 0:
         _report(training, results, resumed_at, [int(p) for p in peaks], out)
@@ -69,9 +69,10 @@ def run_training(config: TrainConfig) -> None:
 
 
 def _read(config: TrainConfig, checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint if the run resumes, and the text.
+    """The text, and the checkpoint if the run resumes.
 
-    Without a file, a resumed run has the checkpoint's text: this package's sources may have changed since.
+    If no text is named, a resumed run uses the text in the checkpoint, because the default text, the sources of this
+    package, may have changed since.
     """
     saved = load_checkpoint(checkpoint) if config.resume else None
     corpus = saved["corpus"] if saved is not None and config.text is None else vars(read_corpus(config.text))
@@ -80,7 +81,7 @@ def _read(config: TrainConfig, checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def _progress(training: Training) -> Iterator[Callable[[StepResult], None]]:
-    """A function that shows a step: a progress bar on a terminal, ten lines elsewhere, nothing on ranks above 0."""
+    """A function that shows a step on rank 0: as a progress bar on a terminal, otherwise as one of about ten lines."""
     config = training.config
     if training.world.rank != 0:
         yield lambda result: None
@@ -133,7 +134,7 @@ def _progress(training: Training) -> Iterator[Callable[[StepResult], None]]:
 
 
 def title_of(training: Training) -> str:
-    """Such as "ring, zigzag, 4 ranks"."""
+    """The title of a run, such as "ring, zigzag, 4 ranks"."""
     config, size = training.config, training.world.size
     if config.title:
         return config.title
@@ -147,12 +148,12 @@ def _report(training: Training, results: list[StepResult], resumed_at: int, peak
     """Write losses.csv, summary.json and losses.png."""
     config = training.config
     tokens = config.batch * config.seq_len
-    # The first step allocates and warms up: leave it out of the median, unless there is no other.
+    # The median leaves out the first step, which is slower because it allocates memory, unless it is the only one.
     seconds = statistics.median(r.seconds for r in results[1:] or results)
     by_step = {r.step: r for r in results}
     rows = []
     for step, loss in enumerate(training.losses):
-        r = by_step.get(step)  # None: before the run was resumed
+        r = by_step.get(step)  # None for steps before the run was resumed
         rows.append(
             {
                 "step": step + 1,
@@ -182,7 +183,7 @@ def _report(training: Training, results: list[StepResult], resumed_at: int, peak
     }
     write_json(out / "summary.json", summary)
     if config.plot:
-        plot_loss(out / "losses.png", training.losses, f"{title_of(training)}: {config.seq_len:,} tokens a sequence")
+        plot_loss(out / "losses.png", training.losses, f"{title_of(training)}: {config.seq_len:,} tokens per sequence")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a training run: they start together, fail together, and take their files from rank 0."""
+"""The ranks of a training run. They start together, fail together, and receive the files that rank 0 has read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ...mesh import init_mesh, rank_in, sequence_group, size_of
 from ..launch import under_launcher
 from .config import TrainConfig
 
-_T = TypeVar("_T")  # str, int or None: what JSON can carry
-_WAIT = timedelta(seconds=300)  # for a rank that does not say whether it can start
+_T = TypeVar("_T")  # str, int or None: a value that JSON can represent
+_WAIT = timedelta(seconds=300)  # for the other ranks to start
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class World:
     """The ranks of the run, and this rank's device.
 
     Attributes:
-        group: the ranks that share each sequence; None is this process alone.
-        device: of this rank's tensors.
-        local_ranks: ranks on this machine, which share its memory and its GPUs.
-        store: the launcher's key-value store, which hands short messages from rank to rank; None without a launcher.
+        group: the ranks that each sequence is sharded over; None is this process alone.
+        device: the device of this rank.
+        local_ranks: the number of ranks on this machine, which share its memory and its GPUs.
+        store: the launcher's key-value store, for short messages between ranks; None without a launcher.
     """
 
     group: ProcessGroup | None
@@ -49,10 +49,11 @@ class World:
 
     @staticmethod
     def init(config: TrainConfig) -> World:
-        """Check the options, and start the process group if a launcher started this process.
+        """Check the options, and start the process group if a launcher has started this process.
 
         Raises:
-            TypeError, ValueError: an option is wrong, or does not fit one of the machines. Every rank raises then.
+            TypeError, ValueError: an option is not allowed, or does not fit one of the machines. All ranks raise an
+                error then.
         """
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         store, rank, ranks = None, 0, 1
@@ -72,22 +73,32 @@ class World:
         return World(group, device, local_ranks, store)
 
     def on_all_ranks(self, name: str, make: Callable[[], _T]) -> list[_T]:
-        """What ``make()`` returns on each rank, by rank. If it raises on one rank, every rank raises the same message.
+        """Call ``make()`` on every rank. If it raises an error on one rank, all ranks raise an error with its message.
 
         Args:
-            name: of this exchange; another name for each.
-            make: called on every rank.
+            name: the name of this exchange. Each exchange needs another name.
+            make: the function to call.
+
+        Returns:
+            What ``make()`` has returned on each rank, in the order of the ranks.
 
         Raises:
-            Whatever ``make`` raises on this rank. ValueError: it raised on another one.
+            ValueError: ``make`` raised an error on another rank. What it raises on this rank is raised as it is.
         """
         return _exchange(name, make, self.store, self.rank, self.size)
 
     def from_rank_0(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``make()`` returns on rank 0, which alone calls it: tensors, which come to the CPU, and plain values.
+        """Call ``make()`` on rank 0, and send what it returns to all ranks.
+
+        Args:
+            name: the name of this exchange. Each exchange needs another name.
+            make: the function to call. It returns tensors and plain values.
+
+        Returns:
+            The same on every rank, with tensors on the CPU.
 
         Raises:
-            Whatever ``make`` raises, on rank 0. ValueError: the same message, on the other ranks.
+            ValueError: ``make`` raised an error on rank 0, and this is another rank. On rank 0 it is raised as it is.
         """
         if self.group is None:
             return make()
@@ -104,7 +115,7 @@ class World:
             data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         data = data.to(self.device)
         dist.broadcast(data, group=self.group, group_src=0)
-        # Not pickle, which would run what it is sent: weights_only makes tensors and plain values and nothing else.
+        # A pickle could run code. With weights_only, torch.load makes tensors and plain values only.
         state: dict[str, Any] = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
         return state
 
@@ -117,7 +128,7 @@ class World:
         return [float(x) for x in total.tolist()]
 
     def destroy(self) -> None:
-        """End the process group, after all ranks have come here."""
+        """End the process group after all ranks have called this."""
         if self.group is not None:
             dist.barrier(self.group)
             dist.destroy_process_group()
