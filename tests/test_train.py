@@ -117,7 +117,7 @@ def test_resuming_another_run_is_refused(tmp_path: Path) -> None:
     for changes, words in (
         ({"seq_len": 62}, "seq_len=61, this run has 62"),
         ({"text": __file__}, "text="),
-        ({"steps": 1}, "1 steps are done already; give a larger --steps"),
+        ({"steps": 1}, "1 steps are done already; choose a larger --steps"),
     ):
         with pytest.raises(CommandError, match=words):
             train_here(SMALL, tmp_path, resume=True, **changes)
