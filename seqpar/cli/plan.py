@@ -173,8 +173,8 @@ def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
     console.width = max(console.width, _NARROWEST)  # a narrower table would leave columns out
     kernel = kernel or next(iter(gpu.attention))
     console.print(
-        f"[bold]{made.model.name}[/], {made.model.parameters / 1e9:.1f} billion weights; {made.seq_len:,} tokens a "
-        f"sequence, mask {mask}; {made.ranks:,} x {gpu.name}, {gpu.gpus_per_host} a host; attention kernel {kernel}",
+        f"[bold]{made.model.name}[/], {made.model.parameters / 1e9:.1f} billion weights; {made.seq_len:,} tokens per "
+        f"sequence, mask {mask}; {made.ranks:,} x {gpu.name}, {gpu.gpus_per_host} per host; attention kernel {kernel}",
         highlight=False,
     )
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)

@@ -53,7 +53,7 @@ class AttentionTimeline:
         groups = AttentionGroups(gather=s.gather)
         score: Any = None  # only a kernel would read it
         self._call = AttentionCall(groups, s.sharding, self._plan, score, "auto", False, self._heads, False)
-        # The Ulysses group of this rank attends to the tokens of all its tensor-parallel ranks.
+        # Under tensor parallelism, each rank attends with some of the heads to the tokens of all tensor-parallel ranks.
         first_rank = (place.ring * s.ulysses + place.ulysses) * s.tensor
         self._tokens = len(s.sharding._positions(first_rank, s.tensor))
 

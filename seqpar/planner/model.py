@@ -221,7 +221,7 @@ _NOT_GATED = (
 # Defaults of model types, for configurations without the entry. The head shares the weight of the embedding in model
 # types that begin with one of these:
 _TIED = ("bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "mpt", "opt", "smollm3", "starcoder2")
-# One layer in so many has full attention, the others have a window or chunks:
+# One of this many layers has full attention, the others have a window or chunks:
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4, "olmo3": 4}
 
 
