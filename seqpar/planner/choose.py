@@ -21,7 +21,7 @@ from .step import Choice, StepCost, step
 
 _MOST_TOKENS = 2**31 - 1  # kernels count positions in 32-bit integers
 # The longest ring that is simulated, in ranks, for plans of up to as many ranks. It is shorter for more ranks, see
-# ``_simulated_rings``.
+# ``_without_long_rings``.
 _LONGEST_RING = 4096
 # The slowest rank's share of the work, relative to the mean.
 _BALANCED = 1.01  # a layout with less imbalance needs no comparison with the layouts after it
@@ -189,7 +189,7 @@ def _settings(base: Setting, ranks: int, replicas: int | None, switches: Sequenc
         replicas: their number; None compares every possible one.
         switches: the switches that are allowed.
     """
-    for split in _simulated_rings(list(_splits(base, ranks, replicas)), switches):
+    for split in _without_long_rings(list(_splits(base, ranks, replicas)), switches):
         for layout in _layouts(split):
             yield replace(split, layout=layout)
             if split.ring > 1 and split.ulysses == 1:
@@ -210,14 +210,16 @@ def _splits(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting
         yield replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // sequence_ranks)
 
 
-def _simulated_rings(splits: list[Setting], switches: Sequence[Switches]) -> list[Setting]:
+def _without_long_rings(splits: list[Setting], switches: Sequence[Switches]) -> list[Setting]:
     """The splits without those whose rings are too long to simulate.
 
-    A simulation takes as long as its ring has ranks, and the more ranks there are, the more rings and the longer ones
-    there are. The limit is therefore ``_LONGEST_RING`` up to as many ranks, and inversely proportional to the ranks
-    beyond, so that a plan for more ranks takes no longer. Where a shorter ring fits into memory, a longer one would not
-    be the fastest: more ranks per sequence hide the same transfers behind fewer tokens each. If only rings beyond the
-    limit fit, the shortest of these is kept. If none fits, the shortest of all is kept.
+    The time of a simulation is proportional to the length of the ring, and with more ranks there are more and longer
+    rings. So that a plan for more ranks takes no longer, the limit is ``_LONGEST_RING`` for up to as many ranks, and
+    inversely proportional to the number of ranks beyond.
+
+    A longer ring is not expected to be the fastest if a shorter one fits into memory: each rank receives nearly all
+    K/V, however long the ring is, but has fewer queries to compute in the meantime. If only rings beyond the limit fit,
+    the shortest of these is kept. If none fits, the shortest of all is kept.
     """
     ranks = max((split.ranks for split in splits), default=1)
     limit = min(_LONGEST_RING, _LONGEST_RING**2 // ranks)

@@ -98,7 +98,7 @@ def weight_links(setting: Setting, nbytes: float) -> Mapping[str, float]:
     """Seconds for which an all-gather or a reduce-scatter of weights over all ranks uses each level of links.
 
     Each tensor-parallel rank gathers its own shard of the weights, from the ranks that have the same tensor-parallel
-    index. Between hosts, the bytes are sent once to each host, over the links of all its GPUs.
+    index. Between hosts, a shard is sent once to each host, over the links of all its ranks with this index.
 
     Args:
         setting: how the ranks are split.
