@@ -25,10 +25,10 @@ def attention_layer(heads: tuple[int, int], strategy: str = "local", **options: 
         options: further arguments of ``seqpar.ParallelAttention``.
     """
     torch.manual_seed(11)
+    options = {"rope": seqpar.RotaryEmbedding(HEAD_DIM), **options}
     return seqpar.ParallelAttention(
-        strategy, HIDDEN, *heads, HEAD_DIM, bias=True, qk_norm=True, sinks=True, dtype=torch.float64,
-        rope=seqpar.RotaryEmbedding(HEAD_DIM), **options,
-    )  # fmt: skip
+        strategy, HIDDEN, *heads, HEAD_DIM, bias=True, qk_norm=True, sinks=True, dtype=torch.float64, **options
+    )
 
 
 def randomize(module: nn.Module) -> None:

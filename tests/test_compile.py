@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask, Sharding
+from seqpar.layers.rotary import _rotary_table, rotary_length_op
 from seqpar.layers.sharded_vocab import VocabPart
 from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
 from seqpar.layout import split_range
@@ -24,7 +25,7 @@ from seqpar.mesh import ParallelContext
 from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
 
-from .models import HIDDEN, attention_layer, randomize
+from .models import HEAD_DIM, HIDDEN, attention_layer, randomize
 from .pool import Pool, on_ranks
 from .strategies import LAYER_STRATEGIES, ONE_PER_CLASS, STRATEGIES
 
@@ -141,6 +142,65 @@ def test_every_layer_class_is_compiled() -> None:
 
 def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
     assert pool.run(2, compare_over_steps, "activations", "aot_eager", 3, deadline_s=240.0) == [1, 1]
+
+
+@on_ranks
+def compare_with_one_device(
+    group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
+) -> int:
+    """Compare a layer that is compiled on all ranks but one with the layer on one device, on new documents of new
+    lengths; returns the number of graphs."""
+    torch._dynamo.reset()
+    rope = seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
+    one_device = attention_layer((6, 2), rope=rope)
+    layer = attention_layer((6, 2), group=group, rope=rope, **options)
+    graphs: list[str] = []
+    compiled = torch.compile(layer, backend=counting(graphs, "aot_eager"), fullgraph=True)
+    for step in range(3):
+        seq_len = 33 + 7 * step
+        sharding, mask = (
+            Sharding(seq_len, "zigzag", group=group, strategy=options["strategy"]),
+            documents(seq_len, step),
+        )
+        torch.manual_seed(step)
+        full = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, requires_grad=True)
+        positions = torch.randint(40 + 9 * step, (2, seq_len)) if with_positions else None
+        one_device.zero_grad()
+        expected = one_device(full, mask, positions=positions, seq_len=seq_len)
+        expected.sin().sum().backward()
+        layer.zero_grad()
+        x = sharding.shard(full.detach()).requires_grad_()
+        own_positions = None if positions is None else sharding.shard(positions)
+        for local in (x, own_positions):
+            if local is not None:
+                torch._dynamo.mark_dynamic(local, 1)
+        run = layer if group.rank() == eager_rank else compiled
+        y = run(x, mask, sharding, own_positions)
+        y.sin().sum().backward()
+        assert full.grad is not None
+        pairs: list[tuple[Any, Any]] = [
+            (y.detach(), sharding.shard(expected.detach())),
+            (x.grad, sharding.shard(full.grad)),
+        ]
+        if options["strategy"] != "tp_sp":  # whose ranks have parts of the weights
+            seqpar.sync_gradients(layer, group=group)
+            pairs += [(p.grad, one.grad) for p, one in zip(layer.parameters(), one_device.parameters(), strict=True)]
+        for actual, want in pairs:
+            assert actual is not None and want is not None
+            torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-11)
+    return len(graphs)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
+DYNAMIC_LAYERS = [("ring", True, 1), ("tp_sp", True, -1), ("activations", True, -1), ("all_gather", False, 1)]
+
+
+@pytest.mark.parametrize(("strategy", "with_positions", "eager_rank"), DYNAMIC_LAYERS)
+def test_angles_that_depend_on_the_length(pool: Pool, strategy: str, with_positions: bool, eager_rank: int) -> None:
+    """Of all ranks' positions, also where a rank runs eagerly."""
+    given = LAYER_STRATEGIES[strategy], DYNAMIC, with_positions, eager_rank
+    graphs = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
+    assert graphs == [int(rank != eager_rank) for rank in range(2)]
 
 
 @on_ranks
@@ -358,6 +418,20 @@ def check_vocabulary_operators(group: ProcessGroup) -> None:
 
 def test_opcheck_of_vocabulary_operators(pool: Pool) -> None:
     pool.run(2, check_vocabulary_operators, deadline_s=240.0)
+
+
+@on_ranks
+def check_rotary_operators(group: ProcessGroup) -> None:
+    sharding, rope = Sharding(22, "zigzag", group=group), seqpar.RotaryEmbedding(4, scaling=DYNAMIC)
+    x, positions = torch.randn(1, sharding.seq_local, 8), sharding.positions()
+    for given in (positions, None):
+        torch.library.opcheck(rotary_length_op, (x, given, sharding))
+    for length in (torch.tensor(22), None):
+        torch.library.opcheck(_rotary_table, (positions, rope._in_operators, torch.float64, x.device, length))
+
+
+def test_opcheck_of_rotary_operators(pool: Pool) -> None:
+    pool.run(2, check_rotary_operators, deadline_s=240.0)
 
 
 @on_ranks

@@ -51,7 +51,7 @@ from ..strategies.tensor_operators import (
     TracedChunks,
     all_gather_positions_op,
 )
-from .rotary import RotaryEmbedding
+from .rotary import RotaryEmbedding, largest_length, rotary_length_op
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -62,28 +62,29 @@ _NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 
 
 class _LayerHeader(NamedTuple):
-    """A rank's input, for the handshake. ``length`` is added up over the ranks, of ``max_position`` the maximum is
-    taken, ``dropout_seed`` is taken from rank 0, ``gradient`` is the rank's ``gradient_state``, and the other fields
-    must be the same on all ranks."""
+    """A rank's input, for the handshake. ``length`` is added up over the ranks, ``dropout_seed`` is taken from rank 0,
+    ``gradient`` is the rank's ``gradient_state``, and the other fields must be the same on all ranks."""
 
     length: int
     batch: int
     dtype: torch.dtype
     mask_or_options: Fingerprint
-    max_position: int
     dropout_seed: int
     gradient: int
 
 
 class LayerCall(NamedTuple):
-    """The checked arguments of one ``AttentionLayer.forward`` outside of torch.compile, and what follows from them."""
+    """The checked arguments of one ``AttentionLayer.forward`` outside of torch.compile, and what follows from them.
+
+    ``rotary_length`` is the ``length`` of ``RotaryEmbedding.forward``.
+    """
 
     mask: Mask
     sharding: Sharding | None
     groups: AttentionGroups
     sequence: SequenceSharding
     positions: Tensor | None
-    max_position: int | None
+    rotary_length: int
     dropout_p: float
     seed: int
     joins_backward: bool
@@ -233,8 +234,8 @@ class AttentionLayer(nn.Module):
             ValueError: a wrong value, or ranks that disagree, before any payload is sent.
             RuntimeError: another rank raised an error on its own input.
 
-        ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding`` and its rotary
-        embedding is not "dynamic". Otherwise the layer is one graph break in the code around it.
+        ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding``. Otherwise the
+        layer is one graph break in the code around it.
         """
         if torch.compiler.is_compiling() and self._is_traceable(sharding, positions, seq_len):
             return self._traced(x_local, mask, sharding, positions)
@@ -243,8 +244,7 @@ class AttentionLayer(nn.Module):
     def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
         """Whether torch.compile can trace the layer: only operators communicate, and the traced code does not depend on
         the mask or on lengths."""
-        dynamic = self.rope is not None and self.rope.needs_length
-        if not isinstance(sharding, Sharding) or seq_len is not None or dynamic:
+        if not isinstance(sharding, Sharding) or seq_len is not None:
             return False
         return self.layout in (None, sharding.layout)
 
@@ -254,6 +254,7 @@ class AttentionLayer(nn.Module):
         if positions is not None:
             _check_positions(positions, x)
         ranks, options = self._parallel_context, self._traced_options()
+        length = self._traced_length(x, positions, sharding)
         chunks = self._traced_chunks(x.shape[1], sharding)
         if positions is not None and chunks is not None:
             positions = all_gather_positions_op(positions, sharding, ranks, chunks.options)
@@ -261,9 +262,16 @@ class AttentionLayer(nn.Module):
         if self.rope is not None:
             if positions is None:
                 positions = positions_op(q, sharding, ranks, options)
-            q, k = self.rope(q, k, positions)
+            q, k = self.rope(q, k, positions, length)
         out = self._traced_attention(q, k, v, mask, sharding, options)
         return self._output(out.flatten(2), chunks)
+
+    def _traced_length(self, x: Tensor, positions: Tensor | None, sharding: Any) -> Tensor | None:
+        """The ``length`` of the rotary embedding, int64 ``[]`` on the host; None if it does not need it."""
+        if self.rope is None or not self.rope.needs_length:
+            return None
+        length: Tensor = rotary_length_op(x, positions, sharding)
+        return length
 
     def _traced_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
@@ -287,32 +295,33 @@ class AttentionLayer(nn.Module):
         # A sharding of another type raises in the check below, on all ranks if there is a handshake.
         known = sharding if isinstance(sharding, Sharding) else None
         dropout_p = self._dropout_p
-        dynamic = self.rope is not None and self.rope.needs_length and positions is not None
-        needs_handshake = bool(dynamic or dropout_p or (sharding is None and not has_length(seq_len)))
+        needs_handshake = bool(dropout_p or (sharding is None and not has_length(seq_len)))
+        asked = positions if self.rope is not None and self.rope.needs_length else None
         layout = known.layout if known is not None else self.layout or DEFAULT_LAYOUT
         sequence = self._sequence_group(known)
-        with propagate_errors(sequence if needs_handshake else None):
+        with propagate_errors(sequence if needs_handshake or asked is not None else None):
             groups = self._groups(known)
             self._check_sharding(sharding, sequence, seq_len)
             self._check_input(x_local, mask, positions, seq_len)
         total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
-        max_position, seed, joins_backward = total, 0, torch.is_grad_enabled()
+        seed, joins_backward = 0, torch.is_grad_enabled()
         if needs_handshake:
             same = self._constants(groups, layout, dropout_p)
-            headers = all_gather_header(lambda: self._header(x_local, mask, positions, same), sequence)
+            headers = all_gather_header(lambda: self._header(x_local, mask, same), sequence)
             check_same(headers, "batch", "dtype", "mask_or_options")
             total = check_lengths([header.length for header in headers], layout, total)
-            max_position = max(header.max_position for header in headers) if dynamic else total
             seed = headers[0].dropout_seed
             joins_backward = any_needs_gradient([header.gradient for header in headers])
         else:
             assert total is not None
-            check_length(x_local.shape[1], total, size_of(sequence), rank_in(sequence), layout)
+            with propagate_errors(None if asked is None else sequence):
+                check_length(x_local.shape[1], total, size_of(sequence), rank_in(sequence), layout)
         mask.check_length(total)
+        length = total
+        if asked is not None:  # the same handshake as in compiled code
+            length = largest_length(asked, sequence if known is None else known.sequence_group)
         sequence_sharding = SequenceSharding(total, layout, groups.ring_size, groups.ulysses_size, self._tensor_size)
-        call = LayerCall(
-            mask, known, groups, sequence_sharding, positions, max_position, dropout_p, seed, joins_backward
-        )
+        call = LayerCall(mask, known, groups, sequence_sharding, positions, length, dropout_p, seed, joins_backward)
         return self._compute(x_local, call)
 
     def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
@@ -327,7 +336,7 @@ class AttentionLayer(nn.Module):
                 positions = call.sequence.rank_positions(rank, x.device)
             elif chunks is not None:
                 positions = chunks.all_gather_positions(positions)
-            q, k = self.rope(q, k, positions, call.max_position)
+            q, k = self.rope(q, k, positions, call.rotary_length)
         out = self._attend(q, k, v, call, self._options(call.dropout_p))
         return self._output(out.flatten(2), chunks)
 
@@ -475,15 +484,12 @@ class AttentionLayer(nn.Module):
         if positions is not None:
             _check_positions(positions, x)
 
-    def _header(self, x: Tensor, mask: Mask, positions: Tensor | None, same: tuple[Any, ...]) -> _LayerHeader:
+    def _header(self, x: Tensor, mask: Mask, same: tuple[Any, ...]) -> _LayerHeader:
         """The header of this rank's input, which has been checked."""
-        max_position = 0
-        if positions is not None and self.rope is not None and self.rope.needs_length and positions.numel():
-            max_position = int(positions.max().item()) + 1
         seed = int(draw_seed().item()) if self._dropout_p else 0
         gradient = gradient_state(x, *self.parameters())
         agreed = fingerprint(mask, *same)
-        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, agreed, max_position, seed, gradient)
+        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, agreed, seed, gradient)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. Values that depend on the group are checked in ``forward``."""

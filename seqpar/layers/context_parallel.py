@@ -155,16 +155,16 @@ class ContextParallelAttention(AttentionLayer):
                 of_keys = sequence.together().rank_positions(0, x.device)
             else:
                 of_keys = chunks.all_gather_positions(call.positions)
-        finish, parameters = self._finish_keys(hidden.dtype, x.device, of_keys, call.max_position)
+        finish, parameters = self._finish_keys(hidden.dtype, x.device, of_keys, call.rotary_length)
         call, options = call._replace(groups=groups), self._options(call.dropout_p, replicated=True)
         hidden = hidden.contiguous()
         if seen_by_dispatch_mode():  # the mode must see the projections and attention as separate operators
             k, v = finish(*all_gather_linear(hidden, [k_weight, v_weight], chunks), *parameters)
-            q = self._queries(x, of_queries, call.max_position)
+            q = self._queries(x, of_queries, call.rotary_length)
             return self._output(self._attend(q, k, v, call, options).flatten(2), None)
         gathered = GatheredActivations(chunks, finish)
         gathered.start(hidden.detach())
-        q = self._queries(x, of_queries, call.max_position)
+        q = self._queries(x, of_queries, call.rotary_length)
         attention_call = make_call(
             self.head_dim, self._heads, self.sinks, None, call.seed, call.mask, groups, sequence, options
         )
@@ -179,6 +179,7 @@ class ContextParallelAttention(AttentionLayer):
         if (reason := self._keys_are_opaque()) is not None:
             raise TypeError(reason)
         ranks, options = self._parallel_context, self._traced_options(replicated=True)
+        length = self._traced_length(x, positions, sharding)
         chunks = TracedChunks(x.shape[1], sharding, ranks, ChunkOptions("ring", options))
         k, v = traced_all_gather_linear(x, [self.k_proj.weight, self.v_proj.weight], chunks)
         of_queries, of_keys = positions, positions
@@ -188,38 +189,38 @@ class ContextParallelAttention(AttentionLayer):
                 of_keys = positions_op(k, sharding, ranks, options)
             else:
                 of_keys = all_gather_positions_op(positions, sharding, ranks, chunks.options)
-        finish, parameters = self._finish_keys(k.dtype, x.device, of_keys, None)
+        finish, parameters = self._finish_keys(k.dtype, x.device, of_keys, length)
         k, v = finish(k, v, *parameters)
-        q = self._queries(x, of_queries, None)
+        q = self._queries(x, of_queries, length)
         return self._output(self._traced_attention(q, k, v, mask, sharding, options).flatten(2), None)
 
     def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
         return self.gather != "auto" and super()._is_traceable(sharding, positions, seq_len)
 
-    def _queries(self, x: Tensor, positions: Tensor | None, max_position: int | None) -> Tensor:
+    def _queries(self, x: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
         """The queries ``[b, s, h, d]`` of this rank's tokens ``x [b, s, hidden]``."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(q.dtype)
-        table = self._rotary_table(positions, q.dtype, q.device, max_position)
+        table = self._rotary_table(positions, q.dtype, q.device, length)
         return q if table is None else rotate(q, *table)
 
     def _rotary_table(
-        self, positions: Tensor | None, dtype: torch.dtype, device: torch.device, max_position: int | None
+        self, positions: Tensor | None, dtype: torch.dtype, device: torch.device, length: int | Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine at ``positions [s]`` or ``[b, s]`` for tensors of ``dtype``; None without rotation."""
         if self.rope is None:
             return None
         assert positions is not None
-        return self.rope.cos_sin(positions, torch.promote_types(dtype, torch.float32), device, max_position)
+        return self.rope.cos_sin(positions, torch.promote_types(dtype, torch.float32), device, length)
 
     def _finish_keys(
-        self, dtype: torch.dtype, device: torch.device, positions: Tensor | None, max_position: int | None
+        self, dtype: torch.dtype, device: torch.device, positions: Tensor | None, length: int | Tensor | None
     ) -> tuple[FinishKeys, list[Tensor]]:
         """A function that turns projections without biases into keys and values at ``positions [t]`` or ``[b, t]``, and
         the parameters to pass to it."""
         norm, d = self.k_norm, self.head_dim
-        table = self._rotary_table(positions, dtype, device, max_position)
+        table = self._rotary_table(positions, dtype, device, length)
         parameters: list[Tensor] = [p for p in (self.k_proj.bias, self.v_proj.bias) if p is not None]
         if norm is not None:
             parameters.append(norm.weight)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import ceil, floor, log, pi
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache import context_of, upload
 from ..checks import check_choice, check_int, check_number
+from ..comm.handshake import all_gather_header, propagate_errors
 from ..kernels.elementwise import elementwise_kernels
+from ..mesh import Ranks
 from ..opaque import Opaque, passed_as_it_is, real
+from ..sharding import Sharding
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
 Frequencies = tuple[Tensor, float]
@@ -97,15 +100,18 @@ class RotaryEmbedding(nn.Module):
         """Whether the angles depend on the length of the sequence ("dynamic")."""
         return self.rope_type == "dynamic"
 
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, positions: Tensor, length: int | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys of the same tokens.
 
         Args:
             q: ``[batch, seq, heads, head_dim]``.
             k: ``[batch, seq, kv_heads, head_dim]``.
             positions: integers, ``[seq]`` or ``[batch, seq]``, the tokens' global positions in any order.
-            length: for "dynamic", the largest position of the whole sequence plus one. The default takes the largest
-                of ``positions``, which on a shard of the sequence may be too small.
+            length: for "dynamic", the largest position of the whole sequence plus one, as an int or as an int64 tensor
+                ``[]`` on the host. The default takes the largest of ``positions``, which on a shard of the sequence may
+                be too small.
 
         Returns:
             ``q`` and ``k`` rotated, in their own shapes and dtypes.
@@ -114,7 +120,7 @@ class RotaryEmbedding(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def cos_sin(
-        self, positions: Tensor, dtype: torch.dtype, device: torch.device, length: int | None = None
+        self, positions: Tensor, dtype: torch.dtype, device: torch.device, length: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles, ``[1 or batch, seq, 1, head_dim / 2]``. Shared: do not write to them.
 
@@ -124,15 +130,19 @@ class RotaryEmbedding(nn.Module):
             device: of the result.
             length: as for ``forward``.
         """
-        if self.needs_length and length is None and not torch.compiler.is_compiling():
-            length = int(positions.max().item()) + 1 if positions.numel() else 1
-        length = length if self.needs_length else None
+        if not self.needs_length:
+            length = None
         if torch.compiler.is_compiling():
+            if length is not None and not isinstance(length, Tensor):
+                length = torch.full((), length, dtype=torch.int64, device="cpu")
             cos, sin = _rotary_table(positions, self._in_operators, dtype, device, length)
             return cos, sin
-        make = partial(_make_table, positions, partial(self._frequencies, length), dtype, device)
+        known = None
+        if self.needs_length:
+            known = _own_length(positions) if length is None else int(length)
+        make = partial(_make_table, positions, partial(self._frequencies, known), dtype, device)
         parameters = self.rope_type, self.head_dim, self.base, *sorted(self.scaling.items())
-        key = (*parameters, length, dtype, *context_of(device))
+        key = (*parameters, known, dtype, *context_of(device))
         return _tables.get(positions, key, make)
 
     def _frequencies(self, length: int | None) -> Frequencies:
@@ -147,6 +157,44 @@ class RotaryEmbedding(nn.Module):
         return f"head_dim={self.head_dim}, base={self.base:g}{scaling}"
 
 
+def _own_length(positions: Tensor) -> int:
+    """The largest of the positions plus one."""
+    return int(positions.max().item()) + 1 if positions.numel() else 1
+
+
+class _LengthHeader(NamedTuple):
+    """The largest position of a rank's tokens plus one."""
+
+    length: int
+
+
+def largest_length(positions: Tensor, ranks: Ranks | None) -> int:
+    """The largest position of the tokens of all ranks plus one, which the ranks learn in a handshake."""
+    headers = all_gather_header(lambda: _LengthHeader(_own_length(positions)), ranks)
+    return max(header.length for header in headers)
+
+
+@torch.library.custom_op("seqpar::rotary_length", mutates_args=())
+def rotary_length_op(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
+    """The ``length`` of ``RotaryEmbedding.forward``, int64 ``[]`` on the host.
+
+    Args:
+        x: ``[b, s, ...]``, this rank's tokens.
+        positions: ``[s]`` or ``[b, s]``, their positions; None: those that the sharding gives them.
+        sharding: of the sequence.
+    """
+    if positions is None:
+        return torch.tensor(sharding.seq_len, device="cpu")
+    with propagate_errors(sharding.sequence_group):
+        sharding.check_local(x.shape[1])
+    return torch.tensor(largest_length(positions, sharding.sequence_group), device="cpu")
+
+
+@rotary_length_op.register_fake
+def _(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
 @passed_as_it_is()
 class _Rotary(Opaque):
     """The rotary embedding that an operator computes the table of."""
@@ -157,7 +205,7 @@ class _Rotary(Opaque):
 
 @torch.library.custom_op("seqpar::rotary_table", mutates_args=())
 def _rotary_table(
-    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: int | None
+    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
 ) -> list[Tensor]:
     """``RotaryEmbedding.cos_sin``, which torch.compile does not trace: the table is made once for all layers."""
     # Copies: the compiler may write to the result of an operator once it needs it no longer.
@@ -165,7 +213,9 @@ def _rotary_table(
 
 
 @_rotary_table.register_fake
-def _(positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: int | None) -> list[Tensor]:
+def _(
+    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
+) -> list[Tensor]:
     batch = positions.shape[0] if positions.dim() == 2 else 1
     shape = batch, positions.shape[-1], 1, real(rotary).embedding.head_dim // 2
     return [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
