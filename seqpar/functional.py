@@ -29,7 +29,7 @@ from .kernels import BackendName, check_backend
 from .layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
-from .planner.auto import AttentionShape, choose_strategy
+from .planner.auto import AttentionShape, choose_strategy, traced_choice
 from .schedule import MaskPlanner
 from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from .strategies import STRATEGIES, Comm, StrategyName, resolve
@@ -149,7 +149,7 @@ def attention(
         strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" selects the strategy that
             is expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once
             per machine (see ``docs/strategies.md``). It compares the time of forward and backward, or of forward alone
-            if no backward follows. torch.compile does not trace it.
+            if no backward follows.
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
@@ -191,7 +191,7 @@ def attention(
         RuntimeError: another rank raised an error on its own input.
     """
     rest = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse, strategy_options, latent_weight
-    if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and strategy != "auto":
+    if torch.compiler.is_compiling() and isinstance(sharding, Sharding):
         beside = (mesh, group, layout, seq_len)
         if all(x is None for x in beside):
             return _traced(q, k, v, strategy, mask, sharding, sinks, alibi_slopes, dropout_seed, *rest)
@@ -218,7 +218,7 @@ def _traced(
     strategy_options: StrategyOptions,
     latent_weight: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` while torch.compile traces it: one operator, which checks the arguments that change every step."""
+    """``attention`` while torch.compile traces it: an operator, which checks the arguments that change every step."""
     check_choice("strategy", strategy, STRATEGIES)
     check_options(strategy, strategy_options, STRATEGIES[strategy].options)
     check_bool("deterministic", deterministic)
@@ -245,7 +245,9 @@ def _traced(
         return_lse=return_lse,
         draws_seed=draws_seed,
     )
-    out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ANY_RANKS, options, latent_weight)
+    chosen = traced_choice(q, k, v, mask, sharding, ANY_RANKS, options)
+    tensors = q, k, v, sinks, alibi_slopes, seed, chosen
+    out, lse, *_ = attention_op(*tensors, mask, sharding, ANY_RANKS, options, latent_weight)
     return (out, lse) if return_lse else out
 
 

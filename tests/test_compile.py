@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -22,7 +25,9 @@ from seqpar.layers.sharded_vocab import VocabPart
 from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
 from seqpar.layout import split_range
 from seqpar.mesh import ParallelContext
-from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op
+from seqpar.planner import auto, costs
+from seqpar.planner.auto import Candidate, candidates, choose_strategy_op
+from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op, choice
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
 
 from .models import HEAD_DIM, HIDDEN, attention_layer, randomize
@@ -144,19 +149,44 @@ def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
     assert pool.run(2, compare_over_steps, "activations", "aot_eager", 3, deadline_s=240.0) == [1, 1]
 
 
+@contextmanager
+def chosen_by_length(group: ProcessGroup) -> Iterator[None]:
+    """Strategy "auto" takes another strategy for each length, one after another."""
+
+    def predict(summary: Any, seq_len: int, layout: Any, shape: Any, ranks: int, *_: Any) -> dict[Candidate, float]:
+        strategies = list(candidates(ranks, shape.heads))
+        return {strategies[seq_len % len(strategies)]: 0.0}
+
+    known = WeakKeyDictionary({group: {"cpu": costs.Costs(costs._CPU)}})
+    with (
+        mock.patch.object(auto, "predict", predict),
+        mock.patch.object(auto, "_choices", WeakKeyDictionary()),
+        mock.patch.object(costs, "_known", known),
+    ):
+        yield
+
+
 @on_ranks
 def compare_with_one_device(
     group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
-) -> int:
+) -> tuple[int, dict[str, int]]:
     """Compare a layer that is compiled on all ranks but one with the layer on one device, on new documents of new
-    lengths; returns the number of graphs."""
+    lengths; returns the number of graphs, and how often each strategy was chosen."""
+    with chosen_by_length(group), seqpar.trace() as t:
+        graphs = _compare_with_one_device(group, options, scaling, with_positions, eager_rank)
+    return graphs, dict(t.chosen)
+
+
+def _compare_with_one_device(
+    group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
+) -> int:
     torch._dynamo.reset()
     rope = seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
     one_device = attention_layer((6, 2), rope=rope)
     layer = attention_layer((6, 2), group=group, rope=rope, **options)
     graphs: list[str] = []
     compiled = torch.compile(layer, backend=counting(graphs, "aot_eager"), fullgraph=True)
-    for step in range(3):
+    for step in range(4):
         seq_len = 33 + 7 * step
         sharding, mask = (
             Sharding(seq_len, "zigzag", group=group, strategy=options["strategy"]),
@@ -199,8 +229,17 @@ DYNAMIC_LAYERS = [("ring", True, 1), ("tp_sp", True, -1), ("activations", True, 
 def test_angles_that_depend_on_the_length(pool: Pool, strategy: str, with_positions: bool, eager_rank: int) -> None:
     """Of all ranks' positions, also where a rank runs eagerly."""
     given = LAYER_STRATEGIES[strategy], DYNAMIC, with_positions, eager_rank
-    graphs = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
-    assert graphs == [int(rank != eager_rank) for rank in range(2)]
+    by_rank = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
+    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("eager_rank", [-1, 1])
+def test_strategies_that_are_chosen_when_a_layer_runs(pool: Pool, eager_rank: int) -> None:
+    """Every strategy in one graph, also where a rank runs eagerly."""
+    given = {"strategy": "auto"}, None, False, eager_rank
+    by_rank = pool.run(4, compare_with_one_device, *given, deadline_s=240.0)
+    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(4)]
+    assert all(chosen == dict.fromkeys(("ring", "context_parallel", "ulysses", "hybrid"), 1) for _, chosen in by_rank)
 
 
 @on_ranks
@@ -243,9 +282,13 @@ def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vo
 
 @on_ranks
 def compare_functions(group: ProcessGroup, strategy: str) -> None:
+    with chosen_by_length(group):
+        _compare_functions(group, STRATEGIES.get(strategy, {"strategy": "auto"}))
+
+
+def _compare_functions(group: ProcessGroup, options: dict[str, Any]) -> None:
     """Every argument of the function, under ``dynamic=True``."""
     torch._dynamo.reset()
-    options = STRATEGIES[strategy]
     torch.manual_seed(1)
     sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
     slopes = torch.rand(2, 6, dtype=torch.float64)
@@ -275,9 +318,9 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
 def test_the_function_is_one_graph(pool: Pool, strategy: str) -> None:
-    pool.run(4 if strategy in ("hybrid", "a2a+p2p") else 2, compare_functions, strategy, deadline_s=240.0)
+    pool.run(4 if strategy in ("hybrid", "a2a+p2p", "auto") else 2, compare_functions, strategy, deadline_s=240.0)
 
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -288,9 +331,15 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 @on_ranks
 def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
+    with chosen_by_length(group):
+        _compare_dropout(group, strategy, how)
+
+
+def _compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
     """Compare a layer with a compiled one, which draws the same seeds. Each rank's generator has another state."""
     torch._dynamo.reset()
-    layer = attention_layer((6, 2), group=group, dropout_p=0.25, **LAYER_STRATEGIES[strategy])
+    options = LAYER_STRATEGIES.get(strategy, {"strategy": "auto"})
+    layer = attention_layer((6, 2), group=group, dropout_p=0.25, **options)
     randomize(layer)
 
     def recomputed(*args: Any) -> Any:
@@ -302,7 +351,7 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
     if how == "checkpoint around it":
         runs[1] = partial(checkpoint, compiled, use_reentrant=False)
     for step in range(2):
-        seq_len = 33 + 6 * step
+        seq_len = 35 + 7 * step
         sharding = Sharding(seq_len, "zigzag", group=group, strategy="tp_sp" if strategy == "tp_sp" else None)
         full = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         results = []
@@ -319,7 +368,8 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
 
 
 DROPOUT = [("ring", 2, how) for how in ("plain", *RECOMPUTED, "checkpoint around it")]
-DROPOUT += [("tp_sp", 2, "checkpoint"), ("activations", 2, "checkpoint"), ("ulysses", 2, "checkpoint")]
+DROPOUT += [("tp_sp", 2, "checkpoint"), ("activations", 2, "checkpoint")]
+DROPOUT += [("auto", 2, how) for how in RECOMPUTED]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
@@ -368,18 +418,35 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
     options = dict(STRATEGIES[strategy])
     call = AttentionOptions(options.pop("strategy"), tuple(options.items()), return_lse=True)
     sharding = Sharding(22, "zigzag", group=group)
+    where = Mask.causal(), sharding, ANY_RANKS
     torch.manual_seed(group.rank())
     shapes = (6, 4), (2, 4), (2, 3)
     q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
     sinks = torch.randn(6, requires_grad=True)
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, Mask.causal(), sharding, ANY_RANKS, call, None))
+    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, None, *where, call, None))
     dropout, seed = replace(call, dropout_p=0.25, draws_seed=True), torch.tensor(group.rank())
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, seed, Mask.causal(), sharding, ANY_RANKS, dropout, None))
+    torch.library.opcheck(attention_op, (q, k, v, sinks, None, seed, None, *where, dropout, None))
     # Latent attention: 5 numbers, a rotated key of 2, and a weight that makes 2 and 3 numbers for each head of them.
     latents, rotated = (torch.randn(1, sharding.seq_local, 1, n, requires_grad=True) for n in (5, 2))
     weight = torch.randn(6, 2 + 3, 5, requires_grad=True)
-    tensors = q, latents, rotated, sinks, None, None
-    torch.library.opcheck(attention_op, (*tensors, Mask.causal(), sharding, ANY_RANKS, call, weight))
+    tensors = q, latents, rotated, sinks, None, None, None
+    torch.library.opcheck(attention_op, (*tensors, *where, call, weight))
+
+
+@on_ranks
+def check_choice(group: ProcessGroup) -> None:
+    sharding, options = Sharding(22, "zigzag", group=group), AttentionOptions("auto")
+    q, k, v = (torch.randn(1, sharding.seq_local, n, 4, requires_grad=True) for n in (6, 2, 2))
+    where = Mask.causal(), sharding, ANY_RANKS, options
+    with chosen_by_length(group):
+        torch.library.opcheck(choose_strategy_op, (q, k, v, *where, True))
+    for strategy in candidates(4, 6):
+        chosen = choice(strategy.strategy, strategy.options)
+        torch.library.opcheck(attention_op, (q, k, v, None, None, None, chosen, *where, None))
+
+
+def test_opcheck_of_a_choice(pool: Pool) -> None:
+    pool.run(4, check_choice, deadline_s=240.0)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])

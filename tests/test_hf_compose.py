@@ -356,7 +356,7 @@ def test_lora(pool: Pool, targets: list[str], before: bool) -> None:
 
 
 @on_ranks
-def compiled(group: ProcessGroup, what: str) -> tuple[float, float, int, int]:
+def compiled(group: ProcessGroup, what: str, strategy: str) -> tuple[float, float, int, int]:
     """Decoder layers compiled one by one, or all of them together, each time as one graph; or the whole model."""
     torch._dynamo.reset()
     graphs = 0
@@ -368,7 +368,7 @@ def compiled(group: ProcessGroup, what: str) -> tuple[float, float, int, int]:
 
     batches = [make_batch("packed", seed=seed) for seed in range(3, 9)]
     losses, grads = reference("llama", batches)
-    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    model = seqpar.hf.parallelize(tiny("llama"), group=group, strategy=strategy)
     for module in {"layers": [*model.model.layers], "decoder": [model.model], "model": [model]}[what]:
         module.compile(backend=backend, fullgraph=what != "model")
     first = 0
@@ -382,10 +382,13 @@ def compiled(group: ProcessGroup, what: str) -> tuple[float, float, int, int]:
     return error, worst({n.replace("_orig_mod.", ""): g for n, g in gradients(model).items()}, grads), first, graphs
 
 
-@pytest.mark.parametrize(("ranks", "what"), [(1, "model"), (2, "decoder"), (2, "model"), (4, "layers")])
-def test_compiled_models(pool: Pool, ranks: int, what: str) -> None:
+COMPILED = [(1, "model", "ring"), (2, "decoder", "ring"), (2, "model", "ring"), (4, "layers", "auto")]
+
+
+@pytest.mark.parametrize(("ranks", "what", "strategy"), COMPILED)
+def test_compiled_models(pool: Pool, ranks: int, what: str, strategy: str) -> None:
     """The hooks and the loss run outside of the graphs of a model that is compiled whole."""
-    for loss, gradient, first, graphs in pool.run(ranks, compiled, what):
+    for loss, gradient, first, graphs in pool.run(ranks, compiled, what, strategy):
         assert loss < LOSS and gradient < GRADIENT
         assert first <= 2  # two layers, which may share one; the decoder is one, and the model has two
         assert graphs == first  # new documents compile nothing

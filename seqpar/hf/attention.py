@@ -18,6 +18,7 @@ from ..checks import no_compile
 from ..functional import attention
 from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
+from ..planner.auto import traced_choice
 from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op, constant_float, constants
 from .batch import BatchShard
 from .generate import decode
@@ -118,8 +119,7 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
     with torch.autocast(query.device.type, enabled=False):
-        compiling = torch.compiler.is_compiling() and patch.strategy != "auto"
-        if compiling and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
+        if torch.compiler.is_compiling() and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
             out = _traced(module, q, k, v, weight, seqpar, patch, mask, in_layer, score, dropout, name)
         else:
             out = _eager(module, q, k, v, weight, shared_key, seqpar, patch, mask, in_layer, score, dropout, name)
@@ -145,7 +145,8 @@ def _traced(
     options = _operator_options(patch, in_layer, score, dropout)
     assert shard.sharding is not None
     seed = _dropout_seed(module, shard, dropout)
-    call = seed, mask, shard.sharding, ANY_RANKS, options
+    chosen = traced_choice(q, k, v, mask, shard.sharding, ANY_RANKS, options)
+    call = seed, chosen, mask, shard.sharding, ANY_RANKS, options
     out: Tensor = attention_op(q, k, v, score.sinks, None, *call, weight)[0]
     return out
 

@@ -32,6 +32,7 @@ from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
+from ..planner.auto import traced_choice
 from ..schedule import MaskPlanner
 from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
 from ..strategies import COMMS, resolve, strategy_options
@@ -279,7 +280,8 @@ class AttentionLayer(nn.Module):
         """``_attend`` while torch.compile traces it."""
         seed = traced_seed() if self._dropout_p else None
         ranks = self._parallel_context
-        out: Tensor = attention_op(q, k, v, self.sinks, None, seed, mask, sharding, ranks, options, None)[0]
+        chosen = traced_choice(q, k, v, mask, sharding, ranks, options)
+        out: Tensor = attention_op(q, k, v, self.sinks, None, seed, chosen, mask, sharding, ranks, options, None)[0]
         return out
 
     @no_compile

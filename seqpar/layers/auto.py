@@ -17,7 +17,7 @@ from .attention import AttentionLayer, LayerCall
 class AutoAttention(AttentionLayer):
     """Selects in each call the strategy that is expected to be the fastest, see ``seqpar.attention``. No options.
 
-    ``torch.compile`` does not trace it: the layer is a graph break. See ``AttentionLayer`` for the arguments.
+    See ``AttentionLayer`` for the arguments.
     """
 
     strategy = "auto"
@@ -39,6 +39,3 @@ class AutoAttention(AttentionLayer):
 
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         raise ValueError("strategy='auto': it depends on the shapes of q, k and v too; name the strategy to plan for")
-
-    def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
-        return False

@@ -20,15 +20,18 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..comm.trace import count_choice
 from ..layout import Layout, SequenceSharding
-from ..mask import Mask
-from ..mesh import global_ranks, ranks_by_host, ranks_per_host
+from ..mask import Mask, layer_mask
+from ..mesh import ParallelContext, global_ranks, ranks_by_host, ranks_per_host
 from ..rendezvous import group_timeout, meet
 from ..runs import Runs
+from ..sharding import Sharding
 from ..strategies import StrategyName, StrategyOptions, compared_options
+from ..strategies.operators import AttentionOptions, choice, placement
 from .costs import Costs, MaskKind, attention_shape, costs_of
 from .hardware import Hardware
 from .layer import attention_seconds
@@ -131,6 +134,61 @@ def choose_strategy(
         chosen[key] = min(seconds, key=seconds.__getitem__)
     count_choice(chosen[key].strategy)
     return chosen[key]
+
+
+@torch.library.custom_op("seqpar::choose_strategy", mutates_args=())
+def choose_strategy_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: AttentionOptions,
+    backward: bool,
+) -> Tensor:
+    """``choose_strategy`` as an operator, which returns the ``choice`` for ``attention_op``.
+
+    Args:
+        q, k, v, mask, sharding, ranks, options: of the call, as for ``attention_op``.
+        backward: as for ``choose_strategy``.
+    """
+    group = placement(sharding, ranks, options)[0].sequence
+    if group is None or group.size() == 1:
+        return choice("ring", {})
+    if options.layer_mask is not None:
+        mask = layer_mask(mask, *options.layer_mask)
+    mask.check_length(sharding.seq_len)
+    shape = AttentionShape(q.shape[0], q.shape[2], k.shape[2], (q.shape[3] + v.shape[3]) // 2, q.dtype)
+    chosen = choose_strategy(mask, sharding.seq_len, sharding.layout, shape, group, q.device, backward)
+    return choice(chosen.strategy, chosen.options)
+
+
+@choose_strategy_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: AttentionOptions,
+    backward: bool,
+) -> Tensor:
+    return torch.empty(2, dtype=torch.int64, device="cpu")
+
+
+def traced_choice(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions
+) -> Tensor | None:
+    """The choice of a call while torch.compile traces it, made when the compiled code runs; None for a named strategy.
+
+    Whether gradients are on is a constant of compiled code.
+    """
+    if options.strategy != "auto":
+        return None
+    chosen: Tensor = choose_strategy_op(q, k, v, mask, sharding, ranks, options, torch.is_grad_enabled())
+    return chosen
 
 
 def predict(

@@ -27,7 +27,6 @@ from .head_exchange_in_memory import HeadExchangeInMemory
 from .latent import LatentKeys
 from .ring import ring_backward, ring_forward
 from .ulysses import (
-    MAX_CHUNKS,
     chunk_limit,
     lse_gradient_to_heads,
     lse_to_sequence,
@@ -205,9 +204,7 @@ def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.dev
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
     ulysses = call.groups.ulysses
     in_memory = ulysses is not None and ulysses.size() > 1 and host_messages(ulysses, device) is not None
-    chunks = MAX_CHUNKS
-    if not call.fixed_chunks:
-        chunks = 1 if in_memory else chunk_limit(call.sharding, q_shape, device.type)
+    chunks = 1 if in_memory else chunk_limit(call.sharding, q_shape, device.type)
     kind = HeadExchangeInMemory if in_memory else HeadExchange
     return head_exchange_of(call.groups, call.sharding, call.heads, chunks, kind)
 

@@ -40,8 +40,6 @@ class AttentionCall:
         deterministic: leave out backends whose gradients may differ from run to run.
         heads: the heads of q, k and v. Under tensor parallelism these are some of the model's heads.
         return_lse: whether the caller gets the log-sum-exp, which is then differentiable.
-        fixed_chunks: whether an all-to-all has the same number of chunks at every length. An operator of
-            ``torch.library`` needs it, because the number of its results depends on the number of chunks.
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
     """
@@ -54,7 +52,6 @@ class AttentionCall:
     deterministic: bool
     heads: Heads
     return_lse: bool
-    fixed_chunks: bool = False
     kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
     latent: LatentKeys | None = None
     _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)

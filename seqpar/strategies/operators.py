@@ -37,7 +37,7 @@ from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, si
 from ..opaque import Opaque, constant, real
 from ..schedule import attention_plan
 from ..sharding import Sharding
-from . import resolve
+from . import STRATEGIES, compared_options, resolve
 from .autograd import (
     SequenceParallelAttention,
     attention_backward,
@@ -50,7 +50,8 @@ from .autograd import (
     with_latents,
 )
 from .call import AttentionCall
-from .ulysses import MAX_CHUNKS
+from .head_exchange import HeadExchange
+from .ulysses import MAX_CHUNKS, saved_shapes
 
 # Passed as ``ranks`` for a call that has none of its own. The ranks are then those of the sharding.
 ANY_RANKS = ParallelContext(None, None)
@@ -62,7 +63,8 @@ class AttentionOptions(Opaque):
     """The constants of a call.
 
     Attributes:
-        strategy: the strategy's name. Under tensor parallelism it is that of the ranks with the same heads.
+        strategy: the strategy's name. Under tensor parallelism it is that of the ranks with the same heads. "auto"
+            stands for the strategy that is chosen when the operator runs.
         strategy_options: (name, value) of each option of the strategy.
         tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
         first_head: the index in the model of the first query head.
@@ -94,6 +96,20 @@ class AttentionOptions(Opaque):
         heads = int(q_shape[2])
         per_kv = heads // int(k_shape[2]) if self.q_per_kv is None else self.q_per_kv
         return Heads(range(self.first_head, self.first_head + heads), per_kv)
+
+    def with_choice(self, chosen: Tensor | None) -> AttentionOptions:
+        """The options for the strategy that ``choice`` has encoded; unchanged if ``chosen`` is None."""
+        if chosen is None:
+            return self
+        index, ulysses_size = chosen.tolist()
+        name = tuple(STRATEGIES)[index]
+        options = {"ulysses_size": ulysses_size} if ulysses_size else compared_options(name)
+        return replace(self, strategy=name, strategy_options=constants(options))
+
+
+def choice(strategy: str, options: Mapping[str, Any]) -> Tensor:
+    """A strategy with its options, chosen when compiled code runs, as int64 ``[2]`` on the host."""
+    return torch.tensor([tuple(STRATEGIES).index(strategy), options.get("ulysses_size") or 0], device="cpu")
 
 
 def constants(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -183,7 +199,6 @@ def make_call(
     groups: AttentionGroups,
     sharding: SequenceSharding,
     options: AttentionOptions,
-    fixed_chunks: bool = False,
 ) -> AttentionCall:
     """The call for checked and resolved arguments. Every attention call of the package is made here."""
     if options.layer_mask is not None:
@@ -205,7 +220,6 @@ def make_call(
         deterministic=options.deterministic,
         heads=heads,
         return_lse=options.return_lse,
-        fixed_chunks=fixed_chunks,
     )
 
 
@@ -242,6 +256,7 @@ def attention_op(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    chosen: Tensor | None,
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -255,14 +270,17 @@ def attention_op(
         sinks: ``[h]``.
         alibi_slopes: ``[h]`` or ``[b, h]``.
         seed: the dropout seed, int64 ``[]`` on the host.
+        chosen: with strategy "auto", the ``choice`` of this call.
         mask, sharding, options: of the call.
         ranks: of the call; ``ANY_RANKS`` for those of the sharding.
         latent_weight: ``[h, nope + e, w]``, if k and v are latents and rotated keys (see ``latent.py``).
 
     Returns:
-        ``out [b, s, h, e]``, ``lse [b, h, s]``, with an all-to-all the tensors that backward needs, and with
-        ``options.draws_seed`` rank 0's seed.
+        ``out [b, s, h, e]``; ``lse [b, h, s]``, which is undefined unless ``options.return_lse`` if the strategy is
+        "auto" or has an all-to-all; the tensors of ``_kept_dtypes``; and with ``options.draws_seed`` rank 0's seed.
     """
+    kept_dtypes = _kept_dtypes(q, k, chosen, *placement(sharding, ranks, options), options)
+    options = options.with_choice(chosen)
     groups, sequence = placement(sharding, ranks, options)
 
     def header() -> _SeedHeader:
@@ -271,15 +289,18 @@ def attention_op(
 
     agreed = header() if not options.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
     heads = options.heads(q.shape, k.shape)
-    call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, options, True)
+    call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, options)
     call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = attention_forward(call, q, k, v)
-    exchange = head_exchange(call, q.shape, q.device)
-    # An operator must not return one of its arguments, and its results are declared to be contiguous.
-    saved = [] if exchange is None else saved[: 3 * len(exchange.chunks)]
+    results = [out, lse if chosen is None or options.return_lse else lse.flatten()]
+    if kept_dtypes:
+        kept = _to_keep(saved, head_exchange(call, q.shape, q.device))
+        inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
+        results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
+        results += [q.new_empty(0, dtype=dtype) for dtype in kept_dtypes[len(kept) :]]
     if options.draws_seed:
-        saved.append(torch.tensor(agreed.seed, device="cpu"))
-    return [x.contiguous() for x in (out, lse, *saved)]
+        results.append(torch.tensor(agreed.seed, device="cpu"))
+    return [x.contiguous() for x in results]
 
 
 @attention_op.register_fake
@@ -290,6 +311,7 @@ def _(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    chosen: Tensor | None,
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -302,39 +324,85 @@ def _(
     out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
     dtype = accumulator(q.dtype)
     lse = q.new_empty(batch, heads, length, dtype=dtype)
-    exchange = head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)
+    kept_dtypes = _kept_dtypes(q, k, chosen, groups, sequence, options)
+    if kept_dtypes and not options.return_lse:
+        lse = q.new_empty(0 if chosen is None else torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
     results = [q.new_empty(batch, length, heads, out_dim), lse]
-    if exchange is not None:
-        if not options.return_lse:
-            results[1] = q.new_empty(0, dtype=dtype)
-        tokens = (
-            torch.library.get_ctx().new_dynamic_size()
-        )  # tokens of the ulysses group, which change with the sharding
-        for chunk in exchange.chunks:
-            queries, kv = len(chunk.heads.queries), len(chunk.heads.kv)
-            width = queries * dim
-            if chunk.has_kv and not exchange.shares_kv:
-                width += kv * (k.shape[3] + v.shape[3])
-            results.append(q.new_empty(tokens, batch, width))
-            results.append(q.new_empty(batch, tokens, queries, out_dim))
-            results.append(q.new_empty(batch, queries, tokens, dtype=dtype))
+    results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
     if options.draws_seed:
         _check_seed_is_kept()
         results.append(torch.empty((), dtype=torch.int64, device="cpu"))
     return results
 
 
+def _kept_dtypes(
+    q: Tensor,
+    k: Tensor,
+    chosen: Tensor | None,
+    groups: AttentionGroups,
+    sequence: SequenceSharding,
+    options: AttentionOptions,
+) -> list[torch.dtype]:
+    """The dtypes of the tensors that the operator returns for its backward: none for a ring.
+
+    With an all-to-all these are head shards, whose number and sizes depend on the length. They are returned flat, as a
+    fixed number of tensors of any size: k and v, if they are exchanged again in backward, and for each chunk of heads
+    the three of ``ulysses_forward``. The rest is empty. With strategy "auto" a ring may run, which returns k, v and q.
+
+    As an operator must not return its arguments, sequence shards of q, k and v are copied, and nothing else is.
+    """
+    if chosen is not None:
+        chunks = min(MAX_CHUNKS, -(-q.shape[2] // 2))  # an all-to-all has at least two ranks
+    elif (exchange := head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)) is not None:
+        chunks = len(exchange.chunks)
+    else:
+        return []
+    return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * chunks
+
+
+def _to_keep(saved: Sequence[Tensor], exchange: HeadExchange | None) -> list[Tensor]:
+    """The tensors of ``_kept_dtypes``, of those that ``attention_forward`` saves."""
+    if exchange is None:
+        q, k, v, *_ = saved
+        return [k, v, q]
+    chunks = 3 * len(exchange.chunks)
+    again = saved[chunks:] or [saved[0].new_empty(0) for _ in range(2)]
+    return [*again, *saved[:chunks]]
+
+
+def _from_kept(
+    kept: Sequence[Tensor],
+    local: Sequence[Tensor],
+    exchange: HeadExchange | None,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    v_shape: Sequence[int],
+    out_dim: int,
+) -> list[Tensor]:
+    """The tensors that ``attention_forward`` saves, of those of ``_to_keep`` and of ``local``, out and lse."""
+    k, v, *rest = kept
+    if exchange is None:
+        out, lse = local
+        batch, length, heads, _ = q_shape
+        return [rest[0].view(q_shape), k.view(k_shape), v.view(v_shape), out, lse.view(batch, heads, length)]
+    shapes = saved_shapes(exchange, q_shape, k_shape, v_shape, out_dim)
+    saved = [x.view(shape) for x, shape in zip(rest, shapes, strict=False)]
+    return saved + ([k.view(k_shape), v.view(v_shape)] if exchange.shares_kv else [])
+
+
 @torch.library.custom_op("seqpar::attention_backward", mutates_args=())
 def attention_backward_op(
     dout: Tensor | None,
     dlse: Tensor | None,
-    saved: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    local: Sequence[Tensor],
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    chosen: Tensor | None,
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -347,19 +415,23 @@ def attention_backward_op(
     Returns ``dq, dk, dv``, then ``dsinks`` if there are sinks, then the gradient of ``latent_weight`` if it is needed.
 
     Args:
-        saved: ``q, k, v, out, lse``; with an all-to-all, the tensors that the forward returned after ``lse``.
+        kept: k, v and q, or the tensors of ``_kept_dtypes``.
+        local: the forward's ``out`` and ``lse``; empty if the strategy has an all-to-all and is not "auto".
         dout, dlse, q_shape, k_shape, v_shape: as for ``attention_backward``.
-        sinks, alibi_slopes, seed, mask, sharding, ranks, options, latent_weight: as for the forward.
+        sinks, alibi_slopes, seed, chosen, mask, sharding, ranks, options, latent_weight: as for the forward.
         needs_weight_gradient: whether the weight's gradient is returned.
     """
+    options = options.with_choice(chosen)
     groups, sequence = placement(sharding, ranks, options)
     heads = options.heads(q_shape, k_shape)
-    call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options, True)
+    call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options)
     d_weight = new_weight_gradient(latent_weight, needs_weight_gradient)
     call = with_latents(call, latent_weight, q_shape, v_shape, d_weight)
-    saved = [x.contiguous() for x in saved]
+    exchange = head_exchange(call, q_shape, kept[0].device)
+    kept, local = ([x.contiguous() for x in tensors] for tensors in (kept, local))
+    saved = _from_kept(kept, local, exchange, q_shape, k_shape, v_shape, call.v_head_dim(v_shape))
     gradients = attention_backward(call, saved, dout, dlse, q_shape, k_shape, v_shape)
-    of_weight = None if d_weight is None else d_weight.to(saved[0].dtype)
+    of_weight = None if d_weight is None else d_weight.to(kept[0].dtype)
     return [x.contiguous() for x in (*gradients, of_weight) if x is not None]
 
 
@@ -367,13 +439,15 @@ def attention_backward_op(
 def _(
     dout: Tensor | None,
     dlse: Tensor | None,
-    saved: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    local: Sequence[Tensor],
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
+    chosen: Tensor | None,
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -381,7 +455,7 @@ def _(
     latent_weight: Tensor | None,
     needs_weight_gradient: bool,
 ) -> list[Tensor]:
-    gradients = [saved[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
+    gradients = [kept[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
     others = sinks, latent_weight if needs_weight_gradient else None
     return gradients + [torch.empty_like(x) for x in others if x is not None]
 
@@ -410,27 +484,28 @@ def _number(seed: Tensor | None) -> int:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, sinks, alibi_slopes, seed, *ctx.call, latent_weight = inputs
-    out, lse, *saved = output
+    q, k, v, sinks, alibi_slopes, seed, chosen, *ctx.call, latent_weight = inputs
+    out, lse, *kept = output
     if ctx.call[-1].draws_seed:
-        *saved, seed = saved
+        *kept, seed = kept
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
-    if saved and saved[0].shape[2] == saved[1].shape[2] * q.shape[3]:  # only q was saved: k and v are exchanged again
-        saved += [k, v]
-    ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *(saved or (q, k, v, out, lse)))
+    local = [out, lse] if chosen is not None or not kept else []
+    ctx.local = len(local)
+    ctx.save_for_backward(sinks, alibi_slopes, seed, chosen, latent_weight, *local, *(kept or (k, v, q)))
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    sinks, alibi_slopes, seed, latent_weight, *saved = ctx.saved_tensors
+    sinks, alibi_slopes, seed, chosen, latent_weight, *saved = ctx.saved_tensors
+    local, kept = saved[: ctx.local], saved[ctx.local :]
     dout, dlse = grads[0], grads[1] if ctx.call[-1].return_lse else None
     needs_weight_gradient = latent_weight is not None and ctx.needs_input_grad[-1]
-    tensors = sinks, alibi_slopes, seed
+    tensors = sinks, alibi_slopes, seed, chosen
     dq, dk, dv, *others = attention_backward_op(
-        dout, dlse, saved, *ctx.shapes, *tensors, *ctx.call, latent_weight, needs_weight_gradient
+        dout, dlse, kept, local, *ctx.shapes, *tensors, *ctx.call, latent_weight, needs_weight_gradient
     )
     d_weight = others.pop() if needs_weight_gradient else None
-    return dq, dk, dv, others[0] if others else None, *[None] * 6, d_weight
+    return dq, dk, dv, others[0] if others else None, *[None] * 7, d_weight
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -476,7 +551,9 @@ def attend(
             strategy: Any = "tp_sp" if options.tensor_parallel else None
             sharding = Sharding(sequence.seq_len, sequence.layout, mesh=mesh, group=group, strategy=strategy)
         seed = torch.tensor(dropout_seed, device="cpu") if options.dropout_p else None
-        out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ranks, options, latent_weight)
+        out, lse, *_ = attention_op(
+            q, k, v, sinks, alibi_slopes, seed, None, mask, sharding, ranks, options, latent_weight
+        )
         return out, lse
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, dropout_seed, mask, groups, sequence, options)
     out, lse = SequenceParallelAttention.apply(q, k, v, sinks, latent_weight, call)

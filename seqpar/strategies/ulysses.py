@@ -121,6 +121,20 @@ def ulysses_forward(
     return out, *saved
 
 
+def saved_shapes(
+    exchange: HeadExchange, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int], out_dim: int
+) -> list[tuple[int, ...]]:
+    """The shapes of the tensors that ``ulysses_forward`` returns after ``out``, for tensors of these shapes."""
+    batch, tokens = q_shape[0], sum(exchange.lengths)
+    shapes: list[tuple[int, ...]] = []
+    for chunk in exchange.chunks:
+        queries, width = len(chunk.heads.queries), len(chunk.heads.queries) * q_shape[3]
+        if chunk.has_kv and not exchange.shares_kv:
+            width += len(chunk.heads.kv) * (k_shape[3] + v_shape[3])
+        shapes += [(tokens, batch, width), (batch, tokens, queries, out_dim), (batch, queries, tokens)]
+    return shapes
+
+
 def ulysses_backward(
     exchange: HeadExchange,
     attend_backward: AttendBackward,
