@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask, Sharding
+from seqpar.layers import context_parallel
+from seqpar.layers.context_parallel import gathers_activations_op
 from seqpar.layers.rotary import _rotary_table, rotary_length_op
 from seqpar.layers.sharded_vocab import VocabPart
 from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
@@ -151,17 +153,22 @@ def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
 
 @contextmanager
 def chosen_by_length(group: ProcessGroup) -> Iterator[None]:
-    """Strategy "auto" takes another strategy for each length, one after another."""
+    """Strategy "auto" takes another strategy for each length, one after another; gather="auto" sends hidden states if
+    the length is odd."""
 
     def predict(summary: Any, seq_len: int, layout: Any, shape: Any, ranks: int, *_: Any) -> dict[Candidate, float]:
         strategies = list(candidates(ranks, shape.heads))
         return {strategies[seq_len % len(strategies)]: 0.0}
+
+    def prefers_activations(kv_rows: Any, rows: tuple[int, int], *_: Any) -> bool:
+        return bool(rows[0] % 2)
 
     known = WeakKeyDictionary({group: {"cpu": costs.Costs(costs._CPU)}})
     with (
         mock.patch.object(auto, "predict", predict),
         mock.patch.object(auto, "_choices", WeakKeyDictionary()),
         mock.patch.object(costs, "_known", known),
+        mock.patch.object(context_parallel, "prefers_activations", prefers_activations),
     ):
         yield
 
@@ -169,12 +176,12 @@ def chosen_by_length(group: ProcessGroup) -> Iterator[None]:
 @on_ranks
 def compare_with_one_device(
     group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
-) -> tuple[int, dict[str, int]]:
+) -> tuple[int, set[str]]:
     """Compare a layer that is compiled on all ranks but one with the layer on one device, on new documents of new
-    lengths; returns the number of graphs, and how often each strategy was chosen."""
+    lengths, and what it sends with eager code; returns the number of graphs and the strategies that were chosen."""
     with chosen_by_length(group), seqpar.trace() as t:
         graphs = _compare_with_one_device(group, options, scaling, with_positions, eager_rank)
-    return graphs, dict(t.chosen)
+    return graphs, set(t.chosen)
 
 
 def _compare_with_one_device(
@@ -205,7 +212,11 @@ def _compare_with_one_device(
             if local is not None:
                 torch._dynamo.mark_dynamic(local, 1)
         run = layer if group.rank() == eager_rank else compiled
-        y = run(x, mask, sharding, own_positions)
+        with seqpar.trace() as sent:
+            y = run(x, mask, sharding, own_positions)
+        with seqpar.trace() as eagerly_sent:
+            layer(x, mask, sharding, own_positions)
+        assert with_positions or sent.bytes_sent == eagerly_sent.bytes_sent
         y.sin().sum().backward()
         assert full.grad is not None
         pairs: list[tuple[Any, Any]] = [
@@ -239,7 +250,16 @@ def test_strategies_that_are_chosen_when_a_layer_runs(pool: Pool, eager_rank: in
     given = {"strategy": "auto"}, None, False, eager_rank
     by_rank = pool.run(4, compare_with_one_device, *given, deadline_s=240.0)
     assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(4)]
-    assert all(chosen == dict.fromkeys(("ring", "context_parallel", "ulysses", "hybrid"), 1) for _, chosen in by_rank)
+    assert all(chosen == {"ring", "context_parallel", "ulysses", "hybrid"} for _, chosen in by_rank)
+
+
+@pytest.mark.parametrize("scaling", [None, DYNAMIC])
+def test_what_is_gathered_is_chosen_when_a_layer_runs(pool: Pool, scaling: dict[str, Any] | None) -> None:
+    """Keys and values, and hidden states, in one graph; with positions, on which the angles depend, and without."""
+    eager_rank = -1 if scaling is None else 1
+    given = {"strategy": "context_parallel", "gather": "auto"}, scaling, scaling is not None, eager_rank
+    by_rank = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
+    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(2)]
 
 
 @on_ranks
@@ -443,6 +463,12 @@ def check_choice(group: ProcessGroup) -> None:
     for strategy in candidates(4, 6):
         chosen = choice(strategy.strategy, strategy.options)
         torch.library.opcheck(attention_op, (q, k, v, None, None, None, chosen, *where, None))
+    gathered = AttentionOptions("context_parallel", (("comm", "all_gather"),), replicated=True)
+    x, weights = q.flatten(2), [torch.randn(8, 24, requires_grad=True)]
+    torch.library.opcheck(gathers_activations_op, (x, 8, *where[:-1], replace(gathered, replicated=False)))
+    for replicated in (0, 1):
+        arguments = x, weights, torch.tensor(replicated), sharding, ANY_RANKS, ChunkOptions("ring", gathered)
+        torch.library.opcheck(all_gather_linear_op, arguments)
 
 
 def test_opcheck_of_a_choice(pool: Pool) -> None:
@@ -461,7 +487,7 @@ def check_tensor_parallel_operators(group: ProcessGroup) -> None:
     call = ChunkOptions("ring", AttentionOptions("local", tensor_parallel=True))
     x = torch.randn(1, sharding.seq_local, 8, requires_grad=True)
     weights = [torch.randn(n, 8, requires_grad=True) for n in (4, 6)]
-    torch.library.opcheck(all_gather_linear_op, (x, weights, sharding, ranks, call))
+    torch.library.opcheck(all_gather_linear_op, (x, weights, None, sharding, ranks, call))
     full, weight = torch.randn(1, 22, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
     torch.library.opcheck(linear_reduce_scatter_op, (full, weight, sharding.seq_local, sharding, ranks, call))
 
@@ -502,22 +528,16 @@ def test_opcheck_of_rotary_operators(pool: Pool) -> None:
 
 
 @on_ranks
-def graphs_around(group: ProcessGroup, options: dict[str, Any], with_sharding: bool) -> int:
-    """The number of graphs around a layer."""
+def graphs_around(group: ProcessGroup) -> int:
+    """The number of graphs around a layer without a sharding."""
     torch._dynamo.reset()
-    layer = seqpar.ParallelAttention(hidden_size=16, num_heads=2, group=group, **options)
-    sharding = Sharding(8 * group.size(), group=group) if with_sharding else None
+    layer = seqpar.RingAttention(16, 2, group=group)
     graphs: list[str] = []
-    run = torch.compile(lambda x: layer(x * 2, sharding=sharding) * 2, backend=counting(graphs, "eager"))
+    run = torch.compile(lambda x: layer(x * 2) * 2, backend=counting(graphs, "eager"))
     x = torch.randn(1, 8, 16)
-    torch.testing.assert_close(run(x), layer(x * 2, sharding=sharding) * 2)
+    torch.testing.assert_close(run(x), layer(x * 2) * 2)
     return len(graphs)
 
 
 def test_a_handshake_breaks_the_graph(pool: Pool) -> None:
-    assert pool.run(2, graphs_around, {"strategy": "ring"}, False) == [2, 2]
-
-
-def test_a_choice_by_the_mask_breaks_the_graph(pool: Pool) -> None:
-    auto = {"strategy": "context_parallel", "gather": "auto"}
-    assert pool.run(2, graphs_around, auto, True) == [2, 2]
+    assert pool.run(2, graphs_around) == [2, 2]

@@ -258,11 +258,11 @@ class AttentionLayer(nn.Module):
         length = self._traced_length(x, positions, sharding)
         chunks = self._traced_chunks(x.shape[1], sharding)
         if positions is not None and chunks is not None:
-            positions = all_gather_positions_op(positions, sharding, ranks, chunks.options)
+            positions = all_gather_positions_op(positions, None, sharding, ranks, chunks.options)
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
-                positions = positions_op(q, sharding, ranks, options)
+                positions = positions_op(q, None, sharding, ranks, options)
             q, k = self.rope(q, k, positions, length)
         out = self._traced_attention(q, k, v, mask, sharding, options)
         return self._output(out.flatten(2), chunks)
@@ -275,12 +275,20 @@ class AttentionLayer(nn.Module):
         return length
 
     def _traced_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        sharding: Any,
+        options: AttentionOptions,
+        chosen: Tensor | None = None,
     ) -> Tensor:
-        """``_attend`` while torch.compile traces it."""
+        """``_attend`` while torch.compile traces it. ``chosen`` is of ``AttentionOptions.with_choice``."""
         seed = traced_seed() if self._dropout_p else None
         ranks = self._parallel_context
-        chosen = traced_choice(q, k, v, mask, sharding, ranks, options)
+        if chosen is None:
+            chosen = traced_choice(q, k, v, mask, sharding, ranks, options)
         out: Tensor = attention_op(q, k, v, self.sinks, None, seed, chosen, mask, sharding, ranks, options, None)[0]
         return out
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks import check_choice, check_hidden
-from ..layout import Layout
+from ..layout import Layout, SequenceSharding
 from ..mask import Mask
-from ..mesh import AttentionGroups, rank_in, ranks_by_host
+from ..mesh import AttentionGroups, ParallelContext, rank_in, ranks_by_host
 from ..schedule import attention_plan
 from ..sharding import Sharding
 from ..strategies import Comm
@@ -29,7 +29,14 @@ from ..strategies.gathered_activations import (
     StartInBackward,
     prefers_activations,
 )
-from ..strategies.operators import make_call, positions_op, seen_by_dispatch_mode, with_replicated_keys
+from ..strategies.operators import (
+    AttentionOptions,
+    make_call,
+    placement,
+    positions_op,
+    seen_by_dispatch_mode,
+    with_replicated_keys,
+)
 from ..strategies.sequence_chunks import SequenceChunks
 from ..strategies.tensor_operators import (
     ChunkOptions,
@@ -60,9 +67,9 @@ class ContextParallelAttention(AttentionLayer):
               arrive, and again in backward. ``k_proj`` and ``v_proj`` must be plain ``nn.Linear`` and ``k_norm`` a
               plain ``nn.RMSNorm``, not modules that replace them, such as LoRA's.
             * "auto": in each call the one that takes less time, estimated from bytes and operations (see
-              ``docs/strategies.md``), and "kv" if "activations" cannot run. The choice depends on the mask and is not
-              traced by ``torch.compile``: the layer is a graph break. If the mesh was not made by ``init_mesh``, the
-              ranks exchange their hosts in the first call.
+              ``docs/strategies.md``), and "kv" if "activations" cannot run. If the mesh was not made by ``init_mesh``,
+              the ranks exchange their hosts in the first call. Compiled by ``torch.compile``, every rank needs at
+              least 2 tokens.
         options: the arguments of ``AttentionLayer``.
     """
 
@@ -124,21 +131,19 @@ class ContextParallelAttention(AttentionLayer):
 
     def _sends_activations(self, call: LayerCall, x: Tensor) -> bool:
         """Whether the ranks send hidden states in this call. The same on every rank."""
-        group, ranks = call.groups.sequence, call.groups.ring_size
-        if self.gather == "kv" or group is None or ranks == 1:
+        if self.gather == "kv" or call.groups.ring_size == 1:
             return False
         if self.gather == "activations":
             return True
         if self._keys_are_opaque() is not None:
             return False
-        per_host, seq_len = call.groups.per_host, call.sequence.seq_len
-        of_kv = attention_plan(call.mask, call.sequence, call.groups.ring_rank, True, per_host).received_rows
-        of_activations = (per_host - 1) * seq_len, (ranks - per_host) * seq_len
-        if per_host == ranks and len(ranks_by_host(group)) > 1:  # hosts of one rank, or of different numbers of ranks
-            of_kv, of_activations = (0, sum(of_kv)), (0, sum(of_activations))
         (hidden,) = to_autocast_dtype(x)
-        d_kv = self.num_kv_heads * self.head_dim
-        return prefers_activations(of_kv, of_activations, self.hidden_size, d_kv, hidden.dtype)
+        return _activations_are_faster(hidden, self._kv_width, call.mask, call.groups, call.sequence)
+
+    @property
+    def _kv_width(self) -> int:
+        """The number of elements of a token's keys, and of its values."""
+        return self.num_kv_heads * self.head_dim
 
     def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
         if not self._sends_activations(call, x):
@@ -173,29 +178,29 @@ class ContextParallelAttention(AttentionLayer):
         return y
 
     def _traced(self, x: Tensor, mask: Mask, sharding: Any, positions: Tensor | None) -> Tensor:
-        if self.gather == "kv":
+        reason = None if self.gather == "kv" else self._keys_are_opaque()
+        if self.gather == "kv" or (self.gather == "auto" and reason is not None):
             return super()._traced(x, mask, sharding, positions)
         check_hidden(x, self.hidden_size, self.q_proj)
-        if (reason := self._keys_are_opaque()) is not None:
+        if reason is not None:
             raise TypeError(reason)
-        ranks, options = self._parallel_context, self._traced_options(replicated=True)
+        ranks, options, chosen = self._parallel_context, self._traced_options(replicated=True), None
+        if self.gather == "auto":
+            (hidden,) = to_autocast_dtype(x)
+            chosen = gathers_activations_op(hidden, self._kv_width, mask, sharding, ranks, self._options(0.0))
         length = self._traced_length(x, positions, sharding)
         chunks = TracedChunks(x.shape[1], sharding, ranks, ChunkOptions("ring", options))
-        k, v = traced_all_gather_linear(x, [self.k_proj.weight, self.v_proj.weight], chunks)
         of_queries, of_keys = positions, positions
-        if self.rope is not None:
-            if positions is None:
-                of_queries = positions_op(x, sharding, ranks, self._options(0.0))
-                of_keys = positions_op(k, sharding, ranks, options)
-            else:
-                of_keys = all_gather_positions_op(positions, sharding, ranks, chunks.options)
+        if self.rope is not None and positions is not None:  # before the projections, as eager code sends them
+            of_keys = all_gather_positions_op(positions, chosen, sharding, ranks, chunks.options)
+        k, v = traced_all_gather_linear(x, [self.k_proj.weight, self.v_proj.weight], chunks, chosen)
+        if self.rope is not None and positions is None:
+            of_queries = positions_op(x, None, sharding, ranks, self._options(0.0))
+            of_keys = positions_op(k, chosen, sharding, ranks, options)
         finish, parameters = self._finish_keys(k.dtype, x.device, of_keys, length)
         k, v = finish(k, v, *parameters)
         q = self._queries(x, of_queries, length)
-        return self._output(self._traced_attention(q, k, v, mask, sharding, options).flatten(2), None)
-
-    def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
-        return self.gather != "auto" and super()._is_traceable(sharding, positions, seq_len)
+        return self._output(self._traced_attention(q, k, v, mask, sharding, options, chosen).flatten(2), None)
 
     def _queries(self, x: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
         """The queries ``[b, s, h, d]`` of this rank's tokens ``x [b, s, hidden]``."""
@@ -241,3 +246,35 @@ class ContextParallelAttention(AttentionLayer):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.gather == "kv" else f", gather={self.gather!r}")
+
+
+def _activations_are_faster(
+    hidden: Tensor, kv_width: int, mask: Mask, groups: AttentionGroups, sequence: SequenceSharding
+) -> bool:
+    """Whether to send hidden states like ``hidden [b, s, hidden]``, and not keys and values of ``kv_width`` each."""
+    ranks, per_host, seq_len = groups.ring_size, groups.per_host, sequence.seq_len
+    of_kv = attention_plan(mask, sequence, groups.ring_rank, True, per_host).received_rows
+    of_activations = (per_host - 1) * seq_len, (ranks - per_host) * seq_len
+    assert groups.sequence is not None
+    several_hosts = len(ranks_by_host(groups.sequence)) > 1
+    if per_host == ranks and several_hosts:  # hosts of one rank, or of different numbers of ranks
+        of_kv, of_activations = (0, sum(of_kv)), (0, sum(of_activations))
+    return prefers_activations(of_kv, of_activations, hidden.shape[2], kv_width, hidden.dtype)
+
+
+@torch.library.custom_op("seqpar::gathers_activations", mutates_args=())
+def gathers_activations_op(
+    hidden: Tensor, kv_width: int, mask: Mask, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions
+) -> Tensor:
+    """``_activations_are_faster`` as an operator: int64 ``[]`` on the host, for ``AttentionOptions.with_choice``."""
+    mask.check_length(sharding.seq_len)
+    groups, sequence = placement(sharding, ranks, options)
+    faster = groups.ring_size > 1 and _activations_are_faster(hidden, kv_width, mask, groups, sequence)
+    return torch.tensor(int(faster), device="cpu")
+
+
+@gathers_activations_op.register_fake
+def _(
+    hidden: Tensor, kv_width: int, mask: Mask, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions
+) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")

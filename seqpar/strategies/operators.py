@@ -98,9 +98,14 @@ class AttentionOptions(Opaque):
         return Heads(range(self.first_head, self.first_head + heads), per_kv)
 
     def with_choice(self, chosen: Tensor | None) -> AttentionOptions:
-        """The options for the strategy that ``choice`` has encoded; unchanged if ``chosen`` is None."""
+        """The options with what was chosen when compiled code ran, if anything was.
+
+        With strategy "auto", ``chosen`` is a ``choice``, otherwise int64 ``[]``: whether k and v are ``replicated``.
+        """
         if chosen is None:
             return self
+        if self.strategy != "auto":
+            return replace(self, replicated=bool(chosen.item()))
         index, ulysses_size = chosen.tolist()
         name = tuple(STRATEGIES)[index]
         options = {"ulysses_size": ulysses_size} if ulysses_size else compared_options(name)
@@ -270,7 +275,7 @@ def attention_op(
         sinks: ``[h]``.
         alibi_slopes: ``[h]`` or ``[b, h]``.
         seed: the dropout seed, int64 ``[]`` on the host.
-        chosen: with strategy "auto", the ``choice`` of this call.
+        chosen: of ``AttentionOptions.with_choice``.
         mask, sharding, options: of the call.
         ranks: of the call; ``ANY_RANKS`` for those of the sharding.
         latent_weight: ``[h, nope + e, w]``, if k and v are latents and rotated keys (see ``latent.py``).
@@ -279,9 +284,9 @@ def attention_op(
         ``out [b, s, h, e]``; ``lse [b, h, s]``, which is undefined unless ``options.return_lse`` if the strategy is
         "auto" or has an all-to-all; the tensors of ``_kept_dtypes``; and with ``options.draws_seed`` rank 0's seed.
     """
-    kept_dtypes = _kept_dtypes(q, k, chosen, *placement(sharding, ranks, options), options)
-    options = options.with_choice(chosen)
+    given, options = options, options.with_choice(chosen)
     groups, sequence = placement(sharding, ranks, options)
+    kept_dtypes = _kept_dtypes(q, k, groups, sequence, given)
 
     def header() -> _SeedHeader:
         _check(q, k, v, latent_weight, mask, groups, sharding, options)
@@ -292,7 +297,7 @@ def attention_op(
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, options)
     call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = attention_forward(call, q, k, v)
-    results = [out, lse if chosen is None or options.return_lse else lse.flatten()]
+    results = [out, lse.flatten() if given.strategy == "auto" and not options.return_lse else lse]
     if kept_dtypes:
         kept = _to_keep(saved, head_exchange(call, q.shape, q.device))
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
@@ -324,9 +329,10 @@ def _(
     out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
     dtype = accumulator(q.dtype)
     lse = q.new_empty(batch, heads, length, dtype=dtype)
-    kept_dtypes = _kept_dtypes(q, k, chosen, groups, sequence, options)
+    kept_dtypes = _kept_dtypes(q, k, groups, sequence, options)
     if kept_dtypes and not options.return_lse:
-        lse = q.new_empty(0 if chosen is None else torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
+        size: Any = torch.library.get_ctx().new_dynamic_size() if options.strategy == "auto" else 0
+        lse = q.new_empty(size, dtype=dtype)
     results = [q.new_empty(batch, length, heads, out_dim), lse]
     results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
     if options.draws_seed:
@@ -336,12 +342,7 @@ def _(
 
 
 def _kept_dtypes(
-    q: Tensor,
-    k: Tensor,
-    chosen: Tensor | None,
-    groups: AttentionGroups,
-    sequence: SequenceSharding,
-    options: AttentionOptions,
+    q: Tensor, k: Tensor, groups: AttentionGroups, sequence: SequenceSharding, options: AttentionOptions
 ) -> list[torch.dtype]:
     """The dtypes of the tensors that the operator returns for its backward: none for a ring.
 
@@ -351,7 +352,7 @@ def _kept_dtypes(
 
     As an operator must not return its arguments, sequence shards of q, k and v are copied, and nothing else is.
     """
-    if chosen is not None:
+    if options.strategy == "auto":
         chunks = min(MAX_CHUNKS, -(-q.shape[2] // 2))  # an all-to-all has at least two ranks
     elif (exchange := head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)) is not None:
         chunks = len(exchange.chunks)
@@ -461,12 +462,15 @@ def _(
 
 
 @torch.library.custom_op("seqpar::positions", mutates_args=())
-def positions_op(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions) -> Tensor:
+def positions_op(
+    like: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions
+) -> Tensor:
     """Global positions of the tokens of ``like [b, s, ...]``, int64 ``[s]`` on the host. With replicated keys, the
     positions of all tokens.
 
     The result is cached, and must not be written to. Rotary embeddings recognise it by identity.
     """
+    options = options.with_choice(chosen)
     groups, sequence = placement(sharding, ranks, options)
     if options.replicated:
         return sequence.together().rank_positions(0)
@@ -474,7 +478,9 @@ def positions_op(like: Tensor, sharding: Sharding, ranks: ParallelContext, optio
 
 
 @positions_op.register_fake
-def _(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions) -> Tensor:
+def _(
+    like: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions
+) -> Tensor:
     return torch.empty(like.shape[1], dtype=torch.int64, device="cpu")
 
 
@@ -490,7 +496,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
         *kept, seed = kept
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
-    local = [out, lse] if chosen is not None or not kept else []
+    local = [out, lse] if ctx.call[-1].strategy == "auto" or not kept else []
     ctx.local = len(local)
     ctx.save_for_backward(sinks, alibi_slopes, seed, chosen, latent_weight, *local, *(kept or (k, v, q)))
 
