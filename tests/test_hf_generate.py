@@ -275,7 +275,7 @@ def unlike(group: ProcessGroup, what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("prompt", "bring different ones"), ("sampled", "seed them alike"), ("padding", "padding on the left")],
+    [("prompt", "passed different tokens"), ("sampled", "set the same seed"), ("padding", "padding on the left")],
 )
 def test_ranks_with_different_tokens_all_raise(pool: Pool, what: str, words: str) -> None:
     assert all(words in said for said in pool.run(2, unlike, what))
@@ -292,7 +292,7 @@ def test_training_after_generating() -> None:
 def test_refused_caches() -> None:
     model = seqpar.hf.parallelize(model_of("llama"), strategy="local")
     ids = prompt("plain")["input_ids"]
-    with pytest.raises(ValueError, match="layers of type StaticLayer"):
+    with pytest.raises(ValueError, match="layers are of type StaticLayer"):
         model(input_ids=ids, past_key_values=StaticCache(model.config, max_cache_len=40))
     filled = DynamicCache()
     for layer in range(2):

@@ -426,9 +426,9 @@ def refused(group: ProcessGroup, config: dict[str, Any], arguments: dict[str, An
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        ({"cp_size": 4}, {}, "their product must be the number of processes, 2"),
-        ({"cp_size": 2, "dp_shard_size": 2}, {}, "their product must be the number of processes, 2"),
-        ({"cp_size": 1}, {}, "parallelized over 2 ranks, but the ParallelismConfig has cp_size=1"),
+        ({"cp_size": 4}, {}, "expected a product equal to the number of processes, 2"),
+        ({"cp_size": 2, "dp_shard_size": 2}, {}, "expected a product equal to the number of processes, 2"),
+        ({"cp_size": 1}, {}, "parallelized over 2 ranks with .*, but the ParallelismConfig has cp_size=1"),
         (
             {"cp_size": 2},
             {"dataloader_config": accelerate.utils.DataLoaderConfiguration(dispatch_batches=True)},

@@ -22,7 +22,7 @@ from ..layout import LAYOUTS, shard_positions
 from ..mask import document_boundaries
 from .attention import window_and_chunk
 from .batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES
-from .multimodal import brings_more_than_text, merges
+from .multimodal import has_more_than_text, merges
 from .recording import Place, Recording
 from .state import Patch
 from .support import pools_last_token, predicts_in_place
@@ -122,7 +122,7 @@ class FullBatch:
         boundaries = [rest.pop(name) for name in BOUNDARY_NAMES if name in rest]
         for name in UNUSED_NAMES:
             rest.pop(name, None)
-        self.merges = merges(root) and brings_more_than_text(dict(batch))
+        self.merges = merges(root) and has_more_than_text(dict(batch))
         ids, documents = rest.get("position_ids"), None
         if self.merges and isinstance(ids, Tensor) and ids.dim() == 3:
             ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: the first are the text's

@@ -1,12 +1,15 @@
-"""Generation with a sharded cache: the prompt is sharded over the ranks, and every key stays on the rank that made it.
+"""Generation with a sharded key/value cache: each rank caches the keys and values of some of the tokens.
 
-``model.generate`` runs on every rank with the same full prompt. Its first forward is sharded as in training. Each later
-forward computes the new tokens on every rank, and one rank keeps their keys: position modulo ranks. Every rank attends
-with the new queries to its own keys, and one all-gather a layer collects the partial results, which are then merged
-(Tree Attention, Shyam et al., 2024).
+``model.generate`` runs on every rank with the same full prompt. The first forward, the prefill, is sharded as in
+training: each rank computes its tokens of the prompt, and caches their keys and values.
 
-Shapes: b batch, new tokens of a forward, cached tokens of this rank, h heads, n kv heads, g query heads a kv head, d
-head_dim.
+Each later forward is a decoding step. Every rank computes all new tokens, but only rank ``position % ranks`` caches the
+keys and values of the new token at ``position``. In each attention layer, every rank attends with the new queries to
+the keys in its own cache. One all-gather exchanges the partial results ``acc, lse`` of all ranks, and every rank merges
+them (Tree Attention, Shyam et al., 2024).
+
+Shapes: b batch, new tokens of a forward, cached tokens of this rank, h query heads, n KV heads, g query heads per KV
+head (h / n), d head_dim.
 """
 
 from __future__ import annotations
@@ -31,20 +34,31 @@ from ..mask import Mask
 from ..sharding import unshard
 from .batch import BatchShard, batch_mask, token_ranges
 from .shared_keys import storing_layer
-from .state import DecodeShard, Patch, Prefill
+from .state import DecodeShard, GenerationStep, Patch
 
-_GATHERED_BYTES = 256 << 20  # of the partial results that one all-gather collects
+_GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather in ``decode``
+_MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image, video and audio arguments begin
 
 
-def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merging: bool) -> Prefill:
-    """Replace the arguments of a forward on full tokens, the same on every rank, by this rank's, in place.
+def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merging: bool) -> GenerationStep:
+    """Replace the arguments of a forward of ``generate`` by this rank's arguments.
 
-    With ``merging``, images are merged into the prompt first: its tokens are left whole for the model, whose text model
-    shards what it is given.
+    Args:
+        model: the parallelized model.
+        patch: the model's ``Patch``.
+        kwargs: the arguments of the forward, changed in place. They hold all new tokens, the same on every rank.
+            Afterwards they hold this rank's tokens in a prefill, and still all new tokens in a decoding step. In both
+            cases ``kwargs["seqpar"]`` holds what the attention layers read.
+        merging: whether the call has images. In a prefill the model then merges the images into the full prompt, and
+            its text model shards the merged embeddings, so that ``kwargs`` keeps the full prompt.
+
+    Returns:
+        What ``finish_forward`` needs to know about this forward.
 
     Raises:
-        ValueError: the call has labels; the prompt has padding on the right; the ranks bring different tokens; or
-            images come after the prompt.
+        TypeError: ``past_key_values`` is not a transformers Cache.
+        ValueError: the call has labels; the cache cannot be sharded; the prompt has padding on the right; the ranks
+            pass different tokens; or images are passed after the prefill.
         RuntimeError: another rank raised on its arguments.
     """
     cache = kwargs.get("past_key_values")
@@ -58,41 +72,44 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merg
     past, new = cache.get_seq_length(), tokens.shape[1]
     total = past + new
     attention_mask = kwargs.pop("attention_mask", None)
-    if isinstance(attention_mask, dict):  # made by generate, one for each type of layer; no_mask makes them None
+    if isinstance(attention_mask, dict):  # generate made one mask per layer type; ``no_mask`` makes each of them None
         attention_mask = None
     _check_same_tokens(tokens, attention_mask, past, patch)
     position_ids = kwargs.get("position_ids")
     if position_ids is None:
         position_ids = torch.arange(past, total, device=tokens.device)[None]
-    if past == 0 and new >= patch.ranks:
-        return _prepare_prefill(cache, patch, kwargs, position_ids, attention_mask, total, merging)
-    if merging and any(
-        name.startswith(("pixel_values", "input_features")) for name, x in kwargs.items() if x is not None
-    ):
-        raise ValueError(
-            "pixel_values: images come with a prompt shorter than the number of ranks, or after the cache is filled; "
-            "give generate all images with the first prompt"
-        )
-    positions = torch.arange(past, total)
-    select_new = (positions % patch.ranks == patch.rank).nonzero().flatten()  # of the new tokens, those kept here
-    _expect(cache, positions[select_new], select_new, total)
     kwargs["position_ids"] = position_ids
-    kwargs["seqpar"] = DecodeShard(cache, past, _left_padding(attention_mask))
-    return Prefill(sharded=False)
+    if past == 0 and new >= patch.ranks:
+        return _prepare_prefill(cache, patch, kwargs, attention_mask, total, merging)
+    if merging and any(name.startswith(_MEDIA_ARGUMENTS) for name, x in kwargs.items() if x is not None):
+        raise ValueError(
+            "pixel_values: images were passed with a prompt shorter than the number of ranks, or after the cache was "
+            "filled; pass all images to generate together with the first prompt"
+        )
+    return _prepare_decoding(cache, patch, kwargs, attention_mask, past, total)
 
 
 class _TokensHeader(NamedTuple):
-    """The number of tokens in the cache, and the new tokens."""
+    """The number of tokens in the cache, and a fingerprint of the new tokens."""
 
     past: int
     tokens: Fingerprint
 
 
 def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
-    """Compare the ranks' tokens. Different tokens would lead to wrong results, or to ranks that wait forever."""
+    """Check that all ranks pass the same tokens, and that a prompt has padding only on the left.
+
+    Different tokens would lead to wrong results, or to ranks that wait for one another forever.
+
+    Args:
+        tokens: the new tokens, ``input_ids [b, new]`` or ``inputs_embeds [b, new, hidden]``.
+        attention_mask: ``[b, past + new]``, zero for padding.
+        past: the number of tokens in the cache.
+        patch: the model's ``Patch``.
+    """
 
     def header() -> _TokensHeader:
-        # Only a prompt brings padding: each later forward adds one token.
+        # A forward that adds a single token to the cache adds no padding, so its mask need not be copied to the host.
         if attention_mask is not None and (past == 0 or tokens.shape[1] > 1):
             is_token = attention_mask != 0
             if attention_mask.dim() == 2 and bool((is_token[:, :-1] & ~is_token[:, 1:]).any()):
@@ -102,8 +119,8 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
 
     if len(set(all_gather_header(header, patch.group))) > 1:
         raise ValueError(
-            "input_ids: the ranks of the sequence group bring different ones; give all ranks the same prompt, and "
-            "seed them alike (torch.manual_seed) before sampling"
+            "input_ids: the ranks of the sequence group passed different tokens; give all ranks the same prompt, and "
+            "set the same seed on all of them (torch.manual_seed) before sampling"
         )
 
 
@@ -111,33 +128,48 @@ def _prepare_prefill(
     cache: Any,
     patch: Patch,
     kwargs: dict[str, Any],
-    position_ids: Tensor,
     attention_mask: Tensor | None,
     total: int,
     merging: bool,
-) -> Prefill:
+) -> GenerationStep:
+    """Shard the prompt's ``total`` tokens. Arguments and result as in ``prepare_forward``."""
     positions = [shard_positions(total, patch.ranks, rank, patch.layout) for rank in range(patch.ranks)]
-    mine = positions[patch.rank]
-    kwargs["position_ids"] = position_ids
+    own_positions = positions[patch.rank]  # [seq_local]
+    position_ids: Tensor = kwargs["position_ids"]
     if not merging:
         for name in ("input_ids", "inputs_embeds"):
             if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name].index_select(1, mine.to(kwargs[name].device))
-        kwargs["position_ids"] = position_ids.index_select(-1, mine.to(position_ids.device))
+                kwargs[name] = kwargs[name].index_select(1, own_positions.to(kwargs[name].device))
+        kwargs["position_ids"] = position_ids.index_select(-1, own_positions.to(position_ids.device))
     ranges = None if attention_mask is None else token_ranges(attention_mask)
     mask = batch_mask(None, ranges, total)
     kwargs["seqpar"] = BatchShard(total, int(position_ids.max()), patch.ranks, patch.layout, mask)
-    _expect(cache, mine, None, total)
+    _expect(cache, own_positions, None, total)
     keep = kwargs.pop("logits_to_keep", 0)
     if isinstance(keep, Tensor):
-        raise ValueError("logits_to_keep: it is a tensor of indices; while the prompt is sharded, give a number")
-    if keep == 1:  # each rank's last token: one of them is the prompt's. A number would let Gemma 4 drop the others
-        kwargs["logits_to_keep"] = torch.tensor([len(mine) - 1])
+        raise ValueError("logits_to_keep: a tensor of indices is not supported for a sharded prompt; give a number")
+    if keep == 1:
+        # Each rank computes the logits of its last token, and the last token of ``last_rank`` is the prompt's last. The
+        # index is a tensor, because Gemma 4 drops all other tokens if it is given a number.
+        kwargs["logits_to_keep"] = torch.tensor([len(own_positions) - 1])
     last_rank = next(rank for rank, p in enumerate(positions) if int(p[-1]) == total - 1)
-    return Prefill(sharded=True, logits_to_keep=keep, last_rank=last_rank, cut=mine if merging else None)
+    cut = own_positions if merging else None
+    return GenerationStep(sharded=True, logits_to_keep=keep, last_rank=last_rank, cut=cut)
+
+
+def _prepare_decoding(
+    cache: Any, patch: Patch, kwargs: dict[str, Any], attention_mask: Tensor | None, past: int, total: int
+) -> GenerationStep:
+    """Prepare the forward that computes tokens ``past`` to ``total`` on every rank. See ``prepare_forward``."""
+    positions = torch.arange(past, total)
+    cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
+    _expect(cache, positions[cached_here], cached_here, total)
+    kwargs["seqpar"] = DecodeShard(cache, past, _left_padding(attention_mask))
+    return GenerationStep(sharded=False)
 
 
 def _left_padding(attention_mask: Tensor | None) -> Mask:
+    """The mask that hides the padding at the start of each row of ``attention_mask [b, total]``."""
     if attention_mask is None or attention_mask.dim() != 2:
         return Mask.full()
     starts = (attention_mask != 0).int().argmax(1).tolist()
@@ -146,9 +178,16 @@ def _left_padding(attention_mask: Tensor | None) -> Mask:
     return Mask.padding(starts[:1] if len(set(starts)) == 1 else starts)
 
 
-def finish_forward(output: Any, prefill: Prefill, patch: Patch) -> Any:
-    """All-gather the output of a sharded prompt; of the last token's logits alone, broadcast them."""
-    if not prefill.sharded or patch.group is None or patch.ranks == 1:
+def finish_forward(output: Any, step: GenerationStep, patch: Patch) -> Any:
+    """Give every rank the output of all tokens after a sharded prefill, in place.
+
+    ``logits`` and ``last_hidden_state`` are all-gathered. If the caller asked for the logits of the last token alone,
+    the rank that holds this token broadcasts them instead.
+
+    Raises:
+        ValueError: the output is a tuple.
+    """
+    if not step.sharded or patch.group is None or patch.ranks == 1:
         return output
     if isinstance(output, tuple):
         raise ValueError("return_dict=False: a sharded prompt's output is all-gathered by name; leave return_dict out")
@@ -156,19 +195,23 @@ def finish_forward(output: Any, prefill: Prefill, patch: Patch) -> Any:
         x = getattr(output, name, None)
         if not isinstance(x, Tensor):
             continue
-        if prefill.logits_to_keep == 1 and name == "logits":
+        if step.logits_to_keep == 1 and name == "logits":
             x = x[:, -1:].contiguous()
-            dist.broadcast(x, group=patch.group, group_src=prefill.last_rank)
+            dist.broadcast(x, group=patch.group, group_src=step.last_rank)
         else:
             x = unshard(x, 1, group=patch.group, layout=patch.layout)
-            x = x[:, -prefill.logits_to_keep :] if prefill.logits_to_keep else x
+            x = x[:, -step.logits_to_keep :] if step.logits_to_keep else x
         setattr(output, name, x)
         output[name] = x
     return output
 
 
 class _GrowingBuffer:
-    """Spare capacity behind cached rows, along one dimension, so that appending a token does not copy all of them."""
+    """A buffer that is longer than the cached tensor along ``dim``, so that appending a token need not copy the rest.
+
+    Args:
+        dim: the dimension of the tokens.
+    """
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -176,8 +219,9 @@ class _GrowingBuffer:
 
     @torch.no_grad()
     def append(self, cached: Tensor, new: Tensor) -> Tensor:
-        """``cached`` followed by ``new``, as a view of the buffer."""
-        buffer, start, length, added = self.buffer, self._start_of(cached), cached.shape[self.dim], new.shape[self.dim]
+        """``cached`` followed by ``new`` along ``dim``, as a view of the buffer."""
+        length, added = cached.shape[self.dim], new.shape[self.dim]
+        buffer, start = self.buffer, self._start_of(cached)
         if buffer is None or start is None or start + length + added > buffer.shape[self.dim]:
             shape = list(cached.shape)
             shape[self.dim] = length + added + max(64, length // 8)
@@ -188,9 +232,9 @@ class _GrowingBuffer:
         return buffer.narrow(self.dim, start, length + added)
 
     def _start_of(self, cached: Tensor) -> int | None:
-        """The index of the buffer's row that ``cached`` starts at; None if ``cached`` is not a view of the buffer.
+        """The index along ``dim`` at which ``cached`` starts in the buffer; None if ``cached`` is not a view of it.
 
-        It is not after a beam search has reordered it, for example.
+        For example, beam search replaces the cached tensors by reordered copies.
         """
         buffer, dim = self.buffer, self.dim
         if buffer is None or cached.shape[:dim] != buffer.shape[:dim] or cached.stride() != buffer.stride():
@@ -203,16 +247,20 @@ class _GrowingBuffer:
 
 
 class ShardedCacheLayer(DynamicLayer):
-    """This rank's part of one layer's cache. Lengths and positions that transformers asks for are the full sequence's.
+    """This rank's part of one layer's cache.
+
+    The methods that transformers calls for lengths and offsets return those of the full sequence.
 
     Attributes:
         keys: ``[b, n, cached, d]``.
         values: ``[b, n, cached, v_head_dim]``.
-        positions: int64 ``[cached]``, their global positions, increasing.
-        attended: the positions of the keys that the last update returned.
-        total: tokens of the full sequence so far.
-        window: the sliding window, outside which keys are dropped; None keeps all.
-        record_past: keep keys outside the window too, because a crop may need them again.
+        positions: int64 ``[cached]``, the global positions of ``keys``, increasing.
+        attended: int64, the global positions of the keys that the last ``update`` returned. It may hold more positions
+            than ``positions``, because keys outside the window are dropped at the end of ``update``.
+        total: the number of tokens of the full sequence so far.
+        window: the size of the sliding window in tokens. Keys that have left the window are dropped. None: there is no
+            window, and all keys are kept.
+        record_past: whether to keep keys outside the window too, because a crop may make them visible again.
     """
 
     keys: Any
@@ -232,17 +280,30 @@ class ShardedCacheLayer(DynamicLayer):
         self._key_buffer, self._value_buffer, self._position_buffer = (_GrowingBuffer(dim) for dim in (2, 2, 0))
 
     def expect(self, positions: Tensor, select_new: Tensor | None, total: int) -> None:
-        """Say what the next ``update`` brings.
+        """Set which tokens the next ``update`` appends.
 
         Args:
-            positions: the global positions of the new tokens that this rank keeps.
-            select_new: their indices among the new tokens; None: all of them.
-            total: tokens of the full sequence after the update.
+            positions: int64, the global positions of the new tokens that this rank caches.
+            select_new: int64, the indices of these tokens among all tokens passed to ``update``. None: this rank caches
+                all of them.
+            total: the number of tokens of the full sequence after the update.
         """
         self._incoming = positions, select_new, total
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append this rank's part of the new tokens; return all keys and values it has for this forward."""
+        """Append the new tokens that ``expect`` announced, and return all keys and values that this rank has cached.
+
+        Args:
+            key_states: ``[b, n, new, d]``.
+            value_states: ``[b, n, new, v_head_dim]``.
+            args, kwargs: ignored.
+
+        Returns:
+            ``keys [b, n, cached, d]`` and ``values [b, n, cached, v_head_dim]``, at the positions ``attended``.
+
+        Raises:
+            ValueError: ``expect`` was not called before.
+        """
         if self._incoming is None:
             raise ValueError("past_key_values: only the forward of its parallelized model can fill this cache")
         positions, select_new, total = self._incoming
@@ -265,7 +326,7 @@ class ShardedCacheLayer(DynamicLayer):
         return keys, values
 
     def _drop_outside_window(self) -> None:
-        """Drop the keys that no later query sees."""
+        """Drop the keys and values that no later query sees."""
         if self.window is not None and (drop := int((self.positions <= self.total - self.window).sum())):
             self.keys, self.values = (x[:, :, drop:] for x in (self.keys, self.values))
             self.positions = self.positions[drop:]
@@ -288,14 +349,21 @@ class ShardedCacheLayer(DynamicLayer):
         self._make_buffers()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens (rejected candidates of assisted generation)."""
+        """Remove the last tokens of the full sequence, such as rejected candidates of assisted generation.
+
+        Args:
+            tokens_to_remove: the negative of the number of tokens to remove, as transformers passes it.
+
+        Raises:
+            ValueError: ``tokens_to_remove`` is positive, or the layer has dropped keys that would be visible again.
+        """
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop: expected a negative number, of tokens to remove at the end, got {tokens_to_remove}"
+                f"crop: got {tokens_to_remove}; expected zero or the negative of the number of tokens to remove"
             )
         if self.window is not None and tokens_to_remove and self.total > self.window and not self.record_past:
             raise ValueError(
-                "crop: this sliding-window layer has dropped keys that it would need again; call "
+                "crop: this sliding-window layer has dropped keys that would be visible again; call "
                 "cache.activate_past_recording() before filling the cache"
             )
         self.total += tokens_to_remove
@@ -307,11 +375,15 @@ class ShardedCacheLayer(DynamicLayer):
 
 
 def shard_cache(cache: Any, layers: int) -> None:
-    """Replace the layers of ``cache``, which must be empty and dynamic, by sharded ones.
+    """Replace the layers of ``cache`` by ``ShardedCacheLayer``, unless they have been replaced before.
+
+    Args:
+        cache: an empty transformers Cache whose layers are dynamic.
+        layers: the number of layers of the model, for a cache that creates its layers lazily.
 
     Raises:
-        TypeError: it is not a transformers Cache.
-        ValueError: it is another kind of cache, or not empty.
+        TypeError: ``cache`` is not a transformers Cache.
+        ValueError: ``cache`` has layers of another type, or holds tokens.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values={type(cache).__name__}: expected a transformers Cache")
@@ -321,8 +393,8 @@ def shard_cache(cache: Any, layers: int) -> None:
     other = [layer for layer in stored if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)]
     if other:
         raise ValueError(
-            f"past_key_values: it has layers of type {type(other[0]).__name__}, but a sharded cache must grow; leave "
-            "cache_implementation out, or pass DynamicCache()"
+            f"past_key_values: its layers are of type {type(other[0]).__name__}, but only a dynamic cache can be "
+            "sharded; leave cache_implementation out, or pass DynamicCache()"
         )
     if cache.get_seq_length() > 0:
         raise ValueError("past_key_values: it was filled before the model was parallelized; start with an empty cache")
@@ -335,11 +407,12 @@ def shard_cache(cache: Any, layers: int) -> None:
 
 
 def _is_shared(layer: Any) -> bool:
-    """Whether it holds no keys, because its attention reads those of another layer's cache."""
+    """Whether the cache layer holds no keys, because its attention layer reads the keys of another cache layer."""
     return type(layer).__name__ == "DummyLayer"
 
 
 def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int) -> None:
+    """Call ``ShardedCacheLayer.expect`` of every layer of ``cache``."""
     for layer in cache.layers:
         if isinstance(layer, ShardedCacheLayer):
             layer.expect(positions, select_new, total)
@@ -357,31 +430,35 @@ def decode(
     score: Score,
     name: str,
 ) -> Tensor:
-    """Attention of new tokens over the cached keys of all ranks. Without gradients.
+    """Attention of the new tokens over the cached keys of all ranks. It computes no gradients.
 
     Args:
         module: the attention layer.
         q: ``[b, new, h, d]``, the same on every rank.
-        k: ``[b, cached, n, d]``, this rank's part of the layer's cache.
-        v: ``[b, cached, n, v_head_dim]``, likewise.
-        shard: the forward's.
-        patch: the model's.
-        mask: the layer's.
+        k: ``[b, cached, n, d]``, this rank's part of the layer's cached keys.
+        v: ``[b, cached, n, v_head_dim]``, this rank's part of the layer's cached values.
+        shard: the ``DecodeShard`` of the current forward.
+        patch: the model's ``Patch``.
+        mask: the mask of the layer, in global positions.
         score: how scores are computed, with the layer's sinks.
-        name: the layer's, for errors.
+        name: the name of the layer, for error messages.
 
     Returns:
-        ``[b, new, h, v_head_dim]`` in q's dtype, the same bits on every rank.
+        ``[b, new, h, v_head_dim]`` in q's dtype, bitwise equal on all ranks.
+
+    Raises:
+        ValueError: the layer attends to another layer's cache in a way that is not supported.
     """
     positions = shard.cache.layers[storing_layer(module)].attended
     if k.shape[1] != len(positions):
-        raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
-    # As many of the new tokens at a time as have _GATHERED_BYTES of partial results on all ranks together.
+        raise ValueError(f"{name}: its keys are those of another layer's cache; such sharing is not supported")
+    # Split a long prompt, so that the float32 partial results of all ranks take at most _GATHERED_BYTES at a time.
     new = q.shape[1]
-    span = max(1, _GATHERED_BYTES // (patch.ranks * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4))
+    bytes_per_token = patch.ranks * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4
+    chunk = max(1, _GATHERED_BYTES // bytes_per_token)
     outs = []
-    for start in range(0, new, span):
-        stop = min(start + span, new)
+    for start in range(0, new, chunk):
+        stop = min(start + chunk, new)
         queries = range(shard.start + start, shard.start + stop)
         intervals = _key_intervals(mask, shard, positions, queries, q.shape[2] // k.shape[2], q.device)
         part = None if intervals is None else _attend(q[:, start:stop], k, v, intervals, score, patch.backend)
@@ -393,24 +470,33 @@ def decode(
 def _key_intervals(
     mask: Mask, shard: DecodeShard, positions: Tensor, queries: range, q_per_kv: int, device: torch.device
 ) -> KeyIntervals | None:
-    """Which of the keys at ``positions [cached]`` the new queries see, each query ``q_per_kv`` times in a row.
+    """The interval of cached keys that each query sees.
 
-    None: this rank caches none that a query sees.
+    Args:
+        mask: the mask of the layer, in global positions.
+        shard: the ``DecodeShard`` of the current forward, in which the result is cached for layers with equal masks.
+        positions: int64 ``[cached]``, the global positions of this rank's cached keys.
+        queries: the global positions of the new queries.
+        q_per_kv: how often each query is repeated. See ``_attend``.
+        device: the device of the result.
+
+    Returns:
+        Intervals of ``len(queries) * q_per_kv`` rows. None if no query sees any key that this rank has cached.
     """
-    # Every layer caches a suffix of the same positions, so that their number determines them.
+    # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
     key = mask, queries, q_per_kv, len(positions), device
     if key not in shard.intervals:
         rows = torch.arange(queries.start, queries.stop).repeat_interleave(q_per_kv)
         lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
-        unused = rows.int()  # positions matter to ALiBi and dropout only
+        unused = rows.int()  # global positions, which only ALiBi and dropout read
         seen = bool((lo < hi).any())
         shard.intervals[key] = KeyIntervals(lo, hi, unused, unused).to(device) if seen else None
     return shard.intervals[key]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str) -> Carry:
-    """This rank's partial result: float32 ``acc [b, new, h, v_head_dim]`` and ``lse [b, h, new]``."""
-    # The query heads of a kv head become consecutive queries, so that each key is read once for all of them.
+    """The attention over this rank's cached keys: float32 ``acc [b, new, h, v_head_dim]`` and ``lse [b, h, new]``."""
+    # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key once.
     g = q.shape[2] // k.shape[2]
     q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
     acc, lse = select(backend, q, k, score, v_head_dim=v.shape[3]).forward(q, k, v, intervals, score, None, False)
@@ -418,7 +504,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Sco
 
 
 def _merge_over_ranks(acc: Tensor, lse: Tensor, patch: Patch) -> Carry:
-    """All-gather the partial results and merge them, in the order of the ranks on every rank."""
+    """All-gather the partial results of all ranks and merge them.
+
+    Every rank merges them in the order of the ranks, so that the result is bitwise equal on all ranks.
+    """
     if patch.group is None or patch.ranks == 1:
         return acc, lse
     packed = torch.cat([acc.flatten(), lse.flatten()])

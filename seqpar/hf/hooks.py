@@ -19,7 +19,7 @@ from ..checks import no_compile
 from .generate import finish_forward, prepare_forward
 from .log_probs import LOG_PROBS, LogProbsOutput
 from .loss import LazyLogits, TokenLoss, label_log_probs, reduce_over_ranks
-from .multimodal import brings_more_than_text, merges, shard_merged_call
+from .multimodal import has_more_than_text, merges, shard_merged_call
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
 from .support import predicts_in_place, uses_loss_function
 from .whole import gather_outputs, generates, shard_call
@@ -47,13 +47,13 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     whole = cut = keep_logits = None
     merging = merges(model)
     if kwargs.get("seqpar") is not None:
-        if merging and brings_more_than_text(kwargs):
+        if merging and has_more_than_text(kwargs):
             raise ValueError(
                 f"batch: it is sharded, but {type(model).__name__} merges images into all tokens before they are "
                 "sharded; call it with the full batch, without shard_batch"
             )
     elif not generates(kwargs):
-        if merging and brings_more_than_text(kwargs):
+        if merging and has_more_than_text(kwargs):
             kwargs, whole, kwargs["seqpar"], keep_logits = shard_merged_call(model, kwargs)
             cut = whole.tokens[patch.rank]
         else:
@@ -77,8 +77,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if "use_cache" in parameters and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
     else:
-        forward.prefill = prepare_forward(model, patch, kwargs, merging and brings_more_than_text(kwargs))
-        forward.shard, forward.cut = kwargs["seqpar"], forward.prefill.cut
+        forward.generation = prepare_forward(model, patch, kwargs, merging and has_more_than_text(kwargs))
+        forward.shard, forward.cut = kwargs["seqpar"], forward.generation.cut
         if forward.cut is not None:
             forward.keep = kwargs.pop("logits_to_keep", None)
     if merging:
@@ -107,8 +107,8 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         pop_forward()
     if output is None:  # the model's forward raised
         return None
-    if forward.prefill is not None:
-        return finish_forward(output, forward.prefill, forward.patch)
+    if forward.generation is not None:
+        return finish_forward(output, forward.generation, forward.patch)
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(lazy := getattr(output, "logits", None), LazyLogits):

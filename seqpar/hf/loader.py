@@ -1,4 +1,7 @@
-"""Data loaders for sharded sequences: ranks along dp get different batches, ranks along the sequence the same one."""
+"""Data loaders for sharded sequences.
+
+Ranks that differ along dp get different batches. Ranks that share a sequence get their parts of the same batch.
+"""
 
 from __future__ import annotations
 
@@ -31,31 +34,34 @@ class _BatchFollows(NamedTuple):
 class ShardedLoader:
     """Iterates over ``loader`` and yields this rank's part of each batch, as ``shard_batch`` returns it.
 
-    The ranks of a sequence get parts of the same batch, and dp ranks different batches, all of them the same number.
+    All dp ranks get the same number of batches. How they share the dataset depends on its type:
 
-    * Of a dataset with indices, dp rank ``r`` loads every dp-th batch from batch ``r`` on. Batches that do not fill a
-      round are left out. A loader with a ``DistributedSampler`` is used as it is; the sampler must have dp's size and
-      rank.
-    * A streaming dataset of Hugging Face is split by ``split_dataset_by_node``, unless it is split by dp already.
-      Another iterable dataset is split by its method ``shard(num_shards=, index=)`` if it has one. Parts may differ in
-      length: the epoch ends for all dp ranks when one of them has no more batches, which they tell each other at every
-      batch.
-    * Of other iterable datasets every rank loads all batches, and skips those of the other dp ranks.
+    * A dataset with indices: dp rank ``r`` of ``n`` loads the batches ``r``, ``r + n``, ``r + 2n`` and so on. If the
+      number of batches is not a multiple of ``n``, the last batches are left out. A loader with a
+      ``DistributedSampler`` is used as it is, and the sampler must have the size and rank of dp.
+    * A streaming dataset of Hugging Face: ``split_dataset_by_node`` splits it, unless it has been split already. Any
+      other iterable dataset with a method ``shard(num_shards=, index=)`` is split by this method. The parts of the
+      dp ranks may have different lengths. Before each batch the dp ranks therefore tell one another whether they have
+      one, and the epoch ends for all of them as soon as one has none.
+    * Any other iterable dataset: every rank loads all batches, and skips those of the other dp ranks.
 
-    ``state_dict`` and ``load_state_dict`` resume in the middle of an epoch, at the batch after the last one that was
-    yielded. A loader that has them itself (torchdata's ``StatefulDataLoader``) does it, in its worker processes too.
-    Without workers an iterable dataset with ``state_dict`` and ``load_state_dict`` does it, but not a streaming one
-    with a shuffle buffer, which would lose the examples in the buffer. In all other cases the batches before are loaded
-    again and skipped, in the order that the loader's generator gave.
+    ``state_dict`` and ``load_state_dict`` resume in the middle of an epoch, at the batch after the last yielded one:
+
+    * A loader with these two methods (torchdata's ``StatefulDataLoader``) resumes itself and its worker processes.
+    * Without workers, an iterable dataset with these two methods resumes itself. A streaming dataset with a shuffle
+      buffer is excluded, because it would lose the examples in its buffer.
+    * In all other cases the earlier batches of the epoch are loaded again and skipped. The loader's generator is set to
+      the state it had at the start of the epoch, so that it gives the same order.
 
     Args:
-        loader: yields full batches. If it shuffles, it must do so alike on all ranks: give it a seeded generator.
+        loader: yields full batches. If it shuffles, it must use the same order on all ranks: give it a seeded
+            generator.
         mesh: as in ``shard_batch``.
         group: as in ``shard_batch``.
         layout: as in ``shard_batch``.
         shift_labels: as in ``shard_batch``.
-        scatter: only the first rank of each sequence group loads batches, and sends the others their parts, which they
-            unpickle.
+        scatter: whether only the first rank of each sequence group loads batches and sends the other ranks their parts.
+            The other ranks unpickle what they receive.
 
     Raises:
         ValueError: the loader's DistributedSampler, or the split of its dataset, has another size or rank than dp.
@@ -86,8 +92,8 @@ class ShardedLoader:
                 )
             size, rank = 1, 0
         self.size = size
-        self.stride, self.offset = 1, 0  # of the batches that are yielded, among those that are loaded
-        self._dp_group: ProcessGroup | None = None  # whose ranks may have different numbers of batches
+        self.stride, self.offset = 1, 0  # this rank yields every ``stride``-th batch that it loads, from ``offset`` on
+        self._dp_group: ProcessGroup | None = None  # set if the dp ranks may have different numbers of batches
         if isinstance(loader.dataset, IterableDataset):
             part = split_stream(loader.dataset, size, rank)
             if part is None:
@@ -99,11 +105,12 @@ class ShardedLoader:
             loader = strided_loader(loader, size, rank)
         self.loader = loader
         self._epoch: int | None = None
-        self._yielded = 0  # batches of the epoch under way
-        self._generator_at_start: Tensor | None = None  # of that epoch
-        self._loaded: dict[str, Any] | None = None  # where the next iteration starts
+        self._yielded = 0  # the number of batches that the current epoch has yielded
+        self._generator_at_start: Tensor | None = None  # the generator's state at the start of the current epoch
+        self._loaded: dict[str, Any] | None = None  # the state that the next iteration resumes from
 
     def __len__(self) -> int:
+        """The number of batches that each rank yields in an epoch."""
         return len(self.loader) // self.stride
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -137,46 +144,52 @@ class ShardedLoader:
             yield shard_batch(batch, group=self.group, layout=self.layout, shift_labels=self.shift_labels)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the epoch to the loader's dataset and samplers, where they shuffle by it: call it before each epoch.
+        """Call ``set_epoch`` of the loader's dataset and samplers, which may derive their order from the epoch.
 
-        Call it here, and not on the dataset, of which this loader may have split off a part.
+        Call this method before each epoch. Do not call ``set_epoch`` of your dataset instead, because this loader may
+        read a split-off part of it, which is another object.
         """
         self._epoch = epoch
         for part in (self.loader.dataset, self.loader.sampler, self.loader.batch_sampler):
             part = getattr(part, "sampler", part) if isinstance(part, StridedSampler) else part
-            if (tell := getattr(part, "set_epoch", None)) is not None:
-                tell(epoch)
+            if (set_epoch := getattr(part, "set_epoch", None)) is not None:
+                set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration stands, for ``load_state_dict`` on the same rank. It is small, and can be saved."""
+        """The position of the iteration, for ``load_state_dict`` on the same rank. It is small and can be saved."""
         if self._loaded is not None:
             return self._loaded
         generator = self._generator_at_start if self._yielded else self._generator_state()
         state = {"dp": self.size, "yielded": self._yielded, "generator": generator, "epoch": self._epoch}
         streams = isinstance(self.loader.dataset, IterableDataset)
         if self._is_stateful:
-            # Between epochs a stream starts at its beginning, though another rank's may have ended before it.
+            # Between epochs, no state: the next epoch starts at the beginning of the stream. This rank's stream may not
+            # be at its end, because the epoch ended when another dp rank had no more batches.
             state["loader"] = None if streams and not self._yielded else cast(Any, self.loader).state_dict()
-        elif self._yielded and self._asks_dataset:
+        elif self._yielded and self._dataset_resumes:
             state["dataset"] = cast(Any, self.loader.dataset).state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on from ``state``, which ``state_dict`` returned.
+        """Make the next iteration continue from ``state``.
 
-        A sampler with an epoch (``DistributedSampler``) must be set to the epoch of the state first, unless
-        ``set_epoch`` of this loader did it before the state was made.
+        If the loader has a sampler with an epoch (``DistributedSampler``), first set the sampler to the epoch in which
+        the state was made. This is not necessary if you set the epoch by this loader's ``set_epoch``, because the state
+        then contains it.
+
+        Args:
+            state: what ``state_dict`` returned.
 
         Raises:
             ValueError: the state was saved with another number of dp ranks, or with another kind of loader.
         """
         if state["dp"] != self.size:
             raise ValueError(
-                f"state: it was saved with dp={state['dp']}, but this loader has dp={self.size}; resume with the same, "
-                "or start the epoch again"
+                f"state: it was saved with dp={state['dp']}, but this loader has dp={self.size}; resume with the same "
+                "size, or start the epoch again"
             )
         if ("loader" in state) != self._is_stateful:
-            raise ValueError("state: it was saved with another kind of loader; give the same one")
+            raise ValueError("state: it was saved with another kind of loader; give ShardedLoader one of that kind")
         if state.get("epoch") is not None:
             self.set_epoch(state["epoch"])
         if self._is_stateful:
@@ -187,7 +200,7 @@ class ShardedLoader:
         self._yielded, self._generator_at_start, self._loaded = state["yielded"], state["generator"], state
 
     def _start(self) -> int:
-        """Begin an epoch, or go on with the loaded one. Returns how many batches are to be loaded and skipped."""
+        """Begin an epoch, or resume the loaded one. Returns the number of batches to load and skip first."""
         state, self._loaded = self._loaded, None
         dataset: Any = self.loader.dataset
         if state is None:
@@ -196,7 +209,7 @@ class ShardedLoader:
             return 0
         if self._is_stateful:
             return 0
-        if state.get("dataset") is not None and self._asks_dataset:
+        if state.get("dataset") is not None and self._dataset_resumes:
             dataset.load_state_dict(state["dataset"])
             return 0
         rewind(dataset)
@@ -204,37 +217,40 @@ class ShardedLoader:
 
     @property
     def _loads(self) -> bool:
-        """Whether this rank loads batches. Otherwise it is sent its parts."""
+        """Whether this rank loads batches. Otherwise it receives its parts from the first rank of the group."""
         return not self.scatter or rank_in(self.group) == 0
 
     @property
     def _is_stateful(self) -> bool:
+        """Whether the loader itself saves and loads its state."""
         return self._loads and hasattr(self.loader, "state_dict")
 
     @property
-    def _asks_dataset(self) -> bool:
-        """Whether the dataset itself, which is in this process, says where it stands and goes on from there."""
+    def _dataset_resumes(self) -> bool:
+        """Whether the dataset saves and loads its state, and is iterated in this process."""
         dataset = self.loader.dataset
-        here = self._loads and self.loader.num_workers == 0 and isinstance(dataset, IterableDataset)
-        return here and resumes_exactly(dataset)
+        is_local = self._loads and self.loader.num_workers == 0 and isinstance(dataset, IterableDataset)
+        return is_local and resumes_exactly(dataset)
 
     def _generator_state(self) -> Tensor | None:
-        """The state of the loader's generator, which gives the order of an epoch when it starts."""
+        """The state of the loader's generator. At the start of an epoch it determines the order of the examples."""
         return None if self.loader.generator is None else self.loader.generator.get_state()
 
     def _batches(self) -> Iterator[Any]:
-        """The full batches of this rank's dp rank."""
+        """The full batches of this rank's dp rank. None on a rank that does not load batches."""
         if not self._loads:
             return iter(())
         return iter(self.loader) if self.stride == 1 else _every(self.loader, self.stride, self.offset)
 
 
 class ShardCollator:
-    """A collate function that shards: for your own DataLoader, in worker processes too. It does not communicate.
+    """A collate function that returns this rank's part of each batch, for a DataLoader of your own.
 
-    Every rank of the sequence must load the same examples in the same order, and nothing checks it: give a
-    ``DistributedSampler`` dp's size and rank, not the world's. It holds no state: torchdata's ``StatefulDataLoader``
-    around it resumes in the middle of an epoch by itself.
+    It does not communicate, so that it can run in worker processes. It has no state, so that torchdata's
+    ``StatefulDataLoader`` resumes in the middle of an epoch as usual.
+
+    All ranks of a sequence must load the same examples in the same order. This is not checked. A ``DistributedSampler``
+    must therefore have the size and rank of dp, not those of the world.
 
     Args:
         collate: makes a full batch from a list of examples.
@@ -256,37 +272,41 @@ class ShardCollator:
         group = sequence_group(mesh, group)
         check_choice("layout", layout, LAYOUTS)
         self.collate, self.layout, self.shift_labels = collate, layout, shift_labels
-        # Not the group: worker processes cannot unpickle it.
+        # The group itself is not kept, because worker processes cannot unpickle it.
         self.ranks, self.rank = size_of(group), rank_in(group)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        """This rank's part of the batch of ``examples``, as ``shard_batch`` returns it."""
         return shard_for_rank(self.collate(examples), self.ranks, self.rank, self.layout, self.shift_labels)
 
 
 class PlanCollator:
-    """A collate function that plans the attention of ``model`` under each batch's mask, in the worker processes.
+    """A collate function that plans the attention of ``model`` for each batch in the worker processes.
 
-    What a rank sends and receives follows from the batch's documents and padding, and is otherwise planned in the first
-    layer of each step. The batch stays the full batch; its entry ``seqpar_mask`` holds the plans, for a call of the
-    model, ``shard_batch``, ``ShardedLoader`` or ``ShardCollator(PlanCollator(...))``. A batch that is changed after it
-    was collated is planned again in the step.
+    The plan says what a rank sends and receives. It depends on the documents and the padding of the batch. Without this
+    collate function, the first attention layer of each step makes the plan.
 
-    It is for batches of text: the masks of images are known only inside the model. Each rank plans for itself: with
-    ``scatter=True`` of ``ShardedLoader``, the ranks that do not load plan in the step.
+    The result is the full batch with an additional entry ``seqpar_mask``, which contains the plans. Pass it to the
+    model, to ``shard_batch`` or ``ShardedLoader``, or combine the two collate functions:
+    ``ShardCollator(PlanCollator(...))``. If a batch is changed after it was collated, the step makes a new plan.
+
+    Batches with images are not supported, because their masks are known only inside the model. Each rank makes its own
+    plan. With ``ShardedLoader(scatter=True)``, the ranks that load no batches make it in the step.
 
     Args:
-        model: a parallelized model. It is not kept.
-        collate: makes a full batch from a list of examples: a dict with ``input_ids``.
+        model: a parallelized model. This object does not keep a reference to it.
+        collate: makes a full batch, a dict with ``input_ids``, from a list of examples.
 
     Raises:
-        ValueError: the model is not parallelized, or with ``strategy="auto"``.
+        ValueError: the model is not parallelized, or it is parallelized with ``strategy="auto"``.
     """
 
     def __init__(self, model: nn.Module, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         patch = patch_of(model)
         if patch.strategy == "auto":
             raise ValueError(
-                "model: strategy='auto' chooses a strategy in each call; parallelize it with the name of one"
+                "model: with strategy='auto' the strategy is chosen in each call; call parallelize with the name of a "
+                "strategy"
             )
         groups = resolve(patch.strategy, patch.mesh, patch.given_group, patch.options)
         sharding = SequenceSharding(patch.ranks, patch.layout, groups.ring_size, groups.ulysses_size)
@@ -295,6 +315,7 @@ class PlanCollator:
         self.layer_masks = tuple(patch.layer_masks)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        """The full batch of ``examples``, with the plans of this rank's layers."""
         batch = self.collate(examples)
         mask, length = mask_and_length(batch)
         for layer in self.layer_masks:
@@ -303,14 +324,14 @@ class PlanCollator:
 
 
 def _every(items: Any, stride: int, offset: int) -> Iterator[Any]:
-    """Item ``offset`` of each full run of ``stride`` items."""
+    """Item ``offset`` of each ``stride`` consecutive items. A last group of fewer than ``stride`` items is left out."""
     iterator = iter(items)
-    while len(run := list(islice(iterator, stride))) == stride:
-        yield run[offset]
+    while len(consecutive := list(islice(iterator, stride))) == stride:
+        yield consecutive[offset]
 
 
 class StridedSampler(Sampler[Any]):
-    """Every ``stride``-th item of another sampler or batch sampler, from ``offset`` on."""
+    """Every ``stride``-th item of another sampler or batch sampler, from item ``offset`` on."""
 
     def __init__(self, sampler: Any, stride: int, offset: int) -> None:
         self.sampler, self.stride, self.offset = sampler, stride, offset
@@ -323,9 +344,9 @@ class StridedSampler(Sampler[Any]):
 
 
 def strided_loader(loader: DataLoader[Any], stride: int, offset: int) -> DataLoader[Any]:
-    """A loader of every ``stride``-th batch of ``loader``, which loads no other batch."""
+    """A loader like ``loader`` that loads only every ``stride``-th of its batches, from batch ``offset`` on."""
     sampling: dict[str, Any]
-    if loader.batch_sampler is None:  # each example is a batch
+    if loader.batch_sampler is None:  # automatic batching is off: each example is a batch
         sampling = {"batch_size": None, "sampler": StridedSampler(loader.sampler, stride, offset)}
     else:
         sampling = {"batch_sampler": StridedSampler(loader.batch_sampler, stride, offset)}
@@ -333,12 +354,15 @@ def strided_loader(loader: DataLoader[Any], stride: int, offset: int) -> DataLoa
 
 
 def _loader_of_stream(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
-    """A loader like ``loader`` of another iterable dataset."""
+    """A loader like ``loader`` that loads ``dataset``, another iterable dataset."""
     return _like(loader, dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
 
 
 def _like(loader: DataLoader[Any], dataset: Any, sampling: dict[str, Any]) -> DataLoader[Any]:
-    """A loader with the settings of ``loader``. Of torchdata's ``StatefulDataLoader``, another one of these."""
+    """A loader of ``dataset`` with the settings of ``loader`` and the arguments ``sampling``.
+
+    If ``loader`` is a ``StatefulDataLoader`` of torchdata, the result is one too.
+    """
     stateful = hasattr(loader, "state_dict")
     if stateful:
         sampling["snapshot_every_n_steps"] = getattr(loader, "snapshot_every_n_steps", 1)
@@ -350,7 +374,7 @@ def _like(loader: DataLoader[Any], dataset: Any, sampling: dict[str, Any]) -> Da
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,  # a loader draws from it before its sampler does
+        generator=loader.generator,  # needed here too, because a loader draws a seed from it before its sampler does
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,

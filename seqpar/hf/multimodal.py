@@ -45,7 +45,7 @@ def merges(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and text_model(model) is not model
 
 
-def brings_more_than_text(kwargs: dict[str, Any]) -> bool:
+def has_more_than_text(kwargs: dict[str, Any]) -> bool:
     """Whether the arguments of a call hold images, video, sound, or placeholder tokens for them."""
     plain = bool | int | float | str
     if any(
@@ -112,7 +112,7 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     parameters = parameters_of(text)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    if "use_cache" in parameters and forward.prefill is None and kwargs.get("past_key_values") is None:
+    if "use_cache" in parameters and forward.generation is None and kwargs.get("past_key_values") is None:
         kwargs["use_cache"] = False
     if forward.cut is not None:
         kwargs = _cut(text, kwargs, forward, forward.cut)

@@ -1,20 +1,21 @@
-"""``ParallelismConfig``: one object lets the Trainer, TRL and accelerate loops train on sharded sequences.
+"""``ParallelismConfig``: one object with which the Trainer, TRL and accelerate loops train on sharded sequences.
 
-To accelerate and the Trainer, the ranks that share a sequence look like data-parallel ranks that happen to have the
-same batch. Each returns the loss of the whole batch, because the model shards the batch itself. Sums over all processes
-count each sequence once for every rank that shares it, in what is divided and in what it is divided by.
+accelerate and the Trainer treat the ranks that share a sequence as data-parallel ranks that happen to have the same
+batch. Each of these ranks returns the loss of the full batch, because the model shards the batch itself. A sum over all
+processes counts each sequence once for every rank that shares it. A mean over all processes is still correct, because
+its numerator and its denominator contain the same factor.
 
-accelerate has no registry for such backends. It asks the config for sizes, and hands it the Accelerator. What this file
-relies on beside documented methods, and ``tests/test_hf_parallelism.py`` holds in place:
+accelerate has no registry for such backends. This file therefore relies on the following behaviour of accelerate, the
+Trainer and TRL, which is not documented. ``tests/test_hf_parallelism.py`` tests it.
 
 * ``Accelerator.__init__`` calls the config's ``get_device_mesh`` and then its ``_validate_accelerator(accelerator)``,
-  and keeps config and mesh in ``accelerator.state``.
-* ``Accelerator.prepare`` calls its own ``prepare_model`` and ``prepare_data_loader``, and ``gather_for_metrics`` its
-  own ``gather``, as attributes of the instance.
-* accelerate takes its tensor and context parallel paths where ``tp_enabled``, ``cp_enabled`` or ``sp_enabled`` is true.
-* FSDP2 shards over the mesh dimensions ``fsdp_dim_names``.
-* The Trainer divides by ``tp_size``, ``cp_size`` and ``sp_size`` what it has summed over processes, and TRL by
-  ``tp_size``: all are 1 in the config that an Accelerator keeps.
+  and keeps the config and the mesh in ``accelerator.state``.
+* ``Accelerator.prepare`` calls ``prepare_model`` and ``prepare_data_loader``, and ``gather_for_metrics`` calls
+  ``gather``, as attributes of the Accelerator, so that an instance attribute replaces the method.
+* accelerate uses its own tensor or context parallelism if ``tp_enabled``, ``cp_enabled`` or ``sp_enabled`` is true.
+* FSDP2 shards the weights over the mesh dimensions ``fsdp_dim_names``.
+* The Trainer divides sums over processes by ``tp_size``, ``cp_size`` and ``sp_size``, and TRL divides them by
+  ``tp_size``. All three are 1 in the config that an Accelerator keeps.
 """
 
 from __future__ import annotations
@@ -51,30 +52,31 @@ if TYPE_CHECKING:
 
 
 class ParallelismConfig(accelerate.ParallelismConfig):
-    """accelerate's ``ParallelismConfig``, with each sequence sharded over ``cp_size`` ranks by seqpar.
+    """accelerate's ``ParallelismConfig`` for models that seqpar parallelizes: ``cp_size`` ranks share each sequence.
 
-    Give it to ``TrainingArguments(parallelism_config=...)``, to a config of TRL, or to ``Accelerator``; nothing else
-    changes. ``accelerator.prepare``, which the Trainers call too, parallelizes the model. The ranks of a sequence get
-    the same batches, and the other ranks are data-parallel: under DDP, or with FSDP2 over all ranks. In TRL's
-    preference and RL trainers, each rank keeps its own batches.
+    Give it to ``TrainingArguments(parallelism_config=...)``, to a config of TRL, or to ``Accelerator``. No other code
+    changes. ``accelerator.prepare``, which the Trainers call too, parallelizes the model. Ranks that share a sequence
+    get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
+    preference and RL trainers, each rank has its own batches (``batches="own"``).
 
     Further keyword arguments are the strategy's options, as in ``parallelize``.
 
     Args:
-        cp_size: ranks that share a sequence. -1: all ranks. By default what ``accelerate launch`` sets from
-            ``parallelism_config_cp_size`` in its YAML file, or 1.
+        cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
+            ``parallelism_config_cp_size`` in the YAML file of ``accelerate launch``, or 1.
         strategy: as in ``parallelize``.
         layout: as in ``parallelize``.
         backend: as in ``parallelize``.
         gradients: as in ``parallelize``.
         loss_chunk: as in ``parallelize``.
-        outputs: as in ``parallelize``. "whole" if you evaluate with ``compute_metrics``, which needs the logits.
+        outputs: as in ``parallelize``. Use "whole" if you evaluate with ``compute_metrics``, which needs the logits.
         batches: "shared": the ranks of a sequence get the same batches. "own": every rank gets batches of its own, as
-            without sequence parallelism (see ``parallelize``). "auto": "own" in the trainers of TRL other than
-            SFTTrainer and those made from it, else "shared".
-        dp_replicate_size: data-parallel replicas, and
-        dp_shard_size: data-parallel ranks that FSDP2 shards the weights over, beside the ranks of the sequence. By
-            default all remaining ranks are of the one kind or the other, depending on whether FSDP2 is used.
+            without sequence parallelism (see ``parallelize``). "auto": "own" in all trainers of TRL except SFTTrainer
+            and its subclasses, otherwise "shared".
+        dp_replicate_size: the number of data-parallel replicas.
+        dp_shard_size: the number of data-parallel ranks over which FSDP2 shards the weights, in addition to the ranks
+            of the sequence. If you give neither size, ``ranks / cp_size`` ranks are data-parallel: FSDP2 shards the
+            weights over them if it is used, otherwise they are replicas.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -85,7 +87,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         4
     """
 
-    # False, so that accelerate and TRL do not take the ways of its own backends.
+    # False, so that accelerate and TRL do not start accelerate's own tensor, context or sequence parallelism.
     cp_enabled = sp_enabled = tp_enabled = False
 
     def __init__(
@@ -115,7 +117,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         check_choice("gradients", gradients, GRADIENTS)
         check_choice("outputs", outputs, OUTPUTS)
         check_choice("batches", batches, ("auto", *BATCHES))
-        # accelerate checks what its own backend needs where its cp_size is greater than 1.
+        # With a cp_size greater than 1, the parent class would check the requirements of accelerate's own backend.
         super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1)
         self.cp_size = cp_size
         self.arguments: dict[str, Any] = {
@@ -128,40 +130,50 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             "batches": batches,
             **options,
         }
-        self.sequence_ranks = 1  # in the config that an Accelerator keeps
-        self._given = self  # that config is a copy, made from this one
-        self._group: ProcessGroup | None = None
+        # An Accelerator keeps a copy of this config, made by ``_for_accelerator``. Only the copy has the next values.
+        self.sequence_ranks = 1  # the number of ranks that share a sequence
+        self._original = self  # the config that the copy was made from
+        self._group: ProcessGroup | None = None  # the ranks that share this rank's sequence
 
     def __repr__(self) -> str:
         return f"ParallelismConfig({', '.join(f'{name}={value!r}' for name, value in self.to_json().items())})"
 
     def to_json(self) -> dict[str, Any]:
-        """The arguments, as the Trainer reports them."""
+        """The arguments by name, for the Trainer's reports."""
         sizes = {name: getattr(self, name) for name in ("cp_size", "dp_replicate_size", "dp_shard_size")}
         return {**sizes, **self.arguments}
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh of an Accelerator's config; None before an Accelerator has taken this config."""
+        """The mesh of the config that an Accelerator keeps. None for a config that no Accelerator has copied yet."""
         mesh: DeviceMesh | None = self.device_mesh
         return mesh
 
     def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
-        """Called by an Accelerator at the end of its start: make it deal batches and prepare models for sequences."""
-        batches = self._given.arguments["batches"]
+        """Replace the methods of ``accelerator`` that prepare models and data loaders, and its config.
+
+        An Accelerator calls this method at the end of its ``__init__``.
+        """
+        batches = self._original.arguments["batches"]
         if batches == "auto":
             batches = "own" if _is_for_own_batches(_trainer_being_made()) else "shared"
-        if self is not self._given and self.arguments["batches"] == batches:
-            config = self  # a second Accelerator has the state of the first, with the config that was made for it
+        if self is not self._original and self.arguments["batches"] == batches:
+            config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
-            config = self._given._of(accelerator, batches)
+            config = self._original._for_accelerator(accelerator, batches)
         accelerator.state.parallelism_config = config
         accelerator.state.device_mesh = config.device_mesh
         prepare_models(accelerator, config._parallelize)
         if batches == "shared":
             share_sequences(accelerator, config.sequence_ranks)
 
-    def _of(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
-        """The config that the Accelerator keeps: with the mesh, and without sizes to divide by."""
+    def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
+        """The config that ``accelerator`` keeps: a copy with the mesh and the sizes of ``accelerator``.
+
+        Its ``cp_size`` is 1, because the Trainer divides by it. The number of ranks is in ``sequence_ranks``.
+
+        Raises:
+            ValueError: DeepSpeed or tensor parallelism is used, or the sizes do not fit the number of processes.
+        """
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
                 "parallelism_config: with DeepSpeed call seqpar.hf.parallelize(model, gradients='mean') and use "
@@ -173,27 +185,28 @@ class ParallelismConfig(accelerate.ParallelismConfig):
                 "seqpar.hf.SequenceParallelMixin instead of ParallelismConfig"
             )
         world = accelerator.num_processes
-        given = self.dp_replicate_size * self.dp_shard_size
-        cp_size = world // given if self.cp_size == -1 else self.cp_size
-        if cp_size < 1 or world % (cp_size * given) or (given > 1 and world != cp_size * given):
+        dp_size = self.dp_replicate_size * self.dp_shard_size  # 1 if both are left out
+        cp_size = world // dp_size if self.cp_size == -1 else self.cp_size
+        if cp_size < 1 or world % (cp_size * dp_size) or (dp_size > 1 and world != cp_size * dp_size):
             raise ValueError(
                 f"cp_size={self.cp_size}, dp_replicate_size={self.dp_replicate_size}, "
-                f"dp_shard_size={self.dp_shard_size}: their product must be the number of processes, {world}, or "
-                "cp_size must divide it and the others be left out"
+                f"dp_shard_size={self.dp_shard_size}: expected a product equal to the number of processes, {world}; or "
+                "leave the two dp sizes out and give a cp_size that divides the number of processes"
             )
         config = copy.copy(self)
         config.sequence_ranks, config.cp_size = cp_size, 1
         config.arguments = {**self.arguments, "batches": batches}
         if world == 1:
             return config
-        if given == 1 and accelerator.is_fsdp2:
+        if dp_size == 1 and accelerator.is_fsdp2:
             config.dp_shard_size = world // cp_size
-        elif given == 1:
+        elif dp_size == 1:
             config.dp_replicate_size = world // cp_size
         sizes = config.dp_replicate_size, config.dp_shard_size, cp_size
         mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
         config._group = mesh["cp"].get_group()
-        if batches == "own":  # accelerate reads from the mesh that cp's ranks get the same batch
+        if batches == "own":
+            # accelerate would give the same batch to all ranks of a mesh dimension "cp", so that the mesh has none.
             config.dp_shard_size *= cp_size
             dp = config.dp_replicate_size, config.dp_shard_size
             mesh = init_device_mesh(accelerator.device.type, dp, mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -204,22 +217,25 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         return config
 
     def _parallelize(self, model: nn.Module) -> None:
-        """Parallelize a model that is prepared, unless it is already or holds no transformers model."""
-        found = [getattr(m, "_seqpar", None) for m in model.modules()]
-        patches = [patch for patch in found if isinstance(patch, Patch)]
-        wanted = self.sequence_ranks, self.arguments["batches"]
-        if patches and (patches[0].ranks, patches[0].batches if wanted[0] > 1 else wanted[1]) != wanted:
+        """Parallelize ``model``, unless it is parallelized already or contains no transformers model.
+
+        Raises:
+            ValueError: ``model`` is parallelized over another number of ranks, or with another value of ``batches``.
+        """
+        ranks, batches = self.sequence_ranks, self.arguments["batches"]
+        patch = next((p for m in model.modules() if isinstance(p := getattr(m, "_seqpar", None), Patch)), None)
+        if patch is None:
+            if any(isinstance(m, PreTrainedModel) for m in model.modules()):
+                parallelize(model, group=self._group, **self.arguments)
+        elif patch.ranks != ranks or (ranks > 1 and patch.batches != batches):
             raise ValueError(
-                f"model: it is parallelized over {patches[0].ranks} ranks, but the ParallelismConfig has "
-                f"cp_size={wanted[0]} (batches={patches[0].batches!r}, here {wanted[1]!r}); leave the call of "
-                "parallelize out"
+                f"model: it is parallelized over {patch.ranks} ranks with batches={patch.batches!r}, but the "
+                f"ParallelismConfig has cp_size={ranks} and batches={batches!r}; leave the call of parallelize out"
             )
-        if not patches and any(isinstance(m, PreTrainedModel) for m in model.modules()):
-            parallelize(model, group=self._group, **self.arguments)
 
 
 def _trainer_being_made() -> Trainer | None:
-    """The Trainer whose ``__init__`` makes the Accelerator; accelerate does not hand it to the config."""
+    """The Trainer whose ``__init__`` is making an Accelerator, found on the call stack. None if there is none."""
     frame = inspect.currentframe()
     while frame is not None:
         if isinstance(trainer := frame.f_locals.get("self"), Trainer):
@@ -229,88 +245,95 @@ def _trainer_being_made() -> Trainer | None:
 
 
 def _is_for_own_batches(trainer: Trainer | None) -> bool:
-    """Whether it is a trainer of TRL whose loss is not the mean over a batch's tokens.
+    """Whether ``trainer`` is a TRL trainer other than SFTTrainer and its subclasses.
 
-    Generation, rewards and the statistics of the loss count every process's samples once.
+    These trainers generate samples and compute rewards and statistics for the samples of each process. Processes with
+    the same samples would count them several times.
     """
     names = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
     return bool(names) and "SFTTrainer" not in names
 
 
 def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
-    """Make ``accelerator`` call ``prepare`` with each model that it prepares."""
-    plain_prepare, plain_prepare_model = accelerator.prepare, accelerator.prepare_model
+    """Make ``accelerator`` call ``prepare`` with each model before it prepares the model."""
+    original_prepare, original_prepare_model = accelerator.prepare, accelerator.prepare_model
 
     def prepare_all(*objects: Any, **kwargs: Any) -> Any:
         for x in objects:
             if isinstance(x, nn.Module):
                 prepare(x)
-        return plain_prepare(*objects, **kwargs)
+        return original_prepare(*objects, **kwargs)
 
     def prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         prepare(model)
-        return plain_prepare_model(model, *args, **kwargs)
+        return original_prepare_model(model, *args, **kwargs)
 
     accelerator.prepare, accelerator.prepare_model = prepare_all, prepare_model
 
 
-def share_sequences(accelerator: accelerate.Accelerator, shared: int) -> None:
-    """Make ``accelerator`` deal the same batches to ``shared`` consecutive ranks.
+def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
+    """Make the data loaders of ``accelerator`` give the same batches to ``sequence_ranks`` consecutive ranks.
 
     ``gather_for_metrics`` then returns the values of each batch once.
     """
-    plain_gather_for_metrics = accelerator.gather_for_metrics
+    original_gather_for_metrics = accelerator.gather_for_metrics
 
     def prepare_loader(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         if not getattr(loader, "_is_accelerate_prepared", False):
-            loader = _deal(accelerator, loader, shared, device_placement)
+            loader = _prepare_loader(accelerator, loader, sequence_ranks, device_placement)
         if loader not in accelerator._dataloaders:
             accelerator._dataloaders.append(loader)
         return loader
 
     def gather_once(data: Any) -> Any:
-        return recursively_apply(lambda x: _of_each_sequence(gather(x), shared), data)
+        return recursively_apply(lambda x: _rows_of_first_ranks(gather(x), sequence_ranks), data)
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        accelerator.gather = gather_once  # which the plain method calls
+        accelerator.gather = gather_once  # ``original_gather_for_metrics`` calls it
         try:
-            return plain_gather_for_metrics(input_data, use_gather_object)
+            return original_gather_for_metrics(input_data, use_gather_object)
         finally:
             del accelerator.gather
 
     accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepare_loader, gather_for_metrics
 
 
-def share_sequences_of(accelerator: accelerate.Accelerator, shared: int) -> None:
-    """The same for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
+def share_sequences_of(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
+    """``share_sequences`` for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
     config = copy.copy(ParallelismConfig(batches="shared"))
-    config.sequence_ranks, config.cp_size = shared, 1
+    config.sequence_ranks, config.cp_size = sequence_ranks, 1
     accelerator.state.parallelism_config = config
-    share_sequences(accelerator, shared)
+    share_sequences(accelerator, sequence_ranks)
 
 
-def _of_each_sequence(gathered: Tensor, shared: int) -> Tensor:
-    """Of the rows of all ranks, those of the first rank of each sequence."""
-    if shared == 1:
+def _rows_of_first_ranks(gathered: Tensor, sequence_ranks: int) -> Tensor:
+    """The rows of ``gathered [ranks * rows, ...]`` that come from the first rank of each sequence."""
+    if sequence_ranks == 1:
         return gathered
     by_rank: Tensor = gathered.unflatten(0, (dist.get_world_size(), -1))  # [ranks, rows, ...]
-    return by_rank[::shared].flatten(0, 1)
+    return by_rank[::sequence_ranks].flatten(0, 1)
 
 
-def _deal(accelerator: accelerate.Accelerator, loader: DataLoader[Any], shared: int, device_placement: Any) -> Any:
-    """accelerate's loader for this rank: the ranks of a sequence count as one process."""
+def _prepare_loader(
+    accelerator: accelerate.Accelerator, loader: DataLoader[Any], sequence_ranks: int, device_placement: bool | None
+) -> Any:
+    """The data loader of this rank that accelerate would make if the ranks of a sequence were one process.
+
+    Raises:
+        ValueError: accelerate is configured with ``dispatch_batches=True``.
+    """
     config = accelerator.dataloader_config
     if config.dispatch_batches:
         raise ValueError(
-            "dispatch_batches=True: accelerate would deal different batches to the ranks of one sequence; leave it "
-            "out, so that every rank reads its own"
+            "dispatch_batches=True: accelerate would send different batches to the ranks of one sequence; leave it "
+            "out, so that every rank loads its batches itself"
         )
     _shuffle_alike(loader)
     return prepare_data_loader(
         loader,
         accelerator.device,
-        num_processes=accelerator.num_processes // shared,
-        process_index=accelerator.process_index // shared,
+        num_processes=accelerator.num_processes // sequence_ranks,
+        process_index=accelerator.process_index // sequence_ranks,
         split_batches=config.split_batches,
         put_on_device=accelerator.device_placement if device_placement is None else device_placement,
         rng_types=accelerator.rng_types.copy() if accelerator.rng_types else None,
@@ -324,7 +347,10 @@ def _deal(accelerator: accelerate.Accelerator, loader: DataLoader[Any], shared: 
 
 
 def _shuffle_alike(loader: DataLoader[Any]) -> None:
-    """Where the ranks are seeded differently, give a sampler that draws from their own random numbers a generator."""
+    """Give the sampler of ``loader`` the same generator on all ranks if the ranks have different seeds.
+
+    A ``RandomSampler`` without a generator would draw a different order on each rank.
+    """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, RandomSampler) or sampler.generator is not None or not dist.is_initialized():
         return

@@ -124,15 +124,16 @@ class DecodeShard:
 
 
 @dataclass(frozen=True)
-class Prefill:
-    """A forward of generation.
+class GenerationStep:
+    """One forward of ``model.generate``: the prefill, or a decoding step.
 
     Attributes:
-        sharded: whether the forward's output holds this rank's tokens only. Otherwise it holds all tokens on every
-            rank.
-        logits_to_keep: as given by the caller; 0 keeps the logits of all tokens.
+        sharded: whether the tokens of this forward are sharded, as in a prefill. Otherwise every rank computes all of
+            them.
+        logits_to_keep: as given by the caller: the number of last tokens whose logits are returned, or 0 for all.
         last_rank: the rank that holds the last token.
-        cut: the positions of this rank's tokens, if the text model shards its input.
+        cut: int64 ``[seq_local]``, the positions of this rank's tokens if the text model shards its input; otherwise
+            None.
     """
 
     sharded: bool
@@ -173,7 +174,7 @@ class Forward:
     Attributes:
         shard: what the attention layers read; None until a hook has set it.
         wants_loss: whether the caller passed labels.
-        prefill: set while the model generates.
+        generation: set while the model generates; otherwise None.
         whole: set if the caller passed the full batch.
         cut: the positions of this rank's tokens ``[seq_local]``, until the text model shards its input. None if the
             batch is sharded already.
@@ -188,7 +189,7 @@ class Forward:
     patch: Patch
     shard: BatchShard | DecodeShard | None
     wants_loss: bool = False
-    prefill: Prefill | None = None
+    generation: GenerationStep | None = None
     whole: Whole | None = None
     cut: Tensor | None = None
     keep: Tensor | None = None

@@ -1,13 +1,13 @@
-"""Which layers of a transformers model let tokens see each other, found by running it on a few tokens.
+"""Finds the layers of a transformers model in which a token's output depends on other tokens, by a trial run.
 
-Every attention function that the model asks transformers' interface for is replaced by one in which a token sees
-itself alone. Whatever still carries one token to another mixes tokens outside of the interface, under whatever name:
-where one token of the input is changed, the outputs of all other tokens must stay the same.
+In the trial run, the attention function that transformers' ``AttentionInterface`` returns is replaced by one in which
+each token attends to itself only. The run is repeated with one token of the input changed. If an output of another
+token then changes, a layer mixes tokens without using the interface, whatever the class of the layer is called.
 
-The model's weights are not read and not moved: they may be on a GPU, on the meta device, quantized or sharded. During
-the run every parameter is a view of a few kilobytes of numbers, and linear layers and embeddings, which are most of a
-model, are replaced by cheap functions of each token. So the cost does not depend on the size of the weights. Of layers
-that are alike, only the first one runs.
+The trial run does not read or move the model's weights, so that they may be on a GPU, on the meta device, quantized or
+sharded. Instead, each parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace the
+linear layers and embeddings, which are most of a model. The cost of the run therefore does not depend on the size of
+the weights. Of several layers of the same kind, only the first one runs.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ from transformers.modeling_utils import AttentionInterface
 from .latent import expand, hands_on_latents
 from .state import NAME
 
-_CHANGED = (0, 4, 10)  # the token that is changed, by row; the row before these is unchanged
+_CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]
 _ROWS = len(_CHANGED) + 1
-_LENGTHS = (11, 13, 17, 19, 23, 29)  # of which one is no other dimension of the model
-_TOLERANCE = 1e-4
-_CHANNELS = 1024  # of a tensor that are looked at, spread over all of them
+# The sequence has one of these lengths, one that is not also the size of a parameter's dimension. The dimension of
+# tokens can then be recognized by its size.
+_LENGTHS = (11, 13, 17, 19, 23, 29)
+_TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
+_CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly spaced
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_SMALL = 1 << 16  # elements of a parameter that is copied
+_SMALL = 1 << 16  # parameters of at most so many elements are replaced by contiguous tensors
 
 MaskedLayer = tuple[nn.Module, bool | None, int | None]  # an attention layer, its is_causal and its sliding_window
 
 
 @dataclass
 class Trace:
-    """What the model did.
+    """The results of a trial run.
 
     Attributes:
-        attends: the modules that called the attention interface.
-        masked: each of them with the ``is_causal`` and the ``sliding_window`` that it passed.
+        attends: the modules that called the attention function.
+        masked: each of these modules with the ``is_causal`` and the ``sliding_window`` that it passed.
         mixes: name and class of the innermost module whose output for a token depends on other tokens, or None.
-        pools: name and class of the innermost module that returns one vector for all tokens, or None.
-        error: why the model could not be run; None if it was.
+        pools: name and class of the innermost module that returns one vector per sequence, or None.
+        error: the error that ended the trial run, or None.
     """
 
     attends: list[nn.Module] = field(default_factory=list)
@@ -64,7 +66,20 @@ class Trace:
 def attend_to_own_token(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """An attention function in which each token sees itself alone, with all of its query, key and value."""
+    """An attention function for transformers in which each token attends to itself only.
+
+    The result depends on the token's query, key and value, so that any mixing in one of these is visible in it.
+
+    Args:
+        module: the attention layer.
+        q: ``[batch, heads, seq, head_dim]``.
+        k: ``[batch, kv_heads, seq, head_dim]``, or latents if ``module`` hands on latents (see ``latent.py``).
+        v: ``[batch, kv_heads, seq, v_head_dim]``, or rotated keys if ``module`` hands on latents.
+        args, kwargs: ignored.
+
+    Returns:
+        ``[batch, seq, heads, v_head_dim]``, and None for the attention weights.
+    """
     if hands_on_latents(module):
         k, v = expand(module, k, v)
     groups = q.shape[1] // k.shape[1]
@@ -75,130 +90,153 @@ def attend_to_own_token(
 
 @torch.no_grad()
 def trace_tokens(root: PreTrainedModel) -> Trace:
-    """Run ``root`` on a few tokens, and follow what each token depends on. Nothing of it changes."""
-    trace = Trace()
-    sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
-    length = next((n for n in _LENGTHS if n not in sizes), _LENGTHS[0])
-    names = {module: name for name, module in root.named_modules()}
+    """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards.
 
-    one_a_row: list[tuple[Tensor, nn.Module]] = []
-    running: list[nn.Module] = []  # the modules whose forward is under way, innermost last
-
-    def mixed_in(module: nn.Module) -> None:
-        if trace.mixes is None:
-            trace.mixes = names.get(module, ""), type(module).__name__
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        # The forward that calls this module has mixed what it gives to it.
-        if trace.mixes is None and any(_depends_on_others(x, length) for x in _tensors((*args, *kwargs.values()))):
-            mixed_in(running[-1] if running else root)
-        running.append(module)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop()
-        for x in _tensors(output):
-            if x.dim() == 2 and len(x) == _ROWS:
-                one_a_row.append((x, module))
-            if trace.mixes is None and _depends_on_others(x, length):
-                mixed_in(module)
-
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        trace.attends.append(module)
-        trace.masked.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
-        if any(_depends_on_others(x.transpose(1, 2), length) for x in (q, k, v)):
-            mixed_in(module)
-        return attend_to_own_token(module, q, k, v)
-
+    Returns:
+        What the run found. Its ``error`` is set if the run failed; this function itself raises no error.
+    """
+    tracer = _Tracer(root)
+    trace = tracer.trace
     with ExitStack() as stack:
         try:
             stack.enter_context(_substitutes(root))
             stack.enter_context(torch.random.fork_rng([]))
-            # So few tokens that threads would wait for one another most of the time.
+            # With so few tokens, several threads would be slower than one.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-            ids = _token_ids(root, length)
+            ids = _token_ids(root, tracer.length)
             for module in root.modules():
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after).remove)
-            alike = _run_one_of_each_kind(root)
-            stack.enter_context(replaced_interface(lambda name, default: attend))
+                stack.callback(module.register_forward_pre_hook(tracer.before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(tracer.after).remove)
+            same_kind = _run_one_of_each_kind(root)
+            stack.enter_context(replaced_interface(lambda name, default: tracer.attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
-            positions = torch.arange(length)[None].expand(_ROWS, -1)
+            positions = torch.arange(tracer.length)[None].expand(_ROWS, -1)
             output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
             attends = set(trace.attends)
-            for layer, first in alike:
+            for layer, first in same_kind:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
-                trace.attends += [m for m, same in pairs if same in attends and m not in attends]
-            if trace.mixes is None and any(_depends_on_others(x, length) for x in _tensors(output)):
-                trace.mixes = "", type(root).__name__
-            for x in _tensors(output):
-                pooled = next((module for y, module in one_a_row if y is x), None)
-                if pooled is not None and trace.pools is None:
-                    trace.pools = names[pooled], type(pooled).__name__
-            if not any(bool(x.isfinite().all()) for x in _tensors(output)):
-                raise ValueError("its outputs are not finite")
+                trace.attends += [m for m, of_first in pairs if of_first in attends and m not in attends]
+            tracer.check_output(output)
         except Exception as error:
             trace.error = error
     return trace
 
 
-def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Let each layer of a list return what the first one like it returned, if its arguments have the same shapes.
+class _Tracer:
+    """The hooks and the attention function of a trial run, which write its results to ``trace``."""
 
-    The forwards stay replaced: ``_substitutes`` puts them back. Returns each such layer, with the first one like it.
+    def __init__(self, root: PreTrainedModel) -> None:
+        self.trace = Trace()
+        self.root = root
+        sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
+        self.length = next((n for n in _LENGTHS if n not in sizes), _LENGTHS[0])
+        self._names = {module: name for name, module in root.named_modules()}
+        self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
+        self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The hook before the forward of each module."""
+        # If the arguments are mixed already, the module whose forward calls this one has mixed them.
+        self._check((*args, *kwargs.values()), self._running[-1] if self._running else self.root)
+        self._running.append(module)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The hook after the forward of each module."""
+        self._running.pop()
+        self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == _ROWS]
+        self._check(output, module)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """The attention function. Arguments and result as in ``attend_to_own_token``."""
+        self.trace.attends.append(module)
+        self.trace.masked.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
+        self._check([x.transpose(1, 2) for x in (q, k, v)], module)
+        return attend_to_own_token(module, q, k, v)
+
+    def check_output(self, output: Any) -> None:
+        """Check the output of the model for mixed and pooled tokens.
+
+        Raises:
+            ValueError: all of its tensors have values that are not finite.
+        """
+        self._check(output, self.root)
+        for x in _tensors(output):
+            module = next((module for y, module in self._pooled if y is x), None)
+            if module is not None and self.trace.pools is None:
+                self.trace.pools = self._names[module], type(module).__name__
+        if not any(bool(x.isfinite().all()) for x in _tensors(output)):
+            raise ValueError("its outputs are not finite")
+
+    def _check(self, values: Any, module: nn.Module) -> None:
+        """Report ``module`` as the one that mixes tokens if ``values`` are mixed, and nothing has been reported yet."""
+        if self.trace.mixes is None and any(_depends_on_others(x, self.length) for x in _tensors(values)):
+            self.trace.mixes = self._names.get(module, ""), type(module).__name__
+
+
+def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Replace the forward of layers in lists, so that only the first layer of each kind runs.
+
+    The other layers of that kind return what the first one returned for arguments of the same shapes. ``_substitutes``
+    restores the forwards.
+
+    Returns:
+        Each other layer, together with the first layer of its kind.
     """
-    alike = []
+    same_kind = []
     lists = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.ModuleList)]
     for name, layers in lists:
         if any(name.startswith(outer + ".") for outer, _ in lists):
             continue
-        first: dict[Any, tuple[nn.Module, dict[Any, Any]]] = {}
+        first_of_kind: dict[Any, tuple[nn.Module, dict[Any, Any]]] = {}
         for layer in layers:
-            like, results = first.setdefault(_kind(layer), (layer, {}))
+            first, results = first_of_kind.setdefault(_kind(layer), (layer, {}))
             vars(layer)["forward"] = _memoized(layer.forward, results)
-            if like is not layer:
-                alike.append((layer, like))
-    return alike
+            if first is not layer:
+                same_kind.append((layer, first))
+    return same_kind
 
 
 def _memoized(forward: Callable[..., Any], results: dict[Any, Any]) -> Callable[..., Any]:
-    """``forward``, or the result in ``results`` of another one with arguments of the same shapes."""
+    """``forward``, which runs only if ``results`` has no result for arguments of the same shapes."""
 
     def run_once(*args: Any, **kwargs: Any) -> Any:
         shapes = str([tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in tree_leaves((args, kwargs))])
         if shapes not in results:
             results[shapes] = forward(*args, **kwargs)
-        return tree_map_only(Tensor, Tensor.clone, results[shapes])  # models add to it in place
+        return tree_map_only(Tensor, Tensor.clone, results[shapes])  # a copy, because models change it in place
 
     return run_once
 
 
 def _kind(layer: nn.Module) -> Any:
-    """Equal for layers that differ in their index and in the values of their weights only."""
+    """A key that is equal for layers which differ only in their index and in the values of their weights."""
     kind = []
     for name, module in layer.named_modules():
-        held = {"type": type(module), "name": name}
+        properties = {"type": type(module), "name": name}
         config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
         types = getattr(config, "layer_types", None)
         if types and isinstance(index, int) and index < len(types):
-            held["layer type"] = types[index]
+            properties["layer type"] = types[index]
         for key, x in vars(module).items():
             if key in _OF_EVERY_MODULE or key in ("layer_idx", "layer_id"):
                 continue
             if isinstance(x, str | int | float | list | tuple | None):
-                held[key] = str(x)
-            else:  # such as a forward of its own
-                held[key] = _function(x) if callable(x) else type(x)
+                properties[key] = str(x)
+            else:  # for example a forward that accelerate has set on the instance
+                properties[key] = _function_key(x) if callable(x) else type(x)
         for key, x in (*module._parameters.items(), *module._buffers.items()):
-            held[key] = None if x is None else tuple(x.shape)
-        kind.append(tuple(held.items()))
+            properties[key] = None if x is None else tuple(x.shape)
+        kind.append(tuple(properties.items()))
     return tuple(kind)
 
 
-def _function(x: Any) -> Any:
-    """Equal for one function with the same options, bound to several modules."""
+def _function_key(x: Any) -> Any:
+    """A key that is equal for the same function with the same options, to whatever module it is bound."""
     if isinstance(x, partial):
-        return _function(x.func), str(x.keywords)
+        return _function_key(x.func), str(x.keywords)
     return id(getattr(x, "__func__", x))
 
 
@@ -207,35 +245,39 @@ def _without_cache(root: PreTrainedModel) -> dict[str, Any]:
 
 
 def _token_ids(root: PreTrainedModel, length: int) -> Tensor:
-    """int64 ``[rows, length]``: rows that differ from the first in one token. No special token is among them."""
+    """int64 ``[_ROWS, length]``. Each row differs from row 0 in one token, and none has special tokens."""
     config = root.config.get_text_config()
     special: set[int | None] = set()
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = getattr(config, name, None)
         special.update(ids if isinstance(ids, list) else [ids])
-    usual = [i for i in range(min(config.vocab_size, 1000)) if i not in special][3 : length + 4]
-    tokens = torch.tensor([usual[i % (len(usual) - 1)] for i in range(length)]).repeat(_ROWS, 1)
+    ordinary = [i for i in range(min(config.vocab_size, 1000)) if i not in special][3 : length + 4]
+    tokens = torch.tensor([ordinary[i % (len(ordinary) - 1)] for i in range(length)]).repeat(_ROWS, 1)
     for row, token in enumerate(_CHANGED, start=1):
-        tokens[row, token] = usual[-1]
+        tokens[row, token] = ordinary[-1]
     return tokens
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
-    elif isinstance(output, tuple | list):
-        for x in output:
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in nested tuples, lists and mappings."""
+    if isinstance(values, Tensor):
+        if values.is_floating_point():
+            yield values
+    elif isinstance(values, tuple | list):
+        for x in values:
             yield from _tensors(x)
-    elif hasattr(output, "values"):
-        for x in output.values():
+    elif hasattr(values, "values"):
+        for x in values.values():
             yield from _tensors(x)
 
 
 def _depends_on_others(x: Tensor, length: int) -> bool:
-    """Whether a token's values in ``x`` change where another token was changed.
+    """Whether changing one token of the input has changed the values of another token in ``x``.
 
-    ``x`` is ``[rows, ..., length, ...]``. Of other shapes nothing is known: experts have tokens in another order.
+    Args:
+        x: ``[_ROWS, ..., length, ...]``. For any other shape the result is False, because it is not known which values
+            belong to which token. For example, the inputs of experts have the tokens in another order.
+        length: the number of tokens.
     """
     if x.dim() < 2 or x.shape[0] != _ROWS or list(x.shape[1:]).count(length) != 1:
         return False
@@ -248,32 +290,37 @@ def _depends_on_others(x: Tensor, length: int) -> bool:
 
 @contextmanager
 def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
-    """In the block, models that look up an attention function get ``replace(implementation, function)``."""
-    # transformers 5.0 has no get_interface: models index the interface, and take "eager" from their own file.
+    """In the block, transformers models get another attention function.
+
+    Args:
+        replace: called with the name of an attention implementation and its attention function. It returns the
+            function that the model calls instead.
+    """
+    # Models of transformers 5.0, which has no get_interface, index the interface for all implementations but "eager".
     name = "get_interface" if hasattr(AttentionInterface, "get_interface") else "__getitem__"
-    given = getattr(AttentionInterface, name)
+    original = getattr(AttentionInterface, name)
 
     def look_up(self: AttentionInterface, attn_implementation: str, *default: Any) -> Any:
-        return replace(attn_implementation, given(self, attn_implementation, *default))
+        return replace(attn_implementation, original(self, attn_implementation, *default))
 
-    # On the class, because some model files have an interface object of their own.
+    # The method of the class is replaced, because some model files have an interface object of their own.
     setattr(AttentionInterface, name, look_up)
     try:
         yield
     finally:
-        setattr(AttentionInterface, name, given)
+        setattr(AttentionInterface, name, original)
 
 
 @contextmanager
 def _substitutes(root: PreTrainedModel) -> Iterator[None]:
-    """In the block, parameters and buffers are small substitutes on the CPU, and no hook runs."""
+    """In the block, small tensors on the CPU replace the parameters and buffers, and the model has no hooks."""
     with ExitStack() as stack:
-        shared: dict[int, Tensor] = {}
+        shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
         for module in root.modules():
-            # transformers adds attributes and hooks of its own at a model's first forward.
+            # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
             stack.callback(_restore, vars(module), dict(vars(module)))
-            for held in (x for x in vars(module).values() if isinstance(x, dict)):
-                stack.callback(_restore, held, dict(held))
+            for attribute in (x for x in vars(module).values() if isinstance(x, dict)):
+                stack.callback(_restore, attribute, dict(attribute))
             for store in (module._parameters, module._buffers):
                 for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
@@ -287,9 +334,8 @@ def _substitutes(root: PreTrainedModel) -> Iterator[None]:
                 if hasattr(config, name):
                     stack.callback(setattr, config, name, getattr(config, name))
                     setattr(config, name, value)
-        no_mask = ALL_MASK_ATTENTION_FUNCTIONS
-        stack.callback(no_mask._local_mapping.pop, NAME, None)
-        no_mask[NAME] = lambda *args, **kwargs: None
+        stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
+        ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: None
         yield
 
 
@@ -299,7 +345,7 @@ def _restore(values: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _substitute(x: Tensor) -> Tensor:
-    """A tensor of the shape of ``x`` whose rows overlap in memory, so that it takes a few kilobytes."""
+    """A tensor of the shape of ``x`` that takes a few kilobytes, because its rows overlap in memory."""
     if not x.is_floating_point():
         return torch.zeros((), dtype=x.dtype).expand(x.shape)
     shape = tuple(x.shape)
@@ -307,25 +353,26 @@ def _substitute(x: Tensor) -> Tensor:
     values = torch.sin(torch.arange(size) * 1.7 + 0.3) * 0.5 + 0.1
     overlapping = torch.as_strided(values, shape, (1,) * len(shape))
     if x.numel() <= _SMALL:
-        overlapping = overlapping.contiguous()  # as model code that calls view() expects
-    # nn.Parameter, because modules accept nothing else where a parameter was.
+        overlapping = overlapping.contiguous()  # model code may call view() on small parameters
+    # A parameter may only be replaced by another nn.Parameter.
     return nn.Parameter(overlapping, requires_grad=False)
 
 
-# By a weight that overlaps in memory these would first write it out.
+# These functions would make a contiguous copy of a weight whose rows overlap in memory.
 _PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
 
 
 def _overlaps(x: Any) -> bool:
-    """Whether it is a large parameter's substitute, or a part of one."""
+    """Whether ``x`` is the substitute of a large parameter, or a view of one."""
     return isinstance(x, Tensor) and x.dim() > 1 and x.untyped_storage().nbytes() < x.numel() * x.element_size()
 
 
 class _TokenwiseFunctions(TorchFunctionMode):
-    """Linear layers and embeddings, each replaced by a cheap function of the token alone.
+    """Replaces linear layers, products with large weights, and embeddings by cheap functions of each token.
 
     Args:
-        vocabulary: the features of a linear layer that get no values of their own: there are too many logits.
+        vocabulary: all outputs of a linear layer with at least so many features have the same value, because computing
+            a different value for each logit would take too long.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -340,7 +387,7 @@ class _TokenwiseFunctions(TorchFunctionMode):
             if features >= self.vocabulary:
                 return _linear(x, 1).expand(*x.shape[:-1], features)
             return _linear(x, features)
-        if func in _PRODUCTS and len(args) == 2 and _overlaps(args[1]):  # experts that are no linear layers
+        if func in _PRODUCTS and len(args) == 2 and _overlaps(args[1]):  # experts whose weights are one tensor
             x, weight = args
             return _linear(x.expand(*weight.shape[: weight.dim() - x.dim()], *x.shape), weight.shape[-1])
         if func is F.embedding:
@@ -350,7 +397,7 @@ class _TokenwiseFunctions(TorchFunctionMode):
 
 
 def _linear(x: Tensor, features: int) -> Tensor:
-    """``[..., features]``, of ``x [..., channels]``: sums of two channels and the mean, each with its own factor."""
+    """``x [..., channels]`` to ``[..., features]``: sums of two channels and the mean, each with a different factor."""
     x = x + 0.5 * x.roll(3, -1) + x.mean(-1, keepdim=True)
     copies = -(-features // x.shape[-1])
     out = x.repeat(*[1] * (x.dim() - 1), copies)[..., :features]
@@ -358,5 +405,5 @@ def _linear(x: Tensor, features: int) -> Tensor:
 
 
 def _embedding(ids: Tensor, channels: int) -> Tensor:
-    """``[..., channels]``, other values for each id."""
+    """``ids [...]`` to ``[..., channels]``, with different values for each id."""
     return torch.sin((ids[..., None] + 1) * (torch.arange(channels) * 0.37 + 1.0))
