@@ -254,8 +254,8 @@ def brought(group: ProcessGroup, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("different", "brought different batches"),
-        ("one lacks", r"ranks \[0, 2\] of the sequence group's 3 brought one"),
+        ("different", "passed different batches"),
+        ("one lacks", r"ranks \[0, 2\] of the sequence group's 3 passed a batch"),
         ("one bad", r"rank\(s\) \[2\] of the group raised an error on their own input"),
     ],
 )
@@ -276,8 +276,8 @@ ONES = torch.ones(2, 8, dtype=torch.long)
         ({"input_ids": ONES, "attention_mask": 2 * ONES}, "values up to 2"),
         ({"input_ids": ONES, "attention_mask": torch.tensor([[1, 0, 1] + [1] * 5] * 2)}, "row 0 has zeros between"),
         ({"input_ids": ONES, "labels": ONES[:, 1:]}, r"labels: shape \(2, 7\)"),
-        ({"input_ids": ONES, "position_ids": torch.ones(3, 2, 8)}, "several ids a token"),
-        ({"input_ids": ONES, "cu_seqlens": [0, 9]}, "the last boundary is 9, but the rows hold 8"),
+        ({"input_ids": ONES, "position_ids": torch.ones(3, 2, 8)}, "several ids per token"),
+        ({"input_ids": ONES, "cu_seqlens": [0, 9]}, "the last boundary is 9, but the rows have 8"),
         ({"input_ids": ONES, "cu_seqlens": [[0, 4], [0, 3], [0, 2]]}, "for 3 rows, but the batch has 2"),
         ({"input_ids": ONES, "seqpar": 1}, "sharded already"),
     ],

@@ -259,7 +259,7 @@ def test_best_fit_decreasing_and_where_first_fit_is_better() -> None:
 
 def test_bad_documents() -> None:
     packed = seqpar.hf.PackedDataset
-    with pytest.raises(TypeError, match="documents=generator: expected an iterable that can be read again"):
+    with pytest.raises(TypeError, match="documents=generator: expected an iterable that can be iterated several times"):
         packed((x for x in [{"input_ids": [1]}]), 4)
     with pytest.raises(ValueError, match="length=0: expected at least 1"):
         packed([], 0)

@@ -288,19 +288,19 @@ FAULTS: dict[str, tuple[tuple[str, str, str], str]] = {
     "wrong layout": (("input", "", "input_ids"), "layout 'contiguous', but the model has layout='zigzag'"),
     "ignored window": (("forward", LAYER.format(0), "attention"), "the attention without its sliding window of 7"),
     "dropped document boundary": (("forward", LAYER.format(0), "attention"), "without the documents' boundaries"),
-    "unsummed gradient": (("gradient", "", "model.embed_tokens.weight"), "partial gradient, which nobody summed"),
-    "unsummed gradient in ddp": (("gradient", "", "module.model.layers.1.mlp.up_proj.weight"), "nobody summed"),
+    "unsummed gradient": (("gradient", "", "model.embed_tokens.weight"), "partial gradients were not summed"),
+    "unsummed gradient in ddp": (("gradient", "", "module.model.layers.1.mlp.up_proj.weight"), "were not summed"),
     "wrong positions": (("input", "", "position_ids"), "they count this rank's tokens"),
     "wrong rotation": (("forward", LAYER.format(0), "query"), "the positions in its rotary embedding"),
     "unpatched layer": (("layer", LAYER.format(1), "attention"), "('eager') is not parallelized"),
-    "gradients divided by P": (("gradient", "", "module.model.embed_tokens.weight"), "divided by the 2 ranks"),
-    "gradients times P": (("gradient", "", "model.embed_tokens.weight"), "multiplied by the 2 ranks"),
-    "stale keys in backward": (("backward", LAYER.format(1), "gradient of value"), "its backward used other keys"),
+    "gradients divided by P": (("gradient", "", "module.model.embed_tokens.weight"), "divided by the number of ranks, 2"),
+    "gradients times P": (("gradient", "", "model.embed_tokens.weight"), "multiplied by the number of ranks, 2"),
+    "stale keys in backward": (("backward", LAYER.format(1), "gradient of value"), "the backward of the attention used different keys"),
     "stale latents in backward": (
-        ("backward", LAYER.format(1), "gradient of query"), "its backward used other keys"
+        ("backward", LAYER.format(1), "gradient of query"), "the backward of the attention used different keys"
     ),
     "wrong rotation of latents' keys": (
-        ("forward", LAYER.format(0), "attention"), "from the same queries, keys and values"
+        ("forward", LAYER.format(0), "attention"), "its queries, keys and values are correct"
     ),
     "another strategy": (("path", "", "path"), "strategy='ulysses'"),
     "another layer": (("path", "", "path"), "('scaling', 1.0)"),
@@ -310,7 +310,7 @@ FAULTS: dict[str, tuple[tuple[str, str, str], str]] = {
     "wrong positions of images": (("input", "", "position_ids"), "they are not those of this rank's tokens"),
     "other visual embeddings": (("forward", "model.language_model.layers.1.self_attn", "input"), "mixes or changes"),
     "unsummed gradient of the tower": (
-        ("gradient", "", "model.vision_tower.embeddings.patch_embedding.weight"), "nobody summed"
+        ("gradient", "", "model.vision_tower.embeddings.patch_embedding.weight"), "were not summed"
     ),
     "other weights": (("weights", "", "model.norm.weight"), "different weights"),
 }  # fmt: skip
@@ -447,7 +447,7 @@ def while_training(group: ProcessGroup, fault: bool) -> tuple[int, str]:
 def test_every_n_steps(pool: Pool) -> None:
     assert pool.run(2, while_training, False) == [(2, "")] * 2
     for checked, said in pool.run(2, while_training, True):
-        assert checked == 1 and "nobody summed" in said
+        assert checked == 1 and "were not summed" in said
 
 
 def test_refused_arguments() -> None:

@@ -254,7 +254,7 @@ def different(group: ProcessGroup, seed: int, checked: str | None, calls: int) -
 )
 def test_different_batches(pool: Pool, checked: str | None, calls: int, raises: bool) -> None:
     for message in pool.run(2, different, 0, checked, calls):
-        assert message.startswith("batch: the ranks of the sequence group brought different batches") == raises, message
+        assert message.startswith("batch: the ranks of the sequence group passed different batches") == raises, message
 
 
 def test_too_short(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""From a full batch to one rank's part of it: tokens, positions, labels shifted before the split, and the mask.
+"""Shards a batch: each rank gets its tokens, their positions and shifted labels, and the mask of the full sequence.
 
 Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
 """
@@ -26,34 +26,38 @@ from ..mesh import rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
 
 IGNORE_INDEX = -100
-# The names under which collators give document boundaries, and the names of what comes with them and is not used here.
+# The names of document boundaries in the batches of various collate functions.
 BOUNDARY_NAMES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens", "cu_seq_lens_k")
-# Under this name ``PlanCollator`` adds the batch's mask, which holds the plans of the model's layers.
+# The name of the entry in which ``PlanCollator`` returns the batch's mask together with the plans for it.
 PLANNED = "seqpar_mask"
+# Entries that collate functions return together with document boundaries, and that are removed from a batch.
 UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx", PLANNED)
 
-Documents = list[tuple[int, ...]]  # by batch row: the documents' boundaries, 0 first
-TokenRanges = list[tuple[int, int]]  # by batch row: the first token that is not padding, and one past the last
+Documents = list[tuple[int, ...]]  # for each row, the boundaries of its documents, starting with 0
+TokenRanges = list[tuple[int, int]]  # for each row, the first token that is not padding, and one past the last
 
 
 @dataclass(eq=False)
 class BatchShard:
-    """What the layers and the loss read about the full batch. It is the entry ``seqpar`` of a rank's part.
+    """What the attention layers and the loss need to know about the full batch.
+
+    ``shard_batch`` returns it as the entry ``seqpar`` of a rank's part.
 
     Attributes:
-        seq_len: tokens of the full sequence.
-        max_position: the largest of the batch's ``position_ids``.
-        ranks, layout: how the sequence is sharded.
-        mask: documents and padding, in global positions. Causality and windows belong to the layers.
-        block_masks: for models whose causal layers let the tokens of an image see each other: by type of layer ("" for
-            all types), ``mask`` with causality and these blocks.
-        num_items: labels in the full batch that are not ``IGNORE_INDEX``; None: there are no labels.
-        seed: the same on all ranks of the sequence. The dropout of attention weights depends on it.
-        valid: bool ``[batch, seq_local]``, False for padding; None: there is no padding.
-        in_place: this rank's labels without the shift ``[batch, seq_local]``, for models that predict each token
-            itself, and ``num_items`` of these. None: there are no labels, or the caller chose ``shift_labels``.
-        sharding: the sharding of the sequence. The model adds it when its forward starts, for compiled layers.
-        seed_on_host: the seed as a tensor on the CPU, likewise.
+        seq_len: the number of tokens of the full sequence.
+        max_position: the largest of the full batch's ``position_ids``.
+        ranks: the number of ranks that the sequence is sharded over.
+        layout: which tokens each rank holds.
+        mask: the documents and the padding, in global positions. Each layer adds its causality and window itself.
+        block_masks: masks for models in which the tokens of an image see one another in causal layers. The keys are
+            layer types, or "" for all types. Each mask is ``mask`` with causality and with these blocks of tokens.
+        num_items: the number of labels in the full batch that are not ``IGNORE_INDEX``; None without labels.
+        seed: the seed of attention dropout, the same on all ranks of the sequence.
+        valid: bool ``[batch, seq_local]``, False for padding; None without padding.
+        in_place: for models that predict each token itself: this rank's unshifted labels ``[batch, seq_local]``, and
+            their ``num_items``. None without labels, or if the caller set ``shift_labels``.
+        sharding: the sharding of the sequence. ``add_sharding`` sets it when the model's forward starts.
+        seed_on_host: ``seed`` as an int64 tensor ``[]`` on the CPU. ``add_sharding`` sets it too.
     """
 
     seq_len: int
@@ -70,13 +74,22 @@ class BatchShard:
     block_masks: dict[str, Mask] = field(default_factory=dict)
 
     def mask_of(self, layer_type: str | None, causal: bool) -> Mask:
-        """The mask to which a layer adds causality, its window and its chunks."""
+        """The mask of a layer, before the layer adds its causality, window and chunks to it.
+
+        Args:
+            layer_type: the layer's entry in ``layer_types`` of its config, or None.
+            causal: whether the layer is causal.
+        """
         if not causal or not self.block_masks:
             return self.mask
         return self.block_masks.get(layer_type or "", self.block_masks.get("", self.mask))
 
     def add_sharding(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
-        """Add what compiled layers need. ``mesh`` and ``group`` are the model's."""
+        """Set ``sharding`` and ``seed_on_host``, which compiled layers need.
+
+        Args:
+            mesh, group: as given to ``parallelize``.
+        """
         if self.sharding is None:
             self.sharding = Sharding(self.seq_len, self.layout, mesh=mesh, group=group)
             self.seed_on_host = torch.tensor(self.seed, dtype=torch.int64, device="cpu")
@@ -85,11 +98,11 @@ class BatchShard:
         return {**vars(self), "sharding": None}  # process groups cannot be pickled
 
     def for_in_place_labels(self) -> BatchShard:
-        """A copy for a model that predicts each token itself."""
+        """A copy for a model that predicts each token itself, whose ``num_items`` counts the unshifted labels."""
         assert self.in_place is not None
         return replace(self, num_items=self.in_place[1])
 
-    def __repr__(self) -> str:  # without the mask, which may hold thousands of boundaries
+    def __repr__(self) -> str:  # without the mask, which may have thousands of boundaries
         return (
             f"BatchShard(seq_len={self.seq_len}, ranks={self.ranks}, layout={self.layout!r}, "
             f"num_items={self.num_items})"
@@ -109,29 +122,32 @@ def shard_batch(
     """This rank's part of ``batch``, ready for ``model(**local)`` of a parallelized model.
 
     Args:
-        batch: the full batch, the same on every rank of the sequence group. Or the full batch on the group's first
-            rank and None on the others: the first rank then sends each rank its part. It holds ``input_ids
-            [batch, seq]`` (or ``inputs_embeds [batch, seq, hidden]``) and optionally ``labels`` or ``shift_labels``,
-            ``position_ids`` (a document starts wherever they restart), ``attention_mask [batch, seq]`` (padding at
-            the start or the end of a row), and ``cu_seq_lens`` (or ``cu_seq_lens_q``, as transformers'
-            ``DataCollatorWithFlattening`` names it). Other tensors ``[batch, seq, ...]`` are sharded too. All else is
-            returned unchanged.
+        batch: the full batch, the same on every rank of the sequence group. Alternatively, the full batch on the
+            group's first rank, and None on the other ranks: the first rank then sends each rank its part. Entries:
+
+            * ``input_ids [batch, seq]`` or ``inputs_embeds [batch, seq, hidden]``.
+            * ``labels`` or ``shift_labels``, int64 ``[batch, seq]``, optional.
+            * ``position_ids``, int64 ``[batch, seq]``, optional. A document starts wherever they restart.
+            * ``cu_seq_lens``, or ``cu_seq_lens_q`` as in transformers' ``DataCollatorWithFlattening``: the boundaries
+              of the documents, optional.
+            * ``attention_mask [batch, seq]``, optional: 0 for padding, at the start or the end of a row.
+            * Other tensors ``[batch, seq, ...]`` are sharded too. All other entries are returned unchanged.
         mesh: the mesh that was given to ``parallelize``.
         group: the process group that was given to ``parallelize``.
         layout: the layout that was given to ``parallelize``; "zigzag" by default.
         sharding: a ``Sharding`` of the batch's length, instead of mesh, group and layout.
-        shift_labels: True: replace each token's label by the next token's. False: leave the labels as they are.
-            None: shift them, and keep the unshifted labels in ``seqpar``, where a masked language model finds them.
-        check: compare the ranks' batches, by an exchange of a few integers. With False nothing is communicated, and
-            every rank must bring the batch.
+        shift_labels: True: replace each token's label by the label of the next token. False: leave the labels as they
+            are. None: shift them, and also keep the unshifted labels in ``seqpar``, for masked language models.
+        check: whether the ranks exchange a few integers to check that their batches are the same. With False they
+            communicate nothing, and every rank must have the batch.
 
     Returns:
         ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq_local]``, and ``seqpar``, a ``BatchShard``
-        with the mask. There is no ``attention_mask``: the mask contains it.
+        with the mask. There is no ``attention_mask``, because the mask contains the padding.
 
     Raises:
         TypeError: the batch is not a mapping.
-        ValueError: the batch cannot be sharded, or the ranks bring different batches.
+        ValueError: the batch cannot be sharded, or the ranks have different batches.
         RuntimeError: another rank raised on its batch.
     """
     if sharding is not None:
@@ -160,7 +176,7 @@ def shard_batch(
         if batch is None and ranks > 1:
             return _BatchHeader(False, Fingerprint(0), 0)
         specs.append(parse())
-        # Not a random number: drawing one would change what the training loop draws next.
+        # The seed is not drawn, because drawing one would change the random numbers that the training loop draws next.
         return _BatchHeader(True, Fingerprint(specs[0].checksum), torch.initial_seed() % 2**62)
 
     headers = all_gather_header(header, group)
@@ -170,14 +186,14 @@ def shard_batch(
         return _scatter(specs[0] if specs else None, seed, group)
     if len(with_batch) < ranks:
         raise ValueError(
-            f"batch: only ranks {with_batch} of the sequence group's {ranks} brought one; bring the same batch on "
+            f"batch: only ranks {with_batch} of the sequence group's {ranks} passed a batch; pass the same batch on "
             "every rank, or the batch on rank 0 and None on the others"
         )
     if len({header.batch for header in headers}) > 1:
         raise ValueError(
-            "batch: the ranks of the sequence group brought different batches, but they share one sequence; seed "
-            "their samplers alike (ranks along dp differ, ranks along the sequence do not), or use "
-            "seqpar.hf.ShardedLoader; where each rank has samples of its own, parallelize with batches='own'"
+            "batch: the ranks of the sequence group passed different batches, but they share one sequence; give their "
+            "samplers the same seed (only ranks along dp may have different ones), or use seqpar.hf.ShardedLoader; if "
+            "each rank has samples of its own, call parallelize with batches='own'"
         )
     return specs[0].shard(rank_in(group), seed)
 
@@ -190,18 +206,25 @@ def shard_for_rank(
     shift_labels: bool | None = None,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """What ``shard_batch`` returns on rank ``rank`` of ``ranks``, without a process group."""
+    """What ``shard_batch`` returns on rank ``rank`` of ``ranks``, without a process group.
+
+    Args:
+        batch, layout, shift_labels: as in ``shard_batch``.
+        ranks: the number of ranks that the sequence is sharded over.
+        rank: the rank whose part is returned.
+        seed: the seed of attention dropout. None: a checksum of the batch.
+    """
     return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
 
 
 def mask_and_length(batch: Mapping[str, Any]) -> tuple[Mask, int]:
-    """The mask of a full batch, documents and padding, and the tokens of its rows."""
+    """The mask of a full batch, with its documents and padding, and the number of tokens of its rows."""
     spec = _BatchSpec(batch, 1, "contiguous", None)
     return spec.mask, spec.seq_len
 
 
 class _BatchHeader(NamedTuple):
-    """Whether a rank brings a batch, a checksum of it, and the seed of the rank's random numbers."""
+    """Whether a rank has a batch, a checksum of the batch, and the seed of the rank's random number generator."""
 
     has_batch: bool
     batch: Fingerprint
@@ -209,7 +232,21 @@ class _BatchHeader(NamedTuple):
 
 
 class _BatchSpec:
-    """A full batch, parsed: the tensors to shard, the other entries, and what the layers need to know."""
+    """A full batch, parsed.
+
+    Attributes:
+        rows, seq_len: the number of rows, and the number of tokens of each row.
+        ranks, layout: how the sequence is sharded.
+        tensors: the entries ``[batch, seq, ...]``, which are sharded.
+        others: the other entries, which are not.
+        mask: the documents and the padding.
+        valid: bool ``[batch, seq]``, False for padding; None without padding.
+        max_position, num_items: as in ``BatchShard``.
+        in_place: the unshifted labels ``[batch, seq]``, or None.
+
+    Raises:
+        TypeError, ValueError: as in ``shard_batch``.
+    """
 
     def __init__(self, batch: Mapping[str, Any] | None, ranks: int, layout: Layout, shift_labels: bool | None) -> None:
         if not isinstance(batch, Mapping):
@@ -224,8 +261,8 @@ class _BatchSpec:
         self.ranks, self.layout = ranks, layout
         if self.seq_len < ranks:
             raise ValueError(
-                f"batch: rows of {self.seq_len} tokens cannot be sharded over {ranks} ranks; use longer rows or "
-                "fewer ranks"
+                f"batch: rows of {self.seq_len} tokens cannot be sharded over {ranks} ranks; use rows of at least "
+                f"{ranks} tokens, or fewer ranks"
             )
         planned = rest.pop(PLANNED, None)
         attention_mask = rest.pop("attention_mask", None)
@@ -234,9 +271,9 @@ class _BatchSpec:
             raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {self.rows, self.seq_len}")
         documents = self._parse_positions(rest, tokens.device, ranges)
         self.mask = batch_mask(documents, ranges, self.seq_len)
-        if planned == self.mask:  # unless the batch has been changed since
+        if planned == self.mask:  # otherwise the batch was changed after it was planned
             self.mask = planned
-        self.valid = None if ranges is None else attention_mask != 0  # [batch, seq]
+        self.valid = None if ranges is None else attention_mask != 0
         self._parse_labels(rest, shift_labels)
         self.tensors = {name: x for name, x in rest.items() if self._has_sequence(x)}
         self.others = {name: x for name, x in rest.items() if name not in self.tensors}
@@ -247,7 +284,7 @@ class _BatchSpec:
     def _parse_positions(
         self, rest: dict[str, Any], device: torch.device, ranges: TokenRanges | None
     ) -> Documents | None:
-        """Return the documents' boundaries, and put ``position_ids [batch, seq]`` in ``rest``."""
+        """Return the documents' boundaries, and write ``position_ids [batch, seq]`` to ``rest``."""
         given = [rest.pop(name) for name in BOUNDARY_NAMES if name in rest]
         for name in UNUSED_NAMES:
             rest.pop(name, None)
@@ -258,7 +295,7 @@ class _BatchSpec:
             if ids.dim() != 2 or ids.shape[1] != self.seq_len or ids.shape[0] not in (1, self.rows):
                 raise ValueError(
                     f"position_ids: shape {tuple(ids.shape)}; expected {self.rows, self.seq_len} "
-                    "(several ids a token, as for images, are not supported)"
+                    "(several ids per token, as for images, are not supported)"
                 )
             ids = ids.expand(self.rows, -1)
         if given and given[0] is not None:
@@ -274,11 +311,10 @@ class _BatchSpec:
         return documents
 
     def _parse_labels(self, rest: dict[str, Any], shift_labels: bool | None) -> None:
-        """Count the labels, and leave ``labels [batch, seq]`` in ``rest``, shifted."""
+        """Count the labels, and write the shifted ``labels [batch, seq]`` to ``rest``."""
         shifted, labels = rest.pop("shift_labels", None), rest.pop("labels", None)
-        self.in_place: Tensor | None = None  # [batch, seq]
+        self.in_place: Tensor | None = None
         if shifted is None and labels is not None:
-            # [batch, seq]: each token's label becomes the next token's.
             shifted = labels if shift_labels is False else F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
             self.in_place = labels if shift_labels is None else None
         self.num_items: int | None = None
@@ -286,14 +322,14 @@ class _BatchSpec:
             return
         if tuple(shifted.shape) != (self.rows, self.seq_len):
             raise ValueError(
-                f"labels: shape {tuple(shifted.shape)}; expected one label a token: {self.rows, self.seq_len}"
+                f"labels: shape {tuple(shifted.shape)}; expected one label per token: {self.rows, self.seq_len}"
             )
         rest["labels"] = shifted
         self.num_items = int((shifted != IGNORE_INDEX).sum())
 
     @property
     def checksum(self) -> int:
-        """Of the batch's content, to compare batches and to derive a seed."""
+        """A checksum of the batch's content, to compare the ranks' batches and to derive a seed."""
         value = zlib.crc32(f"{self.mask!r} {sorted(self.tensors)} {self.layout}".encode())
         arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
         for _, given in sorted({**self.tensors, **arrays}.items()):
@@ -302,7 +338,7 @@ class _BatchSpec:
         return value
 
     def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:
-        """The part of ``rank``. Without a seed, the tokens determine it."""
+        """The part of ``rank``. The default of ``seed`` is the checksum of the batch."""
         positions = shard_positions(self.seq_len, self.ranks, rank, self.layout)  # [seq_local]
 
         def select_tokens(x: Tensor) -> Tensor:
@@ -327,7 +363,16 @@ class _BatchSpec:
 
 
 def _scatter(spec: _BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
-    """Rank 0, which has the ``spec``, sends each rank its part: first everything but the tensors, then the tensors."""
+    """Send each rank its part from rank 0. The tensors are sent after all other values.
+
+    Args:
+        spec: the batch on rank 0, None on the other ranks.
+        seed: the seed of attention dropout.
+        group: the ranks of the sequence.
+
+    Returns:
+        This rank's part.
+    """
     parts = [] if spec is None else [spec.shard(rank, seed) for rank in range(group.size())]
     blanks: list[Any] = [[_with_blank_tensors(part) for part in parts]]
     dist.broadcast_object_list(blanks, group=group, group_src=0)
@@ -349,7 +394,7 @@ def _scatter(spec: _BatchSpec | None, seed: int, group: ProcessGroup) -> dict[st
 
 
 class _TensorSpec:
-    """Shape, dtype and device type of a tensor."""
+    """The shape, dtype and device type of a tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape, self.dtype, self.device_type = tuple(x.shape), x.dtype, x.device.type
@@ -369,7 +414,7 @@ def _with_blank_tensors(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _payload(part: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a part as bytes, in the same order on sender and receiver."""
+    """The tensors of a part as bytes, in the same order on the sender and the receiver."""
     tensors = [x for x in part.values() if isinstance(x, Tensor) and x.dim()]
     shard: BatchShard = part["seqpar"]
     tensors += [shard.valid] if shard.valid is not None else []
@@ -378,12 +423,13 @@ def _payload(part: dict[str, Any]) -> list[Tensor]:
 
 
 def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
-    """By row of ``attention_mask [batch, seq]``: the first token that is not padding, and one past the last.
+    """For each row of ``attention_mask [batch, seq]``, the first token that is not padding, and one past the last.
 
-    None: there is no padding.
+    Returns:
+        None if there is no padding.
 
     Raises:
-        ValueError: the mask has another shape, other values than ones and zeros, or zeros between ones.
+        ValueError: the mask has another shape, values other than ones and zeros, or zeros between ones.
     """
     if attention_mask.dim() != 2:
         raise ValueError(
@@ -394,8 +440,8 @@ def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
     if mask.dtype != torch.bool:
         if bool(((mask != 0) & (mask != 1)).any()):
             raise ValueError(
-                f"attention_mask: values up to {mask.max().item()}; expected ones and zeros (give packed documents "
-                "by position_ids that restart, or by cu_seq_lens)"
+                f"attention_mask: values up to {mask.max().item()}; expected ones and zeros (for packed documents give "
+                "position_ids that restart, or cu_seq_lens)"
             )
         mask = mask != 0
     if bool(mask.all()):
@@ -412,9 +458,14 @@ def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
 
 
 def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -> Documents | None:
-    """The documents in ``position_ids [batch, seq]``: one starts at each id that is not its predecessor plus 1.
+    """The documents in ``position_ids [batch, seq]``. One starts at each id that is not the previous id plus 1.
 
-    Ids of padding are ignored. None: every row is one document.
+    Args:
+        position_ids: int64 ``[batch, seq]``.
+        ranges: the tokens of each row that are not padding. The ids of padding are ignored. None: there is no padding.
+
+    Returns:
+        None if every row is one document.
     """
     ids = position_ids.detach().cpu()
     length = ids.shape[1]
@@ -428,13 +479,22 @@ def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -
 
 
 def documents_from_boundaries(cu_seq_lens: Any, batch: int, length: int) -> Documents:
-    """The documents that ``cu_seq_lens`` gives, checked against the shape ``[batch, length]`` of the tokens."""
+    """The documents with the boundaries ``cu_seq_lens``.
+
+    Args:
+        cu_seq_lens: the boundaries, for one row or for each row (see ``Mask.documents``).
+        batch: the number of rows.
+        length: the number of tokens of each row.
+
+    Raises:
+        ValueError: there are boundaries for another number of rows, or a boundary beyond ``length``.
+    """
     rows = document_boundaries(cu_seq_lens)
     if len(rows) not in (1, batch):
         raise ValueError(f"cu_seq_lens: boundaries for {len(rows)} rows, but the batch has {batch}")
     for row in rows:
         if row[-1] > length:
-            raise ValueError(f"cu_seq_lens: the last boundary is {row[-1]}, but the rows hold {length} tokens")
+            raise ValueError(f"cu_seq_lens: the last boundary is {row[-1]}, but the rows have {length} tokens")
     return list(rows)
 
 
@@ -448,7 +508,16 @@ def restarting_positions(documents: Documents, length: int) -> Tensor:
 
 
 def batch_mask(documents: Documents | None, ranges: TokenRanges | None, length: int) -> Mask:
-    """Documents and padding of rows of ``length`` tokens as one mask; for one batch row if all rows are alike."""
+    """The mask of documents and padding.
+
+    Args:
+        documents: the boundaries of each row's documents. None: each row is one document.
+        ranges: the tokens of each row that are not padding. None: there is no padding.
+        length: the number of tokens of each row.
+
+    Returns:
+        A mask without causality. It has one batch row if all rows have the same documents and padding.
+    """
     mask = Mask.full()
     if documents is not None:
         rows = documents[:1] if len(set(documents)) == 1 else documents

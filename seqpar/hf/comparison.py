@@ -1,6 +1,6 @@
-"""Comparing a parallelized model's recording with one device's, and saying what a difference looks like.
+"""Compares what a parallelized model computed with what one device computed, and explains the differences.
 
-Shapes: b batch, s the whole sequence, s_local this rank's tokens, h heads, n kv heads, d head_dim.
+Shapes: b batch, s the full sequence, s_local this rank's tokens, h query heads, n KV heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ _KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "back
 
 @dataclass(frozen=True)
 class Difference:
-    """Something in which a parallelized model differs from one device.
+    """One difference between a parallelized model and the same model on one device.
 
     Attributes:
-        kind: "batch", "path" or "weights": the ranks differ from one another. "layer": a layer does not attend over the
-            sharded sequence. "input": the model got other tokens, positions or labels. "forward": the first tensor of
-            the forward that differs. "loss". "backward": the first gradient of such a tensor that differs, from the
-            last layer to the first. "gradient": of a parameter.
-        quantity: the tensor, or the parameter's name.
-        layer: the attention layer's name; empty for the model itself.
-        tokens: global positions of the tokens that differ.
-        ranks: the ranks of the sequence on which it differs.
+        kind: what differs. "batch", "path" or "weights": the ranks' batches, models or weights differ from one another.
+            "layer": a layer does not attend over the sharded sequence. "input": the tokens, positions or labels that
+            the model received. "forward": a tensor of the forward, the first one that differs. "loss": the loss.
+            "backward": the gradient of a tensor of the forward, the first one in backward that differs. "gradient": the
+            gradient of a parameter.
+        quantity: the name of the tensor or parameter.
+        layer: the name of the attention layer; empty for the model itself.
+        tokens: the global positions of the tokens that differ.
+        ranks: the ranks of the sequence on which the quantity differs.
         error: the norm of the difference, relative to the norm of what one device computes.
         tolerance: the largest error that counts as equal.
-        explanation: what the difference looks like.
-        stops: whether nothing after it could be compared.
-        at: its place in the order of the step, within its kind.
+        explanation: a probable cause.
+        stops: whether nothing after this difference can be compared.
+        at: its position in the order of the training step, among the differences of its kind.
     """
 
     kind: str
@@ -63,9 +64,11 @@ class Difference:
 
     @property
     def order(self) -> tuple[int, int]:
+        """A sort key: differences in the order of a training step."""
         return _KINDS.index(self.kind), self.at
 
     def values(self) -> tuple[Any, ...]:
+        """The attributes, in the order of the arguments of ``Difference``."""
         return astuple(self)
 
     def __str__(self) -> str:
@@ -81,7 +84,7 @@ class Difference:
 
 
 def token_list(tokens: Iterable[int]) -> str:
-    """Positions as ranges: "0-3, 7"."""
+    """The increasing positions ``tokens`` as text, such as "0-3, 7". At most eight ranges are shown."""
     ranges: list[list[int]] = []
     for token in tokens:
         if ranges and token == ranges[-1][1] + 1:
@@ -93,16 +96,23 @@ def token_list(tokens: Iterable[int]) -> str:
 
 
 class FullBatch:
-    """A full batch, as one device gets it, and what this rank should get of it.
+    """A full batch, prepared for the parallelized model and for one device.
 
     Attributes:
-        given: the batch for ``shard_batch``. Labels that a padding token would predict do not count: what such a token
-            sees depends on the attention implementation.
-        for_one_device: the arguments of the model without ``parallelize``.
-        documents: int ``[b, s]``, or None where each row is one document.
-        merges: whether images (or sound) come with the text: the model then shards what it has merged.
+        given: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would predict are
+            -100, because what a padding token sees depends on the attention implementation.
+        for_one_device: the batch for the model without ``parallelize``, with the same labels.
+        documents: int ``[b, s]``, the index of the document to which a token belongs. None if each row is one document.
+        merges: whether the batch has images or sound. The model then merges them into the text before it shards.
         valid: bool ``[b, s]``, False for padding.
-        positions: int64 ``[s_local]``, this rank's tokens.
+        positions: int64 ``[s_local]``, the global positions of this rank's tokens.
+        position_ids: int64 ``[b, s]``.
+        in_place: whether the model predicts each token itself, not the next one.
+        labels: int64 ``[b, s]``, the label that the output for each token is compared with, or None.
+
+    Raises:
+        TypeError: the batch is not a mapping.
+        ValueError: the batch is sharded already, or has no tokens.
     """
 
     def __init__(self, batch: Mapping[str, Any], patch: Patch, root: PreTrainedModel) -> None:
@@ -125,7 +135,7 @@ class FullBatch:
         self.merges = merges(root) and has_more_than_text(dict(batch))
         ids, documents = rest.get("position_ids"), None
         if self.merges and isinstance(ids, Tensor) and ids.dim() == 3:
-            ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: the first are the text's
+            ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: row 0 counts the tokens, the others are for images
         if boundaries and boundaries[0] is not None:
             edges = [torch.tensor(row) for row in document_boundaries(boundaries[0])]
             documents = torch.stack([torch.searchsorted(row[1:], index, right=True) for row in edges]).expand(shape)
@@ -137,7 +147,7 @@ class FullBatch:
         self.documents = None if documents is None else documents.to(tokens.device)
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
         self.position_ids = ids.expand(shape)
-        if not self.merges:  # otherwise the model may derive others from its images
+        if not self.merges:  # with images, the model may compute the positions itself
             rest["position_ids"] = self.position_ids
         mask = rest.pop("attention_mask", None)
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all()):
@@ -145,30 +155,32 @@ class FullBatch:
             rest["attention_mask"] = mask
         self.in_place = predicts_in_place(root)
         self.given = dict(batch)
-        self.labels: Tensor | None = None  # [b, s], of the token that predicts
-        if not pools_last_token(root):  # otherwise they are the rows'
+        self.labels: Tensor | None = None
+        if not pools_last_token(root):  # a model that classifies sequences has one label per row
             self._set_labels(rest)
         if "use_cache" in inspect.signature(root.forward).parameters:
             rest["use_cache"] = False
         self.for_one_device = rest
 
     def _set_labels(self, rest: dict[str, Any]) -> None:
+        """Set the labels in ``given``, in ``rest`` and in ``self.labels``."""
         labels, shifted = rest.get("labels"), rest.get("shift_labels")
         if shifted is not None:
-            self.given["shift_labels"] = rest["shift_labels"] = self.labels = self._counting(shifted, 0)
-            rest["labels"] = self.labels  # otherwise the model computes no loss
+            self.given["shift_labels"] = rest["shift_labels"] = self.labels = self._ignore_padding(shifted, 0)
+            rest["labels"] = self.labels  # without labels the model would compute no loss
         elif labels is not None:
             shift = 0 if self.in_place else 1
-            labels = self.given["labels"] = rest["labels"] = self._counting(labels, shift)
+            labels = self.given["labels"] = rest["labels"] = self._ignore_padding(labels, shift)
             self.labels = F.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:]
 
-    def _counting(self, labels: Tensor, shift: int) -> Tensor:
-        """``labels`` without those that padding predicts."""
-        predicting = F.pad(self.valid, (shift, 0), value=False)[:, : self.seq_len]
-        return labels.masked_fill(~predicting.to(labels.device), IGNORE_INDEX)
+    def _ignore_padding(self, labels: Tensor, shift: int) -> Tensor:
+        """``labels`` with -100 wherever the token that predicts them, ``shift`` tokens before, is padding."""
+        is_predicted = F.pad(self.valid, (shift, 0), value=False)[:, : self.seq_len]
+        return labels.masked_fill(~is_predicted.to(labels.device), IGNORE_INDEX)
 
     @property
     def checksum(self) -> int:
+        """A checksum of the tensors of ``given``."""
         value = 0
         for name in sorted(self.given):
             if isinstance(x := self.given[name], Tensor):
@@ -178,9 +190,16 @@ class FullBatch:
 
 
 def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: Patch) -> list[Difference]:
-    """Compare the tokens, positions and labels that the model's forward got with this rank's part of the batch.
+    """Compare the tokens, positions and labels that the model's forward received with this rank's part of the batch.
 
-    With images, the positions are those that its text model got; its embeddings are compared as other tensors are.
+    With images, compare only the labels and the positions that the text model received. ``compare_tensors`` compares
+    the merged embeddings.
+
+    Args:
+        ours: the recording of the parallelized model on this rank.
+        theirs: the recording of the model on one device.
+        batch: the full batch.
+        patch: the model's ``Patch``.
     """
     expected = {
         "input_ids": None if batch.merges else batch.for_one_device.get("input_ids"),
@@ -193,7 +212,7 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
         if mine is None or full is None:
             continue
         full = full.cpu()
-        want = full.index_select(-1, batch.positions)  # [b, s_local]; of several positions a token [ids, b, s_local]
+        want = full.index_select(-1, batch.positions)  # [b, s_local], or [ids, b, s_local] for several ids per token
         mine = mine.expand(want.shape) if mine.shape[-1] == want.shape[-1] and mine.dim() <= want.dim() else mine
         if mine.shape != want.shape:
             why = f"shape {tuple(mine.shape)}, expected this rank's part {tuple(want.shape)}"
@@ -203,12 +222,13 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
         wrong = ((mine != want) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)
         if wrong.any():
             tokens = tuple(batch.positions[wrong].tolist())
-            why = _guess_input(name, mine, full, patch, batch)
+            why = _explain_input(name, mine, full, patch, batch)
             found.append(Difference("input", name, tokens=tokens, error=math.inf, explanation=why, at=at))
     return found
 
 
-def _guess_input(name: str, mine: Tensor, full: Tensor, patch: Patch, batch: FullBatch) -> str:
+def _explain_input(name: str, mine: Tensor, full: Tensor, patch: Patch, batch: FullBatch) -> str:
+    """A probable cause why the input ``mine [b, s_local]`` is not this rank's part of ``full [b, s]``."""
     if name == "position_ids" and torch.equal(mine, torch.arange(mine.shape[-1]).expand(mine.shape)):
         return "they count this rank's tokens, not those of the sequence"
     for layout in LAYOUTS:
@@ -230,18 +250,29 @@ def _guess_input(name: str, mine: Tensor, full: Tensor, patch: Patch, batch: Ful
 def compare_tensors(
     ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float, ranks: int
 ) -> tuple[list[Difference], list[Difference]]:
-    """The first tensor of the forward that differs, and the first gradient of one in backward."""
+    """Compare the recorded tensors and their gradients.
+
+    Args:
+        ours: the recording of the parallelized model on this rank.
+        theirs: the recording of the model on one device.
+        batch: the full batch.
+        tolerance: the largest error that counts as equal, relative to the norm of a token's values.
+        ranks: the number of ranks of the sequence.
+
+    Returns:
+        The first tensor of the forward that differs, and the first gradient in backward that differs. Each list has at
+        most one item.
+    """
     valid = batch.valid.index_select(1, batch.positions)  # [b, s_local]
     order = {place: at for at, place in enumerate(theirs.tensors) if not _is_expanded(place, ours)}
     forward, backward = [], []
     for place in order:
-        found = _compare(place, ours.tensors.get(place), theirs.tensors[place], batch, valid, tolerance)
+        found = _compare(ours.tensors.get(place), theirs.tensors[place], batch, valid, tolerance)
         if found is not None:
-            kind, tokens, error, why = "forward", *found
+            tokens, error, why = found
             why = why or _explain_forward(place, ours, theirs, batch, tolerance)
-            forward.append(
-                Difference(kind, place.quantity, place.layer, tokens, (), error, tolerance, why, at=order[place])
-            )
+            at = order[place]
+            forward.append(Difference("forward", place.quantity, place.layer, tokens, (), error, tolerance, why, at=at))
             break
     scale = _gradient_scale(ours, theirs, batch, valid, ranks)
     for place in reversed(order):
@@ -249,7 +280,7 @@ def compare_tensors(
             continue
         mine = ours.gradients.get(place)
         mine = None if mine is None else mine / scale
-        found = _compare(place, mine, theirs.gradients[place], batch, valid, tolerance)
+        found = _compare(mine, theirs.gradients[place], batch, valid, tolerance)
         if found is not None:
             tokens, error, why = found
             why = why or _explain_backward(place)
@@ -261,21 +292,27 @@ def compare_tensors(
 
 
 def _is_expanded(place: Place, ours: Recording) -> bool:
-    """Whether it is the keys or values of a layer whose latents were recorded, because those are what is sent."""
+    """Whether ``place`` holds keys or values of a layer of which the parallelized model records the latents instead."""
     return place.quantity in ("key", "value") and Place(place.layer, "latents") in ours.tensors
 
 
 def _compare(
-    place: Place, mine: Tensor | None, full: Tensor, batch: FullBatch, valid: Tensor, tolerance: float
+    mine: Tensor | None, full: Tensor, batch: FullBatch, valid: Tensor, tolerance: float
 ) -> tuple[tuple[int, ...], float, str] | None:
-    """The tokens that differ, the largest error and what is known about it; None where nothing differs."""
+    """Compare ``mine [b, s_local, ...]`` with this rank's part of ``full [b, s, ...]``.
+
+    Returns:
+        The global positions of the tokens that differ, the largest error, and a probable cause, which is empty if it
+        is not known. None if nothing differs.
+    """
     if mine is None:
         return (), math.inf, "this rank computed none"
     want = full.index_select(1, batch.positions)
     if mine.shape != want.shape:
         return (), math.inf, f"shape {tuple(mine.shape)}, expected this rank's part {tuple(want.shape)}"
     per_token = want.flatten(2).norm(dim=2)  # [b, s_local]
-    # Next to the mean norm, so that tokens with nothing but rounding error do not count.
+    # The error is relative to the token's norm plus the mean norm. With the token's norm alone, tokens whose values are
+    # nothing but rounding error would count as different.
     counted = batch.valid.sum().clamp(min=1)
     mean = (full.flatten(2).norm(dim=2) * batch.valid).sum() / counted
     error = (mine - want).flatten(2).norm(dim=2) / (per_token + mean).clamp(min=1e-30) * valid
@@ -286,7 +323,10 @@ def _compare(
 
 
 def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, valid: Tensor, ranks: int) -> float:
-    """The factor of this rank's gradients: a wrapper that averages divides it out of the parameters' gradients."""
+    """The factor between this rank's gradients and those of one device: ``ranks``, ``1 / ranks`` or 1.
+
+    It is not 1 if a wrapper averages the gradients of the parameters over the ranks, and the loss is scaled for that.
+    """
     for place in reversed(theirs.gradients):
         mine, full = ours.gradients.get(place), theirs.gradients[place]
         if mine is None:
@@ -301,23 +341,32 @@ def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, valid:
 
 
 def _explain_forward(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
+    """A probable cause if ``place`` is the first tensor of the forward that differs; empty if none is known."""
     if place.quantity in ("query", "key", "rotated keys"):
-        return "from the same input as on one device: the positions in its rotary embedding are others"
+        return "its input is equal to that on one device; the positions in its rotary embedding are probably different"
     if place.quantity == "input" and "input_ids" in ours.inputs:
-        return "something before this layer, and after the attention before it, mixes or changes tokens"
+        return "a module between the previous attention layer and this one mixes or changes tokens"
     if place.quantity == "attention":
-        return _guess_mask(place, ours, theirs, batch, tolerance)
+        return _explain_attention(place, ours, theirs, batch, tolerance)
     return ""
 
 
 def _explain_backward(place: Place) -> str:
+    """A probable cause if ``place`` has the first gradient in backward that differs; empty if none is known."""
     if place.quantity in ("query", "key", "value", "latents", "rotated keys"):
-        return "from the right gradient of the attention: its backward used other keys, values or statistics"
+        return (
+            "the gradient of the attention's output is correct; the backward of the attention used different keys, "
+            "values or log-sum-exps"
+        )
     return ""
 
 
-def _guess_mask(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
-    """Compute the attention without its window, its documents and so on, to find the one that this rank computed."""
+def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
+    """A probable cause why this rank's attention differs although its queries, keys and values are correct.
+
+    Compute the attention without the padding mask, without causality, without the window, and so on, and compare each
+    result with what this rank computed.
+    """
     module, options = theirs.options[place.layer]
     q, k, v, right = (theirs.tensors[Place(place.layer, name)] for name in ("query", "key", "value", "attention"))
     mine, positions = ours.tensors[place], batch.positions
@@ -353,14 +402,27 @@ def _guess_mask(place: Place, ours: Recording, theirs: Recording, batch: FullBat
         )  # fmt: skip
         error = (mine - found).flatten(2).norm(dim=2) / right.flatten(2).norm(dim=2).mean()
         if mine.shape == found.shape and bool((error[valid] <= tolerance).all()):
-            return f"from the same queries, keys and values: it is the attention without {left_out}"
-    return "from the same queries, keys and values: the mask, the scale or the keys of other ranks are not right"
+            return f"its queries, keys and values are correct; it is the attention without {left_out}"
+    return "its queries, keys and values are correct; the mask, the scale or the keys of other ranks are wrong"
 
 
 def _dense_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """``[b, s_local, h, d]``, of ``q [b, s_local, h, d]``, ``k, v [b, s, n, d]`` and ``mask [b, s_local, s]``."""
+    """Attention with a dense mask, as the reference.
+
+    Args:
+        q: ``[b, s_local, h, d]``.
+        k: ``[b, s, n, d]``.
+        v: ``[b, s, n, v_head_dim]``.
+        mask: bool ``[b, s_local, s]``, or 1 in any of these dimensions. True where a query sees a key.
+        scale: the factor of the scores.
+        softcap: the limit of the scores, or None.
+        sinks: float32 ``[h]``, or None.
+
+    Returns:
+        ``[b, s_local, h, v_head_dim]``.
+    """
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale  # [b, h, s_local, s]
@@ -375,7 +437,17 @@ def _dense_attention(
 def parameter_differences(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float, ranks: int
 ) -> list[Difference]:
-    """The parameters whose gradients differ, and by which factor if that is all."""
+    """Compare the gradients of the parameters.
+
+    Args:
+        ours: the gradients of the parallelized model after they were summed over the ranks, by parameter name.
+        theirs: the gradients of the model on one device.
+        tolerance: the largest error that counts as equal, relative to the norm of the gradient.
+        ranks: the number of ranks of the sequence.
+
+    Returns:
+        The parameters whose gradients differ. The explanation says if they differ by a factor only.
+    """
     largest = max((float(g.norm()) for g in theirs.values()), default=0.0)
     found = []
     for name in dict.fromkeys([*theirs, *ours]):
@@ -384,7 +456,7 @@ def parameter_differences(
             only = ours[name] if want is None else want
             if float(only.norm()) <= 1e-3 * tolerance * largest:
                 continue
-            why = "one device has none" if want is None else "it has none"
+            why = "on one device it has no gradient" if want is None else "it has no gradient"
             found.append(Difference("gradient", name, error=math.inf, tolerance=tolerance, explanation=why))
             continue
         mine, want = mine.float(), want.float()
@@ -397,14 +469,15 @@ def parameter_differences(
         if ranks > 1 and float((mine - factor * want).norm()) / scale <= tolerance * max(abs(factor), 1.0):
             if abs(factor * ranks - 1) < 0.01:
                 why = (
-                    f"it is divided by the {ranks} ranks: a wrapper averages over them; give parallelize "
-                    "gradients='auto' or 'mean'"
+                    f"it is divided by the number of ranks, {ranks}, because a wrapper averages over them; call "
+                    "parallelize with gradients='auto' or 'mean'"
                 )
             elif abs(factor / ranks - 1) < 0.01:
                 why = (
-                    f"it is multiplied by the {ranks} ranks: nothing averages it; parallelize with gradients='partial'"
+                    f"it is multiplied by the number of ranks, {ranks}, because no wrapper averages over them; call "
+                    "parallelize with gradients='partial'"
                 )
             else:
-                why = f"it is the right one times {factor:.4g}"
+                why = f"it is the correct gradient times {factor:.4g}"
         found.append(Difference("gradient", name, error=error, tolerance=tolerance, explanation=why))
     return found

@@ -1,6 +1,4 @@
-"""What the attention layers of a transformers model get and return in a forward and its backward, and the same model on
-one device: without the hooks of ``parallelize``, with transformers' own eager attention and masks.
-"""
+"""Records the tensors of a forward and its backward, and runs a parallelized model as on one device, for ``verify``."""
 
 from __future__ import annotations
 
@@ -32,20 +30,25 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 
 class Place(NamedTuple):
-    """Where a tensor was recorded: the layer's name (empty for the model itself), and which of its tensors it is."""
+    """Where a tensor was recorded.
+
+    Attributes:
+        layer: the name of the attention layer; empty for the model itself.
+        quantity: which tensor of the layer it is, such as "query" or "output".
+    """
 
     layer: str
     quantity: str
 
 
 class Call(NamedTuple):
-    """A call of transformers' attention interface.
+    """A call of the attention function that transformers' ``AttentionInterface`` returns.
 
     Attributes:
         layer: the name of the attention layer.
         implementation: the name of the attention function, as in the model's config.
-        tokens: length of the queries.
-        described: everything else that must be the same on every rank.
+        tokens: the number of queries.
+        described: the other properties of the call that must be the same on every rank, as text.
     """
 
     layer: str
@@ -55,18 +58,18 @@ class Call(NamedTuple):
 
 
 class Recording:
-    """What one forward and backward of a model computed, on the CPU, in the order of the forward.
+    """Copies on the CPU of what one forward and backward of a model computed, in the order of the forward.
 
     Attributes:
-        inputs: ``input_ids``, ``position_ids`` and ``labels`` as the model's forward got them; ``position_ids`` of a
-            text model inside it as that got them.
-        tensors: float ``[batch, seq, ...]``: the embeddings that a text model inside the model gets, of each attention
-            layer its input, query, key, value, attention and output, and the model's last hidden states. In latent
-            attention, latents and rotated keys stand for key and value in a parallelized model, and are there too in
-            one that is not.
-        gradients: the loss's gradients of these tensors.
-        calls: the calls of the attention interface.
-        options: by layer: the module and the keyword arguments of its call.
+        inputs: ``input_ids``, ``position_ids`` and ``labels``, as the model's forward received them. In a model with a
+            vision or audio tower, ``position_ids`` are those that its text model received.
+        tensors: float ``[batch, seq, ...]``: for each attention layer its input, query, key, value, attention and
+            output; the model's last hidden states; and, in a model with a tower, the embeddings that its text model
+            received. A parallelized layer with latent attention has latents and rotated keys instead of key and value.
+            The same layer on one device has all four.
+        gradients: the gradients of the loss with respect to these tensors.
+        calls: the calls of the attention function.
+        options: for each layer, the module and the keyword arguments of its call of the attention function.
     """
 
     def __init__(self, root: PreTrainedModel) -> None:
@@ -82,8 +85,14 @@ class Recording:
         self, implementation: str, function: Attend, instead: Attend | None, module: nn.Module, q: Tensor, k: Tensor,
         v: Tensor, *args: Any, **kwargs: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Call the attention function, or another ``instead``, and record the call, unless a vision or audio tower
-        makes it. Shapes as in ``attention_forward``."""
+        """Call the attention function and record the call. Calls by vision and audio towers are not recorded.
+
+        Args:
+            implementation: the name of the attention function.
+            function: the attention function.
+            instead: the function to call instead of it; None calls ``function``.
+            module, q, k, v, args, kwargs: the arguments of the attention function, as in ``attention_forward``.
+        """
         if module in self._in_towers:
             return function(module, q, k, v, *args, **kwargs)
         layer = self._names.get(module, type(module).__name__)
@@ -104,41 +113,46 @@ class Recording:
         return out, weights
 
     def keep_latents(self, layer: nn.Module, latents: Tensor, rotated: Tensor) -> None:
-        """Record what a layer with latent attention expands to keys and values."""
+        """Record the latents and rotated keys that a layer with latent attention expands to keys and values."""
         self._keep(self._names[layer], "latents", latents, token_dim=2)
         self._keep(self._names[layer], "rotated keys", rotated, token_dim=2)
 
     def watch_inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook before the model's forward."""
         for name in _INPUTS:
             if isinstance(x := kwargs.get(name), Tensor):
                 self.inputs[name] = x.detach().cpu()
 
     def watch_text_inputs(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook before the forward of the text model inside a model with a tower."""
         if isinstance(ids := kwargs.get("position_ids"), Tensor):
             self.inputs["position_ids"] = ids.detach().cpu()
         if isinstance(x := kwargs.get("inputs_embeds"), Tensor):
             self._keep("", "embeddings", x)
 
     def watch_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook before the forward of an attention layer."""
         if (x := _hidden_states((*args, kwargs.get("hidden_states")))) is not None:
             self._keep(self._names[layer], "input", x)
 
     def watch_output(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The hook after the forward of an attention layer."""
         values = output if isinstance(output, tuple) else (output,)
         if (x := _hidden_states(values)) is not None:
             self._keep(self._names[layer], "output", x)
 
     def watch_last(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The hook after the forward of the base model, whose output has the last hidden states."""
         values = tuple(output.values()) if hasattr(output, "values") else output
         if isinstance(values, tuple | list) and (x := _hidden_states(values)) is not None:
             self._keep("", "last hidden states", x)
 
     def _keep(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
-        """Record ``x`` and, in backward, its gradient, as ``[batch, seq, ...]``."""
-        place, again = Place(layer, quantity), 1
-        while place in self.tensors:  # a module that is called several times
-            again += 1
-            place = Place(f"{layer}, call {again}", quantity)
+        """Record ``x``, with the tokens along ``token_dim``, and in backward its gradient, as ``[batch, seq, ...]``."""
+        place, calls = Place(layer, quantity), 1
+        while place in self.tensors:  # the module is called several times in a forward
+            calls += 1
+            place = Place(f"{layer}, call {calls}", quantity)
         self.tensors[place] = _on_cpu(x, token_dim)
         if x.requires_grad and torch.is_grad_enabled():
             x.register_hook(partial(self._keep_gradient, place, token_dim))
@@ -148,11 +162,13 @@ class Recording:
 
 
 def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
+    """A copy of ``x`` on the CPU, in float32 or float64, with the tokens along dimension 1."""
     x = x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
     return x.transpose(1, token_dim)
 
 
 def _hidden_states(values: Sequence[Any]) -> Tensor | None:
+    """The first floating-point tensor with three dimensions, ``[batch, seq, hidden]``."""
     return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
 
 
@@ -162,7 +178,8 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
 
     Args:
         root: a transformers model.
-        attend: used instead of the model's attention functions, but not in vision and audio towers.
+        attend: called instead of the model's attention functions, except in vision and audio towers. None changes
+            nothing.
     """
     record = Recording(root)
 
@@ -176,8 +193,8 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
     for layer in layers:
         handles.append(layer.register_forward_pre_hook(record.watch_input, with_kwargs=True))
         handles.append(layer.register_forward_hook(record.watch_output))
-    if root.base_model is not root or root.get_output_embeddings() is None:  # otherwise its output is logits
-        # Before the hook of a parallelized base model, which all-gathers its output.
+    if root.base_model is not root or root.get_output_embeddings() is None:  # the base model returns hidden states
+        # This hook must run before the hook of ``parallelize``, which all-gathers the output of a base model.
         handles.append(root.base_model.register_forward_hook(record.watch_last, prepend=True))
     try:
         with ExitStack() as stack:
@@ -192,13 +209,13 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
 
 @contextmanager
 def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iterator[None]:
-    """In the block, ``model`` computes what it does without ``parallelize``, with transformers' eager attention.
+    """In the block, ``model`` runs as without ``parallelize``, with transformers' eager attention and masks.
 
     Args:
         model: a parallelized model.
-        patch: its patch.
-        documents: int ``[batch, seq]``, which document a token belongs to. transformers finds documents by itself in
-            some of its models only; here its own mask functions separate them in all.
+        patch: the model's ``Patch``.
+        documents: int ``[batch, seq]``, the index of the document to which a token belongs, or None. It is needed
+            because only some models of transformers find the documents in ``position_ids`` themselves.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_hooks(patch.handles))
@@ -219,7 +236,7 @@ def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iter
             stack.callback(setattr, config, "_attn_implementation_internal", before)
             config._attn_implementation_internal = "eager"
         if documents is not None:
-            # An entry of this object: it comes before the one that all objects share.
+            # An entry of this instance takes precedence over the entry of the class.
             ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_mask_of_documents, documents)
             stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, "eager")
         yield
@@ -228,6 +245,7 @@ def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iter
 def _mask_of_documents(
     documents: Tensor, *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
 ) -> Tensor:
+    """transformers' eager mask, in which a token sees no token of another document."""
     kwargs["allow_is_bidirectional_skip"] = False
     same_document = packed_sequence_mask_function(documents.to(kwargs.get("device", "cpu")))
     mask: Tensor = eager_mask(*args, mask_function=and_masks(mask_function, same_document), **kwargs)
@@ -236,7 +254,7 @@ def _mask_of_documents(
 
 @contextmanager
 def _without_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
-    """Take hooks off modules, and put them back in their places."""
+    """In the block, modules do not have the hooks of ``handles``. Afterwards they have them in the former order."""
     before = []
     for handle in handles:
         hooks = handle.hooks_dict_ref()
