@@ -72,7 +72,7 @@ class _Monitor:
             norm = [rank.get(name, 0.0) for rank in ranks]
             error = (max(norm) - min(norm)) / max(*norm, 1e-30)
             if error > tolerance:
-                why = "it differs from rank to rank: a partial gradient, which nobody summed"
+                why = "it differs between the ranks: the ranks' partial gradients were not summed"
                 found = Difference("gradient", name, ranks=tuple(range(patch.ranks)), error=error, tolerance=tolerance,
                                    explanation=why)  # fmt: skip
                 nan = float("nan")

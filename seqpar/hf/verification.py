@@ -1,8 +1,9 @@
-"""``verify``: tests that a parallelized model computes what it would compute on one device.
+"""``verify``: checks that a parallelized model computes what it would compute on one device.
 
-The model runs twice on the same batch: as it is trained, and on one rank with transformers' own attention and masks.
-Before values are compared, the ranks compare what they are about to run, and every wait has a deadline. If a rank runs
-something else, the report says so, and no rank waits forever.
+The model runs twice on the same batch: sharded over the ranks as in training, and on each rank alone with transformers'
+own attention and masks. Before that, the ranks compare their batches, models and weights, and in a dry run the calls of
+the attention function. If a rank would run something else than the others, the report says so. Every wait has a
+deadline, so that no rank waits forever.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .support import attention_layers
 from .tracing import attend_to_own_token
 from .wrappers import gradient_wrappers, outermost
 
-# Errors relative to the norm of what is compared, by the lowest precision in the model.
+# The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 Batch = Mapping[str, Any]
@@ -47,15 +48,17 @@ _NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run compute
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What ``verify`` found; the same on every rank of the sequence.
+    """The result of ``verify``, the same on every rank of the sequence.
 
     Attributes:
         differences: the differences from one device, in the order of a training step: the path, the inputs, the first
             layer, the loss, the first gradient. Empty if there are none.
-        loss, expected_loss: the loss of the parallelized model and on one device; NaN if it was not computed.
+        loss: the loss of the parallelized model; NaN if it was not computed.
+        expected_loss: the loss of the model on one device; NaN if it was not computed.
         layers: the number of attention layers that were compared.
-        seq_len, ranks: the tokens of the sequence, and the ranks it is sharded over.
-        strategy, layout: those of the model.
+        seq_len: the number of tokens of the full sequence.
+        ranks: the number of ranks that the sequence is sharded over.
+        strategy, layout: as given to ``parallelize``.
     """
 
     differences: tuple[Difference, ...]
@@ -117,15 +120,17 @@ def verify(
 
     Args:
         model: a parallelized model, or DDP or FSDP (1 or ``fully_shard``) around it, also as accelerate prepares it.
-        batch: the full batch, as the model is called with. Without labels, a fixed function of the outputs is the loss.
-        raise_on_error: whether to raise if something differs; otherwise only return the report.
-        shard: how the training loop shards a batch, if it does not leave that to the model: a function from the full
-            batch to this rank's part, such as ``shard_batch`` with the loop's mesh and layout.
-        sync: how the training loop sums gradients after backward: a function of ``model``. By default
-            ``sync_gradients``, or nothing inside DDP or FSDP over the ranks of the sequence.
-        tolerance: the largest error relative to the norm of the compared tensor; by default 1e-3 for float32, 0.02 for
-            float16, 0.1 for bfloat16 and 1e-6 for float64. Use float32 if you can: half precision hides small errors.
-        deadline_s: how many seconds a rank waits for another before it reports the other rank as missing.
+        batch: the full batch, as the model is called with it. Without labels, the loss is a fixed function of the
+            outputs.
+        raise_on_error: whether to raise an error if something differs. Otherwise only return the report.
+        shard: the function with which your training loop shards a batch, if the loop does not leave that to the model.
+            It is called with the full batch and returns this rank's part, as ``shard_batch`` does.
+        sync: the function with which your training loop sums the gradients after backward. It is called with ``model``.
+            The default is ``sync_gradients``, or nothing inside DDP or FSDP over the ranks of the sequence.
+        tolerance: the largest error that counts as equal, relative to the norm of the compared tensor. By default 1e-3
+            for float32, 0.02 for float16, 0.1 for bfloat16 and 1e-6 for float64. Use float32 if you can, because half
+            precision hides small errors.
+        deadline_s: how many seconds a rank waits for another rank before it reports that rank as missing.
 
     Returns:
         The report, the same on every rank of the sequence.
@@ -171,7 +176,11 @@ class _Run:
 
 
 class _Verification:
-    """One call of ``verify``. ``report`` runs its stages in order, and stops when later stages would be meaningless."""
+    """One call of ``verify``.
+
+    ``report`` runs the stages in order: the comparison of the ranks, the dry run, the parallelized run, and the run on
+    one device. It stops after a stage whose differences would make the next stages fail or hang.
+    """
 
     def __init__(
         self, model: nn.Module, root: PreTrainedModel, patch: Patch, batch: Batch, tolerance: float | None, limit: float
@@ -197,31 +206,40 @@ class _Verification:
     def report(
         self, shard: Callable[[Batch], dict[str, Any]] | None, sync: Callable[[nn.Module], object] | None
     ) -> VerificationReport:
+        """Run all stages. Arguments and result as in ``verify``."""
         ours, theirs = _Run(Recording(self.root)), _Run(Recording(self.root))
-        differences = self._before_anything_runs()
+        differences = self._compare_ranks()
         if not differences:
             local: dict[str, Any] = {}
             dry = Recording(self.root)
 
-            def cut_and_dry_run() -> None:
+            def shard_and_dry_run() -> None:
                 local.update(self.batch.given if shard is None else shard(self.batch.given))
                 with torch.no_grad(), recording(self.root, attend_to_own_token) as record:
                     dry.__dict__.update(record.__dict__)
                     self.model(**{name: x for name, x in local.items() if name not in _NOT_IN_DRY_RUN})
 
-            differences = self._on_same_path(cut_and_dry_run, dry) + self._lengths(dry)
+            differences = self._compare_calls(shard_and_dry_run, dry) + self._compare_lengths(dry)
         if not any(difference.stops for difference in differences):
-            differences += self._on_same_path(lambda: self._run(ours, local, sync), ours.record)
+            differences += self._compare_calls(lambda: self._run(ours, local, sync), ours.record)
         if not any(difference.stops for difference in differences):
             with one_device(self.model, self.patch, self.batch.documents):
                 self._run(theirs, self.batch.for_one_device, None, alone=True)
             differences += self._compare(ours, theirs)
-        found = (ours.loss, theirs.loss, len(self.layers), self.batch.seq_len)
-        named = self._exchange([self.patch.strategy, self.patch.layout])[0]  # on another path they may differ
-        return VerificationReport(tuple(sorted(differences, key=lambda d: d.order)), *found, self.patch.ranks, *named)
+        strategy, layout = self._exchange([self.patch.strategy, self.patch.layout])[0]  # rank 0's, on every rank
+        return VerificationReport(
+            tuple(sorted(differences, key=lambda d: d.order)),
+            ours.loss,
+            theirs.loss,
+            len(self.layers),
+            self.batch.seq_len,
+            self.patch.ranks,
+            strategy,
+            layout,
+        )
 
-    def _before_anything_runs(self) -> list[Difference]:
-        """Differences between the ranks' batches, models and weights."""
+    def _compare_ranks(self) -> list[Difference]:
+        """The differences between the ranks' batches, models and weights."""
         batches, paths, weights = ([h[i] for h in self.headers] for i in (1, 2, 3))
         if len(set(batches)) > 1:
             return [Difference("batch", "batch", ranks=_minority(batches), explanation="the ranks' batches differ")]
@@ -238,35 +256,43 @@ class _Verification:
             return [Difference("weights", name, ranks=ranks, explanation=why, stops=True)]
         return []
 
-    def _on_same_path(self, run: Callable[[], None], record: Recording) -> list[Difference]:
-        """Run, and compare what the ranks did. An error, or other calls on another rank, is a difference."""
-        said = ""
+    def _compare_calls(self, run: Callable[[], None], record: Recording) -> list[Difference]:
+        """Call ``run`` on every rank, and compare the ranks' calls of the attention function.
+
+        Args:
+            run: runs the model.
+            record: the recording to which ``run`` writes its calls.
+
+        Returns:
+            The first call that differs between the ranks, or the error that a rank raised. Empty if there is neither.
+        """
+        message = ""
         try:
             run()
         except Exception as error:
             if self.patch.ranks == 1:
                 raise
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         calls = [f"{call.layer} by {call.implementation!r} on {call.described}" for call in record.calls]
-        ranks = self._exchange([said, *calls])
-        longest = max(map(len, ranks))
-        for i in range(1, longest):
-            at = [rank[i] if i < len(rank) else f"no {i}-th attention layer" for rank in ranks]
-            # A rank that waited for another one has made fewer calls.
-            if len({x for x, rank in zip(at, ranks, strict=True) if not rank[0] or i < len(rank)}) > 1:
-                return [_other_path(at)]
-        if not any(rank[0] for rank in ranks):
-            return []
-        errors = [rank[0] for rank in ranks]
+        by_rank = self._exchange([message, *calls])
+        errors = [rank[0] for rank in by_rank]
+        for i in range(1, max(map(len, by_rank))):
+            ith_calls = [rank[i] if i < len(rank) else f"no {i}-th attention layer" for rank in by_rank]
+            # A rank that raised an error has made fewer calls. This alone is not another path: another rank may have
+            # caused the error, by not sending its message.
+            if len({call for call, rank in zip(ith_calls, by_rank, strict=True) if not rank[0] or i < len(rank)}) > 1:
+                return [_other_path(ith_calls)]
         failed = tuple(rank for rank, error in enumerate(errors) if error)
+        if not failed:
+            return []
         return [Difference("path", "run", ranks=failed, explanation=errors[failed[0]], stops=True)]
 
-    def _lengths(self, dry: Recording) -> list[Difference]:
-        """Layers whose queries are not this rank's part of the sequence, and layers that attend by themselves."""
+    def _compare_lengths(self, dry: Recording) -> list[Difference]:
+        """The layers that do not attend over the sharded sequence with this rank's queries."""
         found = []
         for call in dry.calls:
             if call.implementation != NAME:
-                why = f"its attention ({call.implementation!r}) is not parallelized: it sees this rank's tokens only"
+                why = f"its attention ({call.implementation!r}) is not parallelized and sees this rank's tokens only"
                 found.append(Difference("layer", "attention", call.layer, explanation=why, error=float("inf")))
             elif call.tokens != len(self.batch.positions):
                 why = f"its queries have {call.tokens} tokens, expected this rank's {len(self.batch.positions)}"
@@ -280,7 +306,14 @@ class _Verification:
         sync: Callable[[nn.Module], object] | None,
         alone: bool = False,
     ) -> None:
-        """Run forward and backward. ``alone``: on the full batch on one rank."""
+        """Run a forward and backward, and store the results in ``run``.
+
+        Args:
+            run: receives the recording, the loss and the gradients.
+            arguments: the arguments of the model.
+            sync: as in ``verify``.
+            alone: whether the model runs on this rank alone, on the full batch.
+        """
         for p in self.model.parameters():
             p.grad = None
         with torch.enable_grad(), recording(self.root) as record:
@@ -288,7 +321,7 @@ class _Verification:
             output = self.model(**arguments)
             loss = getattr(output, "loss", None)
             if not isinstance(loss, Tensor):
-                loss = self._function_of(output, alone)
+                loss = self._artificial_loss(output, alone)
             if loss.requires_grad:
                 loss.backward()
         run.loss = float(loss.detach())
@@ -302,13 +335,13 @@ class _Verification:
         for p in self.model.parameters():
             p.grad = None
 
-    def _function_of(self, output: Any, alone: bool) -> Tensor:
+    def _artificial_loss(self, output: Any, alone: bool) -> Tensor:
         """A loss for a model without one: a weighted sum of its first output, with a different weight per value."""
         values = output if isinstance(output, tuple) else tuple(output.values())
         x = next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3))
-        if x.dim() == 2:  # one prediction a row, on every rank
+        if x.dim() == 2:  # [batch, labels]: one prediction per row, on every rank
             return (x.float() * torch.cos(torch.arange(x.numel(), device=x.device)).view(x.shape)).sum() / len(x)
-        alone = alone or x.shape[1] == self.batch.seq_len  # whole on every rank: all-gathered
+        alone = alone or x.shape[1] == self.batch.seq_len  # an all-gathered output has all tokens on every rank
         positions = torch.arange(self.batch.seq_len) if alone else self.batch.positions
         weight = torch.cos(positions[:, None] + 0.7 * torch.arange(x.shape[2]))  # [seq, channels]
         valid = self.batch.valid.index_select(1, positions).to(x.device)
@@ -343,34 +376,37 @@ class _Verification:
         first = next(name for name in {**theirs, **ours} if name in names)
         ranks = tuple(i for i, rank in enumerate(by_rank) if any(name == first for name, _, _ in rank))
         worst, why = max((e, w) for rank in by_rank for name, e, w in rank if name == first)
-        if (partial_of := self._is_partial(first, ours, theirs)) is not None:
-            why = partial_of
+        if self._is_partial(first, ours, theirs):
+            why = "the ranks' partial gradients were not summed; call seqpar.sync_gradients after backward"
         elif not why and len(names) < len(theirs):
-            why = f"{len(theirs) - len(names)} other parameters have the right one"
+            why = f"the gradients of {len(theirs) - len(names)} other parameters are correct"
         if len(names) > 1:
-            why = f"{why or 'its gradient is another one'}; so with {len(names) - 1} more parameters"
+            more = len(names) - 1
+            why = f"{why}{'; ' if why else ''}the gradients of {more} more parameter{'s' * (more > 1)} differ too"
         return [Difference("gradient", first, ranks=ranks, error=worst, tolerance=self.tolerance, explanation=why)]
 
-    def _is_partial(self, name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str | None:
-        """Whether the ranks' gradients of a parameter add up to the one-device gradient."""
+    def _is_partial(self, name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+        """Whether the ranks have different gradients of a parameter, whose sum is the one-device gradient."""
         group = self.patch.group
         parameter = dict(self.model.named_parameters())[name]
         if group is None or name not in theirs or all(parameter is not p for p in self.whole.values()):
-            return None
+            return False
         mine, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
         total = mine.to(parameter.device, copy=True)
         dist.all_reduce(total, group=group)
         total = total.cpu()
-        scales = (1, self.patch.ranks)  # the loss is multiplied by the ranks where a wrapper averages
+        scales = (1, self.patch.ranks)  # for a wrapper that averages, the loss is multiplied by the number of ranks
         is_sum = any(bool((total / c - full).norm() <= self.tolerance * full.norm()) for c in scales)
-        alike = bool((self.patch.ranks * mine - total).norm() <= self.tolerance * total.norm())
-        by_rank = self._exchange([is_sum, alike])
-        if not all(is_sum for is_sum, _ in by_rank) or all(alike for _, alike in by_rank):
-            return None
-        return "each rank has its partial gradient, which nobody summed: call seqpar.sync_gradients after backward"
+        is_mean = bool((self.patch.ranks * mine - total).norm() <= self.tolerance * total.norm())
+        by_rank = self._exchange([is_sum, is_mean])
+        return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
 
     def _merge(self, found: list[Difference]) -> list[Difference]:
-        """The differences of all ranks, the same on every rank; of forward and backward only the first one."""
+        """Merge the differences that the ranks have found.
+
+        Returns:
+            The same list on every rank. Of the kinds "forward" and "backward" it has only the first difference.
+        """
         by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(d.values()) for d in found])]
         merged = []
         for kind in dict.fromkeys(d.kind for rank in by_rank for d in rank):
@@ -393,7 +429,15 @@ class _Verification:
 
 
 def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
-    """Each rank's ``value``, exchanged through the store, which works also after a message has failed."""
+    """Each rank's ``value``, by rank in the sequence.
+
+    The ranks exchange the values through the store, which also works after a message between ranks has failed.
+
+    Args:
+        patch: the model's ``Patch``.
+        value: a value that JSON can represent.
+        limit: how long to wait for the other ranks.
+    """
     if patch.group is None or patch.ranks == 1:
         return [json.loads(json.dumps(value))]
     met = meet("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
@@ -403,12 +447,15 @@ def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
 def _root(model: nn.Module) -> PreTrainedModel:
     roots = [m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar")]
     if not roots:
-        raise ValueError("model: its transformers model is not in it (a pipeline stage?); give verify the whole model")
+        raise ValueError(
+            "model: it does not contain the whole transformers model (is it a pipeline stage?); give verify the model "
+            "that contains all layers"
+        )
     return roots[0]
 
 
 def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
-    """Lines of text that describe everything that decides which messages a rank sends."""
+    """Everything that decides which messages a rank sends, as lines of text."""
 
     def of(patch: Any) -> str:
         if not isinstance(patch, Patch):
@@ -425,47 +472,51 @@ def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Modul
 
 
 def whole_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not sharded: every rank of the sequence holds them in full."""
+    """The parameters that are not sharded, by name. Every rank of the sequence holds them in full."""
     if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
         return {}
     return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
 
 
 def _weight_sums(root: nn.Module) -> dict[str, float]:
-    """A checksum of each parameter that is not sharded."""
+    """A checksum of each parameter that is not sharded, by name."""
     whole = {n: p for n, p in whole_parameters(root).items() if p.is_floating_point()}
     sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
             for p in whole.values()]  # fmt: skip
     return dict(zip(whole, torch.stack(sums).tolist() if sums else (), strict=True))
 
 
-def _other_path(said: list[str]) -> Difference:
-    ranks = _minority(said)
-    here, there = said[ranks[0]], next(x for rank, x in enumerate(said) if rank not in ranks)
-    why = f"another path than the other ranks: {here}; the others: {there}"
+def _other_path(descriptions: list[str]) -> Difference:
+    """The difference between ranks that run different things, as described by ``descriptions``, one for each rank."""
+    ranks = _minority(descriptions)
+    here = descriptions[ranks[0]]
+    elsewhere = next(x for rank, x in enumerate(descriptions) if rank not in ranks)
+    why = f"the ranks run different models or attention calls; here: {here}; on the other ranks: {elsewhere}"
     return Difference("path", "path", ranks=ranks, explanation=why, stops=True)
 
 
 def _minority(values: list[Any]) -> tuple[int, ...]:
-    """The ranks whose value is not the most frequent one. Of equally frequent values, the first counts as the most."""
+    """The ranks whose value is not the most frequent one. Among equally frequent values, the first one counts."""
     most = max(dict.fromkeys(values), key=values.count)
     return tuple(rank for rank, value in enumerate(values) if value != most)
 
 
 def lowest_dtype(root: nn.Module) -> torch.dtype:
-    """Of the parameters' dtypes the one with the fewest bits."""
+    """The dtype of lowest precision among the dtypes of the parameters."""
     return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """In the block the model is in evaluation mode. After it, gradients, random number generators, buffers and modes
-    are restored."""
+    """In the block, ``model`` is in evaluation mode and not compiled.
+
+    Afterwards its gradients, buffers and modes, and the random number generators, are restored.
+    """
     gradients = [(p, p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, name, b, None if b is None else b.detach().clone()) for m in model.modules()
                for name, b in m._buffers.items()]  # fmt: skip
-    # "Dynamic" rotary embeddings store the longest length that they have seen.
+    # Rotary embeddings of the type "dynamic" store the length of the longest sequence so far.
     lengths = [(m, vars(m)["max_seq_len_cached"]) for m in model.modules() if "max_seq_len_cached" in vars(m)]
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
     on_cuda = any(p.is_cuda for p in model.parameters())
@@ -492,7 +543,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _deadline(group: ProcessGroup | None, seconds: float) -> Iterator[None]:
-    """In the block, an operation between ranks that takes longer than ``seconds`` fails."""
+    """In the block, the timeout of collectives and messages between ranks is ``seconds``."""
     if group is None or dist.group.WORLD is None:
         yield
         return
@@ -504,10 +555,10 @@ def _deadline(group: ProcessGroup | None, seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        known = {id(g): timeout for g, timeout in before}
-        # A communicator that was made inside the block gets the group's timeout.
+        timeouts = {id(g): timeout for g, timeout in before}
+        # A communicator that was created inside the block gets the timeout of ``group``.
         for g in (*groups, *existing_communicators()):
-            _set_timeout(g, known.get(id(g), known[id(group)]))
+            _set_timeout(g, timeouts.get(id(g), timeouts[id(group)]))
 
 
 def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
