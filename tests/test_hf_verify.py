@@ -293,11 +293,11 @@ FAULTS: dict[str, tuple[tuple[str, str, str], str]] = {
     "wrong positions": (("input", "", "position_ids"), "they count this rank's tokens"),
     "wrong rotation": (("forward", LAYER.format(0), "query"), "the positions in its rotary embedding"),
     "unpatched layer": (("layer", LAYER.format(1), "attention"), "('eager') is not parallelized"),
-    "gradients divided by P": (("gradient", "", "module.model.embed_tokens.weight"), "divided by the number of ranks, 2"),
-    "gradients times P": (("gradient", "", "model.embed_tokens.weight"), "multiplied by the number of ranks, 2"),
-    "stale keys in backward": (("backward", LAYER.format(1), "gradient of value"), "the backward of the attention used different keys"),
+    "gradients divided by P": (("gradient", "", "module.model.embed_tokens.weight"), "divided by the number of ranks"),
+    "gradients times P": (("gradient", "", "model.embed_tokens.weight"), "multiplied by the number of ranks"),
+    "stale keys in backward": (("backward", LAYER.format(1), "gradient of value"), "used different keys"),
     "stale latents in backward": (
-        ("backward", LAYER.format(1), "gradient of query"), "the backward of the attention used different keys"
+        ("backward", LAYER.format(1), "gradient of query"), "used different keys"
     ),
     "wrong rotation of latents' keys": (
         ("forward", LAYER.format(0), "attention"), "its queries, keys and values are correct"

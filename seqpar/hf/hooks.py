@@ -1,6 +1,6 @@
 """The hooks of a parallelized model: around its forward, its output embedding, its rotary embeddings and its router.
 
-They do not change the model's code. The hooks of the forward store a ``Forward``, which the other hooks read.
+The hooks of the forward store a ``Forward``, which the other hooks read. Model code need not change.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from .wrappers import keeps_weight
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _ROUTER_LOSS = "load_balancing_loss_func"
-_FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # whose router loss TRL calls for every model
+_FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
 
 
 @no_compile
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """Start a ``Forward``. A call without a shard has the full batch, or is part of a generation.
+    """Start a ``Forward``, and replace the arguments of the model's forward by this rank's arguments.
+
+    A call without the argument ``seqpar`` has a full batch, or is a forward of ``model.generate``.
 
     Raises:
-        ValueError: the full batch cannot be sharded, or the ranks have different batches; or there are labels together
-            with ``logits_to_keep``.
+        ValueError: the full batch cannot be sharded, the ranks have different batches, or the call has both labels and
+            ``logits_to_keep``.
     """
     patch = cast(Patch, model._seqpar)
     if not patch.sharded:
@@ -49,8 +51,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs.get("seqpar") is not None:
         if merging and has_more_than_text(kwargs):
             raise ValueError(
-                f"batch: it is sharded, but {type(model).__name__} merges images into all tokens before they are "
-                "sharded; call it with the full batch, without shard_batch"
+                f"batch: it is sharded, but {type(model).__name__} must merge images into all tokens before the tokens "
+                "are sharded; call it with the full batch, without shard_batch"
             )
     elif not generates(kwargs):
         if merging and has_more_than_text(kwargs):
@@ -73,7 +75,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             forward.targets, kwargs["return_dict"] = labels, True
         if labels is not None and not uses_loss_function(type(model)):
             forward.labels, forward.num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
-        # Models use a cache by default. In training it would keep every layer's keys for nothing.
+        # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
         if "use_cache" in parameters and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
     else:
@@ -89,12 +91,16 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 @no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """End the ``Forward``: add a loss, all-gather the outputs of a full batch or prompt, leave out lazy logits."""
+    """End the ``Forward``, and return the output that the caller asked for.
+
+    Depending on the call, add a loss or log-probabilities, all-gather the outputs, and leave out logits that have not
+    been computed.
+    """
     forward = current_forward()
     if forward is None or forward.model is not model:
         return None
     try:
-        # Before pop_forward, because the loss looks up the wrappers around the model of the current forward.
+        # This happens before pop_forward, because the loss looks up the wrappers around the current forward's model.
         if forward.targets is not None and output is not None:
             output = LogProbsOutput(label_log_probs(output.logits, forward.targets, forward.patch.loss_chunk))
         elif forward.labels is not None and output is not None:
@@ -120,21 +126,29 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the scores of this rank's tokens. The model itself would return those of the last token on this rank."""
+    """Keep the scores of all of this rank's tokens, ``[batch, seq_local, num_labels]``.
+
+    This is a hook after the output layer of a model that classifies sequences. The model itself returns the scores of
+    the last token that this rank holds, which is not the last token of the sequence on every rank.
+    """
     forward = current_forward()
     if forward is not None and forward.batch_shard is not None:
         forward.scores = output
 
 
 def _with_scores(output: Any, scores: Tensor) -> Any:
-    """``output`` with the scores of all of this rank's tokens instead of those of one token per row."""
+    """``output`` with the scores of all of this rank's tokens as its logits.
+
+    Raises:
+        ValueError: the output is a tuple.
+    """
     if isinstance(output, tuple):
-        raise ValueError("return_dict=False: a sequence's scores are all-gathered by name; leave it out")
+        raise ValueError("return_dict=False: a sequence's scores are all-gathered by name; leave return_dict out")
     return type(output)(**{**output, "logits": scores})
 
 
 def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
-    """``output`` with a loss in front. Its first value must be the logits, one prediction per token."""
+    """``output`` with a loss as its first value. The first value of ``output`` must be the logits of each token."""
     logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]
     token_loss = TokenLoss(forward.patch, forward.model)
     loss = token_loss(logits, labels, num_items_in_batch=forward.num_items, seqpar=forward.batch_shard)
@@ -143,7 +157,11 @@ def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
 
 @no_compile
 def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """If a loss follows, keep the input of the output embedding, ``[..., seq, hidden]``, and pass it no tokens."""
+    """Replace the input ``[..., seq, hidden]`` of the output embedding.
+
+    If the model computes a loss, store the input in ``Forward.hidden`` and pass on an input with no tokens, so that the
+    output embedding computes no logits. If the caller asked for the logits of some tokens, pass on these tokens.
+    """
     forward = current_forward()
     if forward is None:
         return None
@@ -157,7 +175,7 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
 
 @no_compile
 def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLogits | None:
-    """Return the lazy logits of the kept input."""
+    """Return the lazy logits of the input that ``before_head`` stored."""
     forward = current_forward()
     if forward is None or forward.hidden is None:
         return None
@@ -166,7 +184,7 @@ def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLo
 
 
 def _is_plain_linear(head: nn.Module, model: nn.Module) -> bool:
-    """Whether the logits depend only on the head's weight, and the weight exists until the model's forward ends."""
+    """Whether ``head`` is a plain linear layer whose weight is available until the forward of ``model`` ends."""
     return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and keeps_weight(head, model)
 
 
@@ -180,7 +198,8 @@ def depends_on_length(module: nn.Module) -> bool:
 def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Append the batch's largest position to this rank's ``position_ids [..., batch, seq_local]``.
 
-    The module then computes the frequencies of the full sequence. ``after_rope`` drops the extra angle.
+    The rotary embedding then computes the frequencies for the length of the full sequence. ``after_rope`` removes the
+    values of the appended position.
     """
     forward = current_forward()
     if forward is None or (shard := forward.batch_shard) is None:
@@ -191,7 +210,7 @@ def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Tensor]) -> Any:
-    """Drop the appended position from ``cos, sin [batch, seq_local + 1, head_dim]``."""
+    """Remove the appended position from ``cos, sin [batch, seq_local + 1, head_dim]``."""
     forward = current_forward()
     if forward is None or forward.batch_shard is None:
         return None
@@ -202,16 +221,16 @@ def _append(position_ids: Tensor, position: int) -> Tensor:
     return torch.cat([position_ids, position_ids.new_full((*position_ids.shape[:-1], 1), position)], dim=-1)
 
 
-# Router balancing losses of mixture-of-experts models. transformers' ``load_balancing_loss_func`` multiplies two means
-# over tokens, so the sum of the ranks' losses is not the loss of the full sequence: the means must be taken over all
-# ranks first. Model code looks the function up in its own module. There it is replaced by a function that calls the
-# original, except during a forward on a sharded sequence.
-_original_losses: dict[str, Callable[..., Any]] = {}  # by module name
-_patched_models: dict[str, set[int]] = {}  # by module name: ids of the parallelized models that need the replacement
+# The load-balancing loss of the routers in mixture-of-experts models. transformers' ``load_balancing_loss_func``
+# multiplies two means over tokens. The means must be taken over the tokens of all ranks, because a sum of such products
+# over the ranks is another number. Each model file has the function as a global name. This name is bound to a
+# replacement, which calls the original function except during a forward on a sharded sequence.
+_original_losses: dict[str, Callable[..., Any]] = {}  # by the name of the Python module
+_patched_models: dict[str, set[int]] = {}  # by the name of the Python module: the ids of its parallelized models
 
 
 def patch_router_loss(model: nn.Module) -> None:
-    """Replace the router loss in those modules that define ``model`` and have one."""
+    """Replace the router loss in the Python modules that define the classes of ``model``."""
     names = [cls.__module__ for cls in type(model).__mro__]
     if hasattr(cast(Any, model.config).get_text_config(), "router_aux_loss_coef"):
         names.append(import_module(_FUSED_ROUTER).__name__)
@@ -226,7 +245,7 @@ def patch_router_loss(model: nn.Module) -> None:
 
 
 def unpatch_router_loss(model: nn.Module) -> None:
-    """Put the original back, unless another parallelized model needs the replacement."""
+    """Restore the original router loss, unless another parallelized model needs the replacement."""
     for name, models in list(_patched_models.items()):
         models.discard(id(model))
         if not models:
@@ -235,6 +254,8 @@ def unpatch_router_loss(model: nn.Module) -> None:
 
 
 def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The router loss of the full sequence, as a replacement of ``original``."""
+
     def load_balancing_loss(
         gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
     ) -> Any:
@@ -251,8 +272,9 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         sums = torch.cat([chosen, tokens])  # [num_experts + 1]
         if patch.group is not None and patch.ranks > 1:
             dist.all_reduce(sums, group=patch.group)
-        chosen, tokens = sums[:-1], sums[-1]  # of all ranks
-        # The loss is linear in this rank's probabilities, so the local loss has this rank's partial gradient.
+        chosen, tokens = sums[:-1], sums[-1]  # now summed over all ranks
+        # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
+        # rank's partial gradient, and the parts of all ranks sum to the loss.
         local_loss = (chosen / tokens * (probability / tokens)).sum() * num_experts
         return reduce_over_ranks(local_loss, patch, forward.model)
 
@@ -262,17 +284,17 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 def _router_sums(
     gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, valid: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over this rank's tokens and all layers, float32.
+    """Sums over this rank's tokens and all layers, in float32.
 
     Args:
-        gate_logits: for each layer ``[tokens, num_experts]``.
-        num_experts: experts to choose from.
-        top_k: experts chosen by a token.
-        valid: bool ``[batch, seq_local]``, False for padding, which does not count.
+        gate_logits: the logits of each layer's router, ``[tokens, num_experts]``.
+        num_experts: the number of experts of a layer.
+        top_k: the number of experts that are chosen for a token.
+        valid: bool ``[batch, seq_local]``, False for padding, which does not count. None: there is no padding.
 
     Returns:
-        How often each expert was chosen ``[num_experts]``, the sum of its probabilities ``[num_experts]``, and the
-        number of tokens times layers ``[1]``.
+        How often each expert was chosen, ``[num_experts]``; the sum of each expert's probabilities, ``[num_experts]``;
+        and the number of tokens times the number of layers, ``[1]``.
     """
     device = gate_logits[0].device
     chosen, probability = (torch.zeros(num_experts, device=device) for _ in range(2))

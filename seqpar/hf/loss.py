@@ -1,7 +1,7 @@
-"""The loss of a sharded sequence, and logits that are computed a few tokens at a time.
+"""The loss of a sharded sequence, and logits that are computed for a few tokens at a time.
 
-Every rank's loss has the one-device value. Its backward gives this rank's partial gradient; the sum of all ranks'
-partial gradients is the one-device gradient.
+The loss has its one-device value on every rank. Its backward computes this rank's partial gradients. The sum of the
+partial gradients of all ranks is the one-device gradient.
 
 Shapes: tokens of this rank, hidden, vocabulary.
 """
@@ -34,7 +34,12 @@ Pointwise = Callable[[Tensor], Tensor]
 class TokenLoss:
     """The loss function of a parallelized model: cross-entropy over the tokens of the full sequence.
 
-    The model's forward calls it like transformers' own loss functions. ``labels`` are shifted already.
+    The model's forward calls it as it calls transformers' own loss functions. Unlike these it does not shift the
+    labels, because ``shard_batch`` has shifted them.
+
+    Args:
+        patch: the model's ``Patch``.
+        model: the parallelized model.
     """
 
     def __init__(self, patch: Patch, model: nn.Module) -> None:
@@ -52,22 +57,27 @@ class TokenLoss:
         seqpar: BatchShard | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The mean over the labels that count, of all ranks' tokens: a float32 scalar.
+        """The sum of the cross-entropy of all ranks' tokens, divided by ``num_items_in_batch``.
 
         Args:
             logits: ``[..., vocabulary]``, of this rank's tokens.
-            labels: int64, as many as there are rows of logits.
-            num_items_in_batch: what to divide by; by default the number of labels of the full batch.
-            ignore_index: the label that does not count.
-            seqpar: the batch's ``BatchShard``, where no forward of the model is under way (in a pipeline).
+            labels: int64 ``[...]``, this rank's shifted labels.
+            args, kwargs: ignored.
+            num_items_in_batch: the divisor; by default the number of labels in the full batch.
+            ignore_index: tokens with this label do not count.
+            seqpar: the batch's ``BatchShard``. It is only needed if the loss is computed outside of the model's
+                forward, as in a pipeline.
+
+        Returns:
+            A float32 scalar, the same on every rank.
 
         Raises:
-            ValueError: the labels do not come from ``shard_batch``; or a wrapper around the model reduces gradients in
-                a way for which ``gradients="auto"`` has no factor.
+            ValueError: ``shard_batch`` has not sharded the labels; or a wrapper averages the gradients over only some
+                of the ranks of the sequence.
         """
         forward = current_forward()
         if forward is not None and forward.targets is not None:
-            return torch.zeros((), device=labels.device)  # log-probabilities are asked for, and no loss
+            return torch.zeros((), device=labels.device)  # the caller asked for log-probabilities instead of a loss
         shard = seqpar or (forward.batch_shard if forward is not None else None)
         if shard is None or (shard.num_items is None and num_items_in_batch is None):
             raise ValueError(
@@ -91,17 +101,27 @@ class TokenLoss:
 
 
 def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Tensor:
-    """The sum of all ranks' ``local_loss``. Its backward gives this rank's partial gradient only.
+    """The sum of ``local_loss`` over the ranks. Its backward computes this rank's partial gradients.
 
-    Under a wrapper that averages gradients over the ranks of the sequence, the backward multiplies by their number.
+    Inside a wrapper that averages gradients over the ranks of the sequence, the backward multiplies the gradients by
+    the number of these ranks.
+
+    Args:
+        local_loss: the part of the loss of this rank's tokens, a scalar.
+        patch: the model's ``Patch``.
+        model: the parallelized model.
     """
     if patch.group is None or patch.ranks == 1 or patch.batches == "own":
-        return local_loss  # of other ranks' batches: the exchange of outputs sums it
+        return local_loss  # with batches="own", the all-to-all of the outputs sums the parts of the loss
     return all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
 
 
 def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
-    """The number by which wrappers around ``model`` will divide the sum of the partial gradients."""
+    """The number by which the wrappers around ``model`` divide the sum of the partial gradients.
+
+    Raises:
+        ValueError: a wrapper averages over only some of the ranks of the sequence, or is DeepSpeed's.
+    """
     if patch.gradients == "partial" or not torch.is_grad_enabled():
         return 1
     if patch.gradients == "mean":
@@ -115,21 +135,22 @@ def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
         elif len(sequence & ranks) > 1:
             raise ValueError(
                 f"gradients='auto': {name} averages over ranks {sorted(ranks)}, which are some but not all of the "
-                f"sequence's {sorted(sequence)}; wrap the model over all of them, or over dp only"
+                f"ranks of the sequence, {sorted(sequence)}; wrap the model over all of them, or over dp only"
             )
     return scale
 
 
 class LazyLogits:
-    """``head(hidden)``, followed by what the model does to each logit (a softcap, a scale), all not computed yet.
+    """Logits that are not computed yet: ``head(hidden)``, followed by elementwise functions (a softcap, a scale).
 
-    The output embedding returns it where a loss follows, so that the logits of all tokens never exist at once. Any
-    use other than the loss function and the elementwise operations below computes the logits.
+    If the model computes a loss, its output embedding returns this object. ``TokenLoss`` then computes the logits of
+    a few tokens at a time, so that the logits of all tokens are never in memory at once. The elementwise operations
+    below return another ``LazyLogits``. Any other operation computes the logits.
 
     Attributes:
         head: the output embedding.
-        hidden: its input ``[..., hidden]``.
-        pointwise: the functions to apply to the logits, in order.
+        hidden: ``[..., hidden]``, the input of the output embedding.
+        pointwise: the functions that the model applies to the logits, in order.
     """
 
     def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: tuple[Pointwise, ...] = ()) -> None:
@@ -190,18 +211,22 @@ def fused_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     chunk: int | None = None,
 ) -> Tensor:
-    """The summed cross-entropy of ``pointwise(head(hidden))``, a float32 scalar, some tokens at a time.
+    """The summed cross-entropy of the logits ``pointwise(head(hidden))``, computed for ``chunk`` tokens at a time.
 
     As in Liger-Kernel's fused linear cross-entropy (Hsu et al., 2024), the forward computes the gradients too, chunk by
-    chunk, and the backward scales them. On CUDA, Liger's kernel is used if it is installed and can do the request.
+    chunk, and the backward only scales them. On CUDA, Liger's kernel is used if it is installed, and if neither
+    ``pointwise`` nor ``chunk`` is given.
 
     Args:
         hidden: ``[tokens, hidden]``.
-        head: the output embedding, ``[vocabulary, hidden]``.
-        labels: int64 ``[tokens]``. The logits of tokens labelled ``ignore_index`` are never computed.
-        pointwise: functions that are applied to each logit.
-        ignore_index: the label that does not count.
-        chunk: tokens at a time; by default as many as have 128 MiB of float32 logits.
+        head: the output embedding, with a weight ``[vocabulary, hidden]``.
+        labels: int64 ``[tokens]``. The logits of tokens with the label ``ignore_index`` are not computed.
+        pointwise: functions to apply to the logits, in order.
+        ignore_index: tokens with this label do not count.
+        chunk: how many tokens have logits at a time; by default as many as fit in 128 MiB of float32.
+
+    Returns:
+        A float32 scalar.
     """
     counted = (labels != ignore_index).nonzero().flatten()
     if len(counted) < len(labels):
@@ -215,14 +240,18 @@ def fused_cross_entropy(
 
 
 def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | None = None) -> Tensor:
-    """The log-probability of each label that counts, and 0 for the others, float32 ``[batch, seq]``.
+    """The log-probability of each label.
 
-    Lazy logits are computed some tokens at a time, and again in backward, so that those of all tokens never exist.
+    Lazy logits are computed for ``chunk`` tokens at a time, and again in backward. The logits of all tokens are never
+    in memory at once.
 
     Args:
         logits: ``[batch, seq, vocabulary]``.
         labels: int64 ``[batch, seq]``, shifted.
         chunk: as in ``fused_cross_entropy``.
+
+    Returns:
+        float32 ``[batch, seq]``, 0 where the label is ``IGNORE_INDEX``.
     """
     if not isinstance(logits, LazyLogits):
         flat = logits.flatten(0, 1).float()
@@ -238,7 +267,8 @@ def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | No
             scores = function(scores)
         return -F.cross_entropy(scores.float(), wanted, reduction="none")
 
-    # At least one chunk, which may be empty: all ranks take part in the backward.
+    # If no label counts there is one empty chunk. The result then still depends on ``hidden``, and this rank runs the
+    # same backward as the other ranks.
     scored = [
         checkpoint(score, x, head.weight, head.bias, y, use_reentrant=False, preserve_rng_state=False)
         for x, y in zip(rows.split(chunk), wanted.split(chunk), strict=True)
@@ -275,8 +305,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
             span = slice(start, start + chunk)
             rows = hidden[span]
             logits = F.linear(rows, weight, bias).requires_grad_(any(ctx.needs_input_grad[:3]))  # [chunk, vocabulary]
-            # Detached, what is saved here never goes to hooks around the model: activation checkpointing would run the
-            # model again as soon as the gradient below asks for it.
+            # These hooks replace those of activation checkpointing around the model. Otherwise torch.autograd.grad
+            # below would run the model's forward again to recompute the tensors that are saved here.
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
                 scores = logits
                 for function in pointwise:
@@ -300,6 +330,6 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # In float32: one over the number of labels, rounded to bfloat16, would be wrong by up to 0.4 %.
+        # Multiply in float32: ``grad`` is one over the number of labels, and bfloat16 would round it by up to 0.4 %.
         scaled = (None if x is None else (x.to(grad.dtype) * grad).to(x.dtype) for x in ctx.saved_tensors)
         return (*scaled, None, None, None)

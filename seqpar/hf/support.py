@@ -1,4 +1,4 @@
-"""Which layers attend through transformers' interface, and which models cannot be parallelized, and why."""
+"""Finds the layers that use transformers' ``AttentionInterface``, and rejects models that cannot be parallelized."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from .tracing import MaskedLayer, Trace, trace_tokens
 
-# A first look, before ``trace_tokens`` runs the model. It costs nothing, names the layer by what it is (the trial run
-# names the innermost module that it happens in), and finds a mixer whose memory a few tokens do not fill.
-# Class names of layers that mix tokens. A layer that neither attends through the interface nor holds a layer that does
-# would mix the tokens of one rank only.
+# ``check_model`` checks class names before ``trace_tokens`` makes a trial run of the model. This check takes no time.
+# Its error names the layer, where the trial run would name a module inside the layer. It also finds layers that mix
+# tokens only in sequences longer than that of the trial run.
+
+# Class names of layers that mix tokens. Such a layer would mix the tokens of one rank only, unless it is an attention
+# layer that uses the interface, or contains one.
 _MIXES_TOKENS = re.compile(
     r"attention|attn|^mobilebertembeddings|mamba|mixer(?!mlp)|deltanet|rwkv|recurrent|rglru|retention|hyena|shortconv|timemix|mlstm|slstm",
     re.IGNORECASE,
 )
-# Class names of parts of such layers that act on each token alone.
+# Class names of modules that match ``_MIXES_TOKENS``, but act on each token alone.
 _ACTS_ON_EACH_TOKEN = re.compile(r"(norm|(?<!^mobilebert)embeddings?|mlp|output|dropout)$", re.IGNORECASE)
-# Class names of parts of an attention layer that choose among the keys in their input, which are one rank's.
+# Class names of modules of an attention layer that select keys. They would select among the keys of one rank only.
 _CHOOSES_KEYS = re.compile(r"indexer", re.IGNORECASE)
 _COUNTS_POSITIONS = "create_position_ids_from_input_ids"
 _POOLER = re.compile(r"pooler$", re.IGNORECASE)
 _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the prediction is for the token itself
+_LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predicts each token itself, not the next one
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
 _TOWERS = ("vision_config", "audio_config")
 _ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
 
 
 def text_model(root: PreTrainedModel) -> PreTrainedModel:
-    """The part of ``root`` whose sequence is sharded: the text model of a wrapper, otherwise ``root`` itself.
+    """The model whose sequence is sharded: the text model inside a model with a vision or audio tower, or ``root``.
 
     Raises:
-        ValueError: ``root`` has a vision or audio tower, and does not merge its output into the text's embeddings.
+        ValueError: ``root`` has a tower, but does not merge the tower's output into the embeddings of a text model.
     """
     towers = [name for name in _TOWERS if getattr(root.config, name, None) is not None]
     if not towers or root.config.get_text_config() is root.config:
@@ -56,32 +58,35 @@ def text_model(root: PreTrainedModel) -> PreTrainedModel:
 
 
 def parameters_of(module: nn.Module) -> list[str]:
-    """The names of its forward's parameters."""
+    """The names of the parameters of ``module.forward``."""
     return list(inspect.signature(module.forward).parameters)
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that call transformers' attention interface, by name. Vision and audio towers have none."""
+    """The modules that call an attention function of transformers' interface, by name, except those in towers."""
     in_towers: set[nn.Module] = set()
     for root in model.modules():
         if isinstance(root, PreTrainedModel) and (text := text_model(root)) is not root:
             in_towers |= {*root.modules()} - {*text.modules()}
-    used = {name: module for name, module in model.named_modules() if module not in in_towers}
-    return {name: module for name, module in used.items() if _uses_interface(type(module))}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module not in in_towers and _uses_interface(type(module))
+    }
 
 
 def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[MaskedLayer]:
-    """Raise if a sharded sequence would give wrong results.
+    """Raise an error if ``model`` would compute wrong results on a sharded sequence.
 
     Args:
         model: a transformers model.
-        layers: its ``attention_layers``.
+        layers: its ``attention_layers``. Attention layers that only the trial run finds are added.
 
     Returns:
-        What the layers passed to the attention function in the trial run; nothing if it failed.
+        The attention layers that ran in the trial run, with the arguments they passed. Empty if the trial run failed.
 
     Raises:
-        ValueError: with the reason and the layer's name.
+        ValueError: ``model`` cannot be parallelized. The message has the reason and the name of the layer.
     """
     model_name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -106,9 +111,10 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[Ma
 
 
 def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
-    """Raise if the model, run on a few tokens, lets them see each other outside of the interface.
+    """Raise an error if the trial run found a layer that mixes or pools tokens. Warn if the trial run failed.
 
-    Layers that attend without ``_uses_interface`` having seen it are added to ``layers``.
+    Attention layers that ``_uses_interface`` does not recognize, but that the trial run has found, are added to
+    ``layers``.
     """
     model_name = type(model).__name__
     if trace.mixes is not None:
@@ -121,13 +127,13 @@ def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Modu
     if trace.pools is not None and not pools_last_token(model):
         name, class_name = trace.pools
         raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) pools the tokens in its input, which here are one "
-            "rank's; take the model without it"
+            f"model={model_name}: layer {name!r} ({class_name}) pools the tokens in its input, which would be those of "
+            "one rank only; use the model without this layer"
         )
     if trace.error is not None:
         warnings.warn(
             f"model={model_name}: its trial run on a few tokens failed ({type(trace.error).__name__}: {trace.error}), "
-            "so its layers were checked by their names only; compare it with one device by seqpar.hf.verify",
+            "so that only the names of its layers were checked; compare it with one device by seqpar.hf.verify",
             stacklevel=4,
         )
         return
@@ -136,11 +142,14 @@ def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Modu
 
 
 def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] | None:
-    """Name and class of a layer that mixes tokens without the interface: the innermost that is not an operator."""
+    """Name and class of a layer that mixes tokens without the interface; None if there is none.
+
+    Of nested layers it is the innermost one that is not a plain operator such as a convolution.
+    """
     supported = set(map(id, layers.values()))
     mixers = {}
     for name, module in model.named_modules():
-        if any(name.startswith(layer + ".") for layer in layers):  # part of a supported layer: a norm, a gate
+        if any(name.startswith(layer + ".") for layer in layers):  # inside a supported layer: a norm, a gate
             if isinstance(module, _OPERATORS) or _CHOOSES_KEYS.search(type(module).__name__):
                 return name, type(module).__name__
             continue
@@ -170,17 +179,20 @@ def _check_layer_types(model: PreTrainedModel, model_name: str) -> None:
 
 def _check_head(model: PreTrainedModel, model_name: str) -> None:
     loss = getattr(model, "loss_type", None)
-    # A language model whose class has an unusual name (GPT2LMHeadModel) has no loss type, but transformers' loss.
+    # A language model whose class has an unusual name (GPT2LMHeadModel) has no loss_type, but uses transformers' loss.
     supported = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function(type(model)))
     has_head = model.base_model is not model
     if has_head and not supported:
         raise ValueError(
-            f"model={model_name}: its loss is {loss or 'its own'}; supported are heads with one prediction a token "
+            f"model={model_name}: its loss is {loss or 'its own'}; supported are models with one prediction per token "
             f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without "
             "a head"
         )
-    for parameter, reason in (("kwargs", "which pass the mask to the layers"), ("position_ids", "which shards need")):
-        if parameter not in inspect.signature(model.forward).parameters:
+    for parameter, reason in (
+        ("kwargs", "which are needed to pass the mask to the layers"),
+        ("position_ids", "which are needed for the positions of each rank's tokens"),
+    ):
+        if parameter not in parameters_of(model):
             raise ValueError(f"model={model_name}: its forward takes no {parameter}, {reason}")
 
 
@@ -189,17 +201,17 @@ def _check_positions(model: PreTrainedModel, model_name: str) -> None:
         if _POOLER.search(type(module).__name__):
             raise ValueError(
                 f"model={model_name}: layer {name!r} ({type(module).__name__}) pools the tokens in its input, which "
-                "here are one rank's; make the model with add_pooling_layer=False"
+                "would be those of one rank only; create the model with add_pooling_layer=False"
             )
         if _counts_positions(module):
             raise ValueError(
-                f"model={model_name}: layer {name!r} ({type(module).__name__}) counts positions from the tokens in its "
-                "input, which here are one rank's"
+                f"model={model_name}: layer {name!r} ({type(module).__name__}) counts the positions of the tokens in "
+                "its input, which would be those of one rank only"
             )
 
 
 def _counts_positions(module: nn.Module) -> bool:
-    """Whether its default positions depend on the padding (RoBERTa, OPT). Here positions are global indices."""
+    """Whether ``module`` derives positions from the tokens in its input, as RoBERTa and OPT do because of padding."""
     source = _forward_source(type(module))
     if isinstance(module, PreTrainedModel) and "position_ids = torch.cumsum(" in source:
         return True
@@ -207,29 +219,29 @@ def _counts_positions(module: nn.Module) -> bool:
 
 
 def _uses_interface(cls: type[Any]) -> bool:
-    """Whether its forward gets the attention function from the interface."""
+    """Whether the forward of ``cls`` gets its attention function from the interface."""
     return "ALL_ATTENTION_FUNCTIONS" in _forward_source(cls) or "attention_interface(" in _forward_source(cls)
 
 
 def uses_loss_function(cls: type[Any]) -> bool:
-    """Whether its forward calls the model's ``loss_function``. Otherwise it computes a loss of its own."""
+    """Whether the forward of ``cls`` calls the model's ``loss_function``. Otherwise it computes a loss of its own."""
     return "loss_function(" in _forward_source(cls)
 
 
 def pools_last_token(model: nn.Module) -> bool:
-    """Whether it is one of transformers' decoders that classify a sequence: by the score of the last token."""
+    """Whether ``model`` is a transformers decoder that classifies a sequence, by the scores of its last token."""
     forward = getattr(inspect.getattr_static(type(model), "forward", None), "__wrapped__", None)
     generic = inspect.getattr_static(GenericForSequenceClassification, "forward").__wrapped__
     return isinstance(model, GenericForSequenceClassification) and forward is generic
 
 
 def predicts_in_place(model: nn.Module) -> bool:
-    """Whether a token's label is the token itself, not the next one."""
+    """Whether ``model`` predicts each token itself, not the next one."""
     return getattr(model, "loss_type", None) in _LOSSES_IN_PLACE
 
 
 def _forward_source(cls: type[Any]) -> str:
-    """The source code of its forward, unwrapped. Subclasses that wrappers make have the same forward."""
+    """The source code of the forward of ``cls`` without decorators; empty if it is not available."""
     if cls not in _SOURCES:
         try:
             _SOURCES[cls] = inspect.getsource(inspect.unwrap(cls.forward))

@@ -1,9 +1,9 @@
-"""Calls with a full batch: the model runs on this rank's part of it, and the outputs of all tokens are all-gathered.
+"""Calls with a full batch: the model runs on this rank's part of the batch, and the ranks all-gather the outputs.
 
-All ranks of the sequence call the model with the same batch. After the all-gather, every rank has the outputs in the
-order of the sequence. A loss that every rank computes from them is the one-device loss. The backward of the all-gather
-gives each rank the gradient of its own tokens, so the ranks' partial gradients sum to the one-device gradient, like
-those of the model's own loss.
+All ranks of the sequence call the model with the same batch. After the all-gather, every rank has the outputs of all
+tokens, in the order of the sequence. A loss that every rank computes from these outputs is the one-device loss. In
+backward, each rank keeps the gradients of its own tokens' outputs. The partial gradients of the ranks therefore sum to
+the one-device gradient, as with the model's own loss.
 
 Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
 """
@@ -26,30 +26,35 @@ from .state import Forward, Outputs, Patch, Whole
 from .support import pools_last_token
 
 OUTPUTS: tuple[str, ...] = get_args(Outputs)
+# The ranks compare their batches in the first 4 calls, and then in every 64th call.
 _CHECKED_FIRST, _CHECKED_EVERY = 4, 64
-_ODD = 0x9E3779B97F4A7C15  # spreads the calls' seeds
-# TRL's add_fused_lm_head makes this argument; the output has the fields of its FusedCausalLMOutput.
+_SEED_STEP = 0x9E3779B97F4A7C15  # an odd number: the seeds of successive calls differ in many bits
+# The argument of a call of a model with TRL's add_fused_lm_head, which returns a FusedCausalLMOutput.
 _FUSED = "fused_lm_head"
 _FUSED_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
-# The outputs that have a value for each token. Names decide this, because shapes could differ between ranks.
+# The outputs that have a value for each token. They are listed by name and not recognized by their shapes, because all
+# ranks must all-gather the same outputs, and the shapes differ between the ranks.
 PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_FUSED_PER_TOKEN)
 
 
 def generates(kwargs: dict[str, Any]) -> bool:
-    """Whether a call without a shard fills or uses a cache. Otherwise it has a full batch."""
+    """Whether a call with these arguments, which hold full tokens, generates: it fills or uses a cache."""
     if kwargs.get("past_key_values") is not None:
         return True
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(_FUSED)
 
 
 def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], Whole]:
-    """The arguments of this rank's forward, from those of a call with the full batch.
+    """The arguments of this rank's forward in a call with the full batch.
 
     Args:
-        model: the model that is called.
-        kwargs: the call's arguments.
-        seed: the seed of the dropout of attention weights, if all ranks are known to have the same batch. None: the
-            ranks compare their batches and agree on a seed.
+        model: the parallelized model.
+        kwargs: the arguments of the call.
+        seed: the seed of attention dropout, if all ranks are known to have the same batch. None: the ranks compare
+            their batches, in some of the calls, and agree on a seed.
+
+    Returns:
+        The arguments with this rank's tokens and the entry ``seqpar``, and what ``gather_outputs`` needs to know.
 
     Raises:
         ValueError: the batch cannot be sharded, or the ranks have different batches.
@@ -74,10 +79,10 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
     if keeps_some:
         kept = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]
         logits = tuple(torch.isin(kept, own).nonzero().flatten() for own in tokens)
-        mine = torch.searchsorted(tokens[patch.rank], kept[logits[patch.rank]])
-        local["logits_to_keep"] = mine.to(local["position_ids"].device)
+        local_keep = torch.searchsorted(tokens[patch.rank], kept[logits[patch.rank]])
+        local["logits_to_keep"] = local_keep.to(local["position_ids"].device)
     num_items = None
-    if fused and "labels" in local:  # the fused head shifts labels itself, but not shift_labels
+    if fused and "labels" in local:  # the labels are shifted already: the fused head would shift ``labels`` once more
         local["shift_labels"] = local.pop("labels")
         num_items = local.get("num_items_in_batch")
         num_items = local["num_items_in_batch"] = max(1, shard.num_items) if num_items is None else num_items
@@ -87,7 +92,7 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
 
 
 def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
-    """For each row, the last token that is not padding, determined as in transformers; int64 ``[batch]``."""
+    """For each row, the last token that is not padding, found in the same way as in transformers; int64 ``[batch]``."""
     pad, ids = model.config.get_text_config().pad_token_id, batch.get("input_ids")
     if pad is None or ids is None:
         rows, seq_len = batch["inputs_embeds" if ids is None else "input_ids"].shape[:2]
@@ -97,21 +102,24 @@ def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
+    """This rank's part of ``batch``. In some calls the ranks compare their batches and agree on a seed."""
     call, patch.calls = patch.calls, patch.calls + 1
     if _is_checked(call):
         local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
         patch.seed = local["seqpar"].seed
     else:
         local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=patch.seed)
-    local["seqpar"].seed = (patch.seed + call * _ODD) % 2**62
+    local["seqpar"].seed = (patch.seed + call * _SEED_STEP) % 2**62
     return local
 
 
 def _is_checked(call: int) -> bool:
-    """Whether the ranks compare their batches in this call.
+    """Whether the ranks compare their batches in call number ``call``.
 
-    It must depend on the number of the call only. If it depended on the batch, a rank with another batch would not take
-    part.
+    The result must not depend on the batch: a rank with a different batch might then skip the comparison.
+
+    Raises:
+        ValueError: the environment variable SEQPAR_CHECK is not a number.
     """
     given = os.environ.get("SEQPAR_CHECK")
     if given is None:
@@ -122,10 +130,18 @@ def _is_checked(call: int) -> bool:
 
 
 def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
-    """The output of a forward on this rank's part, gathered as ``outputs`` of ``parallelize`` asks for.
+    """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``.
+
+    Args:
+        output: the output of the model's forward, for this rank's tokens.
+        forward: the current ``Forward``.
+        whole: describes the call with the full batch.
+
+    Returns:
+        An output of the same type.
 
     Raises:
-        ValueError: ``return_dict=False`` with ``logits_to_keep``.
+        ValueError: the output is a tuple, and the caller has set ``logits_to_keep``.
     """
     if whole.fused:
         output = _reduce_fused_loss(output, forward, whole)
@@ -146,7 +162,13 @@ def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
 
 
 def finish(named: dict[str, Any], whole: Whole, model: Any) -> dict[str, Any]:
-    """The outputs that the model returns on one device, from those of every token."""
+    """The outputs that the model returns on one device.
+
+    Args:
+        named: the outputs by name, for all tokens.
+        whole: describes the call with the full batch.
+        model: the parallelized model.
+    """
     if whole.drop_last:
         named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
     if whole.last is not None:
@@ -160,17 +182,20 @@ def finish(named: dict[str, Any], whole: Whole, model: Any) -> dict[str, Any]:
 
 
 def _reduce_fused_loss(output: Any, forward: Forward, whole: Whole) -> Any:
-    """Replace this rank's part of the loss, of its ``log_probs [batch, seq_local]``, by the sum over the ranks."""
+    """Replace the loss of this rank's tokens by the loss of the full sequence.
+
+    The loss of the tokens is the negative sum of ``log_probs [batch, seq_local]``, divided by ``num_items``.
+    """
     if getattr(output, "loss", None) is None or getattr(output, "log_probs", None) is None:
         return output
-    share = -output.log_probs.sum() / whole.num_items
-    # The rest of the loss is the router's, which is reduced already.
-    loss = output.loss - share + reduce_over_ranks(share, forward.patch, forward.model)
+    local_loss = -output.log_probs.sum() / whole.num_items
+    # ``output.loss`` may also contain the router's loss, which has been reduced over the ranks already.
+    loss = output.loss - local_loss + reduce_over_ranks(local_loss, forward.patch, forward.model)
     return type(output)(**{**output, "loss": loss})
 
 
 class _Gather:
-    """All-gathers the outputs of one forward that have a value for each token."""
+    """All-gathers the outputs of a forward that have a value for each token."""
 
     def __init__(self, forward: Forward, whole: Whole) -> None:
         patch = self.patch = forward.patch
@@ -178,7 +203,7 @@ class _Gather:
         self.scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
 
     def __call__(self, name: str, x: Any) -> Any:
-        """``x``, all-gathered if ``name`` is an output with a value for each token."""
+        """The output ``x``, all-gathered if the output called ``name`` has a value for each token."""
         if self.patch.ranks == 1:
             return x.materialize() if isinstance(x, LazyLogits) else x
         if isinstance(x, tuple | list):
@@ -192,7 +217,10 @@ class _Gather:
         return self._all_gather(x, self.whole.logits if name == "logits" else self.whole.tokens)
 
     def in_tuple(self, x: Any) -> Any:
-        """The same for the outputs of ``return_dict=False``, which have no names."""
+        """The output ``x`` of a call with ``return_dict=False``, all-gathered if it has the shape of hidden states.
+
+        The outputs of such a call have no names.
+        """
         if isinstance(x, tuple):
             return tuple(self.in_tuple(y) for y in x)
         per_token = isinstance(x, LazyLogits) or (isinstance(x, Tensor) and x.dim() == 3)
@@ -204,18 +232,28 @@ class _Gather:
 
 
 class _AllGatherTokens(torch.autograd.Function):
-    """Every rank's ``x [batch, seq_local, ...]``, in the order of ``places``, its tokens' places in the result."""
+    """All-gathers tokens in the order of the sequence. In backward, each rank keeps the gradient of its own tokens."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup | None, scale: int
     ) -> Tensor:
+        """``x [batch, seq_local, ...]`` of all ranks, as ``[batch, seq, ...]``.
+
+        Args:
+            ctx: autograd's context.
+            x: this rank's tokens.
+            places: for each rank, the indices of its tokens in the result, int64.
+            rank: this rank.
+            group: the ranks of the sequence.
+            scale: the factor by which the gradient is multiplied.
+        """
         ctx.mine, ctx.scale = places[rank], scale
         gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
         return gathered.index_select(1, torch.cat(places).argsort().to(x.device))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Every rank computes the same loss, and so the same gradient: each keeps its own tokens'.
+        # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
         local = grad.index_select(1, ctx.mine.to(grad.device))
         return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None
