@@ -361,5 +361,5 @@ def test_blocks_of_a_mask_function() -> None:
     expected = seqpar.Mask.causal([[(1, 4), (5, 7)], [(0, 2)]])
     assert block_mask(blocks, 2, 7, None) == expected
     assert block_mask(lambda row, head, query, key: (key <= query) & (row == row), 2, 7, None) is None
-    with pytest.raises(ValueError, match="see later ones that are not in one block with them"):
+    with pytest.raises(ValueError, match="sees later tokens that are not in the same block"):
         block_mask(lambda row, head, query, key: (key <= query + 1) & (row == row), 2, 7, None)

@@ -1,10 +1,11 @@
 """Latent attention (DeepSeek-V2 and V3, Kimi K2, GLM-4.x lite and others): ranks send latents, not keys and values.
 
-The attention layers of these models expand a token's latent to the keys and values of all heads in a method of their
-own, ``expand_kv``, just before they call the attention function. In a parallelized model this method returns its
-arguments as they are. The attention function sends them, and expands what arrives (see ``strategies/latent.py``).
+An attention layer of these models calls its method ``expand_kv`` just before it calls the attention function. The
+method expands the latents to the keys and values of all heads. In a parallelized model ``expand_kv`` returns the
+latents and rotated keys unchanged instead: the layer "hands on latents". The attention function then sends latents to
+other ranks, and each rank expands those that it receives (see ``strategies/latent.py``).
 
-Shapes: latents ``[batch, 1, seq, width]``, rotated keys ``[batch, 1, seq, rope]``, as transformers has them.
+Shapes, as in transformers: latents ``[batch, 1, seq, width]``, rotated keys ``[batch, 1, seq, rope]``.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ _METHOD = "expand_kv"
 _SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 
 
-def _as_they_are(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+def _unchanged(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     return latents, rotated
 
 
 def hand_on_latents(layer: nn.Module) -> bool:
-    """Let the attention layer hand on latents, if it has any. Returns whether it does."""
+    """Make ``layer`` pass latents to the attention function. Returns False if it is not a layer of latent attention."""
     if not callable(getattr(layer, _METHOD, None)) or not all(hasattr(layer, name) for name in _SIZES):
         return False
     if not isinstance(getattr(layer, "kv_b_proj", None), nn.Module):
         return False
-    setattr(layer, _METHOD, _as_they_are)
+    setattr(layer, _METHOD, _unchanged)
     return True
 
 
 def hand_on_keys(layer: nn.Module) -> None:
-    """Undo ``hand_on_latents``."""
+    """Undo ``hand_on_latents``, so that ``layer`` passes keys and values again."""
     vars(layer).pop(_METHOD, None)
 
 
 def hands_on_latents(layer: nn.Module) -> bool:
-    return vars(layer).get(_METHOD) is _as_they_are
+    """Whether ``layer`` passes latents and rotated keys to the attention function instead of keys and values."""
+    return vars(layer).get(_METHOD) is _unchanged
 
 
 def expand(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[batch, heads, seq, head_dim]``, by the layer's own method."""
+    """Expand latents to keys and values, each ``[batch, heads, seq, head_dim]``, by the layer's original method."""
     method: Any = getattr(type(layer), _METHOD)
     keys, values = method(layer, latents, rotated)
     return keys, values
@@ -52,9 +54,9 @@ def expand(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, 
 
 @contextmanager
 def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
-    """In the block, ``record(layer, latents, rotated)`` is called before a layer of latent attention expands them.
+    """In the block, ``record(layer, latents, rotated)`` is called whenever ``layer`` expands latents.
 
-    A layer that hands on latents expands nothing.
+    This changes nothing if ``layer`` has no latent attention, or if it hands on latents.
     """
     if not callable(getattr(layer, _METHOD, None)) or hands_on_latents(layer):
         yield
@@ -72,17 +74,19 @@ def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Te
 
 
 def latent_weight(layer: nn.Module, heads: int, latents: Tensor, copies: int) -> Tensor | None:
-    """The weight ``[heads, nope + v_head_dim, width]`` with which ``seqpar.attention`` expands the latents.
+    """The weight with which ``seqpar.attention`` expands latents to keys and values.
 
     Args:
         layer: an attention layer that hands on latents.
-        heads: its query heads.
-        latents: their width is the weight's.
-        copies: the ranks of an all-to-all, each of which receives all latents, where it would receive some KV heads.
+        heads: the number of query heads of the layer.
+        latents: ``[batch, 1, seq, width]``.
+        copies: the number of ranks in an all-to-all of the strategy. Every one of them receives all latents, but only
+            some heads of keys and values.
 
     Returns:
-        None if the layer's projection is not a plain linear layer, such as LoRA's, or if keys and values of some heads
-        are fewer numbers than ``copies`` of a latent.
+        ``[heads, nope + v_head_dim, width]``, a view of the layer's weight. None if keys and values should be sent
+        instead: if the layer's projection is not a plain linear layer (LoRA's is not), or if ``copies`` latents and
+        rotated keys have at least as many elements as the keys and values of all heads.
     """
     sizes: Any = layer
     projection: Any = sizes.kv_b_proj

@@ -1,11 +1,11 @@
-"""Models that merge images, video or audio into their text.
+"""Models that merge the output of a vision or audio tower into the embeddings of a text model.
 
-The wrapper, with its vision and audio towers, runs on the full batch on every rank. What it gives to its text model is
-sharded there: the merged embeddings ``inputs_embeds``, the positions, and all else that has a value for each token.
-The labels are sharded before. So a rank computes the gradients of the towers and of the embeddings from its own tokens
-alone: they are partial gradients, as those of all other weights.
+The multimodal model, with its towers, runs on the full batch on every rank. Before its text model runs, the arguments
+of the text model are sharded: the merged embeddings ``inputs_embeds``, the positions, and all other tensors with a
+value for each token. The labels are sharded before the multimodal model runs. Each rank therefore computes the
+gradients of the towers and embeddings from its own tokens. They are partial gradients, like those of all other weights.
 
-A batch without images is sharded before the wrapper runs, as that of any other model.
+A batch without images is sharded before the multimodal model runs, as for any other model.
 
 Shapes: rows of a batch, seq tokens of the full sequence, seq_local of them on this rank.
 """
@@ -29,31 +29,32 @@ from .state import Forward, Whole, current_forward, cuts_below
 from .support import parameters_of, text_model
 from .whole import shard_call
 
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 is text
-_LABELS = ("labels", "shift_labels")  # sharded before the wrapper runs
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 for text
+_LABELS = ("labels", "shift_labels")  # sharded before the multimodal model runs
 _TEXT_INPUTS = {
     *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", "past_key_values", "seqpar"),
     *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES),
 }
-# Qwen3-VL: where visual tokens are [rows, seq], and what early layers add to them [visual tokens, hidden].
+# Arguments of Qwen3-VL's text model: which tokens are visual, bool [rows, seq], and for each of the first layers the
+# values that it adds to the visual tokens, [visual tokens, hidden].
 _VISUAL_TOKENS, _VISUAL_EMBEDS = "visual_pos_masks", "deepstack_visual_embeds"
-_SHARDED_BELOW = ("attention_mask", "position_ids", _VISUAL_EMBEDS)
+_SHARDED_SEPARATELY = ("attention_mask", "position_ids", _VISUAL_EMBEDS)  # ``_cut`` shards them in a way of their own
 
 
 def merges(model: nn.Module) -> bool:
-    """Whether ``model`` is a wrapper with towers around a text model."""
+    """Whether ``model`` merges the output of a tower into the embeddings of a text model."""
     return isinstance(model, PreTrainedModel) and text_model(model) is not model
 
 
 def has_more_than_text(kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of a call hold images, video, sound, or placeholder tokens for them."""
+    """Whether the arguments of a call contain images, video, sound, or placeholder tokens for these."""
     plain = bool | int | float | str
     if any(
         not (name in _TEXT_INPUTS or x is None or isinstance(x, plain) or _is_scalar(x)) for name, x in kwargs.items()
     ):
         return True
     ids = kwargs.get("position_ids")
-    if isinstance(ids, Tensor) and ids.dim() == 3:  # several ids a token, as for images
+    if isinstance(ids, Tensor) and ids.dim() == 3:  # several ids per token, as for images
         return True
     return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
 
@@ -65,30 +66,32 @@ def _is_scalar(x: Any) -> bool:
 def shard_merged_call(
     model: nn.Module, kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], Whole, BatchShard, Tensor | None]:
-    """Prepare a call with the full batch in which the text model will shard what it is given.
+    """Prepare a call with a full batch with images, whose tokens are sharded before the text model runs.
 
     Args:
-        model: the wrapper.
-        kwargs: its arguments.
+        model: the multimodal model.
+        kwargs: the arguments of its forward.
 
     Returns:
-        The wrapper's arguments with this rank's labels; the call; its shard; and which of this rank's tokens get
-        logits (None: all).
+        * The arguments of the multimodal model, with all tokens and with this rank's labels.
+        * What ``gather_outputs`` needs to know about the call.
+        * What the attention layers need to know about the batch.
+        * The indices of this rank's tokens whose logits are computed, int64; None for all.
 
     Raises:
-        ValueError: the batch cannot be sharded, or the ranks bring different batches.
+        ValueError: the batch cannot be sharded, or the ranks have different batches.
     """
     given = {name: x for name, x in kwargs.items() if x is not None}
     ids = given.get("position_ids")
     boundaries = [name for name in BOUNDARY_NAMES if name in given]
     if boundaries and ids is None:
         raise ValueError(
-            f"{boundaries[0]}: with images, document boundaries need position_ids that start again at each of them; "
-            "positions that the model derives from the images do not"
+            f"{boundaries[0]}: with images and document boundaries, give position_ids that restart at each boundary; "
+            "the positions that the model computes itself do not restart"
         )
     batch = dict(given)
     if isinstance(ids, Tensor) and ids.dim() == 3:
-        # [4, rows, seq]: the first are the text's, which tell documents apart. [3, rows, seq]: there is one document.
+        # In [4, rows, seq], row 0 counts the tokens of each document. In [3, rows, seq] there is one document.
         batch.pop("position_ids")
         if len(ids) == 4:
             batch["position_ids"] = ids[0]
@@ -102,10 +105,10 @@ def shard_merged_call(
 
 @no_compile
 def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Shard what the wrapper gives to its text model, unless the batch was sharded before.
+    """The hook before the text model's forward: shard its arguments, unless the batch was sharded before.
 
     Raises:
-        ValueError: an argument has no dimension of tokens.
+        ValueError: a tensor argument has no dimension of tokens.
     """
     forward = current_forward()
     if forward is None or forward.shard is None:
@@ -123,22 +126,29 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _cut(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: Tensor) -> dict[str, Any]:
-    """This rank's part of the text model's arguments: the tokens at ``positions [seq_local]``."""
+    """This rank's part of the text model's arguments.
+
+    Args:
+        text: the text model.
+        kwargs: the arguments of its forward, with all tokens.
+        forward: the current ``Forward``. The masks of images and the largest position are added to its ``shard``.
+        positions: int64 ``[seq_local]``, the positions of this rank's tokens.
+    """
     shard, embeds = forward.batch_shard, kwargs.get("inputs_embeds")
     if shard is None or embeds is None:
-        raise ValueError(f"{type(text).__name__}: it is given no inputs_embeds into which images have been merged")
+        raise ValueError(f"{type(text).__name__}: expected inputs_embeds into which images have been merged, got none")
     rows, seq = embeds.shape[:2]
     positions = positions.to(embeds.device)
     local: dict[str, Any] = {}
     for name, x in kwargs.items():
-        if name in _SHARDED_BELOW or name in _LABELS or not isinstance(x, Tensor) or x.numel() == 1:
+        if name in _SHARDED_SEPARATELY or name in _LABELS or not isinstance(x, Tensor) or x.numel() == 1:
             local[name] = x
         elif tuple(x.shape[:2]) == (rows, seq):
             local[name] = x.index_select(1, positions)
         else:
             raise ValueError(
-                f"{name}: the text model is given a tensor of shape {tuple(x.shape)}, which has no dimensions "
-                f"{rows, seq} of tokens that could be sharded"
+                f"{name}: the text model received a tensor of shape {tuple(x.shape)}, which cannot be sharded; its "
+                f"first dimensions must be those of the tokens, {rows, seq}"
             )
     masks = kwargs.get("attention_mask")
     by_type = masks if isinstance(masks, dict) else {"": masks}
@@ -153,31 +163,31 @@ def _cut(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: T
     forward.shard = replace(shard, block_masks=blocks, max_position=longest)
     if kwargs.get(_VISUAL_EMBEDS) is not None:
         visual = kwargs[_VISUAL_TOKENS].to(embeds.device)  # [rows, seq]
-        number = visual.flatten().cumsum(0).view_as(visual) - 1  # of each visual token among them all
-        mine = number.index_select(1, positions)[local[_VISUAL_TOKENS].to(embeds.device)]
-        local[_VISUAL_EMBEDS] = [x.index_select(0, mine.to(x.device)) for x in kwargs[_VISUAL_EMBEDS]]
+        index = visual.flatten().cumsum(0).view_as(visual) - 1  # the row of each visual token in the visual embeddings
+        local_index = index.index_select(1, positions)[local[_VISUAL_TOKENS].to(embeds.device)]
+        local[_VISUAL_EMBEDS] = [x.index_select(0, local_index.to(x.device)) for x in kwargs[_VISUAL_EMBEDS]]
     return local
 
 
 def block_mask(
     mask_function: Callable[..., Any] | None, rows: int, length: int, device: torch.device | None
 ) -> Mask | None:
-    """The mask in which the tokens of an image see each other, from the function that a model makes its mask of.
+    """A causal mask in which, in addition, the tokens of an image see one another.
 
-    The blocks are where a token sees the next one. Windows, documents and padding are left out: they belong to the
-    layers and to the batch.
+    It is found by evaluating a model's mask function. The tokens of a block are consecutive tokens each of which sees
+    the next one. Windows, documents and padding are not part of the result, because the layers and the batch add them.
 
     Args:
-        mask_function: ``(row, head, query, key) -> whether it is visible``, on tensors of indices.
-        rows: of the batch.
-        length: tokens of the full sequence.
-        device: of the tensors that the function may hold.
+        mask_function: ``(row, head, query, key) -> bool``, on tensors of indices: whether the query sees the key.
+        rows: the number of rows of the batch.
+        length: the number of tokens of the full sequence.
+        device: the device of the tensors that ``mask_function`` may refer to.
 
     Returns:
-        None: no token sees a later one.
+        None if no token sees a later one.
 
     Raises:
-        ValueError: a token sees some later ones that are not in one block with it.
+        ValueError: a token sees a later token that is not in the same block.
     """
     if mask_function is None or mask_function is causal_mask_function or length < 2:
         return None
@@ -196,8 +206,8 @@ def block_mask(
     first, last = starts[:, 1].to(device), stops[:, 1].to(device)
     if not bool(visible(starts[:, 0].to(device), first, last).all()):
         raise ValueError(
-            "attention_mask: the model lets tokens see later ones that are not in one block with them (the tokens of "
-            "an image); such a mask cannot be sharded"
+            "attention_mask: in the model's mask a token sees later tokens that are not in the same block (the tokens "
+            "of an image); such a mask cannot be sharded"
         )
     blocks: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
     for (r, start), (_, stop) in zip(starts.tolist(), stops.tolist(), strict=True):

@@ -1,7 +1,8 @@
-"""``parallelize`` and ``restore``, for transformers models whose attention goes through its ``AttentionInterface``.
+"""``parallelize`` and ``restore``, for transformers models that use transformers' ``AttentionInterface``.
 
-No model code changes. The model's modules get a copy of their config that names this attention, hooks are registered
-around the model's forward and its output embedding, and the loss function is replaced by ``TokenLoss``.
+Model code does not change. The config of the model's modules is replaced by a copy that names seqpar's attention
+function. Hooks are registered around the model's forward and its output embedding. ``TokenLoss`` replaces the loss
+function.
 """
 
 from __future__ import annotations
@@ -54,46 +55,51 @@ def parallelize(
     batches: Batches = "shared",
     **options: Unpack[StrategyOptions],
 ) -> Model:
-    """Let ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
+    """Make ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
 
-    Call it with the full batch, the same on every rank of the sequence: the model shards it when its forward starts.
-    ``model(**batch).loss`` is the one-device loss on every rank. Its backward gives this rank's partial gradient, and
-    ``seqpar.sync_gradients`` sums the partial gradients of all ranks. Without labels, ``model(**batch).logits`` is the
-    one-device output on every rank. You can also call it with a batch that ``shard_batch`` has sharded. Call
-    ``model.generate(input_ids)`` with the full prompt on every rank.
+    Call the model with the full batch, the same on every rank of the sequence. The model shards the batch when its
+    forward starts. ``model(**batch).loss`` is the one-device loss on every rank. Its backward computes this rank's
+    partial gradients, and ``seqpar.sync_gradients`` sums the partial gradients of all ranks. Without labels,
+    ``model(**batch).logits`` is the one-device output on every rank. You can also call the model with a batch that
+    ``shard_batch`` has sharded. Call ``model.generate(input_ids)`` with the full prompt on every rank.
 
-    In the first calls and in every 64th call after them, the ranks compare their full batches and raise an error if
-    these differ. With the environment variable SEQPAR_CHECK=N they compare in every N-th call, with SEQPAR_CHECK=0
-    never.
+    In the first four calls, and in every 64th call after them, the ranks compare their full batches and raise an error
+    if these differ. With the environment variable SEQPAR_CHECK=N they compare them in every N-th call, with
+    SEQPAR_CHECK=0 never.
 
     Args:
-        model: a transformers decoder or encoder, or a peft model around one, whose attention goes through
-            ``AttentionInterface``. Each layer keeps its causality, sliding window, softcap, sinks, scale and dropout.
-        mesh: the ranks that the sequence is sharded over: a mesh of ``seqpar.init_mesh``.
-        group: the same as a process group. Without mesh and group: the default group.
+        model: a transformers decoder or encoder whose attention layers use ``AttentionInterface``, or a peft model
+            around one. Each layer keeps its causality, sliding window, softcap, sinks, scale and dropout.
+        mesh: the ranks that the sequence is sharded over, as a mesh of ``seqpar.init_mesh``.
+        group: the ranks that the sequence is sharded over, as a process group. Without ``mesh`` and ``group``: the
+            default group.
         strategy: "ring", "ulysses", "context_parallel", "hybrid", "local" or "auto", as in ``seqpar.attention``.
-        layout: how the tokens are sharded: "zigzag", "contiguous" or "striped".
+        layout: which tokens each rank holds: "zigzag", "contiguous" or "striped".
         backend: as in ``seqpar.attention``.
-        gradients: the gradients that backward computes. "partial": this rank's partial gradient. "mean": the partial
-            gradient times the number of sequence ranks, for wrappers that average over them. "auto": "mean" while the
-            model is inside DistributedDataParallel, FullyShardedDataParallel or ``fully_shard`` over all ranks of the
-            sequence, otherwise "partial". Inside DeepSpeed, and inside a wrapper over only some of the ranks, the loss
-            raises an error.
+        gradients: the gradients that backward computes. "partial": this rank's partial gradients. "mean": the partial
+            gradients times the number of ranks of the sequence, for wrappers that average over these ranks. "auto":
+            "mean" while the model is inside DistributedDataParallel, FullyShardedDataParallel or ``fully_shard`` over
+            all ranks of the sequence, otherwise "partial". With "auto", the loss raises an error inside DeepSpeed, and
+            inside a wrapper over only some of the ranks.
         loss_chunk: how many tokens have logits at a time in the loss; by default as many as fit in 128 MiB.
         outputs: what a call with a full batch returns for each token (logits, hidden states, log-probabilities).
-            "whole": all tokens, in order, on every rank. "local": this rank's tokens. "auto": all tokens, but no logits
-            if there are labels, because the loss does not need all logits at once. A loss that every rank computes from
-            whole outputs has the same gradients as ``model(**batch).loss``: on each rank, its partial gradient.
+            "whole": the outputs of all tokens, in order, on every rank. "local": those of this rank's tokens. "auto":
+            as "whole", but without logits if the call has labels, because the loss does not need all logits at once. A
+            loss that every rank computes from whole outputs has the same gradients as ``model(**batch).loss``: each
+            rank computes its partial gradients.
         batches: "shared": the ranks of a sequence call the model with the same batch. "own": each rank calls it with a
             batch of its own and gets the outputs of that batch, as if the ranks were data-parallel. The batches are
-            sharded over all ranks one after another. Backward recomputes all but one of these forwards. All ranks must
-            call the model equally often, and each must call backward on a loss of its outputs. The sum of all ranks'
-            gradients is then the gradient of the sum of their losses. Generation runs on each rank alone.
+            sharded over all ranks one after another, and backward recomputes all but one of these forwards. All ranks
+            must call the model equally often, and each must call backward on a loss of its outputs. The sum of all
+            ranks' gradients is then the gradient of the sum of their losses. Generation runs on each rank alone.
         options: the strategy's options, as in ``seqpar.attention``.
 
+    Returns:
+        ``model``.
+
     Raises:
-        TypeError: ``model`` is not such a model, or an option has the wrong type.
-        ValueError: the model cannot be parallelized (the error names the layer) or is parallelized already; or an
+        TypeError: ``model`` is not a transformers model and does not contain one, or an option has the wrong type.
+        ValueError: the model cannot be parallelized (the message names the layer), it is parallelized already, or an
             option has the wrong value.
     """
     if not isinstance(model, nn.Module):
@@ -104,7 +110,9 @@ def parallelize(
     check_choice("outputs", outputs, OUTPUTS)
     check_choice("batches", batches, BATCHES)
     if batches == "own" and outputs == "local":
-        raise ValueError("outputs='local': with batches='own' each rank gets all outputs of its batch; leave it out")
+        raise ValueError(
+            "outputs='local': with batches='own' each rank gets all outputs of its batch; leave outputs out"
+        )
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)
     groups = resolve(strategy, mesh, group, options)
@@ -132,12 +140,12 @@ def parallelize(
 
 
 def restore(model: Model) -> Model:
-    """Undo ``parallelize``: the model computes what it did before. Changes it in place and returns it.
+    """Undo ``parallelize``, so that the model computes what it did before. Changes it in place and returns it.
 
-    Values that were set in its config after ``parallelize`` are kept.
+    Values that were set in the model's config after ``parallelize`` are kept.
 
     Raises:
-        ValueError: the model is not parallelized, or a copy of a parallelized model.
+        ValueError: the model is not parallelized, or it is a copy of a parallelized model.
     """
     patch = patch_of(model)
     if not any(m is module for m in model.modules() for module in patch.modules):
@@ -165,16 +173,16 @@ def restore(model: Model) -> Model:
 
 
 def _root_models(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models that are not part of another one."""
+    """The transformers models in ``model`` that are not part of another transformers model."""
     if isinstance(model, PreTrainedModel):
         return [model]
     return [found for child in model.children() for found in _root_models(child)]
 
 
 def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) -> None:
-    """Replace the modules' configs by copies. Those of ``sharded`` modules name this attention.
+    """Replace the configs of all modules by copies. Those of ``sharded`` modules name seqpar's attention function.
 
-    The originals are not changed, because another model may have been made from the same config.
+    The original configs are not changed, because another model may have been created from them.
     """
     held = [
         (module, name, value)
@@ -189,18 +197,19 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
             ours = copies[id(original)] = copy.deepcopy(original, memo)
             if module in sharded:
                 ours._attn_implementation = NAME
-            elif ours._attn_implementation == NAME:  # from_pretrained sets it for all parts, but a tower is not sharded
+            elif ours._attn_implementation == NAME:  # from_pretrained sets it for towers too, which are not sharded
                 ours._attn_implementation_internal = "sdpa"
-            # restore compares these values by identity: a value that was not set again is the same object.
+            # ``restore`` compares these values by identity to find those that were set later.
             patch.config_copies.append((original, ours, dict(vars(ours))))
         patch.configs.append((module, name, original))
         setattr(module, name, copies[id(original)])
 
 
 def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
+    """Register the hooks of ``root``, and replace its loss functions. ``patch`` records both."""
     handles = patch.handles
     handles.append(root.register_forward_pre_hook(hooks.before_forward, with_kwargs=True))
-    # always_call: the ``Forward`` must end also if the model raises an error.
+    # always_call, because the ``Forward`` must end even if the model's forward raises an error.
     handles.append(root.register_forward_hook(hooks.after_forward, prepend=True, with_kwargs=True, always_call=True))
     text = text_model(root)
     if text is not root:

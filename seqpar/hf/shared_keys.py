@@ -1,11 +1,12 @@
-"""Layers that attend to the keys of an earlier layer (Gemma 4): an all-gather receives the keys once for all of them.
+"""Layers that attend to the keys and values of an earlier layer (Gemma 4), which are all-gathered once for all of them.
 
-The layer that computes the keys all-gathers them, and they stay with its key tensor. The layers that reuse that tensor
-find them there and send nothing. Their gradients are summed by autograd before one reduce-scatter returns them to the
-ranks that own the keys. Layers with a sliding window keep to themselves: they need few keys of other ranks.
+The layer that computes the keys and values all-gathers them, and stores the result as an attribute of its key tensor.
+The layers that reuse the key tensor read the attribute and send nothing. In backward, autograd sums the gradients of
+all these layers, and one reduce-scatter then sends the sums to the ranks that own the keys. Layers with a sliding
+window do not share an all-gather, because they need few keys of other ranks.
 
-Bytes sent per rank of P for L such layers: (P-1)/P * N * 2 d_kv * e forward and (P-1)/P * N * 2 d_kv * 4 backward,
-instead of L times that and L times K/V again in backward.
+Bytes sent per rank of P for all layers that share keys: (P-1)/P * N * 2 d_kv * e in forward, and
+(P-1)/P * N * 2 d_kv * 4 in backward. Without sharing, each layer would send this, and K/V again in backward.
 
 Shapes: b batch, s tokens of this rank, t tokens of all ranks, h query heads, n KV heads, d head_dim.
 """
@@ -29,7 +30,7 @@ _GATHERED = "_seqpar_gathered"
 
 
 def storing_layer(module: nn.Module) -> int:
-    """The index of the layer that computes the keys which ``module`` attends to: its own, or an earlier one's."""
+    """The index of the layer that computes the keys of ``module``: ``module`` itself or an earlier layer."""
     layer = cast(int, module.layer_idx)
     modes = getattr(module.config, "kv_sharing_modes", None)
     if modes is None or modes[layer] != "reuse":
@@ -39,9 +40,12 @@ def storing_layer(module: nn.Module) -> int:
 
 
 def gathers_shared_keys(module: nn.Module, patch: Patch, mask: Mask) -> bool:
-    """Whether the layer's keys are all-gathered here, for itself and for the layers that share them.
+    """Whether several layers share the keys of ``module``, and ``attend_to_shared_keys`` should all-gather them once.
 
-    ``mask`` is the layer's.
+    Args:
+        module: an attention layer.
+        patch: the model's ``Patch``.
+        mask: the mask of the layer.
     """
     modes = getattr(getattr(module, "config", None), "kv_sharing_modes", None)
     if modes is None or patch.ranks == 1 or patch.strategy != "context_parallel":
@@ -65,16 +69,18 @@ def attend_to_shared_keys(
     options: AttentionOptions,
     seed: Tensor | None,
 ) -> Tensor:
-    """Attention over the keys of all ranks, which are all-gathered in the first layer that attends to them.
+    """Attention over the keys of all ranks. The first layer that attends to these keys all-gathers them.
 
     Args:
         q: ``[b, s, h, d]``.
         k, v: ``[b, s, n, d]``.
-        shared: the key tensor that the layers share, as the model made it; what is gathered stays with it.
-        sinks: ``[h]``.
-        mask, sharding: the batch's.
-        options: of the layer.
-        seed: of dropout.
+        shared: the key tensor that the layers share, as the model computed it. The all-gathered keys and values are
+            stored as an attribute of it.
+        sinks: ``[h]``, or None.
+        mask: the documents and padding of the batch.
+        sharding: the sharding of the sequence.
+        options: the options of the attention, with the layer's causality and window.
+        seed: the seed of attention dropout, int64 ``[]`` on the CPU, or None.
 
     Returns:
         ``[b, s, h, d]``.
@@ -88,7 +94,7 @@ def attend_to_shared_keys(
 
 
 class _AllGatherKeys(torch.autograd.Function):
-    """``[b, s, n, d]`` to ``[b, t, n, d]``; backward sums the ranks' partial gradients, in float32."""
+    """All-gathers ``[b, s, n, d]`` to ``[b, t, n, d]``. Backward sums the ranks' partial gradients in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:

@@ -1,6 +1,6 @@
 """The state of a parallelized model (``Patch``), and the state of its current forward (``Forward``).
 
-A hook on one module writes the state, and the attention function or the loss function of another module reads it.
+The hooks write this state. The attention function and the loss function, which other modules call, read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..mesh import rank_in, size_of
 from ..strategies import StrategyName, StrategyOptions
 from .batch import BatchShard
 
-NAME = "seqpar"  # of the attention function, in a model's config
+NAME = "seqpar"  # the name of the attention function in a model's config
 Gradients = Literal["auto", "partial", "mean"]
 Outputs = Literal["auto", "whole", "local"]
 Batches = Literal["shared", "own"]
@@ -31,22 +31,25 @@ Batches = Literal["shared", "own"]
 
 @dataclass(eq=False)
 class Patch:
-    """How a model is parallelized, and what ``restore`` needs to undo it. The patched modules hold it as ``_seqpar``.
+    """How a model is parallelized, and what ``restore`` needs to undo that.
+
+    The parallelized model and its attention layers refer to it by their attribute ``_seqpar``.
 
     Attributes:
-        mesh, given_group: as given to ``parallelize``.
-        group: the process group that the sequence is sharded over; None is one process.
-        ulysses_ranks: the number of ranks in each all-to-all.
+        mesh, strategy, layout, backend, options, gradients, loss_chunk, outputs, batches: as given to ``parallelize``.
+        given_group: the argument ``group`` of ``parallelize``.
+        group: the process group that the sequence is sharded over; None in a process without torch.distributed.
+        ulysses_ranks: the number of ranks in each all-to-all of the strategy.
         sharded: False while the model runs on this rank alone.
-        layer_masks: the ``LayerMask`` of the layers that a trial run has reached.
-        calls: how many times the model has been called with a full batch; the same on every rank.
-        seed: the seed of the dropout of attention weights in those calls, drawn by the first rank of the sequence.
+        layer_masks: the causality, window and chunk size of the attention layers, as found by the trial run.
+        calls: how many times the model has been called with a full batch. It is the same on every rank.
+        seed: the seed from which attention dropout in these calls is derived. It is the same on every rank.
+        depends_on_length: whether the frequencies of a rotary embedding depend on the largest position.
         handles: the registered hooks.
-        modules: the modules that hold this patch.
-        configs: (module, attribute name, original config) of every config that was replaced.
-        depends_on_length: whether a rotary embedding's frequencies depend on the largest position.
-        config_copies: (original, copy, the copy's values at first) of every replaced config.
-        loss_functions: (model, its own loss function or None) of every model whose loss function was replaced.
+        modules: the modules that refer to this object.
+        configs: (module, attribute name, original config) for each config that was replaced.
+        config_copies: (original config, copy, initial values of the copy) for each config that was replaced.
+        loss_functions: (model, its own loss function or None) for each model whose loss function was replaced.
     """
 
     mesh: DeviceMesh | None
@@ -74,14 +77,16 @@ class Patch:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks that the sequence is sharded over."""
         return size_of(self.group)
 
     @property
     def rank(self) -> int:
+        """This rank, among the ranks of the sequence."""
         return rank_in(self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        return self  # a copy of the model uses the same process groups, which cannot be copied
+        return self  # process groups cannot be copied; a copy of the model uses the same groups
 
     def __getstate__(self) -> Any:
         raise TypeError(
@@ -91,10 +96,10 @@ class Patch:
 
 
 def patch_of(model: nn.Module) -> Patch:
-    """The patch of a parallelized model, or of one inside it (peft, DDP).
+    """The ``Patch`` of ``model``, or of the parallelized model inside it (peft, DDP).
 
     Raises:
-        ValueError: none of its modules is parallelized.
+        ValueError: neither ``model`` nor a module inside it is parallelized.
     """
     for module in model.modules():
         patch = getattr(module, "_seqpar", None)
@@ -107,14 +112,14 @@ def patch_of(model: nn.Module) -> Patch:
 
 @dataclass(frozen=True, eq=False)
 class DecodeShard:
-    """What the attention layers read while new tokens are decoded. Passed to them as ``seqpar``.
+    """What the attention layers need to know in a decoding step. It is passed to them as ``seqpar``.
 
     Attributes:
         cache: a transformers Cache whose layers are ``ShardedCacheLayer``.
-        start: global position of the first new token.
-        mask: the padding at the start of the prompt. Causality and windows belong to the layers.
-        intervals: the key intervals that layers of this forward have computed, by everything they depend on. Layers
-            with the same mask share them.
+        start: the global position of the first new token.
+        mask: the padding at the start of the prompt. Each layer adds its causality and window itself.
+        intervals: a cache of key intervals. The keys are all values that the intervals depend on, so that layers with
+            the same mask compute the intervals once.
     """
 
     cache: Any
@@ -144,17 +149,17 @@ class GenerationStep:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A forward that was called with a full batch.
+    """Describes a forward that was called with a full batch.
 
     Attributes:
         rows: the number of rows of the batch.
-        tokens: for each rank, the positions of its tokens in the full sequence, int64.
-        logits: for each rank, the indices of its logits among those that the caller asked for, int64.
+        tokens: for each rank, the global positions of its tokens, int64.
+        logits: for each rank, the indices of its logits among the logits that the caller asked for, int64.
         fused: whether TRL's fused head computes the outputs.
         drop_last: whether the fused head was called with unshifted labels, so that the last token has no output.
         num_items: the divisor of the fused head's loss.
-        last: int64 ``[rows]``, for a model that classifies sequences: the token whose scores are those of the row.
-        labels: the labels of the rows, for such a model.
+        last: for a model that classifies sequences: int64 ``[rows]``, the token of each row whose scores count.
+        labels: for a model that classifies sequences: the labels of the rows.
     """
 
     rows: int
@@ -172,17 +177,19 @@ class Forward:
     """The current forward of a parallelized model.
 
     Attributes:
-        shard: what the attention layers read; None until a hook has set it.
+        model: the parallelized model.
+        patch: its ``Patch``.
+        shard: what the attention layers need to know; None until a hook has set it.
         wants_loss: whether the caller passed labels.
-        generation: set while the model generates; otherwise None.
-        whole: set if the caller passed the full batch.
-        cut: the positions of this rank's tokens ``[seq_local]``, until the text model shards its input. None if the
-            batch is sharded already.
-        keep: the tokens of this rank that get logits; None for all.
-        hidden: the input of the output embedding ``[batch, seq, hidden]``, kept until the loss needs it.
-        scores: for a model that classifies sequences, the scores of each token, ``[batch, seq_local, num_labels]``.
-        labels, num_items: arguments that were removed because the model's forward would compute its own loss.
-        targets: this rank's labels, shifted, if the caller asked for their log-probabilities instead of a loss.
+        generation: set in a forward of ``model.generate``; otherwise None.
+        whole: set if the caller passed a full batch; otherwise None.
+        cut: int64 ``[seq_local]``, the positions of this rank's tokens, until the text model shards its input. None if
+            the batch is sharded already.
+        keep: int64, the indices of this rank's tokens whose logits are computed; None for all.
+        hidden: ``[batch, seq, hidden]``, the input of the output embedding, until the lazy logits are created.
+        scores: for a model that classifies sequences: the scores of each token, ``[batch, seq_local, num_labels]``.
+        labels, num_items: arguments that a hook has removed, because the model's forward would compute its own loss.
+        targets: this rank's shifted labels, if the caller asked for their log-probabilities instead of a loss.
     """
 
     model: nn.Module
@@ -201,7 +208,7 @@ class Forward:
 
     @property
     def batch_shard(self) -> BatchShard | None:
-        """The shard of a forward on a sharded sequence; None while tokens are decoded."""
+        """``shard`` in a forward on a sharded sequence; None in a decoding step."""
         return self.shard if isinstance(self.shard, BatchShard) else None
 
 
@@ -209,8 +216,8 @@ class Forward:
 _forwards: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", default=())
 
 
-# Whether the innermost forward was started with ``cut``. A plain value, which torch.compile can read where it cannot
-# read the forwards.
+# Whether ``cut`` of the innermost forward is set. It is stored in a list, because torch.compile can trace a read of a
+# list, but not of ``_forwards``.
 cuts_below = [False]
 
 
@@ -221,11 +228,13 @@ def current_forward() -> Forward | None:
 
 
 def push_forward(forward: Forward) -> None:
+    """Make ``forward`` the innermost current forward."""
     _forwards.set((*_forwards.get(), forward))
     cuts_below[0] = forward.cut is not None
 
 
 def pop_forward() -> None:
+    """Remove the innermost current forward."""
     _forwards.set(_forwards.get()[:-1])
     forward = current_forward()
     cuts_below[0] = forward is not None and forward.cut is not None

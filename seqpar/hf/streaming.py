@@ -1,4 +1,4 @@
-"""Streaming datasets: which part of one a dp rank reads, and where its next iteration starts."""
+"""Splits streaming datasets over dp ranks, and decides whether they can resume."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def is_streaming(dataset: Any) -> bool:
-    """Whether it is an ``IterableDataset`` of Hugging Face's ``datasets``."""
-    datasets = sys.modules.get("datasets")  # imported already if there is such a dataset
+    """Whether ``dataset`` is an ``IterableDataset`` of Hugging Face's ``datasets``."""
+    datasets = sys.modules.get("datasets")  # if such a dataset exists, the package has been imported already
     return datasets is not None and isinstance(dataset, datasets.IterableDataset)
 
 
@@ -16,7 +16,7 @@ def split_stream(dataset: Any, size: int, rank: int) -> Any:
     """The part of ``dataset`` that dp rank ``rank`` of ``size`` reads; None if the dataset cannot be split.
 
     Raises:
-        ValueError: it is split already, and not by dp.
+        ValueError: the dataset has already been split with another size or rank.
     """
     if is_streaming(dataset):
         split = getattr(dataset, "_distributed", None)
@@ -40,9 +40,9 @@ def split_stream(dataset: Any, size: int, rank: int) -> Any:
 
 
 def resumes_exactly(dataset: Any) -> bool:
-    """Whether ``dataset``, in this process, goes on from its ``state_dict`` with the examples that follow.
+    """Whether ``dataset`` can resume from its ``state_dict`` in this process without losing examples.
 
-    A streaming dataset that shuffles does not: its state leaves the examples in the shuffle buffer out.
+    A streaming dataset with a shuffle buffer cannot, because its state does not contain the examples in the buffer.
     """
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
@@ -50,7 +50,7 @@ def resumes_exactly(dataset: Any) -> bool:
 
 
 def _has_buffer(iterable: Any) -> bool:
-    """Whether a streaming dataset, or one of the iterables that it is made of, shuffles in a buffer."""
+    """Whether a streaming dataset, or one of the iterables that it is composed of, has a shuffle buffer."""
     parts = [getattr(iterable, name, None) for name in ("_ex_iterable", "ex_iterable")]
     parts += getattr(iterable, "ex_iterables", ())
     shuffles = type(iterable).__name__ == "BufferShuffledExamplesIterable"
@@ -58,6 +58,9 @@ def _has_buffer(iterable: Any) -> bool:
 
 
 def rewind(dataset: Any) -> None:
-    """Let the next iteration start at the beginning. A streaming dataset starts all of them at a state it was given."""
+    """Make the next iteration start at the beginning of ``dataset``.
+
+    This clears the state that a streaming dataset has loaded, because it would start every iteration at this state.
+    """
     if is_streaming(dataset):
         dataset.load_state_dict(None)

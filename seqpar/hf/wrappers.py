@@ -1,4 +1,4 @@
-"""The wrappers around a parallelized model that reduce gradients over ranks: DDP, FSDP1, ``fully_shard``, DeepSpeed."""
+"""Finds the wrappers that reduce a model's gradients over ranks: DDP, FSDP1, ``fully_shard`` and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import no_compile
 
-_DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine"  # by its name: it need not be installed
+_DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine"  # recognized by name, because it may not be installed
 
 _wrappers: WeakSet[nn.Module] = WeakSet()  # every wrapper known in this process
 _searched: WeakSet[nn.Module] = WeakSet()  # the models for which the process has been searched for wrappers
@@ -27,8 +27,8 @@ class Averaging(NamedTuple):
     """A wrapper that averages the gradients of a model.
 
     Attributes:
-        name: what it is, for errors.
-        ranks: the ranks that it averages over.
+        name: the name of its class, for error messages.
+        ranks: the global ranks that it averages over.
     """
 
     name: str
@@ -44,11 +44,11 @@ def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Averaging]:
 
     Args:
         model: the parallelized model.
-        in_forward: whether the model's forward is under way. DDP reduces the gradients only of forwards that ran
-            through it, so only the DDP whose forward is under way counts then; otherwise every DDP that exists.
+        in_forward: whether this function is called in the model's forward. DDP reduces only the gradients of forwards
+            that were called through it. In a forward, only the DDP that is running counts. Otherwise every DDP counts.
 
     Raises:
-        ValueError: DeepSpeed is among them, whose configuration decides what it divides by.
+        ValueError: one of the wrappers is DeepSpeed, whose configuration decides what it divides by.
     """
     known = _known_wrappers(model)
     found: list[nn.Module] = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -62,7 +62,7 @@ def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Averaging]:
 
 
 def gradient_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> list[Averaging]:
-    """The DDP, FSDP1 and ``fully_shard`` in ``model``, itself included, that average over the ranks of ``group``."""
+    """The DDP, FSDP1 and ``fully_shard`` modules in ``model``, or ``model`` itself, that average over all ``group``."""
     if group is None:
         return []
     sequence = frozenset(dist.get_process_group_ranks(group))
@@ -72,15 +72,18 @@ def gradient_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> list
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """The DDP, FSDP or DeepSpeed engine around the whole ``model``, or the model itself."""
+    """The outermost DDP, FSDP or DeepSpeed engine around ``model``, or ``model`` itself."""
     around = [w for w in _known_wrappers(model) if any(m is model for m in w.modules())]
     return max([model, *around], key=lambda m: sum(1 for _ in m.modules()))
 
 
 def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:
-    """Whether the full weight of ``head`` is there until the forward of ``model`` ends, not only in the head's own."""
+    """Whether the full weight of ``head`` is available until the forward of ``model`` ends.
+
+    A wrapper that shards ``head`` by itself gathers its weight only for the forward of ``head``.
+    """
     if isinstance(head, FSDPModule) or isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id"):
-        return False  # ds_id: a parameter that DeepSpeed's ZeRO-3 partitions
+        return False  # DeepSpeed's ZeRO-3 marks the parameters that it partitions by ds_id
     if any(isinstance(w, FullyShardedDataParallel) and w.module is head for w in _known_wrappers(model)):
         return False
     return tuple(head.weight.shape) == (head.out_features, head.in_features)
@@ -100,6 +103,7 @@ def _averaging(wrapper: nn.Module) -> Iterator[Averaging]:
 
 
 def deepspeed_error(found: str) -> ValueError:
+    """The error for ``gradients="auto"`` with DeepSpeed. ``found`` says where DeepSpeed was found."""
     return ValueError(
         f"gradients='auto': {found}, and DeepSpeed's configuration decides what it divides gradients by; call "
         "parallelize with gradients='mean' if it averages over all ranks of the sequence (its default), or "
@@ -108,43 +112,45 @@ def deepspeed_error(found: str) -> ValueError:
 
 
 def _fsdp1_ranks(wrapper: Any) -> frozenset[int]:
+    """The ranks that an FSDP1 wrapper averages over. With hybrid sharding, they include the ranks of the replicas."""
     if wrapper._device_mesh is not None:
         return frozenset(wrapper._device_mesh.mesh.flatten().tolist())
     ranks = frozenset(dist.get_process_group_ranks(wrapper.process_group))
-    across = getattr(wrapper, "_inter_node_pg", None)  # hybrid sharding replicates the shards over other ranks
-    if across is None:
+    replicas = getattr(wrapper, "_inter_node_pg", None)
+    if replicas is None:
         return ranks
-    if len(ranks) * across.size() == dist.get_world_size():
+    if len(ranks) * replicas.size() == dist.get_world_size():
         return frozenset(range(dist.get_world_size()))
-    return ranks | frozenset(dist.get_process_group_ranks(across))
+    return ranks | frozenset(dist.get_process_group_ranks(replicas))
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
-    # torch 2.13 has several groups a module; earlier versions have one.
+    # In torch 2.13 a module may have several parameter groups; in earlier versions it has at most one.
     several = getattr(state, "_fsdp_param_groups", None)
     single = getattr(state, "_fsdp_param_group", None)
     return list(several) if several else [single] if single is not None else []
 
 
 def _in_python(wrapper: DistributedDataParallel) -> bool:
-    """Whether it reduces by hooks on the parameters, in any backward (``optimize_ddp="python_reducer"``)."""
+    """Whether the DDP reduces gradients in any backward, by hooks on parameters (``optimize_ddp="python_reducer"``)."""
     return bool(getattr(wrapper, "_use_python_reducer", False))
 
 
 def _note(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Note the wrappers that are made from now on: each registers the module that it wraps."""
+    """Add ``module`` to the known wrappers if it is one. torch calls this hook when a module registers a submodule."""
     if _is_wrapper(type(module)):
         _wrappers.add(module)
 
 
 def _known_wrappers(model: nn.Module) -> list[nn.Module]:
-    """Every wrapper in this process. The first call for a model finds those that ``_note`` has not seen.
+    """Every wrapper in this process.
 
-    They were made before this module was imported, or by ``fully_shard``, which registers nothing.
+    The first call for a model also searches the process for wrappers that ``_note`` has not seen: those that were
+    created before this file was imported, and those of ``fully_shard``, which registers no submodule.
     """
     if model not in _searched:
-        gc.collect()  # drops wrappers that nothing uses any more
+        gc.collect()  # free the wrappers that are no longer used
         _wrappers.update(x for x in gc.get_objects() if issubclass(type(x), nn.Module) and _is_wrapper(type(x)))
         _searched.add(model)
     return list(_wrappers)
