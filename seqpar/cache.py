@@ -49,14 +49,14 @@ class ByteCache(Generic[Value]):
         return value
 
     def clear(self) -> None:
-        """Forget all values."""
+        """Remove all values."""
         with self._lock:
             self._values.clear()
             self.total = 0
 
 
 def tensor_bytes(value: Any) -> int:
-    """The bytes of a tensor, of an object with ``nbytes``, or of a tuple of these."""
+    """The number of bytes of a tensor, of an object with ``nbytes``, or of a tuple of these."""
     return sum(map(tensor_bytes, value)) if isinstance(value, tuple) else value.nbytes
 
 

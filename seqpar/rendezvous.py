@@ -54,25 +54,26 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def meet(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> Meeting:
-    """Wait until all ``ranks`` have called this for ``purpose``, and return the value of each.
+    """Wait until all ``ranks`` have called this function for ``purpose``, and return the value of each.
 
     Each rank sends one value to the store and reads one list from it, whatever the number of ranks.
 
     Args:
-        purpose: a name for what they wait for. All of them must call this equally often for each purpose.
-        ranks: global ranks, the same on each of them.
+        purpose: a name for the meeting. All ranks must call this function equally often for each purpose.
+        ranks: the global ranks that meet, the same on each of them.
         value: this rank's value.
         timeout: how long a rank waits for the others.
 
     Raises:
-        RuntimeError: some ranks did not arrive; the message names them.
+        RuntimeError: some ranks did not call this function before the timeout. The message names them.
     """
     index, size = ranks.index(dist.get_rank()), len(ranks)
     if size == 1 or is_simulated():
         return Meeting(purpose, [value] * size)
     store = _get_default_store()
     counter = _key(purpose, ranks)
-    # The store counts arrivals. No rank arrives again before all have arrived: every ``size`` arrivals are a meeting.
+    # The store counts the calls. No rank calls again before all ranks have called, so that each ``size`` consecutive
+    # calls belong to one meeting.
     key = f"{counter}/{(store.add(counter, 1) - 1) // size}"
     store.set(f"{key}/{index}", value)
     entries = [f"{key}/{i}" for i in range(size)]
@@ -86,7 +87,7 @@ def meet(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> 
     except RuntimeError as error:  # DistStoreError
         missing = [i for i, entry in enumerate(entries) if not store.check([entry])]
         if index == 0:
-            store.add(counter, len(missing))  # counts the missing ranks too, so that the next call is a new meeting
+            store.add(counter, len(missing))  # count the missing ranks too, so that the next call is of a new meeting
             store.set(f"{key}/all", "null")
         raise RuntimeError(missing_message(missing, purpose, timeout)) from error
     if values is None:
@@ -99,9 +100,9 @@ class Watch:
     """Finds the ranks that did not start an operation, if the operation takes too long or fails.
 
     Args:
-        purpose: what the ranks wait for.
-        ranks: global ranks that take part.
-        number: the number of the operation among those for ``purpose``, the same on every rank.
+        purpose: a name for the kind of operation.
+        ranks: the global ranks that take part.
+        number: the number of the operation among those with the same ``purpose``, the same on every rank.
     """
 
     def __init__(self, purpose: str, ranks: Sequence[int], number: int) -> None:
@@ -109,12 +110,12 @@ class Watch:
         self._index = ranks.index(dist.get_rank())
 
     def report(self) -> None:
-        """Tell the other ranks that this rank has started the operation. Called when a wait is longer than usual."""
+        """Report that this rank has started the operation. A rank calls this when its wait is longer than usual."""
         if not is_simulated():
             _get_default_store().set(self._keys[self._index], "waits")
 
     def missing(self) -> list[int]:
-        """The ranks that did not report. Called when the operation has failed."""
+        """The ranks that have not started the operation. A rank calls this after the operation has failed."""
         if is_simulated():
             return []
         self.report()
@@ -127,7 +128,7 @@ class Watch:
 
 
 def missing_message(missing: Sequence[int], purpose: str, timeout: timedelta) -> str:
-    """The message of the error on the ranks that waited."""
+    """The message of the error that the waiting ranks raise."""
     return (
         f"{purpose}: rank(s) {list(missing)} of the group did not arrive within {timeout.total_seconds():.0f} s; "
         f"{ADVICE}"

@@ -283,7 +283,7 @@ def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[
     [
         ("ends", "rank 1 has ended", 1.0),
         ("ends, but not its child", "rank 1 has ended", 1.0),
-        ("other size", "rank 1 has sent 20 bytes where this rank expects 16", 1.0),
+        ("other size", "rank 1 has sent 20 bytes, but this rank expects 16", 1.0),
         ("sends nothing", r"rank\(s\) \[1\]", 4.0),
     ],
 )

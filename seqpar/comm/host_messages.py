@@ -1,19 +1,21 @@
-"""Messages between processes of one host, through memory that they share. Linux, and tensors on the CPU.
+"""Messages of CPU tensors between processes of one host through shared memory. It is available on Linux only.
 
-Over gloo, a message to a process of the same host is copied into a socket and out of it, by threads that take the cores
-from attention. Here the sender writes it into memory that the receiver maps too, where the receiver reads it:
+gloo copies a message to a process of the same host into a socket and out of it. The threads that copy it use the same
+CPU cores as attention. Here the sender writes the message into memory that the receiver has mapped too, and the
+receiver reads it from there:
 
-    sender      | write the message | say where it is |          ...           | use the memory again |
-    receiver    |                         ...         | read it | say that it is read |
+    sender      | write the message | send a record SENT |             ...              | reuse the memory |
+    receiver    |                           ...          | read the message | send a record READ |
 
-The memory is a pool of blocks, each an anonymous file (``memfd_create``) that vanishes with the processes that map it.
-Two processes are connected by a local socket. It passes the files, says where messages are and which have been read,
-and tells a process that the other one has ended.
+The shared memory is a pool of blocks. Each block is an anonymous file (``memfd_create``), which the operating system
+deletes when no process maps it any more. Each pair of processes is connected by a local socket. The processes exchange
+the files and the records through it, and each of them notices by it when the other one ends.
 
-Ranks may send before they receive: the pool grows. A rank that only sends, such as the first one of a causal ring in
-forward, waits when a receiver is many messages behind.
+A rank may send several messages before it receives any, because the pool grows. A rank that only sends, such as the
+first rank of a causal ring in forward, waits when a receiver has many unread messages.
 
-Set the environment variable SEQPAR_SHARED_MEMORY to 0 to use gloo. If one rank of a group does, so do all.
+Set the environment variable SEQPAR_SHARED_MEMORY to 0 to use gloo. If it is 0 on one rank of a group, all ranks of the
+group use gloo.
 """
 
 from __future__ import annotations
@@ -47,32 +49,32 @@ from .communicator import MadeOnce, sends_nothing
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
 _SMALLEST_BLOCK = 1 << 16
-# Blocks that nobody uses are kept for later messages: so many bytes, or twice as many as are in use.
+# Free blocks are kept for later messages, up to so many bytes, or up to twice the bytes of the blocks in use.
 _KEPT_BYTES = 64 << 20
-# A rank waits before it sends a message to a peer that has not read so many: far more than one call of attention sends.
+# Before a rank sends a message to a peer with so many unread messages, it waits. A call of attention sends far fewer.
 _MOST_UNREAD = 64
-# A wait reads the group's timeout after so many seconds: most end sooner.
+# A wait looks up the group's timeout only after so many seconds, because most waits are shorter.
 _SHORT_WAIT_S = 1.0
-# How long until a record is sent again for which a socket had no room.
+# If a socket had no room for a record, the record is sent again after so many seconds.
 _RETRY_S = 0.001
 
 How = Literal["copy", "add", "borrow"]
 
 
 class _Kind(enum.IntEnum):
-    SENT = 0  # "I have written a message there"
-    READ = 1  # "I have read your message there"
-    DROPPED = 2  # "I have freed this block"
+    SENT = 0  # the sender of the record has written a message to its block
+    READ = 1  # the sender of the record has read a message from the receiver's block
+    DROPPED = 2  # the sender of the record has freed its block
 
 
 class _Record(NamedTuple):
-    """What the sockets carry: something about a message.
+    """A record that is sent through a socket. It describes a message, or a block that has been freed.
 
     Attributes:
-        kind: what.
-        block: the number of the block, of its owner.
-        start: where the message begins in the block, in bytes.
-        nbytes: its size.
+        kind: a ``_Kind``.
+        block: the number of the block. Each rank numbers its own blocks.
+        start: the offset of the message in the block, in bytes.
+        nbytes: the size of the message in bytes.
     """
 
     kind: int
@@ -85,12 +87,17 @@ _RECORD = struct.Struct("=BQQQ")
 
 
 class _Block:
-    """Memory for one message.
+    """Shared memory for one message.
 
     Attributes:
-        known_to: the ranks that have received the file.
-        unread: how many receivers have not read the message yet.
-        used_by: the storage of the tensor that the message is written to.
+        number: the number by which records refer to the block.
+        nbytes: the size of the block in bytes.
+        file: the descriptor of the anonymous file.
+        mapped: the memory, as an array of bytes.
+        address: the address of the memory in this process.
+        known_to: the ranks to which the file has been sent.
+        unread: the number of receivers that have not read the message yet.
+        used_by: the storage of the tensor that ``HostMessages.empty`` returned for this block, or None.
     """
 
     def __init__(self, number: int, nbytes: int) -> None:
@@ -106,18 +113,28 @@ class _Block:
 
     @property
     def free(self) -> bool:
+        """Whether the block can be used for another message."""
         return not self.unread and (self.used_by is None or self.used_by.expired())
 
 
 def _mapped(file: int) -> Any:
-    """The memory of a file, as an array of bytes. Unlike ``mmap``, it does not keep the file open: blocks are many."""
+    """The memory of a file, as an array of bytes.
+
+    Python's ``mmap`` would keep a descriptor of each file open, and there may be many files.
+    """
     path, nbytes = f"/proc/self/fd/{file}", os.fstat(file).st_size
-    with _disable_current_modes():  # a mode of the caller's is for its own tensors
+    with _disable_current_modes():  # dispatch modes of the caller, such as FakeTensorMode, must not see this tensor
         return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8, device="cpu").numpy()
 
 
 class Receiving:
-    """A message that is being received."""
+    """A message that is being received.
+
+    Attributes:
+        out: the receive buffer.
+        how: as in ``HostMessages.receive``.
+        done: whether the message has been read.
+    """
 
     def __init__(self, messages: HostMessages, peer: int, out: Tensor, how: How) -> None:
         self._messages, self._peer = messages, peer
@@ -125,25 +142,25 @@ class Receiving:
         self.done = False
 
     def wait(self) -> None:
-        """Wait until the message is there, and read it."""
-        while not self.done:  # a peer's messages are read in the order in which they were sent
+        """Wait until the message has arrived, and read it."""
+        while not self.done:  # earlier messages of the same peer are read first
             self._messages.receive_next(self._peer)
 
 
 class HostMessages:
-    """Messages between ranks of one host. Like a process group, it is used by one thread at a time.
+    """Sends and receives messages between ranks of one host. Like a process group, it is used by one thread at a time.
 
     Args:
-        ranks: the ranks.
-        sockets: by rank, the connection to it.
+        ranks: the ranks that exchange messages.
+        sockets: a connected socket for each other rank.
     """
 
     def __init__(self, ranks: Ranks, sockets: dict[int, socket.socket]) -> None:
-        # Not the group itself: what has been made for the default group must not keep it alive.
+        # A weak reference, because this object exists until the default group is destroyed and must not prevent that.
         self._parent, self._global_ranks = weakref.ref(parent_group(ranks)), global_ranks(ranks)
         self._sockets = sockets
         self._poll = select.poll()
-        self._peers: dict[int, int] = {}  # by file descriptor
+        self._peers: dict[int, int] = {}  # by the file descriptor of the socket
         for peer, connection in sockets.items():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
@@ -153,19 +170,22 @@ class HostMessages:
         self._blocks: dict[int, _Block] = {}
         self._at_address: dict[int, _Block] = {}
         self._next_number = 0
-        # By peer: its messages that are there, those that are expected, and its blocks.
+        # For each peer: messages that have arrived and are unread, receives that are not done, and mapped blocks.
         self._arrived: dict[int, deque[_Record]] = {peer: deque() for peer in sockets}
         self._expected: dict[int, deque[Receiving]] = {peer: deque() for peer in sockets}
         self._mapped: dict[int, dict[int, Any]] = {peer: {} for peer in sockets}
-        # By peer: records that wait for room in its socket, with their files.
+        # For each peer: records, with files, that are sent as soon as its socket has room.
         self._unsent: dict[int, deque[tuple[_Record, list[int]]]] = {peer: deque() for peer in sockets}
-        # By peer: how many messages it has not read.
+        # For each peer: the number of this rank's messages that it has not read.
         self._unread = dict.fromkeys(sockets, 0)
-        # Messages of peers that tensors of this rank still lie in.
+        # Messages in whose memory tensors of this rank are, with weak references to the storages of these tensors.
         self._borrowed: list[tuple[StorageWeakRef, int, _Record]] = []
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor ``[numel]`` that is sent without a copy, and must not be written after that."""
+        """An uninitialized tensor ``[numel]`` in shared memory.
+
+        ``send`` sends it without a copy. It must not be written to after it has been sent.
+        """
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
         block = self._free_block(numel * dtype.itemsize)
@@ -174,7 +194,12 @@ class HostMessages:
         return tensor
 
     def send(self, peers: Sequence[int], x: Tensor) -> None:
-        """Send ``x``, contiguous and not empty, to ``peers``. It may be written at once, unless it is of ``empty``."""
+        """Send ``x`` to ``peers``.
+
+        Args:
+            peers: the ranks that receive it.
+            x: contiguous and not empty. It may be written to as soon as this method returns, unless ``empty`` made it.
+        """
         block = self._at_address.get(x.untyped_storage().data_ptr())
         if block is None:
             x = self.empty(x.numel(), x.dtype).copy_(x.reshape(-1))
@@ -191,29 +216,35 @@ class HostMessages:
             self._wait(peer, lambda peer: not self._unsent[peer])
 
     def receive(self, peer: int, out: Tensor, how: How = "copy") -> Receiving:
-        """Start to receive a message of ``peer``.
+        """Start to receive the next message of ``peer``.
 
         Args:
-            peer: the rank that sends it.
-            out: contiguous, of the message's size and dtype.
-            how: copy the message to ``out``; or add it to ``out``; or let ``out`` lie where the sender wrote it. The
-                sender does not use this memory again while a tensor lies there. Views of ``out`` that were made before
-                the wait do not see the message then.
+            peer: the rank that sends the message.
+            out: the receive buffer: contiguous, with the size and dtype of the message.
+            how: "copy": copy the message to ``out``. "add": add the message to ``out``. "borrow": replace the memory of
+                ``out`` by the memory to which the sender wrote the message. The sender does not reuse this memory as
+                long as a tensor of this rank is in it. Views of ``out`` that were made before the wait keep the
+                memory that ``out`` had then.
         """
         receiving = Receiving(self, peer, out, how)
         self._expected[peer].append(receiving)
         return receiving
 
     def receive_next(self, peer: int) -> None:
-        """Wait for the next message of ``peer``, and read it."""
+        """Wait for the next message of ``peer``, and read it.
+
+        Raises:
+            RuntimeError: the message has another size than the receive buffer, or ``peer`` has ended or sent no message
+                before the group's timeout.
+        """
         if not self._arrived[peer]:
             self._wait(peer, lambda peer: bool(self._arrived[peer]))
         record, expected = self._arrived[peer].popleft(), self._expected[peer].popleft()
         out, expected.done = expected.out, True
         if record.nbytes != out.nbytes:
             raise RuntimeError(
-                f"rank {self._global_ranks[peer]} has sent {record.nbytes:,} bytes where this rank expects "
-                f"{out.nbytes:,}: their calls differ"
+                f"rank {self._global_ranks[peer]} has sent {record.nbytes:,} bytes, but this rank expects "
+                f"{out.nbytes:,}; make the same calls on all ranks"
             )
         mapped = self._mapped[peer][record.block]
         message = torch.frombuffer(mapped, dtype=out.dtype, count=out.numel(), offset=record.start).view(out.shape)
@@ -226,10 +257,10 @@ class HostMessages:
             out.add_(message)
         else:
             out.copy_(message)
-        self._give_back(peer, record)
+        self._post_read(peer, record)
 
     def shutdown(self) -> None:
-        """End the connections. The other ranks are told; tensors that lie in shared memory stay."""
+        """Close the connections, which the other ranks notice. Tensors in shared memory remain valid."""
         for connection in self._sockets.values():
             connection.close()
         self._blocks.clear()
@@ -239,7 +270,7 @@ class HostMessages:
     # Memory
 
     def _free_block(self, nbytes: int) -> _Block:
-        """A block that nobody uses, of at least ``nbytes``."""
+        """A free block of at least ``nbytes`` bytes."""
         size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
         self._progress(0)
         free = [block for block in self._blocks.values() if block.free]
@@ -260,8 +291,8 @@ class HostMessages:
         self._blocks[block.number] = self._at_address[block.address] = block
         return block
 
-    def _give_back(self, peer: int, record: _Record) -> None:
-        """Tell the sender of a message that it has been read."""
+    def _post_read(self, peer: int, record: _Record) -> None:
+        """Tell ``peer`` that its message, which ``record`` describes, has been read."""
         self._post(peer, record._replace(kind=_Kind.READ))
 
     # Sockets
@@ -273,7 +304,11 @@ class HostMessages:
         return group_timeout(group)
 
     def _wait(self, peer: int, ready: Callable[[int], bool]) -> None:
-        """Wait until what ``peer`` sends has made ``ready(peer)`` true."""
+        """Process incoming records until ``ready(peer)`` is true.
+
+        Raises:
+            RuntimeError: ``peer`` has ended, or ``ready(peer)`` is not true before the group's timeout.
+        """
         start, limit = time.monotonic(), _SHORT_WAIT_S
         while not ready(peer):
             if peer in self._ended:
@@ -287,12 +322,15 @@ class HostMessages:
             self._progress(limit - waited)
 
     def _post(self, peer: int, record: _Record, files: Sequence[int] = ()) -> None:
-        """Send a record, now or as soon as the socket has room: never wait for a peer that waits for this rank."""
+        """Send a record, now or as soon as the socket has room.
+
+        This method does not wait for room, because ``peer`` may be waiting for this rank.
+        """
         self._unsent[peer].append((record, list(files)))
         self._flush(peer)
 
     def _flush(self, peer: int) -> None:
-        """Send the records for ``peer``, unless it has ended: then whoever waits for it says so."""
+        """Send the unsent records for ``peer``. If ``peer`` has ended, discard them: the next wait for it raises."""
         unsent = self._unsent[peer]
         while unsent:
             record, files = unsent[0]
@@ -303,44 +341,44 @@ class HostMessages:
                     self._sockets[peer].send(_RECORD.pack(*record))
             except (BrokenPipeError, ConnectionResetError):
                 unsent.clear()
-                self._take(peer)  # what it sent before is still there
+                self._read_records(peer)  # the records that it sent before it ended can still be read
                 return
             except OSError as error:
-                if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):  # full; or too many files are under way
+                if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):  # the socket is full, or holds too many files
                     return
                 raise
             unsent.popleft()
 
     def _progress(self, seconds: float) -> None:
-        """Take what the sockets have. If they have nothing, wait for it, at most so long."""
+        """Send and read all records that can be sent and read. If there are none to read, wait at most ``seconds``."""
         if any(storage.expired() for storage, *_ in self._borrowed):
-            read = [entry for entry in self._borrowed if entry[0].expired()]
-            self._borrowed = [entry for entry in self._borrowed if entry not in read]
-            for _, peer, record in read:
-                self._give_back(peer, record)
+            unused = [entry for entry in self._borrowed if entry[0].expired()]
+            self._borrowed = [entry for entry in self._borrowed if entry not in unused]
+            for _, peer, record in unused:
+                self._post_read(peer, record)
         for peer in self._unsent:
             self._flush(peer)
         if any(self._unsent.values()):
             seconds = min(seconds, _RETRY_S)
         for descriptor, _ in self._poll.poll(seconds * 1000):
-            self._take(self._peers[descriptor])
+            self._read_records(self._peers[descriptor])
 
-    def _take(self, peer: int) -> None:
-        """Take what the socket of ``peer`` has."""
+    def _read_records(self, peer: int) -> None:
+        """Read and process all records that have arrived from ``peer``."""
         connection = self._sockets[peer]
         while peer not in self._ended:
             try:
                 data, files, flags, _ = socket.recv_fds(connection, _RECORD.size, 1)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # it has ended before it took everything; what it sent is still there
+            except ConnectionResetError:  # the peer has ended with unread records, but its own can still be read
                 continue
             if not data:
                 self._ended.add(peer)
                 self._poll.unregister(connection)
                 return
             if flags & socket.MSG_CTRUNC:
-                raise RuntimeError("this process cannot open more files: raise its limit (ulimit -n)")
+                raise RuntimeError("this process cannot open more files; raise its limit (ulimit -n)")
             record = _Record(*_RECORD.unpack(data))
             for file in files:
                 self._mapped[peer][record.block] = _mapped(file)
@@ -355,7 +393,7 @@ class HostMessages:
 
 
 class _NoMessages(HostMessages):
-    """Messages that take no time and bring nothing (see ``communicator.without_messages``)."""
+    """Sends and receives nothing, for ``communicator.without_messages``."""
 
     def __init__(self) -> None:
         pass
@@ -379,14 +417,18 @@ def _shut_down(messages: HostMessages | None) -> None:
 
 _made: MadeOnce[tuple[tuple[int, ...], bool], HostMessages | None] = MadeOnce(_shut_down)
 if hasattr(os, "register_at_fork"):
-    # A child that keeps the sockets open would hide that this process has ended.
+    # A forked process must close the sockets: if they stayed open there, peers would not notice that this process ends.
     os.register_at_fork(after_in_child=_made.end)
 
 
 def host_messages(ranks: Ranks, device: torch.device) -> HostMessages | None:
-    """How ``ranks`` exchange tensors on ``device`` through shared memory; None if they use a process group.
+    """The object by which ``ranks`` exchange tensors on ``device`` through shared memory.
 
     The first call with these ranks is collective: all of them must make it, in the same order among such calls.
+
+    Returns:
+        None if the ranks exchange tensors through a process group: for GPU tensors, over several hosts, with a backend
+        other than gloo, or if SEQPAR_SHARED_MEMORY is 0.
     """
     if device.type != "cpu" or is_simulated():
         return None
@@ -399,6 +441,7 @@ def host_messages(ranks: Ranks, device: torch.device) -> HostMessages | None:
 
 
 def _connect(ranks: Ranks, wanted: bool) -> HostMessages | None:
+    """Connect ``ranks``; None if they cannot share memory, or if ``wanted`` is False on one of them."""
     parent, rank, size = parent_group(ranks), rank_in(ranks), size_of(ranks)
     if type(parent) is not ProcessGroup or parent._get_backend(torch.device("cpu")).name() != "gloo":
         return None
@@ -416,7 +459,7 @@ def _connect(ranks: Ranks, wanted: bool) -> HostMessages | None:
 def _connections(
     listener: socket.socket, rank: int, addresses: Sequence[str], timeout: timedelta
 ) -> dict[int, socket.socket]:
-    """By rank, a socket that is connected with it. Each rank connects to those before it."""
+    """A connected socket for each other rank. Each rank connects to the ranks before it."""
     sockets: dict[int, socket.socket] = {}
     try:
         for peer in range(rank):
@@ -429,7 +472,7 @@ def _connections(
         while len(sockets) < len(addresses) - 1:
             connection, _ = listener.accept()
             _, user, _ = struct.unpack("=3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user != os.getuid():  # everybody on this host may connect
+            if user != os.getuid():  # any user of this host may connect to the socket
                 connection.close()
                 continue
             connection.settimeout(timeout.total_seconds())
@@ -448,21 +491,22 @@ def _listener(size: int) -> Iterator[socket.socket | None]:
         yield None
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")  # Linux chooses a name, which vanishes with the socket
+        listener.bind("")  # Linux chooses an unused name, which needs no file
         listener.listen(size)
         yield listener
 
 
 def _can_make_files() -> bool:
+    """Whether this process can create shared memory. An old C library or a container's policy may prevent it."""
     try:
         _Block(0, _SMALLEST_BLOCK)
-    except (AttributeError, OSError, RuntimeError):  # an old C library; forbidden in this container
+    except (AttributeError, OSError, RuntimeError):
         return False
     return True
 
 
 def _place() -> list[str | int]:
-    """The same for processes that can connect with one another and pass files: host, user and namespaces."""
+    """The host, user and namespaces of this process. Processes with equal values can share memory."""
     place: list[str | int] = [host_name(), os.getuid() if hasattr(os, "getuid") else 0]
     for namespace in ("net", "user"):
         try:

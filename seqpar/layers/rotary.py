@@ -238,15 +238,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-Table = tuple[Tensor, Tensor]  # cos and sin, [1 or b, s, 1, d / 2] each
+Table = tuple[Tensor, Tensor]  # cos and sin, each [1 or b, s, 1, d / 2]
 
 
 def _make_table(
     positions: Tensor, frequencies: Callable[[], Frequencies], dtype: torch.dtype, device: torch.device
 ) -> Table:
-    """The cosines and sines of the angles at ``positions [s]`` or ``[b, s]``."""
-    compute_on = torch.device("cpu") if device.type == "mps" else device  # which has no float64
-    # A table made in inference mode could not be saved for the backward of a later training step.
+    """The cosines and sines of the angles at ``positions``.
+
+    Args:
+        positions: int64 ``[s]`` or ``[b, s]``.
+        frequencies: returns the inverse frequencies and the attention scaling.
+        dtype: the dtype of the table. The angles are computed in float64.
+        device: the device of the table.
+    """
+    compute_on = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
+    # Leave inference mode: a table that was made in it could not be saved for the backward of a later training step.
     with torch.inference_mode(False), torch.no_grad():
         inv_freq, attention_scaling = frequencies()
         inv_freq = upload(inv_freq, compute_on)
@@ -265,8 +272,16 @@ def _make_table(
 
 @dataclass
 class _Entry:
+    """A cached table.
+
+    Attributes:
+        table: the table.
+        version: the version counter of the positions when the table was made. Each write to the positions raises it.
+        used: when the table was last used, as a number of the cache's clock.
+    """
+
     table: Table
-    version: int  # of the positions when the table was made
+    version: int
     used: int
 
     @property
@@ -275,9 +290,9 @@ class _Entry:
 
 
 class _TableCache:
-    """Tables by the tensor of positions that they are for; a table goes when its positions do.
+    """A cache of tables. A table is found by its tensor of positions, and is removed when this tensor is freed.
 
-    Together they take at most ``limit`` bytes. Beyond that, the least recently used ones go first.
+    If the tables take more than ``limit`` bytes together, the least recently used ones are removed.
     """
 
     def __init__(self, limit: int) -> None:
@@ -286,8 +301,8 @@ class _TableCache:
         self._by_positions: MutableMapping[Tensor, dict[Hashable, _Entry]] = WeakIdKeyDictionary()
 
     def get(self, positions: Tensor, key: Hashable, make: Callable[[], Table]) -> Table:
-        """The table of ``positions`` and ``key``, made by ``make()`` if there is none for their present values."""
-        if positions.is_inference():  # PyTorch does not count the writes to it
+        """The table for ``positions`` and ``key``; made by ``make()`` if there is none for their current values."""
+        if positions.is_inference():  # an inference tensor has no version counter
             return make()
         entries = self._by_positions.get(positions, {})
         entry = entries.get(key)
@@ -295,17 +310,19 @@ class _TableCache:
             entry.used = next(self._clock)
             return entry.table
         table = make()
-        if type(table[0]) in (Tensor, FakeTensor):  # not one of a mode or a transform that ends before the positions do
+        # Tensors of other types belong to modes and transforms, which may end before the positions are freed.
+        if type(table[0]) in (Tensor, FakeTensor):
             entries[key] = _Entry(table, positions._version, next(self._clock))
             self._by_positions[positions] = entries
             self._evict()
         return table
 
     def clear(self) -> None:
-        """Forget all tables."""
+        """Remove all tables."""
         self._by_positions.clear()
 
     def _evict(self) -> None:
+        """Remove the least recently used tables that exceed the limit. The most recently used one is kept."""
         held = [(entries, key) for entries in list(self._by_positions.values()) for key in list(entries)]
         held.sort(key=lambda at: at[0][at[1]].used, reverse=True)
         total = 0
@@ -337,7 +354,7 @@ def _ntk(head_dim: int, base: float, *, factor: float) -> Frequencies:
 def _dynamic(
     head_dim: int, base: float, *, factor: float, original_max_position_embeddings: float, length: int
 ) -> Frequencies:
-    # Up to the length that the model was trained with, this is _ntk with a factor of 1.
+    # Up to the length that the model was trained with, the factor given to _ntk is 1.
     length = max(length, int(original_max_position_embeddings))
     return _ntk(head_dim, base, factor=factor * length / original_max_position_embeddings - (factor - 1))
 
@@ -357,8 +374,9 @@ def _llama3(
             "(Llama 3.1 has 4 and 1)"
         )
     inv_freq, _ = _default(head_dim, base)
-    # Rotations of each pair over the context the model was trained with. Above high_freq_factor of them, a frequency is
-    # left as it is; below low_freq_factor, it is divided by factor; between the two, interpolated linearly.
+    # The number of rotations of each pair of channels over the context that the model was trained with. A frequency
+    # with more than high_freq_factor rotations is unchanged. One with fewer than low_freq_factor rotations is divided
+    # by factor. Between the two, the frequency is interpolated linearly.
     rotations = original_max_position_embeddings * inv_freq / (2 * pi)  # [d / 2]
     unscaled = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return inv_freq * (unscaled + (1 - unscaled) / factor), 1.0
@@ -378,7 +396,7 @@ def _yarn(
     truncate: bool = True,
 ) -> Frequencies:
     def correction_dim(rotations: float) -> float:
-        """The (fractional) pair that makes ``rotations`` over the context the model was trained with."""
+        """The (fractional) index of the pair of channels with ``rotations`` over the context of the training."""
         return head_dim * log(original_max_position_embeddings / (rotations * 2 * pi)) / (2 * log(base))
 
     low, high = correction_dim(beta_fast or 32.0), correction_dim(beta_slow or 1.0)
@@ -388,7 +406,8 @@ def _yarn(
     if low == high:
         high += 0.001  # the ramp below divides by high - low
     inv_freq, _ = _default(head_dim, base)
-    # Pairs up to low keep their frequency, pairs from high on are divided by factor, with a linear ramp between.
+    # Pairs up to low keep their frequency. The frequencies of pairs from high on are divided by factor. In between, the
+    # frequency is interpolated linearly.
     unscaled = 1 - ((torch.arange(head_dim // 2, device="cpu").double() - low) / (high - low)).clamp(0, 1)  # [d / 2]
     if attention_factor is None:
         has_both = mscale and mscale_all_dim
@@ -422,7 +441,12 @@ _OPTIONAL_KEYS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale
 
 
 def _parse_scaling(scaling: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
-    """``rope_type`` and its parameters, checked."""
+    """The ``rope_type`` of a scaling configuration, and its parameters.
+
+    Raises:
+        TypeError: ``scaling`` is not a mapping, or a parameter has another type.
+        ValueError: the ``rope_type`` is unknown, or a parameter is missing, unknown or not positive.
+    """
     if scaling is None:
         return "default", {}
     if not isinstance(scaling, Mapping):
@@ -437,7 +461,7 @@ def _parse_scaling(scaling: Mapping[str, Any] | None) -> tuple[str, dict[str, An
     required, optional = _REQUIRED_KEYS[rope_type], _OPTIONAL_KEYS.get(rope_type, ())
     if missing := [name for name in required if given.get(name) is None]:
         raise ValueError(f"scaling: {missing[0]} is missing; rope_type {rope_type!r} requires {', '.join(required)}")
-    # Configuration files write the keys of all types, with null for those that the type does not have.
+    # Configuration files may have the keys of all types, with null for those that the given type does not have.
     given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
         if name not in (*required, *optional, "rope_theta"):
