@@ -308,7 +308,7 @@ def sharded_before(group: ProcessGroup, kind: str) -> list[str]:
 def test_what_a_batch_may_be(pool: Pool, kind: str) -> None:
     for sharded, boundaries, different in pool.run(2, sharded_before, kind):
         assert "must merge images into all tokens before the tokens are sharded; call it with the full batch" in sharded
-        assert boundaries.startswith("cu_seq_lens_q: with images, document boundaries need position_ids")
+        assert boundaries.startswith("cu_seq_lens_q: with images and document boundaries, give position_ids")
         assert different.startswith("batch: the ranks of the sequence group passed different batches")
 
 
