@@ -1,8 +1,8 @@
 """Many cases in one test, and ``pytest --case ID`` to run one of them.
 
-A round trip to the worker processes costs more than a small attention problem, so a test sends all its cases in one
-``Pool.run`` (``Batch.check``). Every case has an id, its ``str()``. A failure prints the id of each case that failed
-and the command that runs only that case.
+A round trip to the worker processes takes longer than a small attention problem. A test therefore sends all its cases
+in one ``Pool.run`` (``Batch.check``). The id of a case is its ``str()``. A failure prints the id of each case that
+failed, and the command that runs only that case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Batch:
     Args:
         pool: the worker processes.
         node_id: pytest's id of the test.
-        wanted: the id given with ``--case``: only that case runs. Where no case has exactly this id, all cases run
+        wanted: the value of ``--case``. Only the case with this id runs. If no case has exactly this id, all cases run
             whose ids contain it.
 
     Attributes:

@@ -1,6 +1,7 @@
-"""``make compat``: the core tests of ``seqpar.hf`` with the oldest and newest versions of what it works with.
+"""``make compat``: runs the core tests of ``seqpar.hf`` with the oldest and newest versions of its dependencies.
 
-Each set of versions gets an environment of its own in .compat/. The results go into a table in docs/huggingface.md.
+Each set of versions has an environment of its own in .compat/. The results are written to a table in
+docs/huggingface.md.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ PACKAGES = ("transformers", "accelerate", "peft", "trl", "torch")
 TESTS = ("tests/test_hf_whole.py", "tests/test_hf_loss.py", "tests/test_hf_parallelism.py")
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 CPU_INDEX = os.environ.get("CPU_INDEX", "https://download.pytorch.org/whl/cpu")
-# By name: the versions, and an expression for the tests that their own code cannot pass: transformers 5.0 has another
-# ModernBERT, which parallelize refuses, resumes on several processes only on GPUs, and asks for accelerate 1.12 when
-# its Trainer is given a ParallelismConfig.
+# For each set, the versions and an expression for the tests that cannot pass with them. transformers 5.0 has another
+# ModernBERT, for which parallelize raises an error. It resumes on several processes only on GPUs. Its Trainer requires
+# accelerate 1.12 for a ParallelismConfig.
 SETS = {
     "oldest": (("transformers==5.0.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"), "modernbert or resume"),
     "oldest, without Trainer": (
@@ -33,13 +34,13 @@ SETS = {
 
 
 def python_of(name: str, versions: tuple[str, ...]) -> Path:
-    """The interpreter of the environment with these versions, which is made first."""
+    """The Python interpreter of the environment with these versions. The environment is created if necessary."""
     folder = ROOT / ".compat" / re.sub(r"\W+", "-", name)
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
-    # As in the Makefile: torch first, its CPU build where the index can be reached.
+    # As in the Makefile, torch is installed first: the CPU build if its index can be reached.
     subprocess.run([*pip, "--retries", "0", "--timeout", "15", "--index-url", CPU_INDEX, TORCH], check=False)
     subprocess.run([*pip, TORCH], check=True)
     subprocess.run([*pip, "--editable", ".", "hypothesis", "pytest", "triton", *versions], cwd=ROOT, check=True)

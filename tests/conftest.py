@@ -1,4 +1,4 @@
-"""Settings, options and fixtures of all tests."""
+"""The settings, options and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from hypothesis import settings
 from .cases import Batch
 from .pool import OwnPool, Pool
 
-# Hypothesis draws the same examples in every run, so that a test that fails keeps failing. It has no deadline for an
-# example, because the machine may be busy.
+# Hypothesis draws the same examples in every run, so that a failing test fails again. An example has no deadline,
+# because the machine may be busy.
 settings.register_profile("seqpar", deadline=None, derandomize=True, max_examples=50, database=None)
 settings.load_profile("seqpar")
 
 torch.set_num_threads(1)
 
-# strategy="auto" neither measures this machine nor reads what was measured on it: choices are the same everywhere.
+# strategy="auto" neither measures this machine nor reads earlier measurements, so that it chooses the same on every
+# machine.
 os.environ["SEQPAR_MEASURE"], os.environ["SEQPAR_CACHE"] = "0", os.devnull
 
 _CASES_RAN = pytest.StashKey[int]()
@@ -28,13 +29,15 @@ _CASES_RAN = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--case", metavar="ID", help="of the tests that run many cases, run only the case with this id (or part of it)"
+        "--case", metavar="ID", help="in tests with many cases, run only the case with this id (or part of an id)"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that no process begins one when the others are done. With ``--case``, deselect
-    the tests that do not run cases."""
+    """Run files with slow tests first, so that no process starts one when the other processes are done.
+
+    With ``--case``, deselect the tests that do not run cases.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--case") is None:
@@ -45,13 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take what imports and collection have made out of garbage collection: tests that collect garbage take less."""
+    """Exclude the objects made by imports and collection from garbage collection, which then takes less time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With ``--case``, fail if no test has such a case."""
+    """With ``--case``, let the session fail if no test has such a case."""
     gc.unfreeze()
     wanted = session.config.getoption("--case")
     if wanted is not None and not session.config.stash.get(_CASES_RAN, 0):
@@ -66,7 +69,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Eight worker processes, which start at the first ``pool.run``."""
+    """Eight worker processes, which the first ``pool.run`` starts."""
     workers = Pool()
     yield workers
     workers.close()
@@ -74,14 +77,14 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_groups(pool: Pool) -> Iterator[None]:
-    """After each file, start new workers if its tests have made many groups."""
+    """After each file, end the workers if its tests have made many groups."""
     yield
     pool.close_if_many_groups()
 
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[OwnPool]:
-    """Four worker processes, whose default group the tests of the module replace."""
+    """Four worker processes whose default group the tests of a file may replace."""
     made = OwnPool(4)
     yield made
     made.pool.close()
@@ -89,7 +92,7 @@ def own() -> Iterator[OwnPool]:
 
 @pytest.fixture
 def batch(request: pytest.FixtureRequest, pool: Pool) -> Iterator[Batch]:
-    """Runs many cases in one test; ``--case`` chooses one of them."""
+    """Runs many cases in one test. With ``--case`` it runs one of them."""
     made = Batch(pool, request.node.nodeid, request.config.getoption("--case"))
     yield made
     stash = request.config.stash

@@ -1,7 +1,8 @@
 """Fake CUDA tensors on a machine whose PyTorch has no CUDA.
 
-Under a ``FakeTensorMode`` a tensor on "cuda" has a shape and no values. Most operators work, but indexing asks for the
-device's guard, which a CPU build of PyTorch lacks. The guard of "meta" does nothing, so it serves.
+In a ``FakeTensorMode`` a tensor on "cuda" has a shape but no values. Most operators work. Indexing, however, needs the
+device guard of CUDA, which a CPU build of PyTorch does not have. The device guard of "meta", which does nothing, is
+used instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    """A FakeTensorMode in which tensors on "cuda" can be used like others, except for autograd's backward."""
+    """In the block, a FakeTensorMode in which tensors on "cuda" can be used, except in autograd's backward."""
     if torch.cuda.is_available():
         with FakeTensorMode():
             yield

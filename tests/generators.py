@@ -1,4 +1,4 @@
-"""Hypothesis strategies that generate masks: the rules of ``reference.py``, and the package's masks made from them."""
+"""Hypothesis strategies that generate masks: the rules of ``reference.py``, and the package's masks for these rules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .reference import Rule, Rules, combined_mask
 
 @st.composite
 def boundaries(draw: st.DrawFn, seq_len: int, padding: bool) -> tuple[int, ...]:
-    """Document boundaries: documents may be empty, and with ``padding`` the last tokens may belong to none."""
+    """Document boundaries. Documents may be empty. With ``padding`` the last tokens may belong to no document."""
     inner = sorted(draw(st.lists(st.integers(0, seq_len), max_size=6)))
     return (0, *inner) if padding else (0, *inner, seq_len)
 
 
 @st.composite
 def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
-    """Any rule. With ``rows > 1``, they may differ between the ``rows`` batch rows."""
+    """Any rule. With ``rows > 1``, its arguments may differ between the ``rows`` batch rows."""
 
     def per_row(one: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
         return st.one_of(one, st.tuples(*[one] * rows)) if rows > 1 else one

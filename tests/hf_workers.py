@@ -1,4 +1,4 @@
-"""Tiny transformers models and batches, and the functions that the ranks of the Hugging Face tests run."""
+"""Tiny transformers models and batches, and the functions that the Hugging Face tests run on the ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _config(kind: str) -> Any:
             layer_types=["chunked_attention", "full_attention"],
             no_rope_layers=[1, 0],
         )
-    if kind == "deepseek_v3":  # latents of 8 and rotated keys of 4 numbers, instead of 4 heads of 10 + 5
+    if kind == "deepseek_v3":  # 8 latent and 4 rotated channels, instead of 4 heads with 10 channels of k and 5 of v
         small = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
         return t.DeepseekV3Config(
             **small,
@@ -104,32 +104,37 @@ def _config(kind: str) -> Any:
 
 
 MODELS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert")
-IN_PLACE = ("modernbert", "bert", "bert_tokens")  # their labels are not shifted
-# By name: strategy, layout, options.
-# Arguments of ``parallelize``: strategies of the table that differ in what they send, and every layout.
+IN_PLACE = ("modernbert", "bert", "bert_tokens")  # models that predict each token itself: their labels are not shifted
+# Arguments of ``parallelize`` by name: strategies that differ in what they send, and every layout.
 PARALLELIZE: dict[str, dict[str, Any]] = {
     "ring-zigzag": {**STRATEGIES["ring"], "layout": "zigzag"},
     "ulysses-contiguous": {**STRATEGIES["ulysses"], "layout": "contiguous"},
     "hybrid-zigzag": {**STRATEGIES["hybrid"], "ulysses_size": 2, "layout": "zigzag"},
     "all_gather-striped": {**STRATEGIES["all_gather"], "layout": "striped"},
 }
-AUTO: dict[str, Any] = {"strategy": "auto", "layout": "zigzag"}  # takes one of the others
+AUTO: dict[str, Any] = {"strategy": "auto", "layout": "zigzag"}
 
 
 @cache
 def freeze_imports(kind: str) -> None:
-    """Take what the imports have made out of garbage collection, once the code of this kind of model is imported.
+    """Exclude the objects made by imports from garbage collection, once for each kind of model.
 
-    The first forward of each parallelized model searches all objects for wrappers, which else takes most of a test.
+    The first forward of each parallelized model searches all objects for wrappers. With the objects made by imports,
+    this search would take most of a test's time.
     """
     gc.collect()
     gc.freeze()
 
 
 def tiny(kind: str, attention: str = "eager", seed: int = 0, auto: Any = None, **changes: Any) -> Any:
-    """A model with random weights, larger than the usual ones so that no path has a gradient near zero.
+    """A model with random weights, which are larger than usual so that no parameter has a gradient near zero.
 
-    ``auto`` is the Auto class that makes it, if not the one for a language model of its kind.
+    Args:
+        kind: the architecture.
+        attention: the attention implementation.
+        seed: the seed of the weights.
+        auto: the Auto class that makes the model; by default the one for a language model.
+        changes: attributes of the config to set.
     """
     config = _config(kind)
     for name, value in changes.items():
@@ -148,12 +153,19 @@ def tiny(kind: str, attention: str = "eager", seed: int = 0, auto: Any = None, *
             elif "sinks" in name:
                 p.normal_(0, 1)
             elif name.endswith("key.bias"):
-                p.requires_grad_(False)  # it shifts all scores of a query alike: its gradient is rounding error
+                p.requires_grad_(False)  # it adds the same number to all scores of a query: its gradient is 0
     return model.train()
 
 
 def make_batch(how: str, length: int = 45, rows: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """A full batch: plain, packed, or padded on the left or right; some labels do not count."""
+    """A full batch in which some labels are -100.
+
+    Args:
+        how: "packed" for one row of several documents, "left" or "right" for padding there, otherwise plain.
+        length: the number of tokens of a row.
+        rows: the number of rows.
+        seed: the seed of the tokens.
+    """
     g = torch.Generator().manual_seed(seed)
     rows = 1 if how == "packed" else rows
     ids = torch.randint(3, VOCAB, (rows, length), generator=g)
@@ -176,11 +188,12 @@ def make_batch(how: str, length: int = 45, rows: int = 2, seed: int = 0) -> dict
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters' gradients by name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest error of a gradient, relative to that gradient's largest entry."""
+    """The largest error of all gradients, relative to the largest value of the same gradient."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     largest = max(float(g.abs().max()) for g in theirs.values())
     return max(
@@ -189,10 +202,10 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def one_device(kind: str, batch: dict[str, Any], attention: str = "eager") -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the unpatched model on the full batch.
+    """The loss and the gradients of the model on one device, without ``parallelize``, on the full batch.
 
-    transformers detects packed documents only without a cache, which is on by default, and never in gpt-oss and in
-    bidirectional models: those get the documents one by one.
+    transformers detects packed documents only with ``use_cache=False``, and never in gpt-oss and in bidirectional
+    models. These models compute the documents one after another here.
     """
     model = tiny(kind, attention)
     shift = int(kind not in IN_PLACE)
@@ -218,7 +231,7 @@ def one_device_of(kind: str, how: str) -> tuple[float, dict[str, Tensor]]:
 
 
 def compare(group: ProcessGroup, kind: str, strategy: str, how: str, **options: Any) -> tuple[float, float]:
-    """Errors of loss and gradients against one device."""
+    """The errors of the loss and of the gradients relative to one device."""
     batch = make_batch(how)
     expected, grads = one_device_of(kind, how)
     arguments = AUTO if strategy == "auto" else PARALLELIZE[strategy]
@@ -232,10 +245,12 @@ def compare(group: ProcessGroup, kind: str, strategy: str, how: str, **options: 
 
 @on_ranks
 def table(group: ProcessGroup, cases: list[tuple[str, str, str]]) -> list[tuple[float, float]]:
+    """The results of ``compare`` for many cases."""
     return [compare(group, *case) for case in cases]
 
 
 def generate(group: ProcessGroup, kind: str, layout: Layout, prompt: dict[str, Tensor], **options: Any) -> Tensor:
+    """The tokens that a parallelized model generates greedily."""
     model = tiny(kind).eval()
     seqpar.hf.parallelize(model, group=group, layout=layout)
     return model.generate(**prompt, do_sample=False, **options)

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: which ranks share one is what the package was told."""
+"""Simulates several hosts on one machine, by replacing what the package knows about the hosts of the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqpar import mesh
 
 @contextmanager
 def hosts_of(per_host: int) -> Iterator[None]:
-    """Inside the block, every ``per_host`` consecutive ranks of the default group share a host; with 0, all do."""
+    """In the block, each ``per_host`` consecutive ranks of the default group share a host. With 0, all ranks do."""
     world = dist.group.WORLD
     assert world is not None
     ranks = range(world.size())

@@ -1,4 +1,4 @@
-"""Counting the memory that a computation holds, on the CPU, where PyTorch counts none."""
+"""Counts the memory that a computation uses on the CPU, where PyTorch does not count it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within the block: the bytes of the tensors that operators return, as long as they are alive.
+    """In the block, counts the bytes of the live tensors that operators have returned.
 
     Attributes:
-        peak: the most bytes at any time.
-        largest: by operator, the bytes of the largest tensor that it returned.
+        peak: the largest number of bytes at any time.
+        largest: for each operator, the bytes of the largest tensor that it has returned.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A small transformer that every strategy runs, and the same transformer on one device."""
+"""A small transformer for every strategy, and the same transformer on one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import seqpar
 from seqpar import Mask
 
 HIDDEN, HEAD_DIM, INTERMEDIATE, VOCAB = 24, 4, 30, 37
-# Documents and a window, for every length up to 95 tokens; queries from 60 on are padding and see nothing.
+# Documents and a window, for any length up to 95 tokens. The tokens from 60 on are padding: they see no tokens.
 MASK = Mask.chunked(64, starts=[5, 31]) & Mask.padding(0, 60) & Mask.sliding_window(20)
 
 
@@ -20,8 +20,8 @@ def attention_layer(heads: tuple[int, int], strategy: str = "local", **options: 
     """A float64 layer with every kind of parameter. Layers with equal ``heads`` have equal weights.
 
     Args:
-        heads: query heads and key/value heads.
-        strategy: "local", or the strategy that ``options`` (mesh or group, layout, ...) are for.
+        heads: the numbers of query heads and KV heads.
+        strategy: a strategy of ``seqpar.ParallelAttention``.
         options: further arguments of ``seqpar.ParallelAttention``.
     """
     torch.manual_seed(11)
@@ -32,7 +32,7 @@ def attention_layer(heads: tuple[int, int], strategy: str = "local", **options: 
 
 
 def randomize(module: nn.Module) -> None:
-    """Random values for all parameters, also for those that start as 0 or 1."""
+    """Set all parameters to random values, including those that are initialized to 0 or 1."""
     for p in module.parameters():
         p.data = torch.randn_like(p) * 0.3
 
@@ -55,15 +55,15 @@ class MLP(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, one block, vocabulary head and the sum of the tokens' losses, in float64.
+    """An embedding, one block, a vocabulary head and the sum of the tokens' losses, in float64.
 
-    With "tp_sp" every layer is tensor-parallel; with any other strategy the attention layer alone is parallel. The
-    parameters have the same names and full shapes for every strategy.
+    With "tp_sp" every layer is tensor-parallel. With any other strategy only the attention layer is parallel. The names
+    and full shapes of the parameters are the same for every strategy.
 
     Args:
         strategy: a strategy of ``seqpar.ParallelAttention``.
         activation: "swiglu" or "gelu".
-        overlap: of the tensor-parallel layers.
+        overlap: the argument ``overlap`` of the tensor-parallel layers.
         options: further arguments of the attention layer.
         where: ``group`` or ``mesh``; nothing for "local".
     """
@@ -97,18 +97,18 @@ class Transformer(nn.Module):
         self.attention = attention_layer((6, 2), strategy, **options, **where)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the losses of this rank's tokens: ``ids`` and ``labels`` are int64 ``[batch, seq]``."""
+        """The sum of the losses of this rank's tokens. ``ids`` and ``labels`` are int64 ``[batch, seq]``."""
         x = self.embed(ids)  # [b, s, hidden]
         x = x + self.attention(self.norm1(x), mask=MASK)
         x = x + self.mlp(self.norm2(x))
-        logits = self.head(x)  # [b, s, vocab]; with tp_sp of all tokens, and this rank's part of the vocabulary
+        logits = self.head(x)  # [b, s, vocab]; with tp_sp all tokens and this rank's part of the vocabulary
         if self.tensor_parallel:
             return seqpar.vocab_parallel_cross_entropy(logits, labels, VOCAB, **self.where).sum()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def random_tokens(seq_len: int, batch: int = 2) -> tuple[Tensor, Tensor]:
-    """ids and labels, ``[batch, seq_len]``; some labels do not count."""
+    """Random ids and labels, each int64 ``[batch, seq_len]``. Some labels are -100."""
     ids, labels = torch.randint(VOCAB, (2, batch, seq_len)).unbind()
     labels[:, 7:9] = -100
     return ids, labels

@@ -1,10 +1,10 @@
-"""A model of NCCL's groups, to show on a CPU which exchanges of messages would hang on a cluster.
+"""A model of NCCL's groups, which shows on a CPU which exchanges of messages would hang on a cluster.
 
-gloo starts every message on its own. NCCL starts the messages between ``ncclGroupStart`` and ``ncclGroupEnd`` as one
-kernel, if they fit into its budget. A larger group is cut into several kernels, each rank cutting its own list, and a
-rank's kernels run one after another on one stream. A message needs both its ends to be running at the same time. So a
-send may wait in the first kernel of one rank for a receive in the second kernel of another, while that other rank's
-first kernel waits for yet another rank: a circle that never ends (pytorch/pytorch#174288).
+gloo starts each message separately. NCCL starts all messages between ``ncclGroupStart`` and ``ncclGroupEnd`` in one
+kernel, if there are few enough. It divides a larger group into several kernels. Each rank divides its own list of
+messages, and runs its kernels one after another on one stream. A message is sent while the kernels of both its ends run
+at the same time. A deadlock is therefore possible: a send in the first kernel of a rank waits for a receive in the
+second kernel of another rank, whose first kernel waits for a third rank, and so on (pytorch/pytorch#174288).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# The number of operations that the model starts as one kernel: fewer than any NCCL version needs to.
+# The number of operations that the model starts in one kernel. All versions of NCCL can start more.
 BUDGET = 64
 
 
@@ -32,13 +32,17 @@ class HangError(AssertionError):
 
 
 def run(programs: Sequence[Sequence[Group]], budget: int = BUDGET) -> int:
-    """Run the groups of every rank, by rank, until all messages have been exchanged.
+    """Run the groups of all ranks until all messages have been exchanged.
+
+    Args:
+        programs: the groups of each rank.
+        budget: the number of operations in one kernel.
 
     Returns:
         The number of kernels that the ranks started.
 
     Raises:
-        HangError: some kernels wait for each other, or a message has only one end.
+        HangError: some kernels wait for one another, or a message has only one end.
     """
     queues = [deque(kernel for group in program for kernel in _cut(group, budget)) for program in programs]
     # The unmatched operations of the kernel that each rank is running.

@@ -1,9 +1,9 @@
-"""A persistent pool of worker processes: a test on several ranks costs milliseconds and cannot hang.
+"""A persistent pool of worker processes. A test on several ranks takes milliseconds and cannot hang.
 
-The processes form one gloo group over the loopback interface, with a subgroup of the first ``n`` ranks for each ``n``
-in ``WORLDS``. ``Pool.run`` calls a function on the first ranks and returns the results by rank. When a rank raises,
-dies or misses the deadline, ``run`` ends all processes and raises ``WorkerError`` with the traceback or the stack of
-each rank; the next ``run`` starts new processes.
+The processes form a gloo group over the loopback interface, and a subgroup of the first ``n`` ranks for each ``n`` in
+``WORLDS``. ``Pool.run`` calls a function on the first ``n`` ranks and returns the results by rank. If a rank raises an
+error, ends or misses the deadline, ``run`` ends all processes and raises a ``WorkerError`` with the traceback or the
+stack of each rank. The next ``run`` starts new processes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from seqpar.comm import host_messages
 WORLDS = (1, 2, 3, 4, 8)
 _IN_SHARED_MEMORY = (3, 8)
 _START_DEADLINE_S = 120.0
-# After a rank has failed, the other ranks have this long to report: the cause may be an error on another rank.
+# After a rank has failed, the other ranks have so many seconds to report, because the cause may be an error on one of
+# them.
 _GRACE_S = 3.0
 _MOST_GROUPS = 24
 _PR_SET_PDEATHSIG = 1
-_GO_ON, _PAUSE = signal.SIGCONT, signal.SIGSTOP
+_CONTINUE, _PAUSE = signal.SIGCONT, signal.SIGSTOP
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=Callable[..., Any])
@@ -51,18 +52,18 @@ Body = TypeVar("Body", bound=Callable[..., Any])
 def on_ranks(body: Body) -> Body:
     """Mark a function that runs in the worker processes, on each rank: ``body(group, *args, **kwargs)``.
 
-    The decorator only marks, for the reader, the functions that run in another process. Such a function must be at the
-    top level of its module, and its arguments and result must be picklable.
+    The decorator does nothing but tell the reader that the function runs in another process. Such a function must be at
+    the top level of its module, and its arguments and result must be picklable.
     """
     return body
 
 
 class WorkerError(AssertionError):
-    """A rank raised, died or missed the deadline; the message has each such rank's traceback or stack."""
+    """A rank raised an error, ended or missed the deadline. The message has the traceback or stack of each one."""
 
 
 class _Answer(NamedTuple):
-    """What one rank sends back: its result, or the text of its error, and how many process groups it has by now."""
+    """The answer of one rank: its result or the text of its error, and the number of process groups that it has."""
 
     ok: bool
     value: Any
@@ -70,12 +71,12 @@ class _Answer(NamedTuple):
 
 
 class Pool:
-    """Worker processes that run functions of the tests. They start at the first ``run``.
+    """Worker processes that run functions of the tests. They are started by the first ``run``.
 
     Args:
-        ranks: number of processes.
-        deadline_s: seconds that ``run`` waits for the results.
-        environment: environment variables of the processes.
+        ranks: the number of processes.
+        deadline_s: how many seconds ``run`` waits for the results.
+        environment: additional environment variables of the processes.
     """
 
     def __init__(self, ranks: int = 8, deadline_s: float = 60.0, environment: dict[str, str] | None = None) -> None:
@@ -104,12 +105,13 @@ class Pool:
             world: one of ``WORLDS``, at most the pool's ranks.
             body: a top-level function that the workers can import, marked ``@on_ranks``. ``group`` is the process
                 group of those ranks.
-            deadline_s: seconds until all ranks must have returned; ``self.deadline_s`` by default.
-            shared_memory: whether attention's messages go through shared memory instead of gloo. By default they do
-                among 3 and 8 ranks, so that tests at several world sizes try both.
+            args, kwargs: further arguments of ``body``.
+            deadline_s: how many seconds all ranks have to return; ``self.deadline_s`` by default.
+            shared_memory: whether attention's messages are sent through shared memory instead of gloo. The default is
+                True on 3 and on 8 ranks, so that a test on several numbers of ranks covers both.
 
         Raises:
-            WorkerError: a rank raised, died or missed the deadline.
+            WorkerError: a rank raised an error, ended or missed the deadline.
         """
         if world not in self.worlds:
             raise ValueError(f"world={world}: the pool has groups of {self.worlds} ranks")
@@ -117,7 +119,7 @@ class Pool:
             self._start()
         shared_memory = world in _IN_SHARED_MEMORY if shared_memory is None else shared_memory
         message = pickle.dumps((world, shared_memory, body, args, kwargs))
-        self._signal(world, _GO_ON)
+        self._signal(world, _CONTINUE)
         for pipe in self._pipes[:world]:
             pipe.send_bytes(message)
         return self._collect(world, self.deadline_s if deadline_s is None else deadline_s)
@@ -133,14 +135,14 @@ class Pool:
         self._processes, self._pipes, self._stack_files, self._groups = [], [], [], 0
 
     def close_if_many_groups(self) -> None:
-        """End the processes if tests have made many groups: each has a gloo thread, which wakes 100 times a second."""
+        """End the processes if they have many groups. Each group has a gloo thread that wakes up 100 times a second."""
         if self._groups > _MOST_GROUPS:
             self.close()
 
     def _start(self) -> None:
-        # A fork server imports torch once, and transformers and datasets where collected tests use them. Each worker is
-        # a fork of it, so that starting eight takes a second. It has this process's environment and has imported
-        # Triton, which reads its variables then: workers with variables of their own are spawned.
+        # A fork server imports torch once, and transformers and datasets if collected tests use them. Each worker is a
+        # fork of it, so that starting eight workers takes a second. Triton reads its environment variables when the
+        # fork server imports it. Workers with variables of their own are therefore spawned.
         context: Any = multiprocessing.get_context("spawn" if self.environment else "forkserver")
         context.set_forkserver_preload(
             [__name__, "torch._dynamo", *({"seqpar", "seqpar.hf", "datasets"} & sys.modules.keys())]
@@ -187,8 +189,8 @@ class Pool:
         raise WorkerError(message)
 
     def _signal(self, world: int, number: int) -> None:
-        """Pause the first ``world`` processes, or let them go on: gloo's threads wake 100 times a second otherwise."""
-        if sys.platform == "linux":  # elsewhere a paused process would outlive its parent
+        """Pause or continue the first ``world`` processes: gloo's threads would wake up 100 times a second."""
+        if sys.platform == "linux":  # on other systems a paused process would outlive its parent
             for process in self._processes[:world]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid or 0, number)
@@ -210,7 +212,12 @@ class Pool:
 
 
 class OwnPool:
-    """Processes whose default group a test may replace, and the port of a store for new ones."""
+    """Worker processes whose default group a test may replace.
+
+    Attributes:
+        pool: the worker processes.
+        port: the port of a store for new default groups.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.pool = Pool(ranks)
@@ -219,14 +226,14 @@ class OwnPool:
 
 
 def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) -> ProcessGroup:
-    """On the ranks: replace the default group by one of ``world`` ranks.
+    """Replace the default group by a group of ``world`` ranks. All these ranks must call it.
 
     Args:
-        port: of the store, ``OwnPool.port``.
-        name: no other group of this store has it.
-        rank: of this process.
-        world: number of ranks.
-        timeout_s: seconds that an operation may take.
+        port: the port of the store, ``OwnPool.port``.
+        name: a name that no other group of this store has.
+        rank: the rank of this process in the new group.
+        world: the number of ranks.
+        timeout_s: how many seconds an operation of the new group may take.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -238,19 +245,19 @@ def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) 
 
 @cache
 def mesh_of(dp: int, ring: int, ulysses: int, tp: int) -> DeviceMesh:
-    """On the ranks: a mesh over all workers of the pool, made once in each process."""
+    """A mesh over all workers of the pool, made once in each worker."""
     return seqpar.init_mesh(dp=dp, ring=ring, ulysses=ulysses, tp=tp, device_type="cpu")
 
 
 def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack_file: str) -> None:
-    """The main function of a worker process: set up the groups, then run functions until the pipe closes."""
-    stacks = open(stack_file, "w")  # noqa: SIM115 (open as long as the process lives)
+    """The main function of a worker process. It makes the groups, and then runs functions until the pipe is closed."""
+    stacks = open(stack_file, "w")  # noqa: SIM115 (it is open until the process ends)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    if sys.platform == "linux":  # also while this process is paused: the fork server ends with the tests
+    if sys.platform == "linux":  # this also ends a paused process, when the fork server ends together with the tests
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
-    gc.freeze()  # what the fork server has imported: garbage collection need not look at it
+    gc.freeze()  # exclude the objects made by imports from garbage collection, which then takes less time
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group(
@@ -277,7 +284,7 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
 
 
 def _die_with_parent() -> None:
-    """End this process when its parent ends: a worker blocked in a collective would not notice."""
+    """End this process when its parent ends. A worker that is blocked in a collective would not notice that."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -285,7 +292,7 @@ def _die_with_parent() -> None:
 
 
 def _loopback() -> str:
-    """The loopback interface's name."""
+    """The name of the loopback interface."""
     return "lo0" if os.uname().sysname == "Darwin" else "lo"
 
 

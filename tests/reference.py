@@ -1,9 +1,9 @@
-"""The oracle of all tests: dense attention over the whole sequence on one device, in float64.
+"""The reference of all tests: dense attention over the full sequence on one device, in float64.
 
-It uses none of the package's arithmetic: masks are evaluated pair by pair from their definitions, layouts come from
-``np.array_split``, dropout from Philox in numpy, gradients from autograd.
+It uses none of the package's arithmetic. Masks are evaluated from their definitions for each pair of query and key.
+Layouts are computed by ``np.array_split``, dropout by Philox in numpy, and gradients by autograd.
 
-Shapes: b batch, s sequence, i queries, j keys, h heads, n kv_heads, d head_dim.
+Shapes: b batch, s sequence, i queries, j keys, h query heads, n KV heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from seqpar import Mask
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a result may be from the float64 result.
+    """The largest errors that a result may have, relative to the float64 result.
 
-    Both errors are relative to expected values of at least 1 an element, the size of the inputs: where a small result
-    is a sum of terms that cancel, it has the rounding error of the terms.
+    The denominator of each error counts an expected value as at least 1 per element, the size of the inputs. Otherwise
+    a small result that is a sum of terms which cancel would fail because of the rounding errors of its terms.
 
     Attributes:
-        norm: norm of the difference over the norm of the expected tensor.
-        worst: largest absolute difference over the largest expected value.
+        norm: the norm of the difference, divided by the norm of the expected tensor.
+        worst: the largest absolute difference, divided by the largest expected value.
     """
 
     norm: float
@@ -44,14 +44,14 @@ class Tolerance:
 TOLERANCE = {
     torch.float64: Tolerance(norm=1e-12, worst=1e-11),
     torch.float32: Tolerance(norm=2e-6, worst=2e-5),
-    # The inputs are exact in the half types; the error is one rounding of the result (and of ``out`` in backward).
+    # The half-precision inputs are exact. The error is due to rounding the result, and in backward also ``out``.
     torch.float16: Tolerance(norm=5e-4, worst=2e-3),
     torch.bfloat16: Tolerance(norm=4e-3, worst=1.2e-2),
 }
 
 
 def difference(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """How ``actual`` exceeds the tolerance of ``dtype`` around the float64 ``expected``; None if it does not."""
+    """A message if ``actual`` and the float64 ``expected`` differ by more than the tolerance of ``dtype``, or None."""
     if actual.shape != expected.shape:
         return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     actual, expected = actual.double(), expected.double()
@@ -72,7 +72,7 @@ def difference(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | No
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "result") -> None:
-    """Fail if ``actual`` exceeds the tolerance of ``dtype`` around the float64 ``expected``."""
+    """Fail if ``actual`` differs from the float64 ``expected`` by more than the tolerance of ``dtype``."""
     if (found := difference(actual, expected, dtype)) is not None:
         raise AssertionError(f"{what}: {found}")
 
@@ -82,7 +82,10 @@ def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str
 
 @dataclass(frozen=True)
 class Rule:
-    """One mask by name and arguments, defined twice: by the package in ``mask()``, and here by ``sees()``."""
+    """One mask, defined by a name and arguments.
+
+    ``mask()`` makes the package's mask, and ``sees()`` is the definition to compare it with.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
@@ -92,6 +95,7 @@ class Rule:
         return f"{self.name}({args})".replace(" ", "").removesuffix("()")
 
     def mask(self) -> Mask:
+        """The package's mask."""
         made = getattr(Mask, self.name)(*self.args)
         assert isinstance(made, Mask)
         return made
@@ -125,12 +129,16 @@ class Rule:
         return chunk[0] == chunk[1] and (j <= i or not causal)
 
     def _blocks(self, row: int) -> Any:
-        """The blocks of ``causal``: pairs, or a tuple of such tuples, one for each batch row."""
+        """The blocks of a causal rule for one batch row: pairs of the first token and one past the last."""
         blocks = self.args[0] if self.args else ()
         return blocks[row] if self.rows > 1 else blocks
 
     def fitted(self, seq_len: int) -> Rule:
-        """The rule for a sequence of ``seq_len`` tokens: documents end there, or before it if padding may follow."""
+        """The rule for a sequence of ``seq_len`` tokens.
+
+        The boundaries of documents are changed so that the last document ends with the sequence, or before its end if
+        padding is allowed.
+        """
         if self.name != "documents":
             return self
         boundaries, causal, *padding = self.args
@@ -165,7 +173,7 @@ def rules_id(rules: Rules) -> str:
 
 
 def rows_of(rules: Rules) -> int:
-    """The batch size that the rules need."""
+    """The number of batch rows for which the rules have arguments."""
     return max((rule.rows for rule in rules), default=1)
 
 
@@ -184,7 +192,7 @@ def combined_mask(rules: Rules) -> Mask:
 
 @lru_cache(maxsize=512)
 def visible_pairs(rules: Rules, seq_len: int) -> Tensor:
-    """Which query sees which key under all of the rules, pair by pair: bool ``[rows, seq_len, seq_len]``."""
+    """Whether each query sees each key under all of the rules: bool ``[rows, seq_len, seq_len]``."""
     rows = rows_of(rules)
     return torch.tensor(
         [
@@ -213,7 +221,7 @@ def rank_positions(seq_len: int, ranks: int, rank: int, layout: str) -> Tensor:
 
 
 def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> np.ndarray[Any, Any]:
-    """All four words of Philox4x32-10, uint64 ``[4, ...]`` (Salmon et al., 2011; as in the Random123 library)."""
+    """The four words of Philox4x32-10, uint64 ``[4, ...]`` (Salmon et al., 2011; as in the Random123 library)."""
     word = np.uint64(0xFFFFFFFF)
     c = [np.asarray(x, dtype=np.uint64) for x in np.broadcast_arrays(*counter)]
     key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32 & 0xFFFFFFFF)]
@@ -254,16 +262,16 @@ def dropout_keep(
 def inverse_frequencies(
     dim: int, base: float, scaling: dict[str, Any] | None, length: int
 ) -> tuple[list[float], float]:
-    """The frequency of each pair of dimensions, from the papers' formulas, one number at a time.
+    """The frequency of each pair of channels, computed one by one from the formulas in the papers.
 
     Args:
-        dim: head_dim.
-        base: of the frequencies; ``rope_theta`` in ``scaling`` replaces it.
-        scaling: keys as in Hugging Face's ``rope_parameters``.
-        length: the largest position plus one, on which "dynamic" depends.
+        dim: the head_dim.
+        base: the base of the frequencies, unless ``scaling`` has ``rope_theta``.
+        scaling: a dict with the keys of Hugging Face's ``rope_parameters``.
+        length: the largest position plus one, which matters to the type "dynamic".
 
     Returns:
-        The ``dim // 2`` frequencies, and the factor of cos and sin.
+        The ``dim // 2`` frequencies, and the factor by which cos and sin are multiplied.
     """
     s = dict(scaling or {})
     rope_type = s.get("rope_type") or s.get("type") or "default"
@@ -300,7 +308,7 @@ def inverse_frequencies(
         first, last = max(edges[0], 0), min(edges[1], dim - 1)
         scaled = []
         for i, f in enumerate(plain):
-            ramp = min(max((i - first) / (last - first), 0.0), 1.0)  # 0: many turns, unscaled; 1: few, interpolated
+            ramp = min(max((i - first) / (last - first), 0.0), 1.0)  # 0: not scaled; 1: divided by ``factor``
             scaled.append(f * (1 - ramp) + f / factor * ramp)
         temperature = 0.1 * math.log(factor) + 1
         if "mscale" in s:
@@ -338,12 +346,12 @@ def dense_attention(
         visible: True where the query sees the key, bool ``[queries, keys]`` or ``[batch or 1, queries, keys]``.
         softmax_scale: factor of the scores; ``head_dim ** -0.5`` by default.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
-        sinks: ``[heads]``, one more logit in the denominator of each head's softmax.
+        sinks: ``[heads]``, an additional logit in the denominator of each head's softmax.
         alibi_slopes: ``[heads]`` or ``[batch or 1, heads]``.
-        dropout_p: the kept weights are divided by ``1 - dropout_p``.
+        dropout_p: the weights that are kept are divided by ``1 - dropout_p``.
         keep: the weights that dropout keeps, bool ``[batch, heads, queries, keys]``; see ``dropout_keep``.
-        q_positions: global positions of the queries for ALiBi, ``[queries]``; 0, 1, 2, ... by default.
-        k_positions: global positions of the keys for ALiBi, ``[keys]``; 0, 1, 2, ... by default.
+        q_positions: the global positions of the queries for ALiBi, ``[queries]``; 0, 1, 2, ... by default.
+        k_positions: the global positions of the keys for ALiBi, ``[keys]``; 0, 1, 2, ... by default.
 
     Returns:
         ``out [batch, queries, heads, v_head_dim]`` and ``lse [batch, heads, queries]``. A query that sees no key has
@@ -387,9 +395,9 @@ def dense_gradients(
     """Forward and backward of ``dense_attention``.
 
     Args:
-        q: as for ``dense_attention``; so are ``k, v, visible, sinks`` and ``options``.
-        dout: gradient of ``out``.
-        dlse: gradient of ``lse``; ignored where ``lse`` is -inf.
+        q, k, v, visible, sinks, options: as for ``dense_attention``.
+        dout: the gradient of ``out``.
+        dlse: the gradient of ``lse``. It is ignored where ``lse`` is -inf.
 
     Returns:
         The float64 tensors ``out, lse, dq, dk, dv`` and, with sinks, ``dsinks``.
@@ -411,13 +419,18 @@ def dense_gradients(
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem over a whole sequence, with its data: the same on every rank and in every process.
+    """An attention problem over a full sequence. Its data are the same on every rank and in every process.
 
     Attributes:
-        rules: the mask, for some length; ``fitted_rules`` is the one for ``seq_len``.
-        v_head_dim: that of v and of the output; None: that of q and k.
-        alibi: the shape of the ALiBi slopes: "heads" or "batch" (``[batch, heads]``); "" for none.
+        seq_len, batch, heads, kv_heads, head_dim: the sizes of q, k and v.
+        v_head_dim: the head_dim of v and of the output; None for that of q and k.
+        rules: the mask, for any length; ``fitted_rules`` is the mask for ``seq_len``.
+        dtype: the dtype of q, k and v.
+        softmax_scale, softcap, dropout_p: as in ``seqpar.attention``.
+        sinks: whether there are attention sinks.
+        alibi: the shape of the ALiBi slopes: "heads" (``[heads]``), "batch" (``[batch, heads]``), or "" for no ALiBi.
         lse_gradient: whether the loss depends on ``lse`` as well as on ``out``.
+        seed: the seed of the data.
     """
 
     seq_len: int = 50
@@ -438,10 +451,11 @@ class Problem:
 
     @property
     def fitted_rules(self) -> Rules:
+        """The mask for ``seq_len`` tokens."""
         return fitted(self.rules, self.seq_len)
 
     def __str__(self) -> str:
-        """The mask, then what differs from the defaults: as the id of a test case."""
+        """The id of a test case: the mask, and the fields that differ from their defaults."""
         words = [rules_id(self.fitted_rules)]
         for f in fields(self):
             value = getattr(self, f.name)
@@ -450,8 +464,11 @@ class Problem:
         return " ".join(words)
 
     def tensors(self) -> dict[str, Tensor]:
-        """q, k, v and dout in ``dtype``; dlse, sinks and alibi_slopes, where used, in float32 (dlse and sinks of a
-        float64 problem in float64)."""
+        """The tensors of the problem by name.
+
+        q, k, v and dout have the problem's dtype. If they are used, alibi_slopes are float32, and dlse and sinks are
+        float32, or float64 for a float64 problem.
+        """
         generator = torch.Generator().manual_seed(self.seed)
         statistics = torch.float64 if self.dtype == torch.float64 else torch.float32
 
@@ -472,7 +489,7 @@ class Problem:
         return tensors
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of ``seqpar.attention`` that are no tensors and the same for every strategy."""
+        """The keyword arguments of ``seqpar.attention`` that are the same for every strategy, except for tensors."""
         arguments: dict[str, Any] = {"mask": combined_mask(self.fitted_rules), "return_lse": True}
         if self.softmax_scale is not None:
             arguments["softmax_scale"] = self.softmax_scale
@@ -485,7 +502,7 @@ class Problem:
 
 @lru_cache(maxsize=1024)
 def solve(problem: Problem) -> dict[str, Tensor]:
-    """The results of one device in float64: out, lse, dq, dk, dv and, with sinks, dsinks."""
+    """The solution on one device in float64: out, lse, dq, dk, dv and, with sinks, dsinks."""
     keep = None
     if problem.dropout_p:
         at = torch.arange(problem.seq_len)
@@ -501,7 +518,7 @@ def solve(problem: Problem) -> dict[str, Tensor]:
     )
 
 
-# Every kind of mask, and combinations, for about 50 tokens. ``Rule.fitted`` makes the documents end at another length.
+# Every kind of mask, and combinations, for about 50 tokens. ``Rule.fitted`` adapts the documents to another length.
 RULES: tuple[Rules, ...] = (
     (Rule("causal"),),
     (Rule("full"),),
@@ -520,7 +537,7 @@ RULES: tuple[Rules, ...] = (
     (Rule("causal"), Rule("chunked", (20, False)), Rule("prefix_lm", (8,))),
 )
 
-# The masks of a batch: chunks that start with documents, and padding.
+# Masks that depend on the data of a batch: chunks that start at documents, padding, and blocks of images.
 BATCH_RULES: tuple[Rules, ...] = (
     (Rule("chunked", (8, True, (5, 30))),),
     (Rule("chunked", (9, False, ((4,), (20, 26)))),),  # two batch rows
@@ -530,12 +547,13 @@ BATCH_RULES: tuple[Rules, ...] = (
     (Rule("causal", ((((5, 21),), ()),)),),  # two batch rows, one without blocks
 )
 
-# (heads, kv_heads): equal, grouped, one key/value head, fewer than ranks, and numbers that no number of ranks divides.
+# (heads, kv_heads): equal numbers, groups, one KV head, fewer KV heads than ranks, and numbers that no number of ranks
+# divides.
 HEADS = ((8, 8), (8, 2), (4, 1), (6, 3), (5, 5), (3, 1), (7, 7), (10, 5))
 
 
 def random_problem(seed: int, **fixed: Any) -> Problem:
-    """A problem drawn from everything that the package accepts, except for the ``fixed`` fields."""
+    """A problem with random values for all fields except the ``fixed`` ones. The seed determines it."""
     chance = random.Random(seed)
     heads, kv_heads = chance.choice(HEADS)
     rules = chance.choice(RULES)

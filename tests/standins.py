@@ -1,12 +1,12 @@
-"""Fake kernels of libraries that need a GPU: the same signatures, computed with PyTorch on the CPU.
+"""Fake kernels of libraries that need a GPU. They have the signatures of the real kernels and run PyTorch on the CPU.
 
-They check the requirements of the real kernels (shapes, dtypes, strides, alignment, ranges). They return the same
-results for the same bands, aligned to the bottom right corner (cuDNN: to the top left one), and treat queries without
-keys like the real kernels. With ``like_a_kernel`` they also round where the real kernels round: probabilities and their
-gradients before they are multiplied. Otherwise only the results are rounded.
+A fake kernel checks the requirements of the real one (shapes, dtypes, strides, alignment, ranges). It computes the same
+results for the same bands, which are aligned to the bottom right corner, or with cuDNN to the top left corner. It
+treats queries without keys like the real kernel. With ``like_a_kernel`` it also rounds the probabilities and their
+gradients before they are multiplied, as the real kernel does. Otherwise it rounds only the results.
 
-Signatures: flash_attn_interface.py of flash-attn 2.8.3 and of its folder hopper, flash_attn/cute/interface.py of
-flash-attn-4 4.0.0b36, native_functions.yaml of PyTorch 2.13.
+The signatures are those of flash_attn_interface.py in flash-attn 2.8.3 and in its folder hopper, of
+flash_attn/cute/interface.py in flash-attn-4 4.0.0b36, and of native_functions.yaml in PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIBRARIES = ("flash", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4")
 
 
 class BlockSparseTensorsTorch(NamedTuple):
-    """As in flash_attn.cute.block_sparsity."""
+    """A copy of the class in flash_attn.cute.block_sparsity."""
 
     mask_block_cnt: Tensor
     mask_block_idx: Tensor
@@ -46,12 +46,12 @@ class BlockSparseTensorsTorch(NamedTuple):
 
 @dataclass
 class Kernels:
-    """The stand-ins.
+    """The arithmetic and the checks that all fake kernels share.
 
     Attributes:
-        like_a_kernel: whether to round inside as the real kernels do.
-        capability: of the GPU.
-        calls: how often each entry was called.
+        like_a_kernel: whether to round intermediate results as the real kernels do.
+        capability: the compute capability of the simulated GPU.
+        calls: how often each function was called.
     """
 
     like_a_kernel: bool = False
@@ -64,7 +64,7 @@ class Kernels:
         return x.to(dtype).to(x.dtype) if self.like_a_kernel else x
 
     def _scores(self, q: Tensor, k: Tensor, seen: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
-        """Scores ``[h, q, k]`` of ``q [q, h, d]``, ``k [k, n, d]``, and their derivative by q.k."""
+        """The scores of ``q [q, h, d]`` and ``k [k, n, d]``, and their derivatives by q.k, each ``[h, q, k]``."""
         group = q.shape[1] // k.shape[1]
         precision = torch.float32 if self.like_a_kernel else torch.float64
         s = torch.einsum("qhd,khd->hqk", q.to(precision), k.to(precision).repeat_interleave(group, 1)) * scale
@@ -76,7 +76,7 @@ class Kernels:
         return s.masked_fill(~seen, -torch.inf), derivative
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
-        """``out [q, h, d]``, ``lse [h, q]`` of one sequence; ``seen`` bool ``[q, k]``."""
+        """``out [q, h, d]`` and ``lse [h, q]`` of one sequence. ``seen`` is bool ``[q, k]``."""
         s, _ = self._scores(q, k, seen, scale, cap)
         largest = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:2], 1), -torch.inf)
         largest = largest.masked_fill(largest == -torch.inf, 0.0)
@@ -102,18 +102,18 @@ class Kernels:
         dq = torch.einsum("hqk,khd->qhd", ds, real_k)
         dk = torch.einsum("hqk,qhd->khd", ds, real_q)
         dv = torch.einsum("hqk,qhd->khd", self._rounded(p, q.dtype), real_dout)
-        if self.like_a_kernel and group > 1:  # flash-attn rounds each query head's share before it adds them
+        if self.like_a_kernel and group > 1:  # flash-attn rounds the gradients of each query head before it adds them
             dk, dv = (x.to(q.dtype).to(s.dtype) for x in (dk, dv))
         dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    # What the entries have in common
+    # Shared by the fake kernels
 
     def check_dims(self, library: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The head_dims that a library's own checks let pass, in forward and in backward.
+        """Check that a library accepts the head_dims, in forward and in backward.
 
-        ``flash_api.cpp`` of flash-attn 2, of PyTorch's copy and of FlashAttention-3, ``_validate_head_dims`` of
-        FlashAttention-4's ``interface.py``, and cuDNN's documentation.
+        Sources: ``flash_api.cpp`` of flash-attn 2, of PyTorch's copy and of FlashAttention-3, ``_validate_head_dims``
+        in FlashAttention-4's ``interface.py``, and the documentation of cuDNN.
         """
         d, e = q.shape[-1], v.shape[-1]
         assert k.shape[-1] == d
@@ -132,17 +132,20 @@ class Kernels:
         band: tuple[int, int], scale: float, cap: float, *, empty: bool, no_keys: float, top_left: bool = False,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Forward of ``q, k, v`` or backward of ``q, k, v, dout, out, lse``, all sequences of a call.
+        """The forward of all sequences of a call, or their backward.
 
         Args:
-            tensors: ``[b, s, h, d]``, packed ``[t, h, d]``; lse ``[b, h, q]``, packed ``[h, t]``.
-            cu, longest: of a packed call.
-            band: left and right.
-            scale, cap: of the scores.
+            tensors: ``q, k, v`` for forward, or ``q, k, v, dout, out, lse`` for backward. ``lse`` is ``[b, h, q]``, or
+                ``[h, t]`` in a packed call. The others are ``[b, s, h, d]``, or ``[t, h, d]`` in a packed call.
+            cu: the boundaries of the sequences of q and of k in a packed call; otherwise None.
+            longest: the lengths of the longest sequences of q and of k in a packed call.
+            band: the number of keys to the left and to the right that a query sees; -1 is unlimited.
+            scale: the factor of the scores.
+            cap: the softcap; 0 for none.
             empty: whether sequences without queries or without keys are allowed.
             no_keys: the lse of queries without keys.
-            top_left: where the band is aligned.
-            mask: bool ``[b, q, k]`` instead of the band.
+            top_left: whether the band is aligned to the top left corner.
+            mask: bool ``[b, q, k]``, used instead of the band.
         """
         q, k, v, *rest = tensors
         check_tensors(q, k, v, *rest[:2])
@@ -182,6 +185,7 @@ class Kernels:
 
 
 def check_tensors(*tensors: Tensor) -> None:
+    """Check dtypes, shapes, strides and alignment of ``q, k, v`` and, in backward, ``dout, out``."""
     q, k, v = tensors[:3]
     assert q.dtype in (torch.float16, torch.bfloat16) and {x.dtype for x in tensors} == {q.dtype}
     assert q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -199,6 +203,7 @@ def check_statistics(lse: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_boundaries(cu: Tensor, rows: int, longest: int, empty: bool) -> list[int]:
+    """Check the boundaries of packed sequences, and return them as a list."""
     assert cu.dtype == torch.int32 and cu.dim() == 1 and cu.is_contiguous()
     bounds: list[int] = cu.tolist()
     lengths = [b - a for a, b in pairwise(bounds)]
@@ -208,6 +213,7 @@ def check_boundaries(cu: Tensor, rows: int, longest: int, empty: bool) -> list[i
 
 
 def band_mask(q_len: int, k_len: int, left: int, right: int, top_left: bool = False) -> Tensor:
+    """Whether each query sees each key of a band: bool ``[q_len, k_len]``."""
     p = torch.arange(q_len)[:, None] + (0 if top_left else k_len - q_len)
     j = torch.arange(k_len)
     seen = torch.ones(q_len, k_len, dtype=torch.bool)
@@ -219,7 +225,7 @@ def band_mask(q_len: int, k_len: int, left: int, right: int, top_left: bool = Fa
 
 
 def as_in_flash_2(q_len: int, k_len: int, causal: bool, left: int, right: int) -> tuple[int, int]:
-    """The band that flash_api.cpp of flash-attn 2 makes of the arguments."""
+    """The ``(left, right)`` that flash_api.cpp of flash-attn 2 computes from its arguments."""
     left, right = (-1 if x >= k_len else x for x in (left, right))
     if causal:
         right = 0
@@ -228,7 +234,7 @@ def as_in_flash_2(q_len: int, k_len: int, causal: bool, left: int, right: int) -
     return left, right
 
 
-# The entries
+# The fake kernels of each library
 
 
 def _flash_2(kernels: Kernels) -> ModuleType:
@@ -387,7 +393,10 @@ def _flash_4(kernels: Kernels) -> ModuleType:
 
 
 def from_blocks(q: Tensor, k: Tensor, mask_mod: Any, aux: list[Tensor], sparse: Any, backward: bool) -> Tensor:
-    """What a kernel sees that reads lists of blocks: bool ``[b, q, k]``. A block listed twice is an error."""
+    """Whether each query sees each key in a kernel that reads lists of blocks: bool ``[b, q, k]``.
+
+    Fails if a block is listed twice.
+    """
     batch, q_len, k_len = len(q), q.shape[1], k.shape[1]
     q_block, k_block = sparse.block_size
     rows, columns = -(-q_len // q_block), -(-k_len // k_block)
@@ -417,7 +426,7 @@ def from_blocks(q: Tensor, k: Tensor, mask_mod: Any, aux: list[Tensor], sparse: 
 
 
 def interval_mask(batch: int, head: int, query: Tensor, key: Tensor, seqlen_info: Any, aux: list[Tensor]) -> Tensor:
-    """In PyTorch what ``block_lists._interval_mask`` says in FlashAttention-4's language."""
+    """The same function as ``block_lists._interval_mask``, in PyTorch instead of FlashAttention-4's language."""
     return (key >= aux[0][batch, query]) & (key < aux[1][batch, query])
 
 
@@ -523,7 +532,13 @@ def _module(name: str, functions: dict[str, Any]) -> ModuleType:
 def stand_ins(
     like_a_kernel: bool = False, capability: tuple[int, int] = (9, 0), lse_dims: int = 4
 ) -> Iterator[Kernels]:
-    """All libraries installed, with CPU tensors for those of a GPU of this compute capability."""
+    """In the block, all libraries seem to be installed, and their backends run fake kernels on CPU tensors.
+
+    Args:
+        like_a_kernel: whether the fake kernels round intermediate results as the real kernels do.
+        capability: the compute capability of the simulated GPU.
+        lse_dims: the number of dimensions of the lse that cuDNN returns, which depends on the version of PyTorch.
+    """
     kernels = Kernels(like_a_kernel, capability)
     modules = {module.__name__: module for module in (_flash_2(kernels), _flash_3(kernels), _flash_4(kernels))}
     modules |= {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
@@ -555,5 +570,5 @@ def stand_ins(
 
 
 def backend_names() -> list[str]:
-    """The backends of libraries, as the package lists them."""
+    """The names of the package's backends that run kernels of libraries."""
     return [name for name, backend in BACKENDS.items() if isinstance(backend, library.LibraryBackend)]

@@ -1,15 +1,15 @@
-"""The strategies that the tests run: one table, over which every test of strategies is parametrized.
+"""The table of strategies over which the tests are parametrized.
 
-To add a strategy to the package's tests, add a row to ``STRATEGIES``: the tests of attention, layers, bad input,
-checkpointing, compilation and default devices then run it. ``test_strategies.py`` fails as long as a strategy, or a
-value of ``comm``, of the package has no row here. Importing this module has no side effects.
+To test a new strategy, add a row to ``STRATEGIES``. The tests of attention, layers, bad input, checkpointing,
+compilation and default devices then run it. ``test_strategies.py`` fails as long as a strategy of the package, or a
+value of ``comm``, has no row here. Importing this module has no side effects.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# Name in the test's id -> arguments of ``seqpar.attention`` and of ``seqpar.ParallelAttention``.
+# The keys are used in the ids of tests. The values are arguments of ``seqpar.attention`` and ``ParallelAttention``.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ring": {"strategy": "ring"},
     "ulysses": {"strategy": "ulysses"},
@@ -21,7 +21,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hybrid": {"strategy": "hybrid"},
 }
 
-# Strategies that include the projections exist as layers only.
+# Strategies that include the projections can only be used as layers.
 LAYER_STRATEGIES: dict[str, dict[str, Any]] = {
     **STRATEGIES,
     "activations": {"strategy": "context_parallel", "gather": "activations"},

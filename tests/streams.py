@@ -1,12 +1,14 @@
-"""A model of CUDA's streams, events and memory, to show without a GPU what would be a race on one.
+"""A model of CUDA's streams, events and memory, which shows without a GPU what would be a race on a GPU.
 
-Every kernel, copy and transfer is a node. A node comes after the nodes of its stream, and after those that an event of
-another stream has seen, if its stream waited for the event: edges of a graph, kept as a clock for each node. Tensors
-are fake CUDA tensors. Their memory is given out as PyTorch's caching allocator does: a tensor's memory belongs to the
-stream on which it was made, and as soon as the host drops the tensor, the next one on that stream may get it. The model
-always gives it out again, which is the worst case.
+Each kernel, copy and transfer is a node. A node runs after the earlier nodes of its stream. If the stream has waited
+for an event of another stream, the node also runs after the nodes that the other stream had when the event was
+recorded. Each node has a vector clock with the number of nodes of each stream that it runs after.
 
-Two nodes that use the same memory, one of which writes it, must be in order. If they are not, the model raises.
+Tensors are fake CUDA tensors. The model allocates their memory like PyTorch's caching allocator: memory belongs to the
+stream on which its tensor was made, and when the host frees the tensor, a new tensor on this stream may get the memory.
+The model always reuses memory if it can, which is the worst case.
+
+If two nodes use the same memory, and one of them writes it, they must be ordered. Otherwise the model raises an error.
 """
 
 from __future__ import annotations
@@ -26,16 +28,23 @@ from torch.utils._pytree import tree_leaves
 
 from seqpar.comm import collectives, streams
 
-Clock = dict[str, int]  # by stream, how many of its nodes come before
+Clock = dict[str, int]  # for each stream, the number of its nodes that are ordered before a node or an event
 
 
 class RaceError(AssertionError):
-    """Two nodes use the same memory in no order."""
+    """Two nodes use the same memory and are not ordered."""
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Something that a stream runs, and what comes before it."""
+    """A kernel, copy or transfer on a stream.
+
+    Attributes:
+        name: what it does.
+        stream: the name of the stream.
+        number: its index among the nodes of the stream.
+        before: the nodes that are ordered before it.
+    """
 
     name: str
     stream: str
@@ -43,13 +52,13 @@ class Node:
     before: Clock
 
     def is_after(self, other: Node) -> bool:
-        """Whether ``other`` has ended when this starts."""
+        """Whether ``other`` has always ended when this node starts."""
         return self.before.get(other.stream, 0) > other.number
 
 
 @dataclass(eq=False)
 class Event:
-    """What a stream had been given when the event was recorded."""
+    """An event. ``clock`` is the clock of its stream when the event was recorded."""
 
     clock: Clock = field(default_factory=dict)
 
@@ -63,14 +72,14 @@ class Stream:
 
     @property
     def cuda_stream(self) -> int:
-        """Its address, in PyTorch's name for it."""
+        """A number that identifies the stream, named as in ``torch.cuda.Stream``."""
         return id(self)
 
     def record_event(self) -> Event:
         return Event(dict(self.clock))
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Does nothing: it makes the host wait, but orders no nodes."""
 
     def wait_event(self, event: Event) -> None:
         for name, count in event.clock.items():
@@ -79,7 +88,14 @@ class Stream:
 
 @dataclass(eq=False)
 class Memory:
-    """Memory of one tensor at a time."""
+    """A block of memory, which belongs to one tensor at a time.
+
+    Attributes:
+        stream: the name of the stream on which the memory was allocated.
+        nbytes: its size in bytes.
+        written: the last node that wrote it.
+        read: the nodes that have read it since then.
+    """
 
     stream: str
     nbytes: int
@@ -88,7 +104,7 @@ class Memory:
 
 
 class Work:
-    """A transfer. As torch does, it holds its tensors until a stream waits for it."""
+    """A transfer. As in torch, it keeps references to its tensors until a stream waits for it."""
 
     def __init__(self, simulator: Simulator, event: Event, tensors: Sequence[Tensor]) -> None:
         self._simulator, self._event, self._tensors = simulator, event, tensors
@@ -102,24 +118,24 @@ _MAKES_EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_
 
 
 class Simulator(TorchDispatchMode):
-    """Runs what happens inside ``with simulated()``."""
+    """Records the operations inside ``with simulated()`` as nodes, and checks their order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernels = Stream("kernels")
         self.current = self.kernels
         self.nodes: list[Node] = []
-        self.allocated = 0  # bytes, those of freed memory too
+        self.allocated = 0  # the bytes allocated so far, including those that have been freed
         self._transfer_streams: dict[dist.ProcessGroup, Stream] = {}
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}  # by storage
         self._free: list[Memory] = []
 
     def named(self, name: str) -> list[Node]:
-        """The nodes of this name, in the order in which the host launched them."""
+        """The nodes with this name, in the order in which the host launched them."""
         return [node for node in self.nodes if node.name == name]
 
     def run(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], on: Stream | None = None) -> Node:
-        """Launch something on a stream, by default the current one."""
+        """Launch a node that reads and writes tensors on a stream, by default on the current one."""
         stream = on or self.current
         node = Node(name, stream.name, stream.clock.get(stream.name, 0), dict(stream.clock))
         stream.clock[stream.name] = node.number + 1
@@ -141,14 +157,14 @@ class Simulator(TorchDispatchMode):
     def transfer(
         self, name: str, group: dist.ProcessGroup, sends: Sequence[Tensor], receives: Sequence[Tensor]
     ) -> Work:
-        """Post a transfer: on the group's own stream, after what the current stream has been given."""
+        """Post a transfer on the stream of ``group``. It starts after all nodes of the current stream."""
         stream = self._transfer_streams.setdefault(group, Stream(f"transfers {len(self._transfer_streams)}"))
         stream.wait_event(self.current.record_event())
         self.run(name, sends, receives, stream)
         return Work(self, stream.record_event(), [*sends, *receives])
 
     def memory_of(self, x: Tensor) -> Memory:
-        """The memory of a tensor; given out now, on the current stream, if the tensor is new."""
+        """The memory of a tensor. The memory of a new tensor is allocated on the current stream."""
         storage = x.untyped_storage()
         reference = StorageWeakRef(storage)
         if reference.cdata not in self._memory:
@@ -208,11 +224,14 @@ class Simulator(TorchDispatchMode):
 
 @contextmanager
 def simulated() -> Iterator[Simulator]:
-    """A machine with a GPU, whose streams, events and transfers are those of the simulator. Within ``fake_cuda``."""
+    """In the block, torch.cuda and torch.distributed use the streams, events and transfers of the simulator.
+
+    It must be entered inside ``fake_cuda``.
+    """
     simulator = Simulator()
 
     def on_gpu(real: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """A collective of ``(output, input)``; that of tensors on the host is the real one."""
+        """The collective ``real(output, input)``, simulated for tensors on the GPU."""
 
         def collective(output: Tensor, x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
             if x.device.type != "cuda":

@@ -1,6 +1,6 @@
-"""What autograd keeps between forward and backward: of attention, and of tensor-parallel layers.
+"""The tensors that autograd saves in forward for backward, in attention and in tensor-parallel layers.
 
-The formula of the latter is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+The formula for the layers is from Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", 2022: with sequence parallelism a transformer layer keeps ``sbh/t (34 + 5as/h)`` bytes in half precision (s
 tokens, b batch, h hidden, a heads, t tensor-parallel ranks). Attention here never keeps its matrix, the term ``5as/h``.
 """

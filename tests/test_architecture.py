@@ -1,4 +1,4 @@
-"""The floors of the package: a module imports only from its own floor and lower ones, and never in a circle."""
+"""The layers of the package: a module imports only from its own layer and lower ones, without circular imports."""
 
 from __future__ import annotations
 

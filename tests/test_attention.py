@@ -1,8 +1,8 @@
 """Conformance: every strategy, layout and mask gives the results of one device, in forward and in backward.
 
 A strategy is tested here as soon as it has a row in ``strategies.py``. Each test sends many cases to the workers at
-once; they send back their shards of the results, which are put together and compared in this process. ``--case`` runs
-one case alone (see ``cases.py``).
+once. The workers return their shards of the results. This process concatenates the shards and compares the results.
+``--case`` runs one case alone (see ``cases.py``).
 """
 
 from __future__ import annotations

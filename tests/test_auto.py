@@ -1,4 +1,4 @@
-"""``strategy="auto"``: every rank chooses alike, without a message; from costs that are measured once and kept."""
+"""``strategy="auto"``: all ranks make the same choice without a message, from costs that are measured once and stored."""
 
 from __future__ import annotations
 

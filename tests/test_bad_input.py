@@ -1,7 +1,7 @@
 """Bad input raises a TypeError or ValueError before anything is sent, and the message says what to do.
 
-A message names the argument and its value, and what is expected. When the input of one rank is bad, or the ranks
-disagree, every rank raises and none hangs.
+A message names the argument, its value and what is expected. If the input of one rank is bad, or the ranks have
+different input, every rank raises an error and none hangs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Key intervals as bands and as calls of a kernel, against the intervals pair by pair."""
+"""Key intervals as bands and as calls of a kernel, compared with the intervals for each pair of query and key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes sent, counted exactly, against the lower bounds of the README's table."""
+"""The exact number of bytes sent, compared with the lower bounds in the README's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--case``: a failure prints a command that runs the failed case, and no other."""
+"""``--case``: a failure prints a command that runs only the failed case."""
 
 from __future__ import annotations
 

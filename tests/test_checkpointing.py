@@ -1,4 +1,4 @@
-"""Activation checkpointing and offloading with PyTorch's own tools: the same numbers, no communication repeated."""
+"""Activation checkpointing and offloading with PyTorch's tools give the same numbers and repeat no communication."""
 
 from __future__ import annotations
 

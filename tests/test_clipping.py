@@ -1,4 +1,4 @@
-"""``clip_grad_norm_``: one device's norm and one device's training steps, under every strategy."""
+"""``clip_grad_norm_``: the norm and the training steps are those of one device under every strategy."""
 
 from __future__ import annotations
 

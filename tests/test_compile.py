@@ -1,4 +1,4 @@
-"""torch.compile: layers are one graph, and new documents and lengths compile nothing; the checks of the operators."""
+"""torch.compile: a layer is one graph, and new documents and lengths do not recompile it; the checks of the operators."""
 
 from __future__ import annotations
 

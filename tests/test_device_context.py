@@ -1,4 +1,4 @@
-"""``torch.device`` as a context changes nothing: the package makes its host tensors on the host explicitly."""
+"""The context ``torch.device`` changes nothing, because the package creates its host tensors on the CPU explicitly."""
 
 from __future__ import annotations
 

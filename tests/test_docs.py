@@ -1,7 +1,7 @@
-"""The documentation is right: its Python runs as written, its links lead somewhere, its figures are up to date.
+"""The documentation is correct: its Python runs as written, its links exist, and its figures are up to date.
 
-The ``python`` blocks of a page run one after another in one namespace. So does what a ``diff`` block leaves: its lines
-with ``+`` or a space.
+The ``python`` blocks of a page run one after another in one namespace. In a ``diff`` block, the lines with ``+`` or a
+space are run.
 """
 
 from __future__ import annotations

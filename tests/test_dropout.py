@@ -1,4 +1,4 @@
-"""Dropout: which weights are dropped depends on the seed and the global positions alone, and is a fair coin."""
+"""Dropout: the seed and the global positions alone determine which weights are dropped, with the given probability."""
 
 from __future__ import annotations
 

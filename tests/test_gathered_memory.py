@@ -1,4 +1,4 @@
-"""The memory that ``comm="all_gather"`` needs at its peak, in units of the gathered K/V."""
+"""The peak memory of ``comm="all_gather"``, in units of the size of the all-gathered K/V."""
 
 from __future__ import annotations
 

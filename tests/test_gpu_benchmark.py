@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` without a GPU: what its times mean, and what it leaves out when time runs short.
+"""``benchmarks/gpu.py`` without a GPU: what its times mean, and which measurements it skips when time runs out.
 
 ``test_triton_kernels.py`` runs all of it on tiny shapes in the interpreter.
 """

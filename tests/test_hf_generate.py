@@ -1,4 +1,4 @@
-"""Greedy generation over a sharded cache gives one device's tokens, and the cache stays sharded."""
+"""Greedy generation with a sharded cache gives the tokens of one device, and the cache remains sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with latent attention send latents, and have the loss and gradients of one device."""
+"""Models with latent attention: the ranks send latents, and the loss and gradients are those of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused loss of parallelized models, by itself."""
+"""The fused loss of parallelized models, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every model's loss and gradients are one device's, for every strategy, packed, padded and plain."""
+"""The loss and gradients of every model are those of one device, with every strategy and with packed and padded batches."""
 
 from __future__ import annotations
 

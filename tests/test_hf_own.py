@@ -1,4 +1,4 @@
-"""Each rank of a sequence brings a batch of its own: outputs, losses and gradients are those of one device."""
+"""Each rank of a sequence has a batch of its own: outputs, losses and gradients are those of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Trainer: several ranks have the losses of one process."""
+"""The Trainer on several ranks has the losses of one process."""
 
 from __future__ import annotations
 

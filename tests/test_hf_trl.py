@@ -1,4 +1,4 @@
-"""TRL's preference and RL trainers on sharded sequences have the losses, rewards and metrics of their own."""
+"""TRL's preference and RL trainers have the same losses, rewards and metrics with sharded sequences as without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``verify`` passes healthy models, and finds each of ten planted faults and says where it is."""
+"""``verify`` finds no difference in correct models. It finds each of several planted faults, and reports where it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between processes of one host through shared memory: what arrives, what is kept, and what ends a wait."""
+"""Messages between processes of one host through shared memory: received values, reused memory, and errors in waits."""
 
 from __future__ import annotations
 

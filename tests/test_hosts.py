@@ -1,4 +1,4 @@
-"""Several hosts: keys and values are sent once to each that needs them, and context_parallel goes by them."""
+"""Several hosts: keys and values are sent once to each host that needs them, and context_parallel chooses ``comm``."""
 
 from __future__ import annotations
 

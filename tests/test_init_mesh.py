@@ -1,4 +1,4 @@
-"""How ``init_mesh`` starts the process group: backend, timeout and GPU, seen by torch.distributed."""
+"""The backend, timeout and GPU with which ``init_mesh`` starts the process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention: latents and rotated keys are sent and expanded after arrival, with the results of one device."""
+"""Latent attention: the ranks send latents and rotated keys, expand those they receive, and have one device's results."""
 
 from __future__ import annotations
 

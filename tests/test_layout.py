@@ -1,4 +1,4 @@
-"""Layouts assign every token to one rank; shard, unshard, positions and their gradients agree with the oracle."""
+"""Layouts assign every token to one rank. shard, unshard, positions and their gradients agree with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backends on libraries' kernels, with stand-ins for the kernels: against float64, and which of them runs."""
+"""The backends that run kernels of libraries, with fake kernels: their errors relative to float64, and which one runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks are what their definitions say, pair by pair, and keep the promises that schedules and kernels build on."""
+"""Masks agree with their definitions for each pair of query and key, and have the properties that schedules rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchanges of every schedule end under NCCL's rules, at the scale of a cluster."""
+"""The exchanges of every schedule end under NCCL's rules, with as many ranks as on a cluster."""
 
 from __future__ import annotations
 

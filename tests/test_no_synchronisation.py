@@ -1,7 +1,8 @@
-"""No layer makes the host wait for the GPU, shown without a GPU: on fake CUDA tensors, which have no values to read.
+"""No layer makes the host wait for the GPU. Fake CUDA tensors, which have no values to read, show this without a GPU.
 
-Reading a value of a fake tensor (``.item()``, ``bool()``, ``nonzero``) raises. Copies from the host to the device are
-counted: there is none once a mask and a sharding have been used. Process groups are fake as well, of any size.
+Reading a value of a fake tensor (``.item()``, ``bool()``, ``nonzero``) raises an error. Copies from the host to the
+device are counted. There are none after the first use of a mask and a sharding. Process groups are fake too, so that
+they may have any size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is installed, what it requires, what importing costs, and that every public name is documented."""
+"""The installed files, their requirements, the time of imports, and the documentation of every public name."""
 
 from __future__ import annotations
 

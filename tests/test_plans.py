@@ -1,4 +1,4 @@
-"""What plans cost: their size follows from the mask's runs and the ranks, and past masks leave nothing behind."""
+"""The cost of plans: their size depends on the runs of the mask and on the ranks, and past masks keep no memory."""
 
 from __future__ import annotations
 

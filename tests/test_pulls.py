@@ -1,4 +1,4 @@
-"""All-gather by copies out of other ranks' memory: on threads that stand for ranks, and on simulated streams."""
+"""All-gather by copies from other ranks' memory, with threads as ranks and with simulated streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings: the papers' formulas, Hugging Face's frequencies, rounding, and errors."""
+"""Rotary embeddings: the formulas of the papers, Hugging Face's frequencies, rounding, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules and tiles are pure functions: tested without processes, at any number of ranks."""
+"""Schedules and tiles. They are pure functions, and are tested without processes for any number of ranks."""
 
 from __future__ import annotations
 

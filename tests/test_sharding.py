@@ -1,4 +1,4 @@
-"""``Sharding``: a value of length, layout and ranks. With it nothing can disagree, and no rank is asked anything."""
+"""``Sharding``: length, layout and ranks in one object. Contradicting arguments raise an error; no messages are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts: named and shaped as Llama's, and a checkpoint of one strategy loads under every other."""
+"""State dicts have Llama's names and shapes, and a checkpoint of one strategy can be loaded under every other strategy."""
 
 from __future__ import annotations
 

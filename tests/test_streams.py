@@ -1,4 +1,4 @@
-"""Messages and kernels on a GPU: in order where they share memory, and at the same time where they do not."""
+"""Messages and kernels on a GPU are ordered if they share memory, and can run at the same time if they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers on sequence shards against the same layers on one device, in float64."""
+"""Tensor-parallel layers on sequence shards, compared with the same layers on one device in float64."""
 
 from __future__ import annotations
 

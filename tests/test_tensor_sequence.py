@@ -1,4 +1,4 @@
-"""All-gather x GEMM and GEMM x reduce-scatter: their sums, their copies and what they repeat at each call."""
+"""All-gather x GEMM and GEMM x reduce-scatter: their results, their copies and their work in repeated calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``token_loss``: one device's mean over the tokens that count, and this rank's partial gradient."""
+"""``token_loss``: its value is one device's mean over the labels that count; its backward gives partial gradients."""
 
 from __future__ import annotations
 

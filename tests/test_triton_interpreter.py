@@ -1,7 +1,7 @@
-"""The Triton kernels in Triton's interpreter, against dense attention in float64.
+"""The Triton kernels in Triton's interpreter, compared with dense attention in float64.
 
-Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own:
-``TRITON_INTERPRET=1 python -m pytest tests/test_triton_interpreter.py``, which ``test_triton_kernels.py`` does.
+Triton reads TRITON_INTERPRET when it is imported. These tests therefore need a process of their own:
+``TRITON_INTERPRET=1 python -m pytest tests/test_triton_interpreter.py``. ``test_triton_kernels.py`` starts it.
 """
 
 from __future__ import annotations

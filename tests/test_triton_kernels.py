@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: interpreted against float64, and compiled ahead of time for three architectures."""
+"""The Triton kernels without a GPU: compared with float64 in the interpreter, and compiled for three architectures."""
 
 from __future__ import annotations
 

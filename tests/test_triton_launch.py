@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels without a GPU: kernels are compiled, and a stub is given what a GPU would be."""
+"""Launches of the Triton kernels without a GPU: the kernels are compiled, and a stub receives their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies on the Triton backend, in Triton's interpreter, with two processes: the carry of real steps.
+"""Strategies with the Triton backend in Triton's interpreter on two processes, which carry results between steps.
 
 Expected values are those of ``strategy="local"`` in float64, which the reference backend computes.
 """

@@ -1,4 +1,4 @@
-"""The loss of a sharded vocabulary, computed for some tokens at a time, against one device in float64."""
+"""The loss of a sharded vocabulary, computed for a few tokens at a time, compared with one device in float64."""
 
 from __future__ import annotations
 

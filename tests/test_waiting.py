@@ -1,4 +1,4 @@
-"""No rank waits for ever: an error of one rank, or a call that one rank does not make, ends the wait of the others."""
+"""No rank waits forever: if one rank raises an error or does not make a call, the other ranks stop waiting."""
 
 from __future__ import annotations
 
