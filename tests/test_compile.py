@@ -1,4 +1,4 @@
-"""torch.compile: a layer is one graph, and new documents and lengths do not recompile it; the checks of the operators."""
+"""torch.compile: a layer is one graph, new documents and lengths do not recompile it, and the operators are checked."""
 
 from __future__ import annotations
 

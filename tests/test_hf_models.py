@@ -1,4 +1,4 @@
-"""The loss and gradients of every model are those of one device, with every strategy and with packed and padded batches."""
+"""The loss and gradients of every model are those of one device, with every strategy and packed and padded batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``verify`` finds no difference in correct models. It finds each of several planted faults, and reports where it is."""
+"""``verify`` finds no difference in correct models. It finds each of several planted faults and reports where it is."""
 
 from __future__ import annotations
 

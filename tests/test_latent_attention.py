@@ -1,4 +1,4 @@
-"""Latent attention: the ranks send latents and rotated keys, expand those they receive, and have one device's results."""
+"""Latent attention: ranks send latents and rotated keys, expand those they receive, and have one device's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backends that run kernels of libraries, with fake kernels: their errors relative to float64, and which one runs."""
+"""The backends that run kernels of libraries, with fake kernels: errors relative to float64, and which one runs."""
 
 from __future__ import annotations
 

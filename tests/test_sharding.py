@@ -1,4 +1,4 @@
-"""``Sharding``: length, layout and ranks in one object. Contradicting arguments raise an error; no messages are needed."""
+"""``Sharding``: length, layout and ranks in one object. It needs no messages, and contradictions raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State dicts have Llama's names and shapes, and a checkpoint of one strategy can be loaded under every other strategy."""
+"""State dicts have Llama's names and shapes. A checkpoint of one strategy can be loaded under every other strategy."""
 
 from __future__ import annotations
 
