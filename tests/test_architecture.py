@@ -1,4 +1,4 @@
-"""The layers of the package: a module imports only from its own layer and lower ones, without circular imports."""
+"""The floors of the package: a module imports only from its own floor and lower ones, without circular imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``strategy="auto"``: all ranks make the same choice without messages, from costs that are measured once and stored."""
+"""``strategy="auto"``: all ranks make the same choice without messages, by costs that are measured once and stored."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 def unsharded(name: str, batch: dict[str, Any], ranks: int, layout: Layout, **options: Any) -> Tensor:
-    """One tensor of the batch, from all ranks' parts."""
+    """One tensor of the full batch, unsharded from the parts of all ranks."""
     parts = [shard_for_rank(batch, ranks, rank, layout, **options)[name] for rank in range(ranks)]
     order = torch.cat(
         [seqpar.layout.shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)]
@@ -149,7 +149,7 @@ def examples(count: int) -> Any:
 
 @on_ranks
 def loaded(group: ProcessGroup, kind: str) -> list[int]:
-    """The examples this rank saw, by their first number."""
+    """The first number of each example that this rank received."""
     mesh = seqpar.init_mesh(2, 2, 2, 1, device_type="cpu")
     dp = mesh["dp"].get_local_rank()
     data: Any = Counting() if kind == "iterable" else examples(9)
@@ -217,7 +217,7 @@ def test_collator_in_a_worker_process() -> None:
 
 @on_ranks
 def shard_with_a_sharding(group: ProcessGroup) -> str:
-    """The part that mesh, group and layout give; and the error of a sharding of another length."""
+    """This rank's part for a given sharding, and the error that a sharding of another length raises."""
     batch = make_batch("packed", 33)
     sharding = seqpar.Sharding(33, "striped", group=group)
     got = seqpar.hf.shard_batch(batch, sharding=sharding)

@@ -38,7 +38,7 @@ LOSS, GRADIENT = 2e-5, 1e-3
 
 @pytest.fixture(scope="module")
 def pool_of_two() -> Iterator[Pool]:
-    """Its world is the sequence, over which wrappers without a group average."""
+    """Two workers. Wrappers without a group average over both, which are the ranks of the sequence."""
     pool = Pool(2)
     yield pool
     pool.close()
@@ -52,7 +52,7 @@ def pool_of_four() -> Iterator[Pool]:
 
 
 def reference(kind: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
-    """Each batch's one-device loss, and the gradient of their mean."""
+    """The one-device loss of each batch, and the gradients of the mean of these losses."""
     each = [one_device(kind, batch) for batch in batches]
     mean = {name: torch.stack([grads[name] for _, grads in each]).mean(0) for name in each[0][1]}
     return [loss for loss, _ in each], mean
@@ -68,7 +68,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @on_ranks
 def wrapped(group: ProcessGroup, wrapper: str, kind: str, checkpoint: bool | None) -> tuple[float, float]:
-    """The wrapper's gradients are right without ``sync_gradients``. Two data-parallel ranks, four of the sequence."""
+    """Errors of the gradients that the wrapper reduces. Two data-parallel ranks, four ranks of a sequence."""
     mesh = mesh_of(2, 2, 2, 1)
     batches = [make_batch("packed", seed=3), make_batch("right", seed=4)]
     losses, grads = reference(kind, batches)
@@ -127,7 +127,7 @@ def fsdp1(model: nn.Module, use_orig_params: bool, *units: type[nn.Module]) -> A
 
 
 def fsdp1_gradients(outer: Any, kind: str) -> dict[str, Tensor]:
-    """From the weights after a step of SGD, because FSDP1 shows gradients in one of its two modes only."""
+    """The gradients, from the weights after a step of SGD: only one mode of FSDP1 gives access to gradients."""
     torch.optim.SGD(outer.parameters(), lr=100.0).step()
     before = dict(tiny(kind).named_parameters())
     with FullyShardedDataParallel.summon_full_params(outer, writeback=False):
@@ -155,7 +155,7 @@ def test_fsdp1(pool_of_two: Pool, use_orig_params: bool, inner: str) -> None:
 
 
 class Around(nn.Module):
-    """Holds a model, and calls it."""
+    """A module that contains a model and calls it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Around(nn.Module):
 
 @on_ranks
 def loss_outside_the_forward(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
-    """The model returns logits, and the caller computes the loss, as a pipeline's last stage does."""
+    """The model returns logits, and the caller computes the loss, as in the last stage of a pipeline."""
     batch = make_batch("packed")
     losses, grads = reference("llama", [batch])
     model = seqpar.hf.parallelize(tiny("llama"), group=group)
@@ -240,7 +240,7 @@ def test_deepspeed_is_refused_unless_the_caller_chooses(pool_of_two: Pool) -> No
 
 @on_ranks
 def averaged_over_some(group: ProcessGroup) -> str:
-    """DDP over two of the sequence's four ranks."""
+    """The error with DDP over two of the four ranks of the sequence."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     model = seqpar.hf.parallelize(tiny("llama"), group=group)
     outer = DistributedDataParallel(model, process_group=pairs[group.rank() // 2])
@@ -258,7 +258,7 @@ def test_a_wrapper_over_part_of_the_sequence_is_refused(pool_of_four: Pool) -> N
 
 @on_ranks
 def averaged_by_hand(group: ProcessGroup, gradients_are: Gradients) -> float:
-    """A wrapper that parallelize cannot detect averages the ranks' gradients, or sums them."""
+    """The ranks' gradients are averaged or summed by a wrapper that parallelize cannot detect."""
     batch = make_batch("plain")
     _, grads = reference("llama", [batch])
     model = seqpar.hf.parallelize(tiny("llama"), group=group, gradients=gradients_are)
@@ -276,7 +276,7 @@ def test_gradients_as_asked_for(pool: Pool, gradients_are: Gradients) -> None:
 
 @on_ranks
 def data_parallel_alone(group: ProcessGroup) -> tuple[float, float]:
-    """DDP over dp only: it averages the replicas, ``sync_gradients`` sums the sequence."""
+    """DDP over dp only averages over the replicas. ``sync_gradients`` sums over the ranks of the sequence."""
     mesh = mesh_of(2, 2, 2, 1)
     batches = [make_batch("plain", seed=3), make_batch("left", seed=4)]
     losses, grads = reference("llama", batches)
@@ -300,7 +300,7 @@ def test_ddp_over_data_parallel_ranks(pool: Pool) -> None:
 
 @on_ranks
 def checkpointed(group: ProcessGroup, kind: str, reentrant: bool) -> tuple[float, float]:
-    """Two forwards before the backwards: each recomputation must find its own batch's mask."""
+    """Two forwards run before their backwards. Each recomputation must use the mask of its own batch."""
     batches = [make_batch("packed", seed=5), make_batch("left", 38, seed=6)]
     losses, grads = reference(kind, batches)
     model = seqpar.hf.parallelize(tiny(kind), group=group)
@@ -357,7 +357,7 @@ def test_lora(pool: Pool, targets: list[str], before: bool) -> None:
 
 @on_ranks
 def compiled(group: ProcessGroup, what: str, strategy: str) -> tuple[float, float, int, int]:
-    """Decoder layers compiled one by one, or all of them together, each time as one graph; or the whole model."""
+    """Compile each decoder layer or the decoder, as one graph each, or the whole model."""
     torch._dynamo.reset()
     graphs = 0
 
@@ -387,7 +387,7 @@ COMPILED = [(1, "model", "ring"), (2, "decoder", "ring"), (2, "model", "ring"), 
 
 @pytest.mark.parametrize(("ranks", "what", "strategy"), COMPILED)
 def test_compiled_models(pool: Pool, ranks: int, what: str, strategy: str) -> None:
-    """The hooks and the loss run outside of the graphs of a model that is compiled whole."""
+    """If the whole model is compiled, the hooks and the loss run outside of its graphs."""
     for loss, gradient, first, graphs in pool.run(ranks, compiled, what, strategy):
         assert loss < LOSS and gradient < GRADIENT
         assert first <= 2  # two layers, which may share one; the decoder is one, and the model has two

@@ -70,7 +70,7 @@ def test_tokens(pool: Pool, kind: str, world: int) -> None:
 
 @on_ranks
 def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int, int]:
-    """This rank's keys in each layer; the length; the bytes that one more token sends, and the kernels it runs."""
+    """The number of this rank's keys in each layer, the length, and the bytes and backend calls of one more token."""
     model = seqpar.hf.parallelize(model_of(kind), group=group)
     cache = DynamicCache(config=model.config)
     model.generate(**prompt("plain"), do_sample=False, past_key_values=cache, **LONG)
@@ -99,7 +99,7 @@ def test_cache_stays_sharded(pool: Pool, kind: str) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Records the bytes of the tensors that operations return, views of their arguments left out."""
+    """Records the bytes of the tensors that operators return, except for views of their arguments."""
 
     largest = 0
     together = 0
@@ -137,7 +137,7 @@ def test_decoding_makes_no_copy_of_the_cache(dtype: torch.dtype, backend: Backen
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_token_allocates_the_same_whatever_is_cached(window: int | None) -> None:
-    """Neither keys nor their positions are copied for each token, which would be quadratic in the number of tokens."""
+    """The cached keys and positions are not copied for each token: this would be quadratic in the number of tokens."""
     together = []
     for cached in (1000, 50_000):
         layer = generate.ShardedCacheLayer(window)
@@ -154,7 +154,7 @@ def test_a_token_allocates_the_same_whatever_is_cached(window: int | None) -> No
 
 @on_ranks
 def continued(group: ProcessGroup, gathered_bytes: int) -> tuple[float, int, int, int]:
-    """A second turn of 300 tokens: error, the largest tensor it allocates, attention's calls, messages of the ranks."""
+    """Results for a second prompt of 300 tokens: its error, largest tensor, attention calls and messages."""
     before, generate._GATHERED_BYTES = generate._GATHERED_BYTES, gathered_bytes
     reference, model = model_of("llama"), seqpar.hf.parallelize(model_of("llama"), group=group)
     tokens = torch.randint(3, VOCAB, (1, 1500), generator=torch.Generator().manual_seed(1))
@@ -182,7 +182,7 @@ def test_a_second_turn_is_blockwise(pool: Pool) -> None:
 
 
 def test_a_cache_outlives_inference_mode() -> None:
-    """Its tensors were made in inference mode, where alone they can be written to."""
+    """Tensors that were made in inference mode can be written to in inference mode only."""
     model, reference = seqpar.hf.parallelize(model_of("llama"), strategy="local"), model_of("llama")
     ids = prompt("plain")["input_ids"]
     cache = DynamicCache(config=model.config)
@@ -197,7 +197,7 @@ def test_a_cache_outlives_inference_mode() -> None:
 
 @on_ranks
 def forwards(group: ProcessGroup) -> list[float]:
-    """Errors of the logits of a prompt, of several new tokens at once, of tokens after a crop, of the last 4."""
+    """Errors of the logits of a prompt, of several new tokens, of tokens after a crop, and of the last 4 tokens."""
     reference, model = model_of("gemma2"), seqpar.hf.parallelize(model_of("gemma2"), group=group)
     tokens = prompt("plain")["input_ids"]
     errors = []
@@ -242,7 +242,7 @@ def test_adapted_model(pool: Pool) -> None:
 
 @on_ranks
 def assisted(group: ProcessGroup, kind: str) -> list[bool]:
-    """Most candidates are rejected, so that the cache is cropped."""
+    """Assisted generation that rejects most candidates, so that the cache is cropped."""
     ids = torch.cat([prompt("plain")["input_ids"][:1]] * 2, dim=1)
     same = []
     for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny(kind, seed=5).eval()}):

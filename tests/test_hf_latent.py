@@ -23,14 +23,14 @@ KIND, WIDTH, ROPE, LAYERS = "deepseek_v3", 8, 4, 2
 
 
 class Wrapped(nn.Linear):
-    """A projection that is no plain linear layer, such as LoRA's."""
+    """A projection that is not a plain linear layer, as with LoRA."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
 def bytes_sent(group: ProcessGroup, model: Any, batch: dict[str, Tensor], **arguments: Any) -> tuple[float, int]:
-    """The loss, and what this rank sends in one forward."""
+    """The loss, and the bytes that this rank sends in one forward."""
     model = seqpar.hf.parallelize(model, group=group, **arguments)
     local = seqpar.hf.shard_batch(batch, group=group, layout=arguments["layout"])
     with torch.no_grad(), seqpar.trace() as trace:

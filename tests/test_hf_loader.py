@@ -33,7 +33,7 @@ class Streamed(IterableDataset[Any]):
 
 
 class Stateful(DataLoader[Any]):
-    """As torchdata's ``StatefulDataLoader``: it knows where it stands, and skips without loading."""
+    """A loader like torchdata's ``StatefulDataLoader``: it saves its state, and skips batches without loading them."""
 
     def __init__(self, *args: Any, snapshot_every_n_steps: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,7 +67,7 @@ def seen(batches: Any, count: int | None = None) -> list[int]:
 
 @on_ranks
 def resumed(group: ProcessGroup, kind: str, scatter: bool) -> tuple[list[int], list[int]]:
-    """Three epochs without interruption, and the same ones interrupted in the second."""
+    """The batches of three epochs, and those of three epochs that are interrupted in the second one."""
     mesh = mesh_of(2, 2, 2, 1)
 
     def make() -> Any:

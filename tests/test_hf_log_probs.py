@@ -25,7 +25,7 @@ VALUE, GRADIENT = 1e-4, 1e-3
 
 
 def some_loss(log_probs: Tensor, seed: int = 0) -> Tensor:
-    """Something in which every token's log-probability has a weight of its own."""
+    """A loss in which the log-probability of each token has a different weight."""
     return (log_probs * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(seed))).mean()
 
 
@@ -39,7 +39,7 @@ def from_logits(kind: str, batch: dict[str, Tensor], model: Any = None) -> Tenso
 
 @on_ranks
 def trained(group: ProcessGroup, kind: str, how: str, batches: Any, wrapper: str) -> tuple[float, float]:
-    """Errors of the values, and of the gradients of a loss that is made of them."""
+    """The errors of the log-probabilities, and of the gradients of a loss computed from them."""
     own, rank = batches == "own", group.rank()
     plain, model = tiny(kind), seqpar.hf.parallelize(tiny(kind), group=group, batches=batches, loss_chunk=5)
     given = [make_batch(how, 45 + 7 * i, seed=i) for i in range(group.size() if own else 1)]
@@ -70,7 +70,7 @@ def test_values_and_gradients(pool: Pool, kind: str, how: str, world: int, batch
 
 @on_ranks
 def of_other_batches(group: ProcessGroup) -> list[float]:
-    """Errors without labels, with shifted ones, of a batch from ``shard_batch``, and with ``outputs="local"``."""
+    """Errors without labels, with shifted labels, for a batch from ``shard_batch``, and with ``outputs="local"``."""
     batch = make_batch("packed")
     rest = {name: x for name, x in batch.items() if name != "labels"}
     every = batch["input_ids"].masked_fill(rest["position_ids"] == 0, -100)
@@ -98,7 +98,7 @@ def test_other_batches(pool: Pool) -> None:
 
 
 def test_logits_never_exist_at_once() -> None:
-    """Of 512 tokens and 8,192 words they would take 16 MiB, and their gradients as much again."""
+    """The logits of 512 tokens and 8,192 words would take 16 MiB, and so would their gradients."""
     model = seqpar.hf.parallelize(tiny("llama", vocab_size=8192, max_position_embeddings=512), loss_chunk=16)
     with LiveBytes() as live:
         seqpar.hf.token_log_probs(model, make_batch("plain", 512, 1)).sum().backward()

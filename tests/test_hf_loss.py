@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("items", [37, 1_000_003])
 def test_gradients_are_scaled_in_float32(dtype: torch.dtype, items: int) -> None:
-    """The factor 1 / items, rounded to bfloat16, would scale every gradient by another number."""
+    """If the factor 1 / items were rounded to bfloat16, all gradients would have its rounding error."""
     torch.manual_seed(0)
     hidden = torch.randn(200, 32).to(dtype).requires_grad_()
     head = nn.Linear(32, 501, dtype=dtype)

@@ -46,7 +46,7 @@ def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
 
 
 def test_a_model_whose_strategy_is_chosen(pool: Pool) -> None:
-    """Layer by layer: gemma3 has layers with a window and layers without."""
+    """The strategy is chosen for each layer: gemma3 has layers with a window and layers without."""
     chosen = [("gemma3", "auto", how) for how in BATCHES]
     for errors in pool.run(4, table, chosen):
         for case, (loss, gradient) in zip(chosen, errors, strict=True):
@@ -55,7 +55,7 @@ def test_a_model_whose_strategy_is_chosen(pool: Pool) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "bert_tokens", "llama4"])
 def test_heads_and_chunks(pool: Pool, kind: str) -> None:
-    """A language model without a loss type; heads with a loss of their own; chunks that start at the first token."""
+    """A language model without a loss type, heads with their own losses, and chunks that start at the first token."""
     chosen = [(kind, "ring-zigzag", how) for how in ("left", "packed")] + [(kind, "ulysses-contiguous", "plain")]
     for errors in pool.run(2, table, chosen):
         for case, (loss, gradient) in zip(chosen, errors, strict=True):
@@ -73,7 +73,7 @@ def test_outputs_as_a_tuple() -> None:
 
 @on_ranks
 def with_padding_labels(group: ProcessGroup) -> tuple[float, float]:
-    """The last padding token predicts the first token, and its loss counts, as under transformers' SDPA."""
+    """The last padding token predicts the first token, and its loss counts, as with transformers' SDPA."""
     batch = make_batch("left")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     expected, grads = one_device("llama", batch, "sdpa")
@@ -91,7 +91,7 @@ def test_labels_next_to_padding(pool: Pool) -> None:
 
 @on_ranks
 def with_few_labels(group: ProcessGroup, labelled: int) -> list[tuple[float, float]]:
-    """Only the first tokens are labelled: most ranks have nothing to predict."""
+    """Only the first tokens have labels, so that most ranks have none."""
     batch = make_batch("plain")
     batch["labels"][:, labelled:] = -100
     expected, grads = one_device("llama", batch)
@@ -113,7 +113,7 @@ def test_ranks_without_labels(pool: Pool) -> None:
 
 @on_ranks
 def accumulated(group: ProcessGroup, kind: str) -> tuple[float, float]:
-    """Two batches with different numbers of labels; ``num_items_in_batch`` makes the loss one over both."""
+    """Two accumulated batches with different numbers of labels, and ``num_items_in_batch`` for both together."""
     batches = [make_batch("plain", 45, seed=1), make_batch("packed", 45, seed=2)]
     batches[0]["labels"][:, 10:] = -100
     items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
@@ -140,7 +140,7 @@ def test_gradient_accumulation(pool: Pool, kind: str) -> None:
 
 @on_ranks
 def dropped(group: ProcessGroup) -> tuple[list[float], list[float]]:
-    """Losses under attention dropout, twice, and the loss without it."""
+    """The loss with attention dropout, computed twice, and the loss without dropout."""
     model = tiny("llama", attention_dropout=0.3)
     batch = make_batch("plain")
     alone = dict(seqpar.hf.shard_batch(batch, group=group, check=False))
@@ -161,7 +161,7 @@ def test_dropout_of_attention_weights(pool: Pool) -> None:
 
 @on_ranks
 def with_rope_of_length(group: ProcessGroup, scaling: dict[str, Any]) -> tuple[float, float, bool]:
-    """Frequencies depend on the largest position, which only one rank has."""
+    """The frequencies depend on the largest position, which only one rank holds."""
     changes: dict[str, Any] = {"rope_parameters": scaling, "max_position_embeddings": 16}
     batch = make_batch("packed")
     reference, model = tiny("llama", **changes), tiny("llama", **changes)
@@ -201,7 +201,7 @@ def test_rope_that_follows_the_length(pool: Pool, scaling: dict[str, Any]) -> No
 
 @on_ranks
 def under_autocast(group: ProcessGroup, kind: str) -> tuple[float, float]:
-    """float32 weights under bfloat16 autocast: the distance of one device's gradients from float32, and of ours."""
+    """Errors of one device's gradients and of ours under bfloat16 autocast, relative to those in float32."""
     batch = make_batch("plain")
     exact, grads = one_device(kind, batch)
     errors = []
@@ -247,7 +247,7 @@ def test_a_loss_computes_no_logits() -> None:
 
 
 def test_loss_of_materialized_logits() -> None:
-    """A head that is not a plain linear layer computes its logits; the loss is the same."""
+    """A head that is not a plain linear layer computes all logits at once, and the loss is the same."""
     batch = make_batch("plain")
     model = tiny("llama")
     model.lm_head = nn.Sequential(model.lm_head)
@@ -356,7 +356,7 @@ def test_saved_config_names_no_patch(tmp_path: Any) -> None:
 
 
 class _Own(nn.Module):
-    """Attention code of its own."""
+    """A model whose attention does not use the interface."""
 
     def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
         return x, None
@@ -429,7 +429,7 @@ def test_refused_models(change: str, words: str) -> None:
 
 
 class Blend(nn.Module):
-    """A token mixer under a name that no list has. ``how``: what it does to ``[batch, seq, hidden]``."""
+    """A layer that mixes the tokens of ``[batch, seq, hidden]`` as ``how`` says. No list contains its class name."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -479,7 +479,7 @@ def with_blend(how: str, where: str, device: str = "cpu") -> Any:
     ],
 )
 def test_a_mixer_with_an_unlisted_name_is_refused(how: str, where: str, name: str) -> None:
-    """It is found by what it does, although its name says nothing and its weights do nothing yet."""
+    """The layer is found by its outputs, although its name is not known and its weights have no effect yet."""
     with pytest.raises(ValueError, match=f"layer {name} mixes tokens: in a trial run"):
         seqpar.hf.parallelize(with_blend(how, where), strategy="local")
     seqpar.hf.parallelize(with_blend("none", where if where != "instead of attention" else "mlp"), strategy="local")
@@ -492,7 +492,7 @@ def test_a_mixer_is_found_without_weights() -> None:
 
 @pytest.mark.parametrize("kind", [*MODELS, "gpt2", "bert", "llama4"])
 def test_the_trial_run_changes_nothing(kind: str) -> None:
-    """All of these run, on the meta device too, and every layer attends through the interface."""
+    """The trial run works for all of these models, on the meta device too, and finds all attention layers."""
     model = tiny(kind)
     before = {name: (dict(vars(m)), [*m._forward_hooks], [*m.parameters()]) for name, m in model.named_modules()}
     random = torch.get_rng_state()

@@ -110,7 +110,7 @@ def tiny(kind: str, seed: int = 0) -> Any:
 
 
 def make_batch(kind: str, how: str) -> dict[str, Any]:
-    """text, packed text, or images: 4 images in 2 rows; or padded on a side too."""
+    """A batch of text, of packed text, or of 2 rows with 4 images, optionally padded on one side."""
     g = torch.Generator().manual_seed(0)
     rows = 1 if how == "packed" else 2
     ids = torch.randint(3, IMAGE, (rows, LENGTH), generator=g)
@@ -149,7 +149,7 @@ def make_batch(kind: str, how: str) -> dict[str, Any]:
 
 
 def _whole_sequence(kind: str) -> dict[str, Any]:
-    """Without it, transformers makes a cache, with which it does not tell packed documents apart."""
+    """With a cache, which is the default, transformers does not separate packed documents."""
     return {} if kind == "qwen3_vl" else {"use_cache": False}
 
 
@@ -208,7 +208,7 @@ def test_partial_gradients_of_the_tower_under_ddp(pool: Pool, kind: str) -> None
 
 @on_ranks
 def asked(group: ProcessGroup, kind: str) -> list[float]:
-    """Errors of logits: all, the last, some; without labels and with them; and of hidden states."""
+    """Errors of all logits, of the last, and of some, with and without labels, and errors of hidden states."""
     batch = make_batch(kind, "images")
     expected = tiny(kind)(**batch, output_hidden_states=True)
     model = seqpar.hf.parallelize(tiny(kind), group=group)
@@ -264,7 +264,7 @@ def gemma4_text(layers: int, shared: int = 0) -> Any:
 
 @on_ranks
 def sent(group: ProcessGroup, layers: int, shared: int) -> list[int]:
-    """Bytes sent in forward and in backward."""
+    """The bytes sent in forward and in backward."""
     model = seqpar.hf.parallelize(gemma4_text(layers, shared), group=group, strategy="context_parallel")
     ids = torch.arange(2 * 48).view(2, 48) % 60 + 3
     with seqpar.trace() as forward:
@@ -287,7 +287,7 @@ def test_layers_that_share_keys_receive_them_once(pool: Pool) -> None:
 
 @on_ranks
 def sharded_before(group: ProcessGroup, kind: str) -> list[str]:
-    """Text that ``shard_batch`` has sharded works; images raise."""
+    """The errors for batches that cannot be used. A batch of text that ``shard_batch`` has sharded raises none."""
     model = seqpar.hf.parallelize(tiny(kind), group=group)
     local = seqpar.hf.shard_batch(make_batch(kind, "packed"), group=group)
     assert abs(model(**local).loss.item() - one_device(kind, "packed")[0]) < LOSS
@@ -314,7 +314,7 @@ def test_what_a_batch_may_be(pool: Pool, kind: str) -> None:
 
 @on_ranks
 def composed(group: ProcessGroup, kind: str, strategy: str) -> tuple[float, float]:
-    """Under activation checkpointing, on both sides of which Gemma 4's layers share keys."""
+    """Errors under activation checkpointing. Gemma 4's layers share keys across checkpoints."""
     loss_of_one, grads, _ = one_device(kind, "images")
     model = tiny(kind)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -332,7 +332,7 @@ def test_activation_checkpointing(pool: Pool, kind: str, strategy: str) -> None:
 
 
 def test_towers_keep_their_attention(tmp_path: Path) -> None:
-    """``from_pretrained`` gives all parts the same implementation; parallelize and restore treat only the text's."""
+    """``from_pretrained`` sets one implementation for all parts; parallelize and restore change only the text's."""
     tiny("gemma3").save_pretrained(tmp_path)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_pretrained(tmp_path, attn_implementation="seqpar").train()

@@ -39,13 +39,13 @@ LOSS, GRADIENT, OUTPUT = 2e-5, 1e-3, 1e-4
 
 
 def batch_of(rank: int, how: str) -> dict[str, Tensor]:
-    """Batches of different lengths and, where they are not packed, numbers of rows."""
+    """A batch for each rank, with different lengths and, unless it is packed, different numbers of rows."""
     return make_batch(how, 45 + 7 * rank, 1 + rank % 3, seed=rank)
 
 
 @cache
 def one_device(world: int, kind: str, how: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Each batch's loss, and the gradients of the losses' weighted sum, without sequence parallelism."""
+    """The loss of each batch, and the gradients of the weighted sum of the losses, without sequence parallelism."""
     model = tiny(kind)
     losses = [model(**batch_of(rank, how), use_cache=False).loss for rank in range(world)]
     torch.stack([(1 + rank) * loss for rank, loss in enumerate(losses)]).sum().backward()
@@ -56,7 +56,7 @@ def one_device(world: int, kind: str, how: str) -> tuple[list[float], dict[str, 
 def trained(
     group: ProcessGroup, kind: str, strategy: str, how: str, checkpointing: bool | None = None
 ) -> tuple[float, float]:
-    """Errors of loss and gradients. ``checkpointing``: of the layers, with this ``use_reentrant``."""
+    """Errors of the loss and gradients. ``checkpointing`` is the ``use_reentrant`` of activation checkpointing."""
     rank = group.rank()
     losses, grads = one_device(group.size(), kind, how)
     model = seqpar.hf.parallelize(tiny(kind), group=group, batches="own", **PARALLELIZE[strategy])
@@ -89,7 +89,7 @@ def test_loss_and_gradients(
 
 
 def full_gradients(model: Any) -> dict[str, Tensor]:
-    """The gradients, whole where ``fully_shard`` has sharded them."""
+    """The full gradients, also of parameters that ``fully_shard`` has sharded."""
     return {
         name.replace("module.", ""): g.full_tensor() if isinstance(g, DTensor) else g
         for name, g in gradients(model).items()
@@ -98,7 +98,7 @@ def full_gradients(model: Any) -> dict[str, Tensor]:
 
 @on_ranks
 def wrapped(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
-    """Wrappers average over all ranks, of which four share a sequence."""
+    """Errors with wrappers that average over all ranks, of which four share each sequence."""
     rank, world = dist.get_rank(), dist.get_world_size()
     losses, grads = one_device(world, "llama", "right")
     mesh = mesh_of(2, 4, 1, 1)
@@ -130,7 +130,7 @@ def test_wrappers_that_average(pool: Pool, wrapper: str) -> None:
 
 @on_ranks
 def inferred(group: ProcessGroup) -> list[float]:
-    """Errors of outputs without labels, and of what a rank generates from its own prompt."""
+    """Errors of the outputs without labels, and of the tokens that a rank generates from its own prompt."""
     rank = group.rank()
     plain, model = tiny("mistral").eval(), tiny("mistral").eval()
     batch = batch_of(rank, "left")
@@ -204,7 +204,7 @@ def test_sequence_classification(pool: Pool, batches: str) -> None:
 
 @on_ranks
 def peaks(group: ProcessGroup) -> tuple[int, int]:
-    """The most bytes held in a forward and backward: of a shared batch, and of own batches of the same size."""
+    """The peak bytes of a forward and backward, for a shared batch and for own batches of the same size."""
     found = []
     for batches in ("shared", "own"):
         model = seqpar.hf.parallelize(tiny("llama"), group=group, batches=batches)
@@ -271,7 +271,7 @@ def test_refused_calls(how: str, message: str, pool: Pool) -> None:
 
 @on_ranks
 def called_less(group: ProcessGroup, port: int) -> str:
-    """Rank 1 calls the model once, rank 0 twice."""
+    """The error if rank 1 calls the model once and rank 0 calls it twice."""
     group = start(port, "calls", group.rank(), group.size(), timeout_s=4.0)
     model = seqpar.hf.parallelize(tiny("llama"), batches="own")
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_arguments() -> None:
 
 
 class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]
-    """Makes an Accelerator as a Trainer does."""
+    """A trainer that makes an Accelerator as a Trainer does."""
 
     __module__ = "trl.trainer.some_trainer"
 
@@ -309,7 +309,7 @@ class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]
 
 @on_ranks
 def dealt_to(group: ProcessGroup, port: int, fsdp: bool) -> tuple[list[float], float, float]:
-    """What a rank's batches hold, and errors of loss and gradients, with a trainer that needs own batches."""
+    """A rank's batches, and errors of the loss and gradients, with a trainer that needs own batches."""
     group = start(port, f"fsdp {fsdp}", group.rank(), group.size())
     rank = group.rank()
     with torchrun(group):

@@ -38,7 +38,7 @@ Run = tuple[list[float], dict[str, float]]
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, Pool]]:
-    """By their number of ranks: a Trainer's processes are all that there are."""
+    """Pools by their number of ranks, because a Trainer uses all processes."""
     pools = {2: Pool(2), 4: Pool(4)}
     yield pools
     for pool in pools.values():
@@ -46,7 +46,7 @@ def pools() -> Iterator[dict[int, Pool]]:
 
 
 def sequences(count: int, length: int | None = 37, masked: int = 4) -> list[dict[str, Tensor]]:
-    """Rows of ``length`` tokens, or of different lengths, with ``masked`` different numbers of labels."""
+    """Rows of ``length`` tokens, or of different lengths. With ``masked`` they have different numbers of labels."""
     g = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, VOCAB, (length or 15 + 7 * (i % 4),), generator=g) for i in range(count)]
     examples = []
@@ -67,7 +67,7 @@ class Stream(IterableDataset[Any]):
 
 @contextmanager
 def torchrun(group: ProcessGroup | None) -> Iterator[None]:
-    """The environment of ``torchrun``, and accelerate as in a new process."""
+    """In the block, the environment variables of ``torchrun``, and accelerate as in a new process."""
     before = dict(os.environ)
     if group is not None:
         rank, world = str(group.rank()), str(group.size())
@@ -108,7 +108,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def with_trainer(config: Any, folder: str, kind: str, batch: int, data: str, **arguments: Any) -> Run:
-    """Losses of the steps, and what the evaluation of a set that does not fill its last batch gives."""
+    """The losses of the steps, and the evaluation of a dataset that does not fill its last batch."""
     if data == "not across":
         arguments["average_tokens_across_devices"] = False
     rows = sequences(80, None if data == "packed" else 37)
@@ -133,7 +133,7 @@ def with_trainer(config: Any, folder: str, kind: str, batch: int, data: str, **a
 
 
 def tokenizer() -> Any:
-    """One of words; the data sets here are tokenized already."""
+    """A tokenizer of words. It is not used for the datasets, which contain tokens."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -167,7 +167,7 @@ def with_sft(config: Any, folder: str, kind: str, batch: int, packing: bool, **a
 
 
 def with_loop(config: Any, folder: str, kind: str, batch: int, data: str, fsdp: bool = False) -> Run:
-    """A loop as in accelerate's documentation."""
+    """The losses of a training loop as in accelerate's documentation."""
     plugin = None
     if fsdp and config is not None:
         PartialState(cpu=True)
@@ -206,13 +206,13 @@ def parallel(group: ProcessGroup, body: str, config: dict[str, Any], *args: Any,
 
 
 def alone(body: str, *args: Any, config: dict[str, Any] | None = None, **kwargs: Any) -> Run:
-    """One process without this package, or with it and this ``config``."""
+    """The results of one process, without this package or with this ``config``."""
     with torchrun(None):
         return BODIES[body](None if config is None else seqpar.hf.ParallelismConfig(**config), *args, **kwargs)
 
 
 def compare(ours: list[Run], theirs: Run, dp: int = 1) -> None:
-    """With several data-parallel ranks, the last batch of an evaluation is filled up, and its loss with it."""
+    """Compare results. With several data-parallel ranks, the last batch of an evaluation is padded: its loss differs."""
     for losses, metrics in ours:
         assert losses == pytest.approx(theirs[0], abs=LOSS)
         assert metrics.keys() == theirs[1].keys()
@@ -291,7 +291,7 @@ def test_accelerate_loop(pools: dict[int, Pool], cp_size: int, data: str, fsdp: 
 
 @on_ranks
 def verified(group: ProcessGroup) -> str:
-    """The report on a model that accelerate prepares; each sequence has a batch of its own."""
+    """The report of ``verify`` on a model that accelerate has prepared. Each sequence has a batch of its own."""
     with torchrun(group):
         accelerator = accelerate.Accelerator(cpu=True, parallelism_config=seqpar.hf.ParallelismConfig(cp_size=2))
         model = accelerator.prepare(tiny("gpt_oss"))
@@ -306,7 +306,7 @@ def test_verify(pools: dict[int, Pool], world: int) -> None:
 
 @on_ranks
 def verified_by_trainer(group: ProcessGroup, folder: str, summed: bool) -> tuple[list[str], str]:
-    """What is logged with SEQPAR_VERIFY=3 while a Trainer makes five steps."""
+    """The messages logged with SEQPAR_VERIFY=3 in five steps of a Trainer."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -344,7 +344,7 @@ def test_verify_while_training(pools: dict[int, Pool], tmp_path: Path) -> None:
 
 
 def resumed(config: Any, folder: str, kind: str) -> list[float]:
-    """Losses of six steps, the last three after resuming from the checkpoint of the first three."""
+    """The losses of six steps. The last three run after resuming from a checkpoint."""
     losses = []
     for steps in (3, 6):
         trainer = transformers.Trainer(
@@ -463,7 +463,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_relies_on() -> None:
-    """Names in accelerate and transformers that are not documented, as ``hf/parallelism.py`` lists them."""
+    """Undocumented names in accelerate and transformers, which ``hf/parallelism.py`` lists."""
     start = inspect.getsource(accelerate.Accelerator.__init__)
     assert 0 < start.index("parallelism_config.get_device_mesh(") < start.index("._validate_accelerator(self)")
     prepare = inspect.getsource(accelerate.Accelerator._prepare_one)

@@ -37,7 +37,7 @@ LENGTH = 8
 
 @contextmanager
 def may_have_children() -> Iterator[None]:
-    """The pool's processes are daemons, which may not start the workers of a data loader otherwise."""
+    """In the block, this worker may start the workers of a data loader. Daemon processes may not do that otherwise."""
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["daemon"] = config.get("daemon"), False
     try:
@@ -52,7 +52,7 @@ def stream(values: list[int], shards: int) -> Any:
 
 
 class Sharding(IterableDataset[Any]):
-    """A stream with the protocol of ``shard``, that says where it stands."""
+    """A stream with the method ``shard``, and with a state."""
 
     def __init__(self, values: list[int], stride: int = 1, offset: int = 0) -> None:
         self.values, self.stride, self.offset, self.next = values, stride, offset, 0
@@ -101,7 +101,7 @@ def seen(batches: Any, count: int | None = None) -> list[list[int]]:
 
 @on_ranks
 def resumed(group: ProcessGroup, kind: str, dp: int, workers: int, scatter: bool, values: list[int]) -> Any:
-    """Three epochs without interruption, and the same ones interrupted in the second."""
+    """The batches of three epochs, and those of three epochs that are interrupted in the second one."""
     mesh = mesh_of(dp, 8 // dp, 1, 1)
     with may_have_children():
         loader = seqpar.hf.ShardedLoader(make_loader(kind, values, workers), mesh=mesh, scatter=scatter)
@@ -197,7 +197,7 @@ def test_a_dataset_that_raises_stops_all_ranks(pool: Pool, scatter: bool) -> Non
 
 
 def rows_of(dataset: Any) -> list[list[list[int]]]:
-    """By row, the documents."""
+    """The documents of each row."""
     result = []
     for row in dataset:
         kept = row["attention_mask"].bool()
@@ -272,7 +272,7 @@ def test_bad_documents() -> None:
 
 
 class Documents:
-    """Batches of packed documents, made in whichever process asks for them."""
+    """Batches of packed documents."""
 
     def __len__(self) -> int:
         return 3
@@ -287,7 +287,7 @@ class Documents:
 
 @on_ranks
 def train_with_plans(group: ProcessGroup, kind: str, strategy: str, way: str) -> tuple[int, float]:
-    """How many plans were made here for three batches, and how far the losses are from those without planning."""
+    """The number of plans made in this process for three batches, and the errors of the losses."""
     model = tiny(kind)
     seqpar.hf.parallelize(model, group=group, strategy=strategy)
     collate: Any = seqpar.hf.PlanCollator(model)

@@ -38,7 +38,7 @@ def sequences(count: int) -> list[dict[str, Tensor]]:
 
 
 def train(parallel: Any, folder: str, batch: int, across: bool, evaluated_on: int) -> Run:
-    """Losses of three optimizer steps of two micro-batches; the evaluation loss; tokens seen; sequences in a step."""
+    """The losses of three optimizer steps, the evaluation loss, the number of tokens, and the sequences per step."""
     model = tiny("qwen3")
     if parallel is not None:
         seqpar.hf.parallelize(model, mesh=parallel, strategy="hybrid")
@@ -90,7 +90,7 @@ def train_in_parallel(group: ProcessGroup, folder: str, dp: int, across: bool, e
 
 @pytest.mark.parametrize(("dp", "across", "evaluated_on"), [(2, True, 8), (2, False, 8), (1, True, 7)])
 def test_trainer(pool: Pool, tmp_path: Path, dp: int, across: bool, evaluated_on: int) -> None:
-    """dp replicas of 8 / dp sequence ranks, against one process with dp times the batch."""
+    """``dp`` replicas of ``8 / dp`` ranks of a sequence, compared with one process with ``dp`` times the batch."""
     losses, evaluated, *counts = train(None, str(tmp_path), 2, across, evaluated_on)
     for ours, ours_evaluated, *ours_counts in pool.run(8, train_in_parallel, str(tmp_path), dp, across, evaluated_on):
         if across:

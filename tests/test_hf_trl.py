@@ -67,7 +67,7 @@ def dataset(kind: str) -> Any:
 
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Completions that depend on the prompt, the step and the row among all ranks' rows, so that nothing is sampled."""
+    """Completions that are not sampled: they depend on the prompt, the step and the row among the rows of all ranks."""
     encoded = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
     completions = []
     for i, ids in enumerate(encoded, trainer.accelerator.process_index * len(encoded)):
@@ -85,7 +85,7 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: Any) -> Log:
-    """What the trainer logs in two steps of two micro-batches, and in an evaluation. "dpo lora": trains adapters."""
+    """The log of two steps of two micro-batches and of an evaluation. "dpo lora" trains adapters."""
     import trl
 
     kind, *lora = kind.split()
@@ -160,7 +160,7 @@ CASES = {
 
 @on_ranks
 def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], folder: str) -> list[list[Log]]:
-    """Of each case: without and with sequence parallelism."""
+    """The logs of each case without and with sequence parallelism."""
     world = start(port, f"trainers on {group.size()}", group.rank(), group.size(), timeout_s=60.0)
     found: list[list[Log]] = []
     for kind, model_kind, cp_size in cases:
@@ -197,7 +197,7 @@ def together(group: ProcessGroup, port: int, folder: str) -> Log:
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_grpo_on_any_number_of_ranks(own: OwnPool, tmp_path: Path, world: int) -> None:
-    """The losses of one process without this package, which makes all the completions of a step."""
+    """The losses are those of one process without this package, which makes all completions of a step."""
     tiny("mistral").save_pretrained(tmp_path / "mistral")
     with torchrun(None):
         expected = log_of("grpo", "mistral", str(tmp_path), None, per_device_train_batch_size=8, **_STEPS)
@@ -209,7 +209,7 @@ def test_grpo_on_any_number_of_ranks(own: OwnPool, tmp_path: Path, world: int) -
 
 @on_ranks
 def example(group: ProcessGroup, port: int, cp_size: int, folder: str) -> dict[str, list[float]]:
-    """What the example prints, run as ``torchrun`` runs it."""
+    """The output of the example, run as ``torchrun`` runs it."""
     world = start(port, f"example {cp_size}", group.rank(), group.size(), timeout_s=60.0)
     options = ["--text", str(ROOT / "LICENSE"), "--cp-size", str(cp_size), "--steps", "2", "--output", folder]
     with torchrun(world), mock.patch.object(sys, "argv", ["grpo.py", *options]), redirect_stdout(StringIO()) as printed:

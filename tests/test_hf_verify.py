@@ -84,7 +84,7 @@ def healthy_in_wrappers(group: ProcessGroup) -> list[str]:
 
 @on_ranks
 def healthy_others(group: ProcessGroup) -> list[str]:
-    """Models with images, models without a prediction a token, and ranks that bring batches of their own."""
+    """Models with images, models without a prediction per token, and ranks that have batches of their own."""
     text = make_batch("right")
     text.pop("labels")
     rows = torch.arange(len(text["input_ids"]))
@@ -114,7 +114,7 @@ def test_healthy_others(pool: Pool) -> None:
 
 @pytest.fixture(scope="module")
 def pool_of_two() -> Any:
-    """Its world is the sequence, over which wrappers average."""
+    """Two workers. Wrappers average over both, which are the ranks of the sequence."""
     pool = Pool(2)
     yield pool
     pool.close()
@@ -130,7 +130,7 @@ def parallel(group: ProcessGroup, kind: str = "llama", **options: Any) -> Any:
 
 
 def cut(group: ProcessGroup, **changes: Any) -> Any:
-    """A training loop's own way to cut a batch, with something changed in what ``shard_batch`` returns."""
+    """A function with which a training loop shards a batch: ``shard_batch`` with a fault."""
 
     def shard(batch: Any) -> dict[str, Any]:
         local = seqpar.hf.shard_batch(batch, group=group)
@@ -328,7 +328,7 @@ def test_planted_faults(pool_of_two: Pool, fault: str) -> None:
 
 @on_ranks
 def in_another_collective(group: ProcessGroup) -> str:
-    """Rank 1 leaves out the exchange of the second layer: rank 0 waits for it in vain."""
+    """Rank 1 leaves out the messages of the second layer, for which rank 0 waits."""
     model = parallel(group)
 
     def without_exchange(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
@@ -394,7 +394,7 @@ def _same(a: Any, b: Any) -> bool:
 
 @on_ranks
 def in_loops(group: ProcessGroup) -> None:
-    """A loop that shards batches itself, without labels, and a model that returns this rank's outputs."""
+    """Reports on a loop that shards batches itself, without labels, and on a model that returns this rank's outputs."""
     model = parallel(group)
     assert seqpar.hf.verify(model, make_batch("left"), shard=cut(group)).ok
     batch = make_batch("left")

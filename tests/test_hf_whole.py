@@ -66,7 +66,7 @@ def packed_by_boundaries() -> dict[str, Any]:
 
 @on_ranks
 def counted(group: ProcessGroup) -> list[float]:
-    """Errors of losses: divided by ``num_items_in_batch``, with ``shift_labels``, documents by boundaries."""
+    """Errors of losses with ``num_items_in_batch``, with ``shift_labels``, and with boundaries of documents."""
     model = seqpar.hf.parallelize(tiny("llama"), group=group)
     expected = one_device_of("llama", "packed")[0]
     batch = make_batch("packed")
@@ -89,7 +89,7 @@ def test_other_ways_to_give_the_batch(pool: Pool) -> None:
 
 
 def expected_outputs(kind: str, how: str) -> tuple[Any, Tensor]:
-    """One device's outputs, and the real tokens: those of padding are not comparable."""
+    """The outputs of one device, and which tokens to compare: the outputs of padding tokens may differ."""
     batch = make_batch(how)
     batch.pop("labels")
     options = {"output_router_logits": True} if kind == "qwen3_moe" else {}
@@ -147,7 +147,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 @on_ranks
 def trained_outside(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
-    """A loss computed from whole logits, the same on every rank."""
+    """Errors of a loss that every rank computes from the logits of all tokens."""
     expected, grads = one_device_of("llama", "plain")
     batch = make_batch("plain")
     labels = batch.pop("labels")
@@ -280,7 +280,7 @@ def test_generation_without_a_cache(pool: Pool) -> None:
 
 
 def test_attn_implementation(tmp_path: Path) -> None:
-    """``from_pretrained`` takes the name; the model then needs ``parallelize``."""
+    """``from_pretrained`` accepts the name, but the model raises an error until it is parallelized."""
     tiny("llama").save_pretrained(tmp_path)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="seqpar").train()
     batch = make_batch("packed")
@@ -292,7 +292,7 @@ def test_attn_implementation(tmp_path: Path) -> None:
 
 @on_ranks
 def dropped(group: ProcessGroup) -> tuple[list[float], bool]:
-    """Losses of three calls under attention dropout, and whether torch's random numbers are where they were."""
+    """The losses of three calls with attention dropout, and whether torch's random number generator is unchanged."""
     model = seqpar.hf.parallelize(tiny("llama", attention_dropout=0.3), group=group)
     torch.manual_seed(5 if group.rank() == 0 else 6)
     before = torch.get_rng_state()
@@ -302,7 +302,7 @@ def dropped(group: ProcessGroup) -> tuple[list[float], bool]:
 
 
 def test_dropout_draws_no_random_numbers(pool: Pool) -> None:
-    """Else what a training loop draws next, the order of the next epoch's rows for example, would depend on it."""
+    """Otherwise the next random numbers of a training loop, such as the order of rows, would depend on dropout."""
     one, two = pool.run(1, dropped)[0][0], pool.run(2, dropped)
     assert len({round(loss, 3) for loss in one}) == 3  # each call drops other weights
     for losses, alike in two:

@@ -52,7 +52,7 @@ def pattern(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 @on_ranks
 def random_exchanges(group: ProcessGroup, seed: int, rounds: int) -> int:
-    """Messages of any size and dtype, sent from tensors of every kind, and waited for in any order."""
+    """Messages of various sizes and dtypes, from various kinds of tensors, received in various orders."""
     rank, size, wrong = group.rank(), group.size(), 0
     for number in range(rounds):
         of_all = random.Random(seed * 1000 + number)  # the same on every rank
@@ -116,7 +116,7 @@ def test_collectives(pool: Pool, world: int) -> None:
 
 @on_ranks
 def bytes_sent(group: ProcessGroup, options: dict[str, Any]) -> int:
-    """Bytes that a step sends."""
+    """The bytes that a step sends."""
     q = torch.randn(1, 8, 4, 16, requires_grad=True)  # [b, s, h, d]
     sharding = seqpar.Sharding(8 * group.size(), group=group)
     with seqpar.trace() as trace:
@@ -149,7 +149,7 @@ def test_without_messages_no_rank_waits(pool: Pool, name: str) -> None:
 
 @on_ranks
 def a_borrowed_message(group: ProcessGroup) -> tuple[bool, int, int]:
-    """Rank 0 sends more messages while rank 1 holds the first: its memory is not used again before it is gone."""
+    """Rank 0 sends more messages while rank 1 keeps the first. It is not overwritten before rank 1 frees the tensor."""
     messages, peer = messages_of(group), 1 - group.rank()
     if group.rank() == 0:
         for value in range(5):
@@ -183,7 +183,7 @@ def test_a_message_stays_as_long_as_it_is_read(pool: Pool) -> None:
 
 @on_ranks
 def many_messages(group: ProcessGroup) -> tuple[int, float]:
-    """Both ranks send more messages than the sockets hold before either receives. Then: memory does not grow."""
+    """Both ranks send more messages than the sockets hold before they receive any. Later the memory does not grow."""
     messages, peer = messages_of(group), 1 - group.rank()
     messages._sockets[peer].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)  # a dozen
     for value in range(host_messages._MOST_UNREAD):
@@ -212,7 +212,7 @@ def test_more_messages_than_a_socket_holds(pool: Pool) -> None:
 
 @on_ranks
 def one_sender(group: ProcessGroup) -> int:
-    """Rank 0 sends more messages than may be unread. How many blocks and open files this takes it, or the receiver."""
+    """The number of open files or of blocks, if rank 0 sends more messages than may be unread."""
     messages, before, count = messages_of(group), open_files(), 3 * host_messages._MOST_UNREAD
     for i in range(count):
         if group.rank() == 0:
@@ -232,7 +232,7 @@ def test_a_sender_waits_for_a_slow_receiver(pool: Pool) -> None:
 
 @on_ranks
 def short_of_files(group: ProcessGroup, port: int) -> str:
-    """Rank 0 sends a message while too many files are under way. Rank 1, which may open no file, receives it."""
+    """Rank 0 sends a message while the socket holds too many files. Rank 1 may open no more files and receives it."""
     messages = messages_of(start(port, "files", group.rank(), 2))
     if group.rank() == 0:
         refused = mock.Mock(side_effect=OSError(errno.ETOOMANYREFS, ""))
@@ -296,7 +296,7 @@ def test_a_wait_ends(own: OwnPool, how: str, said: str, seconds: float) -> None:
 
 @on_ranks
 def does_not_connect(group: ProcessGroup, port: int) -> str:
-    """Rank 1 ends after the ranks have met."""
+    """Rank 1 ends before it connects to rank 0."""
     world = start(port, "connect", group.rank(), 2, timeout_s=1.0)
     with (
         mock.patch.object(host_messages, "_connections", side_effect=KeyError) if group.rank() else nullcontext(),
@@ -313,7 +313,7 @@ def test_a_rank_that_does_not_connect(own: OwnPool) -> None:
 
 @on_ranks
 def shares_memory(group: ProcessGroup, port: int, name: str, unlike: str) -> bool:
-    """Whether three ranks share memory, if rank 1 is unlike the others."""
+    """Whether three ranks share memory if rank 1 differs from the others in ``unlike``."""
     world = start(port, name, group.rank(), 3, timeout_s=3.0)
     odd = group.rank() == 1
     stat = os.stat
@@ -335,7 +335,7 @@ def test_who_shares_memory(own: OwnPool, unlike: str) -> None:
 
 @on_ranks
 def what_stays(group: ProcessGroup, port: int) -> list[tuple[int, int]]:
-    """How many files are open, and how many blocks are mapped, each time that a default group has ended."""
+    """The numbers of open files and of mapped blocks after each default group has been destroyed."""
     counts = []
     for i in range(3):
         world = start(port, f"files {i}", group.rank(), 2)

@@ -27,7 +27,7 @@ TIMEOUT_S = 1.5
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
-    """The type and message of what ``call`` raises, and the seconds until then."""
+    """The type and message of the error that ``call`` raises, and the seconds until then."""
     began = time.monotonic()
     try:
         call()
@@ -37,7 +37,7 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 
 def stay_for_the_others(port: int, name: str, group: ProcessGroup, absent: list[int]) -> None:
-    """Ranks ``absent`` are alive until the other ranks have called this, which they do when their wait has ended."""
+    """Keep the ``absent`` ranks alive until the other ranks have called this function after their wait."""
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
     if group.rank() not in absent:
         store.set(str(group.rank()), "")
@@ -52,7 +52,7 @@ def attend(**arguments: Any) -> None:
 
 @on_ranks
 def mesh_and_group(group: ProcessGroup, port: int, others_give: str) -> tuple[str, str, float]:
-    """Rank 1 gives both."""
+    """Rank 1 passes both a mesh and a group."""
     world = start(port, f"both {others_give}", group.rank(), group.size(), TIMEOUT_S)
     mesh = seqpar.init_mesh(ring=-1, device_type="cpu")
     given: dict[str, Any] = {"mesh": mesh, "group": world}
@@ -72,7 +72,7 @@ def test_one_rank_gives_mesh_and_group(own: OwnPool, others_give: str) -> None:
 
 @on_ranks
 def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: bool) -> tuple[str, str, float]:
-    """Rank 1 raises in its own constructor, and makes none of the calls that the others make."""
+    """Rank 1 raises an error in a constructor, and makes none of the calls that the other ranks make."""
     world = start(port, f"{name} {ready}", group.rank(), group.size(), TIMEOUT_S)
     x = torch.zeros(1, 8, 64)  # [b, s, hidden]
     ring, tp_sp = (seqpar.ParallelAttention(s, 64, 4, group=world) for s in ("ring", "tp_sp"))
@@ -133,7 +133,7 @@ def test_ranks_ask_for_different_meshes(own: OwnPool) -> None:
 
 
 def full_and_shards(group: ProcessGroup, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor]]:
-    """q, k, v of the sequence and of this rank, with as many tokens on every rank."""
+    """q, k, v of the full sequence and of this rank. Each rank has the same number of tokens."""
     torch.manual_seed(5)
     full = [torch.randn(2, 4 * group.size(), 4, 8, dtype=dtype) for _ in range(3)]  # [b, s, h, d]
     return full, [seqpar.shard(x, group=group).clone() for x in full]
@@ -141,7 +141,7 @@ def full_and_shards(group: ProcessGroup, dtype: torch.dtype = torch.float64) -> 
 
 @on_ranks
 def gradients_of_some(group: ProcessGroup, options: dict[str, Any], known: bool, ranks: list[int]) -> float:
-    """The largest error of the gradients of q, k, v, which only ``ranks`` require."""
+    """The largest error of the gradients of q, k, v, if only the inputs of ``ranks`` require gradients."""
     full, local = full_and_shards(group)
     for x in full:
         x.requires_grad_()
@@ -284,7 +284,7 @@ def device_all_gather(words: Tensor, ranks: Ranks, patience: timedelta | None) -
 
 @on_ranks
 def handshake_between_gpus(group: ProcessGroup) -> tuple[list[str], bool, float]:
-    """What the handshake of a group without a CPU backend does, and whether it has a communicator of its own."""
+    """The operations of a handshake in a group without a CPU backend, and whether it has its own communicator."""
     with pytest.MonkeyPatch.context() as patch:
         cuda = FakeCuda(patch)
         for _ in range(2):
@@ -302,7 +302,7 @@ def test_a_handshake_between_gpus_does_not_wait_for_the_computation(pool: Pool) 
 
 @on_ranks
 def wait_between_gpus(group: ProcessGroup, port: int) -> tuple[str, str, float]:
-    """Rank 1 does not come to the second handshake."""
+    """Rank 1 does not take part in the second handshake."""
     world = start(port, "between GPUs", group.rank(), group.size(), TIMEOUT_S)
     with pytest.MonkeyPatch.context() as patch:
         FakeCuda(patch)
