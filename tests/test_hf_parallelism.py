@@ -212,7 +212,7 @@ def alone(body: str, *args: Any, config: dict[str, Any] | None = None, **kwargs:
 
 
 def compare(ours: list[Run], theirs: Run, dp: int = 1) -> None:
-    """Compare results. With several data-parallel ranks, the last batch of an evaluation is padded: its loss differs."""
+    """Compare. With several data-parallel ranks, the last batch of an evaluation is padded; its loss differs."""
     for losses, metrics in ours:
         assert losses == pytest.approx(theirs[0], abs=LOSS)
         assert metrics.keys() == theirs[1].keys()

@@ -1,4 +1,4 @@
-"""``SEQPAR_VERIFY=N``: ``verify`` inside any training loop, before every N-th step of the optimizer."""
+"""``SEQPAR_VERIFY=N``: runs ``verify`` inside any training loop, before every N-th step of the optimizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ _log = logging.getLogger("seqpar")
 
 
 class _Monitor:
-    """Verifies the last training batch before every n-th step of an optimizer. See ``verify_while_training``."""
+    """The hooks that ``verify_while_training`` registers.
+
+    Args:
+        root: the parallelized model.
+        patch: its ``Patch``.
+        every: the model is verified before the first step of the optimizer and every ``every``-th step after it.
+        tokens: the batch is cut to so many tokens per row.
+    """
 
     def __init__(self, root: PreTrainedModel, patch: Patch, every: int, tokens: int) -> None:
         self.root, self.patch, self.every, self.tokens = root, patch, every, tokens
@@ -54,11 +61,11 @@ class _Monitor:
         with torch.no_grad():
             batch = self._first_tokens(self._whole(self.batch))
         self._check_summed(FullBatch(batch, self.patch, self.root).seq_len)
-        report = verify(outermost(self.root), batch)
+        report = verify(outermost(self.root), batch)  # raises an error if something differs
         _log.info("step %d: %s", self.steps, report)
 
     def _check_summed(self, seq_len: int) -> None:
-        """Raise if the gradients that the optimizer is about to use differ between the ranks of the sequence."""
+        """Raise a VerificationError if the gradients that the optimizer is about to use differ between the ranks."""
         patch, root = self.patch, self.root
         if patch.ranks == 1:
             return
@@ -81,7 +88,7 @@ class _Monitor:
                 )
 
     def _whole(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The full batch, all-gathered if the model was called with this rank's part."""
+        """The full batch. It is all-gathered if the model was called with this rank's part."""
         shard = batch.get("seqpar")
         if not isinstance(shard, BatchShard):
             return batch
@@ -100,14 +107,19 @@ class _Monitor:
         }
 
     def _first_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """At most ``tokens`` tokens of each row, after padding that all rows start with. One rank must compute them
-        alone."""
+        """At most ``tokens`` tokens of each row, without the padding at the start of all rows.
+
+        The batch is cut because a single rank must compute it alone.
+
+        Raises:
+            ValueError: the batch has images, and its rows have more than ``tokens`` tokens.
+        """
         full = FullBatch(batch, self.patch, self.root)
         if full.seq_len <= self.tokens:
             return batch
         if full.merges:
             raise ValueError(
-                f"SEQPAR_VERIFY_TOKENS={self.tokens}: the batch has rows of {full.seq_len} tokens, and those with "
+                f"SEQPAR_VERIFY_TOKENS={self.tokens}: the rows of the batch have {full.seq_len} tokens, and rows with "
                 f"images cannot be cut; set it to {full.seq_len} or more, or verify a shorter batch by seqpar.hf.verify"
             )
         start = int(full.valid.any(0).int().argmax())
@@ -119,13 +131,17 @@ class _Monitor:
 
 
 def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
-    """Verify ``root`` before the optimizer's first step and every N-th after it, if ``SEQPAR_VERIFY=N`` is set.
+    """Verify ``root`` before the optimizer's first step and every N-th step after it, if ``SEQPAR_VERIFY=N`` is set.
 
-    The batch is the last one that the model was trained on, cut to its first ``SEQPAR_VERIFY_TOKENS`` tokens (1,024 by
-    default). A longer batch with images raises an error.
+    The batch is the last training batch, cut to its first ``SEQPAR_VERIFY_TOKENS`` tokens (1,024 by default). A longer
+    batch with images raises an error.
+
+    Args:
+        root: the parallelized model.
+        patch: its ``Patch``, to which the handles of the hooks are added.
 
     Raises:
-        ValueError: one of the variables is not a positive number.
+        ValueError: one of the environment variables is not a positive number.
     """
     numbers = []
     for name, default in (("SEQPAR_VERIFY", "0"), ("SEQPAR_VERIFY_TOKENS", "1024")):

@@ -97,11 +97,11 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[Ma
     if (found := _find_mixer(text, layers if text is model else attention_layers(text))) is not None:
         name, class_name = found
         raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) mixes tokens but does not go through transformers' "
+            f"model={model_name}: layer {name!r} ({class_name}) mixes tokens but does not use transformers' "
             "AttentionInterface; such a layer cannot be sharded along the sequence"
         )
     if not layers:
-        raise ValueError(f"model={model_name}: none of its layers goes through transformers' AttentionInterface")
+        raise ValueError(f"model={model_name}: none of its layers uses transformers' AttentionInterface")
     _check_layer_types(model, model_name)
     _check_head(model, model_name)
     _check_positions(text, model_name)

@@ -1,7 +1,8 @@
-"""transformers' ``Trainer`` on a model that is parallelized already: arguments, data and losses of one process.
+"""transformers' ``Trainer`` for a model that is parallelized already.
 
-Where ``ParallelismConfig`` parallelizes the model when it is prepared, these are for a model that you have parallelized
-yourself: over a mesh with tensor parallelism, or for DeepSpeed.
+``ParallelismConfig`` parallelizes a model when the Trainer prepares it. The classes in this file are for a model that
+you have parallelized yourself: over a mesh with tensor parallelism, or for DeepSpeed. Arguments, data and losses are
+those of one process.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from .parallelism import share_sequences_of
 from .state import Patch, patch_of
 from .wrappers import deepspeed_error
 
-# The mixin's methods call the methods of the Trainer after it, which a type checker does not know.
+# The mixin's methods call methods of the Trainer that follows it in the bases, which a type checker does not know.
 _Mixin: Any = object
 
 
 class SequenceParallelMixin(_Mixin):
     """Makes any Trainer work with a parallelized model: ``class Mine(SequenceParallelMixin, SFTTrainer)``.
 
-    Ranks along dp get different batches, the ranks of a sequence the same ones, and the model shards them. The wrapper
-    that the Trainer makes (DDP or FSDP over all ranks) averages the gradients, which are the one-device gradients.
+    Ranks along dp get different batches. The ranks of a sequence get the same batches, which the model shards. The
+    wrapper that the Trainer makes (DDP or FSDP over all ranks) averages the gradients. The result is the one-device
+    gradients.
 
     Raises:
-        ValueError: the model is not parallelized; or the arguments have a world size that the ranks of the sequence do
-            not divide, evaluate on logits that the model does not return, or use DeepSpeed with ``gradients="auto"``.
+        ValueError: the model is not parallelized; the number of ranks is not a multiple of the number of ranks of a
+            sequence; ``compute_metrics`` needs logits that the model does not return; or DeepSpeed is used with
+            ``gradients="auto"``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +50,7 @@ class SequenceParallelMixin(_Mixin):
         return patch_of(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's, whose Accelerator then counts all ranks that share a sequence as one data-parallel rank."""
+        """Make the Accelerator, which then treats all ranks that share a sequence as one data-parallel rank."""
         super().create_accelerator_and_postprocess()
         patch = self._patch
         if self.args.world_size > 1 and self.args.world_size % patch.ranks:
@@ -61,14 +64,14 @@ class SequenceParallelMixin(_Mixin):
         )
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """The Trainer sums the tokens of all ranks, so that each sequence counts once for every rank that shares it."""
+        """Correct the number of tokens: the Trainer counts each sequence once for every rank that shares it."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         new = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + new // self.accelerator.parallelism_config.sequence_ranks
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Sequences in an optimizer step."""
+        """The number of sequences in an optimizer step."""
         count: int = super().get_total_train_batch_size(args) // self.accelerator.parallelism_config.sequence_ranks
         return count
 
@@ -78,7 +81,11 @@ class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
 
 
 def _data_parallel(patch: Patch, world: int) -> int:
-    """The number of ranks that get different batches: each is a block of consecutive ranks.
+    """The number of data-parallel ranks: groups of ranks that get different batches.
+
+    Args:
+        patch: the model's ``Patch``.
+        world: the number of ranks.
 
     Raises:
         ValueError: the ranks that share a sequence are not consecutive.
