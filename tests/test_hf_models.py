@@ -416,7 +416,7 @@ def refused(change: str) -> Any:
         ("sentence pairs", "its loss is its own"),
         ("pooler", r"'pooler' \(BertPooler\) pools the tokens in its input"),
         ("neighbours", r"'mobilebert.embeddings' \(MobileBertEmbeddings\) mixes tokens"),
-        ("positions", r"'model.decoder' \(OPTDecoder\) counts positions"),
+        ("positions", r"'model.decoder' \(OPTDecoder\) counts the positions"),
         ("linear layers", "layer 1 is of type 'linear_attention'"),
         ("pooled head", "its loss is ForSequenceClassification"),
         ("two sequences", "encoder-decoder"),
