@@ -242,7 +242,7 @@ def test_shard_batch_with_a_sharding(pool: Pool) -> None:
 
 
 @on_ranks
-def brought(group: ProcessGroup, what: str) -> None:
+def shard_different(group: ProcessGroup, what: str) -> None:
     batch: Any = make_batch("plain", 12, seed=group.rank() if what == "different" else 0)
     if what == "one lacks" and group.rank() == 1:
         batch = None
@@ -261,7 +261,7 @@ def brought(group: ProcessGroup, what: str) -> None:
 )
 def test_ranks_that_disagree_all_raise(pool: Pool, what: str, words: str) -> None:
     with pytest.raises(WorkerError, match=words):
-        pool.run(3, brought, what)
+        pool.run(3, shard_different, what)
 
 
 ONES = torch.ones(2, 8, dtype=torch.long)
