@@ -3,22 +3,21 @@
     python benchmarks/gpu.py                 # checks, then measures; writes benchmarks/results/gpu-<name>.json and .md
     TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke      # the same code on tiny shapes without a GPU, no figures
 
-Checks compare the Triton kernels, and the backends on libraries that are installed, with the oracle of the tests in
-float64: on fresh inputs in memory full of NaNs, also with strided and offset keys, with tensors of more than 2^31
-elements, on two streams at once, and under compute-sanitizer where it is installed. Measurements are medians of
-interleaved rounds of:
+The checks compare the Triton kernels, and the backends of the libraries that are installed, with the float64 reference
+of the tests. They use fresh inputs in memory full of NaNs, strided and offset keys, tensors of more than 2^31 elements,
+two streams at once, and compute-sanitizer if it is installed. The measurements are medians of interleaved rounds of:
 
-* these kernels, the backends on libraries, the one that "auto" takes, ``scaled_dot_product_attention`` with the cuDNN
-  and the flash backend, FlexAttention, and FlashAttention 4 where it is installed;
-* what one of 8 ranks computes in a zigzag ring, an all-gather and Ulysses, run one after another on this one GPU
-  without communication, beside an eighth of the full causal attention;
-* attention with a carry, beside the same attention without one, at the shapes of a ring's steps;
-* the kernels that only move bytes, beside PyTorch's operators.
+* the Triton kernels, the backends of libraries, the backend that "auto" selects, ``scaled_dot_product_attention`` with
+  the cuDNN and the flash backend, FlexAttention, and FlashAttention 4 if it is installed;
+* the computation of one of 8 ranks in a zigzag ring, an all-gather and Ulysses, step after step on this one GPU without
+  communication, compared with an eighth of the full causal attention;
+* attention with a carry, compared with the same attention without one, at the shapes of a ring's steps;
+* the kernels that only move bytes, compared with PyTorch's operators.
 
-The GPU's time does not include the host's: a kernel that does nothing keeps the GPU busy while the host launches what
-is measured. The host's time is a figure of its own.
+The GPU's time does not include the host's time: an idle kernel keeps the GPU busy while the host launches the kernels
+that are measured. The host's time is reported separately.
 
-The most important rows are measured first. A row that would not end in time is left out, and said so. The results are
+The most important rows are measured first. A row that would not end in time is listed as left out. The results are
 written after every row.
 
 Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim.
@@ -78,22 +77,28 @@ CAUSAL, FULL = Mask.causal(), Mask.full()
 
 
 class Timing(NamedTuple):
-    """Of one call: the GPU's milliseconds, the host's microseconds, and whether the GPU had all of it in its queue."""
+    """The time of one call.
+
+    Attributes:
+        ms: the GPU's milliseconds.
+        host_us: the host's microseconds.
+        queued: whether the host had launched all kernels of the call before the GPU started the first one.
+    """
 
     ms: float
     host_us: float
     queued: bool
 
 
-_LEAST_CYCLES, _MOST_CYCLES = 1 << 21, 1 << 28  # of the kernel that does nothing: 1 ms to 140 ms
-_cycles: dict[str, int] = {}  # by what is timed
+_LEAST_CYCLES, _MOST_CYCLES = 1 << 21, 1 << 28  # cycles of the idle kernel: 1 ms to 140 ms
+_cycles: dict[str, int] = {}  # cycles of the idle kernel, by the name of the call that is timed
 
 
 def timed(name: str, thunk: Thunk) -> Timing:
-    """Time one call on the GPU with its launches queued before the first of them may start.
+    """Time one call on the GPU. All its kernels are queued before the first one starts.
 
-    A kernel that does nothing runs first. If the host is still launching when it ends, the GPU would wait for the host:
-    then the call is timed again behind a longer one.
+    An idle kernel runs first, while the host launches the call's kernels. If the idle kernel ends before the host is
+    done, the GPU waits for the host. In this case the call is timed again after a longer idle kernel.
     """
     if DEVICE.type != "cuda":
         began = time.perf_counter()
@@ -118,7 +123,7 @@ def timed(name: str, thunk: Thunk) -> Timing:
 
 
 def interleaved(thunks: dict[str, Thunk], rounds: int) -> dict[str, Timing]:
-    """Medians of each. Every round runs all of them, so that clocks and heat affect all alike."""
+    """The median times by name. Every round runs all thunks, so that clock rates and heat affect all alike."""
     times: dict[str, list[Timing]] = {name: [] for name in thunks}
     _cycles.clear()
     for attempt in range(rounds + 2):
@@ -138,7 +143,7 @@ def interleaved(thunks: dict[str, Thunk], rounds: int) -> dict[str, Timing]:
 
 @dataclass
 class Case:
-    """One attention call of these kernels, forward and backward."""
+    """One attention call of the Triton kernels, forward and backward."""
 
     q: Tensor
     k: Tensor
@@ -172,7 +177,7 @@ class Case:
         backend.backward(*inputs, Grads(dq, dk, dv, new_dq=True, new_dkv=True))
 
     def call(self) -> Iterator[tuple[str, Callable[[], Tensor], list[Tensor]]]:
-        """``seqpar.attention`` as users call it, on the backend that "auto" takes; as in ``peers``."""
+        """``seqpar.attention`` as users call it, on the backend that "auto" selects; returns what ``peers`` returns."""
         q, k, v = inputs = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
 
         def run() -> Tensor:
@@ -221,11 +226,11 @@ class Case:
 
 @dataclass
 class Rank:
-    """What one of several ranks computes for a case, without the communication.
+    """The computation of one of several ranks for a case, without the communication.
 
     Attributes:
-        case: the attention of all ranks.
-        ranks, rank: how many, and which one.
+        case: the attention of all ranks together.
+        ranks, rank: the number of ranks, and the number of this rank.
         strategy: "ring" and "all-gather" in the zigzag layout, or "ulysses".
     """
 
@@ -306,7 +311,7 @@ def measure_speed(
         try:
             result = run()
             torch.autograd.grad(result, inputs, grad, retain_graph=True)
-        except Exception as error:  # a peer that cannot do this shape here
+        except Exception as error:  # a peer that does not support this shape here
             report.skipped.append(f"{name}, {label}: {str(error).splitlines()[0][:120]}")
             continue
         go[name] = run
@@ -326,7 +331,7 @@ def measure_speed(
 
 
 def measure_ranks(report: Report, smoke: bool, strategy: str, length: int) -> None:
-    """What one rank computes, beside the full attention / ranks."""
+    """The time of one rank's computation, compared with the time of the full attention divided by the ranks."""
     ranks, heads, kv_heads, head_dim = (2, 2, 2, 32) if smoke else (8, 32, 8, 128)
     case = random_case(1, length, heads, kv_heads, head_dim, CAUSAL)
     work: dict[str, Case | Rank] = {"full": case}
@@ -348,7 +353,7 @@ def measure_ranks(report: Report, smoke: bool, strategy: str, length: int) -> No
 
 
 def measure_carry(report: Report, smoke: bool, queries: int, keys: int) -> None:
-    """The same queries and keys without a carry, with one going in, one coming out, and both.
+    """The same queries and keys without a carry, with a carry as input, with a carry as output, and with both.
 
     Half the queries and all keys, or all queries and half the keys, are the steps of a causal zigzag ring.
     """
@@ -368,7 +373,7 @@ def measure_carry(report: Report, smoke: bool, queries: int, keys: int) -> None:
 
 
 def measure_elementwise(report: Report, smoke: bool) -> None:
-    """Kernels that only move bytes, beside PyTorch's operators, in GB/s of the bytes that must move."""
+    """Kernels that only move bytes, compared with PyTorch's operators, in GB/s of the bytes that must be moved."""
     length, heads, head_dim = (64, 2, 32) if smoke else (32768, 32, 128)
     x = normal(1, length, heads, head_dim, dtype=torch.float16 if INTERPRETED else torch.bfloat16)
     acc, lse = x.float(), torch.zeros(1, heads, length, device=DEVICE)
@@ -395,7 +400,7 @@ def measure_elementwise(report: Report, smoke: bool) -> None:
         "delta, PyTorch": lambda: (x.float() * x.float()).sum(-1).transpose(1, 2).contiguous(),
         "copy": x.clone,
     }
-    least = {"rotary": 4, "merge": 10, "delta": 4, "copy": 4}  # bytes per element that must move
+    least = {"rotary": 4, "merge": 10, "delta": 4, "copy": 4}  # bytes per element that must be moved
     times = interleaved(thunks, 1 if smoke else 50)
     report.elementwise += [
         {"kernel": n, "ms": t.ms, "host_us": t.host_us, "gb_per_s": least[n.split(",")[0]] * x.numel() / t.ms / 1e6}
@@ -412,7 +417,7 @@ def environment() -> dict[str, Any]:
 
 
 def tasks(smoke: bool) -> list[Task]:
-    """Everything that is checked and measured, the most important first. Compiling is in the seconds of the first."""
+    """All checks and measurements, the most important first. The first task's seconds include compilation."""
 
     def task(name: str, seconds: float, function: Callable[..., None], *arguments: Any) -> Task:
         return Task(name, seconds, lambda report: function(report, *arguments))

@@ -1,4 +1,4 @@
-"""The checks of ``gpu.py``: every backend on one GPU against the oracle of the tests in float64.
+"""The checks of ``gpu.py``: every backend on one GPU against the float64 reference of the tests.
 
 Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim.
 """
@@ -42,7 +42,7 @@ def normal(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def libraries(smoke: bool) -> list[Backend]:
-    """The backends on libraries that can run here; without a GPU, the reference in their place."""
+    """The backends of libraries that can run here. Without a GPU, the reference backend takes their place."""
     if smoke:
         return [BACKENDS["reference"]]
     return [b for b in BACKENDS.values() if isinstance(b, LibraryBackend) and b.unavailable() is None]
@@ -55,10 +55,10 @@ def run_steps(
     positions = torch.arange(q.shape[1])
 
     def take(x: Tensor, at: Tensor) -> Tensor:
-        return x if steps == 1 else x[:, at]  # in one step, with the strides that it has
+        return x if steps == 1 else x[:, at]  # in one step, x keeps its strides
 
     parts = [torch.arange(step, k.shape[1], steps) for step in range(steps)]
-    if isinstance(backend, LibraryBackend):  # of every third key its kernels know no mask
+    if isinstance(backend, LibraryBackend):  # the kernels of libraries have no mask for every third key
         parts = list(torch.arange(k.shape[1]).tensor_split(steps))
     carry = None
     for step, keys in enumerate(parts):
@@ -78,14 +78,14 @@ def run_steps(
     return [out, dq, dk, dv]
 
 
-LIMIT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}  # of the relative error, by norm
+LIMIT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}  # largest relative error by norm
 
 
 def all_backends(smoke: bool) -> dict[str, Backend]:
     """The backends that are checked, by name."""
     found: dict[str, Backend] = {"triton": BACKENDS["triton"]}
     if not smoke:
-        found["triton deterministic"] = TritonBackend(deterministic=True)  # its backward is another kernel
+        found["triton deterministic"] = TritonBackend(deterministic=True)  # with other kernels in backward
     return found | {backend.name: backend for backend in libraries(smoke)}
 
 
@@ -95,7 +95,8 @@ def poison() -> None:
         return
     torch.cuda.empty_cache()
     large = torch.full((1 << 26,), torch.nan, device=DEVICE)
-    small = [torch.full((1 << 17,), torch.nan, device=DEVICE) for _ in range(64)]  # of which PyTorch keeps a pool
+    # PyTorch allocates small tensors in a separate pool.
+    small = [torch.full((1 << 17,), torch.nan, device=DEVICE) for _ in range(64)]
     del large, small
 
 
@@ -107,7 +108,7 @@ def add_check(report: Report, what: dict[str, Any], run: Callable[[], dict[str, 
     except torch.OutOfMemoryError:
         report.skipped.append(f"{what}: not enough GPU memory")
         return
-    except Exception as error:  # of one backend: the others are measured all the same
+    except Exception as error:  # one backend failed; the others are checked nevertheless
         failure = f"{type(error).__name__}: {str(error)[:200]}"
     passed = not failure and all(error < LIMIT[dtype] for error in errors.values())
     report.checks.append({**what, "dtype": dtype_name(dtype), "errors": errors, "failure": failure, "passed": passed})
@@ -189,7 +190,7 @@ def check_large(report: Report, smoke: bool) -> None:
         return
     mask, score = Mask.sliding_window(window, 0), Score(head_dim**-0.5)
     q, k, v, dout = (torch.empty(1, length, heads, head_dim, device=DEVICE, dtype=dtype).normal_() for _ in range(4))
-    rows = slice(length - 2 * window, length)  # and their queries see no keys before the last 3 windows
+    rows = slice(length - 2 * window, length)  # the queries of these rows see keys of the last 3 windows only
     near = slice(length - 3 * window - 1, length)
     visible = visible_pairs((Rule("sliding_window", (window, 0)),), near.stop - near.start).to(DEVICE)
     for label, backend in all_backends(smoke).items():
@@ -213,7 +214,7 @@ def check_large(report: Report, smoke: bool) -> None:
 
 
 def check_streams(report: Report, smoke: bool) -> None:
-    """Two calls on two streams at once, several times: nothing that they share may be in use by both."""
+    """Two calls on two streams at once, several times. They must not use the same scratch memory at the same time."""
     length, head_dim, dtype = (40, 32, torch.float32) if smoke else (1025, 128, torch.bfloat16)
     score, mask = Score(head_dim**-0.5), combined_mask((Rule("causal"),))
     visible = visible_pairs((Rule("causal"),), length).to(DEVICE)
@@ -244,7 +245,7 @@ def check_streams(report: Report, smoke: bool) -> None:
 
 
 def check_memory_accesses(report: Report) -> None:
-    """Two shapes under compute-sanitizer, in a process of their own, where it is installed."""
+    """Two shapes under compute-sanitizer in a separate process, if compute-sanitizer is installed."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None:
         report.skipped.append("compute-sanitizer: not installed")
@@ -272,7 +273,7 @@ def check_memory_accesses(report: Report) -> None:
 
 
 def two_shapes() -> int:
-    """What compute-sanitizer watches: lengths that no tile divides, forward and backward of these kernels."""
+    """The calls that run under compute-sanitizer: forward and backward with lengths that no tile divides."""
     for length, head_dim in ((129, 64), (200, 128)):
         dtype = torch.float16 if INTERPRETED else torch.bfloat16
         q, dout = (normal(1, length, 4, head_dim, dtype=dtype) for _ in range(2))

@@ -19,7 +19,7 @@ class Report:
     Attributes:
         environment: GPU and versions.
         checks: errors against float64, and the result of compute-sanitizer.
-        speed: TFLOP/s of these kernels and of other implementations, and the host's microseconds.
+        speed: TFLOP/s of the Triton kernels and of other implementations, and the host's microseconds.
         ranks: the time of one rank's computation, and its share of the time of the full attention.
         carry: cost of the carry.
         elementwise: kernels that only move bytes.
@@ -101,9 +101,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def markdown(report: Report) -> str:
     """The figures as tables.
 
-    Goals on an H200 at head_dim 128, causal, 16k tokens and more: "auto" at least 0.97 of the best; these kernels
-    forward at least 0.8 and backward at least 0.75 of cuDNN's speed, and ahead of FlexAttention; a rank of a ring at
-    least 0.95 of the ideal; a carry costs less than 3 %.
+    Goals on an H200 at head_dim 128, causal, with 16k tokens and more: "auto" has at least 0.97 of the speed of the
+    fastest implementation. The Triton kernels have at least 0.8 (forward) and 0.75 (backward) of cuDNN's speed, and are
+    faster than FlexAttention. A rank of a ring has at least 0.95 of the ideal speed. A carry costs less than 3 %.
     """
     env = report.environment
     failed = [row for row in report.checks if not row["passed"]]

@@ -1,16 +1,16 @@
-"""The time that the host spends on one layer of a few tokens, where there is nothing to compute.
+"""The time that the host spends on one layer of so few tokens that there is almost nothing to compute.
 
-On a GPU the host only launches kernels and messages; if a layer's launches take longer than its kernels, the GPU waits.
-Here one process plays one rank of eight (a ring of 4 across groups of 2 for the hybrid) in a process group of the
-backend "fake", whose messages take no time, or is a group of one rank by itself. The layer is given a ``Sharding`` and
-has been called before, as in a training loop.
+On a GPU, the host only launches kernels and messages. If the launches of a layer take longer than its kernels, the GPU
+waits. Here one process simulates one rank of eight (for the hybrid, a ring of 4 across groups of 2) in a process group
+of the backend "fake", whose messages take no time. It also measures a group of one rank. The layer is given a
+``Sharding`` and has been called before, as in a training loop.
 
     python benchmarks/host_time.py
 
-Prints, for forward and backward of a layer of 16 tokens in all, the CPU time of the calling thread in microseconds:
-``layer`` is all of it, projections and their dispatch included, and ``kernels`` is the part of it inside the attention
-backend, which on a CPU computes in the same thread. Each number is the median of ``--repeats`` calls; the fastest call
-is in parentheses.
+Prints the CPU time of the calling thread in microseconds, for forward and backward of a layer over a sequence of 16
+tokens. ``layer`` is the time of the whole layer, including the projections and their dispatch. ``kernels`` is the part
+inside the attention backend, which on a CPU computes in the same thread. Each number is the median of ``--repeats``
+calls; the fastest call is in parentheses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STRATEGIES = ("local", "ring", "ulysses", "context_parallel", "hybrid")
 
 
 class KernelTime:
-    """Seconds of this process's threads inside the attention backend."""
+    """The CPU seconds that this process's threads spend inside the attention backend."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -63,7 +63,7 @@ def measure(strategy: Any, seq_len: int, repeats: int, ranks: int, kernels: Kern
     x = torch.randn(1, sharding.seq_local, HIDDEN, requires_grad=True)  # [b, s, hidden]
     dy = torch.randn_like(x)
     mask = seqpar.Mask.causal()
-    # Of each call: forward, its kernels, backward, its kernels. Backward runs in this thread, as all is on the CPU.
+    # Four times of each call: forward, its kernels, backward, its kernels. On the CPU, backward runs in this thread.
     calls: list[list[float]] = []
     for _ in range(repeats + 20):
         times = []

@@ -1,13 +1,14 @@
 """The time that the host spends to launch the attention kernels, measured without a GPU.
 
-The kernels are compiled for an H100, and a stub takes the launches in place of the GPU's driver, so what is measured is
-everything before the driver: Python's part of a step of a ring, on tensors of 1,024 tokens on the CPU.
+The kernels are compiled for an H100, and a stub receives the launches instead of the GPU's driver. So the times include
+everything before the driver: the Python code of one step of a ring, with tensors of 1,024 tokens on the CPU.
 
     python benchmarks/launch_time.py
 
-Prints microseconds of CPU time of the calling thread, median and fastest of ``--rounds`` rounds, for a step like an
-earlier one (``repeated``) and for one that Triton has to dispatch (``first``; it is compiled already). ``of it a
-launch`` is ``repeated`` without the allocation of outputs and everything else around the launches.
+Prints the CPU time of the calling thread in microseconds, as the median and the fastest of ``--rounds`` rounds.
+``repeated`` is a step whose launches repeat those of an earlier step. ``first`` is a step whose launches Triton has to
+dispatch; its kernels are already compiled. ``of it a launch`` is the time of one launch in ``repeated``, without the
+allocation of outputs and everything else around the launches.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def microseconds(step: Callable[[], Any], rounds: int, calls: int) -> str:
 
 
 def ignore(*arguments: Any) -> None:
-    """Stands for the driver's launch."""
+    """Used instead of the driver's launch function."""
 
 
 def main(
@@ -102,7 +103,7 @@ def main(
 
 
 def with_arguments(launches: Repeated, take: Callable[[tuple[Any, ...]], None], step: Callable[[], None]) -> None:
-    """Give ``take`` the arguments of ``launches`` in a step."""
+    """Run ``step``, and call ``take`` with the arguments of every call of ``launches`` in it."""
     call = Repeated.__call__
 
     def spy(self: Repeated, *arguments: Any) -> None:

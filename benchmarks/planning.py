@@ -1,8 +1,8 @@
-"""What a new mask of packed documents costs the host of one rank, before the first kernel of the step can start.
+"""The time that a new mask of packed documents costs the host of one rank, before the first kernel of a step can start.
 
-The mask is made from its boundaries, and all steps of the middle rank are planned, forward and backward alike. The key
-intervals of the rank's own keys are computed as well, by the operators that would run on the device. No process group
-is needed.
+The measured code makes the mask from its boundaries and plans all steps of the middle rank, for forward and backward.
+It also computes the key intervals of the rank's own keys, with the operators that would run on the device. No process
+group is needed.
 
 Units: milliseconds of CPU time of one thread (robust on a busy machine), the median of ``--repeats`` masks.
 """
@@ -28,7 +28,7 @@ def boundaries(seq_len: int, documents: int, seed: int) -> torch.Tensor:
 
 
 def plan_once(cu_seqlens: torch.Tensor, sharding: SequenceSharding, gather: bool, per_host: int) -> float:
-    """Milliseconds."""
+    """The CPU time of one plan in milliseconds."""
     start = time.thread_time()
     plan = AttentionPlan(Mask.documents(cu_seqlens), sharding, sharding.ring // 2, gather, per_host).prepare()
     plan.intervals(0, CPU)

@@ -2,12 +2,12 @@
 
 The layer is a TP-SP block (attention and SwiGLU) or, with ``--strategy``, attention under another strategy.
 
-Network namespaces that are joined by a switch stand for hosts; making them takes root and iproute2. Each host runs
-``--per-host`` ranks with one thread each. The ranks measure a step on the bare links and behind a ``tc tbf`` limit on
-what each host sends, in turns. The limit is set so that the messages of a step alone, the very same sent one after
-another without computation, take ``--share`` of the time of a step on the fast links. The share is measured, not
-computed. The ratio slow / fast is reported for each way of overlapping, as the median of the rounds. Without overlap it
-is about 1 + share. With perfect overlap it is 1.
+Each host is simulated by a network namespace, and a switch connects the namespaces. Creating them needs root and
+iproute2. Each host runs ``--per-host`` ranks with one thread each. The ranks measure a step in turns on fast links and
+on slow links, on which ``tc tbf`` limits the rate at which each host sends. The limit is set so that the messages of a
+step, sent one after another without computation, take ``--share`` of the time of a step on the fast links. The share is
+measured, not computed. The ratio slow / fast is reported for each kind of overlap, as the median of the rounds. Without
+overlap it is about 1 + share. With perfect overlap it is 1.
 
 Units: seconds of wall time, bytes of payload that one rank sends to other hosts, and bits a second for the links.
 """
@@ -49,7 +49,7 @@ SETTINGS = (
     "net.ipv4.tcp_rmem=4096 16777216 33554432",
     "net.ipv4.tcp_slow_start_after_idle=0",
 )
-# The ways in which each strategy can overlap, or what context_parallel gathers; the first is the default.
+# The kinds of overlap of each strategy; for context_parallel, the tensors that it gathers. The first is the default.
 VARIANTS = {
     "tp_sp": ("ring", "none"),
     "ulysses": ("parts", "none"),
@@ -107,7 +107,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "LOCAL_WORLD_SIZE": str(per_host),
                 "MASTER_ADDR": address(0),
                 "MASTER_PORT": str(PORT),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",  # the launcher's store is in none of the namespaces
+                "TORCHELASTIC_USE_AGENT_STORE": "False",  # the launcher's store cannot be reached from the namespaces
                 "GLOO_SOCKET_IFNAME": INTERFACE,
                 "OMP_NUM_THREADS": "1",
                 "SEQPAR_HOST": "all" if arguments.one_level else host_name(rank // per_host),
@@ -143,7 +143,7 @@ def address(host: int) -> str:
 
 @contextlib.contextmanager
 def hosts(number: int) -> Iterator[None]:
-    """Namespaces, each joined to a bridge in another one by a veth pair."""
+    """One namespace for each host, each connected by a veth pair to a bridge in another namespace."""
     names = [SWITCH, *map(host_name, range(number))]
     remove(names)
     try:
@@ -171,7 +171,7 @@ def remove(names: list[str]) -> None:
 
 
 def limit(rate: int | None) -> None:
-    """Limit what this rank's host may send to ``rate`` bits a second; None removes the limit."""
+    """Limit the rate at which this rank's host sends to ``rate`` bits per second; None removes the limit."""
     dist.barrier()
     if os.environ["LOCAL_RANK"] == "0":
         delete = ["tc", "qdisc", "del", "dev", INTERFACE, "root"]
@@ -207,7 +207,7 @@ def worker(arguments: argparse.Namespace) -> None:
             break
         rate = int(rate * alone_s / wanted_s)
     ratios: dict[str, list[float]] = {overlap: [] for overlap in variants}
-    for _ in range(arguments.rounds):  # in turns, so that a machine that slows down slows all of them
+    for _ in range(arguments.rounds):  # in turns, so that a machine that slows down affects all of them alike
         for overlap, step in steps.items():
             limit(None)
             once_fast_s = seconds(step)
@@ -243,7 +243,7 @@ def make_step(arguments: argparse.Namespace, mesh: dist.DeviceMesh, overlap: str
     chunks = 1 if strategy == "ulysses" and overlap == "none" else ulysses.MAX_CHUNKS
 
     def step() -> None:
-        ulysses.MAX_CHUNKS = chunks  # with one, all heads are in one all-to-all: nothing to overlap
+        ulysses.MAX_CHUNKS = chunks  # with one chunk, all heads are in one all-to-all, and nothing overlaps
         y = x
         for norm, layer in zip(norms, layers, strict=True):
             y = y + (layer(norm(y), seq_len=arguments.seq_len) if isinstance(layer, AttentionLayer) else layer(norm(y)))
@@ -297,7 +297,7 @@ def seconds(work: Work) -> float:
 
 
 def agreed(value: float) -> float:
-    """Rank 0's value."""
+    """The value of rank 0, on every rank."""
     values = torch.tensor([value], dtype=torch.float64)
     dist.broadcast(values, 0)
     return float(values)

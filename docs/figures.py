@@ -1,7 +1,7 @@
 """Draw the figures of the README and of this site: ``python docs/figures.py`` writes ``docs/assets/*.svg``.
 
-Everything that is drawn is computed by seqpar: which rank holds a token, which keys a query sees, which rows are sent.
-Every figure has a white background of its own, so that it reads the same on a light and on a dark page.
+seqpar computes everything that the figures show: which rank holds a token, which keys a query sees, and which rows are
+sent. Every figure has a white background, so that it looks the same on light and dark pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from seqpar.layout import LAYOUTS, Layout, shard_positions
 ASSETS = Path(__file__).parent / "assets"
 
 TOKENS, RANKS = 16, 4
-COLOURS = ("#2f6fb3", "#e29a12", "#1c9b75", "#c2568f")  # of the ranks; distinct in every common colour vision
+# One colour for each rank. They can be told apart with every common kind of colour vision.
+COLOURS = ("#2f6fb3", "#e29a12", "#1c9b75", "#c2568f")
 INK, GREY, LIGHT, LINE = "#24292f", "#5f6872", "#eceff2", "#c9d1d9"
 OWN = "#9aa4ae"  # keys that the query's own rank holds
 FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Helvetica, Arial, sans-serif\""
@@ -44,7 +45,7 @@ class Drawing:
         )
 
     def matrix(self, x: float, y: float, cell: float, fills: Sequence[Sequence[str]]) -> None:
-        """Square cells: each row's runs of one colour, under a white grid."""
+        """Square cells under a white grid. Neighbouring cells of a row with one colour are drawn as one box."""
         rows, columns = len(fills), len(fills[0])
         for row, colours in enumerate(fills):
             start = 0
@@ -74,7 +75,7 @@ class Drawing:
         )
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float, colour: str, width: float = 1.8) -> None:
-        """A curve that leaves and arrives horizontally, with a head at its end."""
+        """A curve that is horizontal at both ends, with an arrowhead at its end."""
         x0, x1, y0, y1 = x0 + self.x, x1 + self.x, y0 + self.y, y1 + self.y
         forward = 1 if x1 > x0 else -1
         tip, bend = x1 - 5 * forward, (x1 - x0) / 2
@@ -116,7 +117,7 @@ CELL = 13.0
 
 
 def token(d: Drawing, x: float, y: float, number: int, rank: int, hollow: bool = False) -> None:
-    """One token in its rank's colour; ``hollow`` when it is not sent."""
+    """One token in its rank's colour; with ``hollow``, in white, because it is not sent."""
     d.box(x + 0.5, y + 0.5, CELL - 1, CELL - 1, "#ffffff" if hollow else COLOURS[rank], LINE if hollow else "none", 2)
     d.text(x + CELL / 2, y + CELL - 3.7, str(number), 8, LINE if hollow else "#ffffff", "middle")
 
@@ -158,7 +159,7 @@ LAYOUT_WIDTH, LAYOUT_HEIGHT = 272.0, 345.0
 
 
 def ring_panel(layout: Layout) -> Callable[[Drawing], None]:
-    """Which keys and values each rank computes with at each step, and who sends them."""
+    """The keys and values with which each rank computes at each step, and the ranks that send them."""
 
     def draw(d: Drawing) -> None:
         visible = Mask.causal().dense(TOKENS)
@@ -199,7 +200,7 @@ def block_grid(d: Drawing, x: float, y: float, colour: Callable[[int, int], str]
 
 
 def ulysses_panel(d: Drawing) -> None:
-    """Sequence shards become head shards and back."""
+    """Sequence shards are exchanged for head shards and back."""
     d.text(0, 14, "Ulysses", 15, INK, bold=True)
     d.text(0, 31, "two all-to-alls around ordinary attention", 10.5, GREY)
     top = 74.0
@@ -217,7 +218,7 @@ ULYSSES_WIDTH = 330.0
 
 
 def tp_sp_panel(d: Drawing) -> None:
-    """Activations sharded over tokens outside the GEMMs, over heads or features between them."""
+    """Activations are sharded over heads or features between the GEMMs, and over tokens elsewhere."""
     d.text(0, 14, "Megatron TP-SP", 15, INK, bold=True)
     d.text(0, 31, "weights are sharded over heads (or features), activations outside over tokens", 10.5, GREY)
     top = 74.0
@@ -248,7 +249,7 @@ MASKS = (
 
 
 def mask_panel(name: str, mask: Mask) -> Callable[[Drawing], None]:
-    """One mask on the contiguous layout, and the rows of K and V that cross between ranks under it."""
+    """One mask in the contiguous layout, and the number of rows of K and V that the ranks send under it."""
 
     def draw(d: Drawing) -> None:
         visible = mask.dense(TOKENS)

@@ -1,7 +1,7 @@
 """Write the page on scale: ``python docs/scale.py`` (or ``make scale``) writes ``docs/scale.md`` and its two charts.
 
-Every number of the page is a prediction of ``seqpar.plan`` for one sequence on all GPUs, and every sentence with a
-number is made from these. It takes a few minutes.
+Every number on the page is a prediction of ``seqpar.plan`` for one sequence on all GPUs. The numbers in the text are
+inserted from the same predictions. The script takes a few minutes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ GPUS = (8, 32, 128, 512, 4096)
 LENGTHS = tuple(k << 10 for k in (32, 128, 512, 1024, 4096, 16384))
 MASKS = {"causal": "one document, causal", "mix:magi": "packed documents"}
 STRATEGIES = ("ring", "context_parallel", "ulysses", "hybrid", "tp_sp")
-# Distinct in every common colour vision, and dark enough for white letters.
+# They can be told apart with every common kind of colour vision, and are dark enough for white letters.
 COLOURS = dict(zip(STRATEGIES, ("#2f6fb3", "#b3701a", "#1c7d5f", "#a8437a", "#5f6872"), strict=True))
-HIDDEN = 0.05  # of a step: below it, transfers count as hidden
+HIDDEN = 0.05  # if a GPU waits for a smaller share of a step, its transfers count as hidden
 
 
 @dataclass(frozen=True)
 class Option:
-    """The best choice of one strategy.
+    """The planner's best choice for one strategy.
 
     Attributes:
         strategy: its name.
-        degrees: "ring · ulysses · tp".
+        degrees: the sizes of ring, ulysses and tp, such as "16·8·1".
         layout: which positions each rank holds.
-        mfu: model FLOPs of visible pairs over the peak.
-        waits: the share of a step in which a GPU computes nothing.
-        tokens_per_s: of all GPUs.
+        mfu: model FLOP/s of the visible pairs, divided by the peak FLOP/s.
+        waits: the share of a step in which a GPU waits for transfers.
+        tokens_per_s: of all GPUs together.
         gigabytes_between_hosts: activations that a GPU sends to other hosts in a step.
-        fits: whether it fits into memory.
+        fits: whether the choice fits into memory.
     """
 
     strategy: str
@@ -136,7 +136,7 @@ def by_strategy(grid: Grid, tokens: int, value: Callable[[Option], str]) -> str:
 
 
 def shortest_hidden(grid: Grid, gpus: int, name: str) -> str:
-    """The shortest length from which on transfers are hidden."""
+    """The shortest length from which on computation hides the transfers."""
     found = None
     for tokens in reversed(LENGTHS):
         option = grid["causal", gpus, tokens].by_strategy.get(name)
@@ -166,20 +166,20 @@ def packed(grid: Grid) -> str:
 
 
 def count(grid: Grid, mask: str) -> str:
-    """Such as "ring wins 12 of 30 cells, hybrid 8"."""
+    """In how many cells each strategy is the best, such as "`hybrid` 14, `ring` 3, of 17 cells that fit"."""
     best = [cell.best for (name, *_), cell in grid.items() if name == mask and cell.best.fits]
     numbers = sorted(((sum(b.strategy == s for b in best), s) for s in STRATEGIES), reverse=True)
     return ", ".join(f"`{name}` {n}" for n, name in numbers if n) + f", of {len(best)} cells that fit"
 
 
 def spread(grid: Grid, gpus: int, tokens: int) -> str:
-    """How far the slowest strategy is behind the best."""
+    """How far the tokens/s of the slowest strategy are below those of the fastest one."""
     rates = [x.tokens_per_s for x in grid["causal", gpus, tokens].by_strategy.values() if x.fits]
     return f"{1 - min(rates) / max(rates):.1%}".replace("%", " %")
 
 
 def imbalances() -> str:
-    """Such as "1.8 (contiguous) and 1.1 (striped)": the work of the slowest of 128 ranks over the mean."""
+    """The work of the slowest of 128 ranks over the mean, by layout, such as "8.0 (contiguous) or 1.0 (striped)"."""
     tokens = 1 << 20
     setting = Setting(MODELS[MODEL], GPU, mask_of("mix:magi", tokens), tokens, ring=128)
     found = [f"{replace(setting, layout=layout).imbalance():.1f} ({layout})" for layout in LAYOUTS]
@@ -187,7 +187,7 @@ def imbalances() -> str:
 
 
 def wrapped(*blocks: str) -> str:
-    """Blocks of Markdown, paragraphs wrapped."""
+    """The blocks of Markdown, with wrapped paragraphs."""
     whole = [b if b.startswith(("|", "#", "!")) else fill(" ".join(b.split()), 120) for b in blocks]
     return "\n\n".join(whole) + "\n"
 
@@ -201,49 +201,55 @@ def page(grid: Grid) -> str:
     enough_heads = max(gpus for gpus in GPUS if gpus <= model.heads)
     return wrapped(
         "# Scale",
-        f"""What `seqpar plan` predicts for {model.name} ({model.heads} heads, {model.kv_heads} KV heads) on {GPUS[0]}
-        to {most:,} H100, {words(LENGTHS[0])} to {words(longest)} tokens: one sequence on all GPUs, hosts of 8 with 400
-        Gbit/s a GPU, weights sharded over all of them. Nothing on this page was measured; [Planning](planning.md) says
-        what the predictions rest on and how far they are from published figures. `make scale` writes the page and its
-        charts again.""",
+        f"""This page shows what `seqpar plan` predicts for {model.name} ({model.heads} heads, {model.kv_heads} KV
+        heads) on {GPUS[0]} to {most:,} H100 GPUs, with {words(LENGTHS[0])} to {words(longest)} tokens. One sequence is
+        sharded over all GPUs. Each host has 8 GPUs, with a network of 400 Gbit/s per GPU. The weights are sharded over
+        all GPUs. Nothing on this page was measured. [Planning](planning.md) explains how the predictions are computed
+        and how far they are from published figures. `make scale` writes the page and its charts again.""",
         "## Where each strategy wins",
         "![The best strategy by GPUs and tokens](assets/scale_best.png)",
-        """Strategy, ranks (ring · ulysses · tp) and MFU of the best choice that fits, causal; of those within 0.5 % of
-        the fastest, the one that shards the sequence over the fewest dimensions:""",
+        """Each cell has the strategy, the ranks (ring · ulysses · tp) and the MFU of the best choice that fits into
+        memory, under a causal mask. Among choices within 0.5 % of the fastest, the best one shards the sequence over
+        the fewest dimensions:""",
         winners(grid, "causal"),
-        f"""Best in the grid: {count(grid, "causal")}. At {words(longest)} tokens on {most:,} GPUs it is
-        `{top.strategy}` {top.degrees}, with {top.tokens_per_s:,.0f} tokens/s. MFU counts visible pairs only and no
-        recomputation. With enough tokens a GPU all strategies are alike: at 1M tokens on 8 GPUs the slowest is
-        {spread(grid, 8, 1 << 20)} behind the best. With few tokens a GPU the gathers of the weights decide, whatever
-        the strategy: shard them over fewer GPUs, or let replicas share the GPUs.""",
+        f"""Number of cells in which each strategy is the best: {count(grid, "causal")}. With {words(longest)} tokens on
+        {most:,} GPUs, the best choice is `{top.strategy}` {top.degrees}, with {top.tokens_per_s:,.0f} tokens/s. MFU
+        counts only visible pairs, and no recomputation. With enough tokens per GPU, all strategies are about equally
+        fast: with 1M tokens on 8 GPUs, the slowest strategy is {spread(grid, 8, 1 << 20)} behind the best. With few
+        tokens per GPU, gathering the weights decides the time of a step under every strategy. Then shard the weights
+        over fewer GPUs, or divide the GPUs among several replicas.""",
         "## Where heads run out",
-        f"""An all-to-all over more ranks than heads leaves ranks idle, and tensor parallelism beyond a host waits for
-        the network in every layer. So of these numbers of GPUs `ulysses` alone ends at {enough_heads}, since the model
-        has {model.heads} heads. `tp_sp` is considered up to 8 ranks: with more GPUs it has a ring or all-to-alls beside
-        it. Ranks and MFU of the best choice of each:""",
+        f"""An all-to-all over more ranks than heads leaves ranks idle. The model has {model.heads} heads, so `ulysses`
+        by itself is a choice on up to {enough_heads} GPUs. Tensor parallelism over several hosts waits for the
+        network in every layer. So the planner considers `tp_sp` over up to 8 ranks, and combines it with a ring or with
+        all-to-alls on more GPUs. The table has the ranks and the MFU of each strategy's best choice:""",
         by_strategy(grid, 1 << 20, lambda x: f"{x.degrees}, {percent(x.mfu)}"),
-        f"""At 1M tokens on 512 GPUs the hybrid {hybrid.degrees} reaches {percent(hybrid.mfu)} and the ring
-        {percent(ring.mfu)}. The ring waits for {percent(ring.waits)} of a step, but computes in {512} kernels a layer,
-        each of {(1 << 20) // 512:,} queries and as many keys, and each takes {GPU.kernel * 1e6:.0f} µs besides its
-        operations.""",
+        f"""With 1M tokens on 512 GPUs, the hybrid {hybrid.degrees} reaches an MFU of {percent(hybrid.mfu)}, and the
+        ring {percent(ring.mfu)}. The ring waits for transfers during {percent(ring.waits)} of a step. But it runs
+        {512} attention kernels per layer, each over {(1 << 20) // 512:,} queries and as many keys, and each kernel
+        takes {GPU.kernel * 1e6:.0f} µs in addition to its operations.""",
         "## Where links saturate",
         "![MFU, and the share of a step that GPUs wait, by strategy](assets/scale_waits.png)",
-        f"""Transfers grow with the tokens, and the computation with their square: from some length on they are hidden.
-        The shortest length in the grid from which on GPUs wait for less than {percent(HIDDEN)} of a step, for
-        activations and for weights. "none" is no length of the grid, or one that does not fit; of a long ring the table
-        says little, since its small kernels take longer than its transfers:""",
+        f"""The bytes of the transfers grow linearly with the number of tokens, and the computation grows with its
+        square. So from some length on, computation hides the transfers. The table has the shortest length of the grid
+        from which on GPUs wait for less than {percent(HIDDEN)} of a step, for activations and weights together. "none"
+        means that the grid has no such length that fits into memory. For a long ring the table says little, because the
+        small kernels of such a ring take longer than its transfers:""",
         hidden_from(grid),
         "## What packed documents change",
-        """The same with documents of the lengths of MagiAttention's benchmark, most of 200 to 2,000 tokens with a tail
-        to 196,608. The best choice, and its tokens a second over those of one causal document:""",
+        """This table is for packed documents whose lengths are distributed as in MagiAttention's benchmark. Most of
+        these documents have 200 to 2,000 tokens, and the longest 196,608. Each cell has the best choice, and its
+        tokens/s divided by the tokens/s of one causal document:""",
         packed(grid),
-        f"""Best in the grid: {count(grid, "mix:magi")}. There are fewer pairs to compute, and everything else stays: a
-        step is shorter, and MFU, which counts pairs that are seen, is lower where weights or links decide. Documents of
-        different lengths also give the ranks of a ring different work: at 1M tokens, the slowest of 128 has
-        {imbalances()} times the mean. There the best ring takes the {many.layout} layout, sends
-        {many.gigabytes_between_hosts:.0f} GB a GPU and step to other hosts ({one.gigabytes_between_hosts:.0f} with one
-        document, {one.layout}), and reaches {percent(many.mfu)}; all-to-alls inside the ring make its shards longer,
-        and the best choice reaches {percent(grid["mix:magi", 128, 1 << 20].best.mfu)}.""",
+        f"""Number of cells in which each strategy is the best: {count(grid, "mix:magi")}. Packed documents have fewer
+        visible pairs than one document, and everything else in a step is the same. So a step is shorter. MFU counts
+        only visible pairs, so it is lower where the weights or the links limit the speed. Documents of different
+        lengths also give the ranks of a ring different amounts of work: with 1M tokens on 128 ranks, the slowest rank
+        has {imbalances()} times the mean work. In this case the best ring uses the {many.layout} layout, and reaches an
+        MFU of {percent(many.mfu)}. Each of its GPUs sends {many.gigabytes_between_hosts:.0f} GB per step to other
+        hosts, compared with {one.gigabytes_between_hosts:.0f} GB for one document in the {one.layout} layout.
+        All-to-alls inside the ring make the shards of the ring longer, and the best choice reaches
+        {percent(grid["mix:magi", 128, 1 << 20].best.mfu)}.""",
     )
 
 
@@ -324,7 +330,7 @@ def _lines(axes: Any, grid: Grid, gpus: int, value: Callable[[Option], float]) -
 
 
 def _save(figure: Any, path: Path) -> None:
-    """In 64 colours, which takes a third of the bytes."""
+    """Save in 64 colours, which takes a third of the bytes."""
     from PIL import Image
 
     buffer = BytesIO()

@@ -1,11 +1,11 @@
-"""Train in an accelerate loop with FSDP2, which shards the weights over all ranks. Some or all share each sequence.
+"""Train in an accelerate loop with FSDP2. The weights are sharded over all ranks, each sequence over some or all.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py --text LICENSE --length 513
     python examples/fsdp2.py --text LICENSE --length 513               # one process, the same losses
 
-One argument makes --cp-size ranks share each sequence: parallelism_config. The other ranks are data-parallel. On CPUs
-accelerate takes DDP instead of FSDP2. Without --model it trains a small Qwen3 with random weights, whose tokens are
-bytes.
+Only one argument is needed for sequence parallelism: parallelism_config. It shards each sequence over --cp-size ranks.
+The other ranks form data-parallel replicas. On CPUs, accelerate uses DDP instead of FSDP2. Without --model,
+the script trains a small Qwen3 with random weights, whose tokens are bytes.
 """
 
 import argparse

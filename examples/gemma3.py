@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/gemma3.py --text LICENSE --documents 8
     python examples/gemma3.py --text LICENSE --documents 8             # one process, the same losses
 
-One argument makes the ranks share each row: parallelism_config. The documents are the paragraphs of the text. Without
---model it trains a small Gemma 3 with random weights, whose tokens are bytes.
+Only one argument is needed for sequence parallelism: parallelism_config. The documents are the paragraphs of the text.
+Without --model, the script trains a small Gemma 3 with random weights, whose tokens are bytes.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         parallelism_config=seqpar.hf.ParallelismConfig(cp_size=-1),
         output_dir=args.output,
         max_steps=args.steps,
-        per_device_train_batch_size=args.documents,  # the collator puts them into one row
+        per_device_train_batch_size=args.documents,  # the collator packs them into one row
         logging_steps=1,
         save_strategy="no",
         report_to="none",

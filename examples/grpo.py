@@ -1,10 +1,11 @@
-"""Train a language model with TRL's GRPOTrainer, its sequences sharded over ranks: one argument more than without.
+"""Train a language model with TRL's GRPOTrainer, with each sequence sharded over several ranks.
 
     torchrun --nproc-per-node 2 examples/grpo.py --text LICENSE --cp-size 2
     torchrun --nproc-per-node 2 examples/grpo.py --text LICENSE --cp-size 1    # data-parallel, for comparison
 
-Every rank samples completions of its own prompts. Without --model it trains a small Llama with random weights, whose
-tokens are bytes, to answer in lower-case letters.
+Only one argument is needed for sequence parallelism: parallelism_config. Every rank samples completions of its own
+prompts. Without --model, the script trains a small Llama with random weights, whose tokens are bytes, to answer in
+lower-case letters.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def arguments() -> argparse.Namespace:
 
 
 def lower_case(completions: list[str], **kwargs: object) -> list[float]:
-    """The reward: the share of lower-case letters."""
+    """The reward of a completion: its share of lower-case letters."""
     return [sum(map(str.islower, text)) / max(1, len(text)) for text in completions]
 
 

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/images.py --text LICENSE
     python examples/images.py --text LICENSE                           # one process, the same losses
 
-One argument makes the ranks share each row: parallelism_config. Every rank runs the vision tower; the text model shards
-the merged embeddings. The captions are the lines of the text, and the images random pixels. Without --model it trains a
-small Gemma 3 with random weights, whose tokens are bytes.
+Only one argument is needed for sequence parallelism: parallelism_config. Every rank runs the vision tower. The merged
+embeddings are sharded before the text model. The captions are the lines of the text, and the images are
+random pixels. Without --model, the script trains a small Gemma 3 with random weights, whose tokens are bytes.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def small_model() -> tuple[Any, Any]:
         mm_tokens_per_image=4, boi_token_index=259, image_token_index=260, eoi_token_index=261,
     )  # fmt: skip
     model = hf.Gemma3ForConditionalGeneration(config)
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)  # zeros otherwise
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)  # zeros by default
     return model, hf.Gemma3Processor(image_processor, tokenizer, image_seq_length=4)
 
 

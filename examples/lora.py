@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/lora.py --text LICENSE --length 513
     python examples/lora.py --text LICENSE --length 513                # one process, the same losses
 
-One argument makes the ranks share each sequence: parallelism_config. Without --model it adapts a small Llama with
-random weights, whose tokens are bytes.
+Only one argument is needed for sequence parallelism: parallelism_config. Without --model, the script adapts a small
+Llama with random weights, whose tokens are bytes.
 """
 
 import argparse

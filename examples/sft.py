@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/sft.py --text LICENSE --length 512
     python examples/sft.py --text LICENSE --length 512                 # one process, the same losses
 
-One argument makes the ranks share each row: parallelism_config. The documents are the paragraphs of the text; no token
-sees another document's. Without --model it trains a small Mistral with random weights, sliding-window attention and
-bytes as tokens.
+Only one argument is needed for sequence parallelism: parallelism_config. The documents are the paragraphs of the text,
+and no token sees the tokens of another document. Without --model, the script trains a small Mistral with random weights
+and sliding-window attention, whose tokens are bytes.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Train over two hosts: all-to-all inside a host (Ulysses), a ring between the hosts. All ranks share each sequence.
 
-On each host, with the same --master-addr, an address of the first host that both reach:
+Run this on each host. --master-addr is an address of the first host that both hosts can reach:
 
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --master-addr 10.0.0.1 --master-port 29500 \\
         examples/two_hosts.py --text LICENSE          # on the second host: --node-rank 1

@@ -1,4 +1,4 @@
-"""The planner's simulation, and its pairs and bytes against a dense mask and what the runtime counts."""
+"""The planner's simulation. Its pairs are compared with a dense mask, and its bytes with the runtime's count."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ adds to its ``dq`` with atomics, in an order that changes from run to run.
 For deterministic gradients, only one program may write an element. ``backward_kernel`` then computes dk and dv only, and
 ``dq_kernel`` computes dq: it holds a tile of queries, loops over keys, and computes the scores and ``dp`` once more.
 
-Both add the gradients to the buffers, so the steps of a ring accumulate without temporary tensors. To new buffers they
-store instead; if several programs add to a new buffer, it is filled with zeros first. ``p`` depends on the final ``lse``
-(over all keys, sinks included) and on no other key of another step, so the backward needs no carry.
+Both kernels add the gradients to the buffers, so the steps of a ring accumulate without temporary tensors. If a buffer
+is new, they store to it instead. If several programs add to a new buffer, it is filled with zeros first. ``p`` depends
+on the other steps only through the final ``lse`` (over all keys, sinks included), so the backward needs no carry.
 
 Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
 of v. The names inside the kernels are explained in ``tiles.py``.
@@ -159,7 +159,7 @@ def _accumulate(dk, dk_tail, dv, keys, queries, score, softmax_scale, C: tl.cons
         else:
             dropped = p
         dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
-        # Loaded only now: during the products above, delta would occupy registers.
+        # delta is loaded only here, because it would occupy registers during the products above.
         delta = stream_line(queries.DELTA, q_start, C, C.BLOCK_M)
         ds = (p * (dp - delta[None, :]) * chain).to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=C.PRECISION)
@@ -542,7 +542,7 @@ def attention_backward(
         dk: float32, shape of ``k``; added to in place.
         dv: float32, shape of ``v``; added to in place.
         new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
-        new_dkv: the same of ``dk`` and ``dv``.
+        new_dkv: the same for ``dk`` and ``dv``.
         deterministic: whether the gradients must have the same bits in every run.
         allow_tf32: as for the forward.
         config: tile sizes of ``backward_kernel``; None takes them from the table.

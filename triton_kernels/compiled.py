@@ -1,4 +1,4 @@
-"""Compile a :class:`Launch` ahead of time, for a GPU that this machine does not have, and read off what it takes."""
+"""Compile a :class:`Launch` ahead of time, for a GPU that this machine does not have, and read the resources that it uses."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Resources:
     tensor_columns: int = 0
 
     def fits(self, target: str) -> bool:
-        """Whether the GPU has that much shared memory and tensor memory for a block."""
+        """Whether a block's shared memory and tensor memory fit the GPU."""
         return self.shared_bytes <= SHARED_LIMIT[target] and self.tensor_columns <= _TENSOR_COLUMNS
 
 

@@ -2,10 +2,11 @@
 
 Every configuration in the table compiles without spilling registers and fits the shared memory of its GPUs, except
 float32 at head_dim 256: tf32x3 keeps a high and a low half of each operand, which spills at every tile size. ``dq`` in
-float32 spills up to 48 bytes on sm_86 and sm_120: no tile that was tried spills nowhere. At head_dim 512 and above the
-forward with a carry spills up to 104 bytes outside its loops on sm_90 and sm_100, and the tiles of the backward are too
-small for Hopper's asynchronous products: ``dk`` and ``dv`` of 64 keys alone would fill the registers.
-``python -m seqpar.triton_kernels.inspect`` prints the resources of each. Which one a call uses:
+float32 spills up to 48 bytes on sm_86 and sm_120, because every tile size that was tried spills on some GPU. At head_dim
+512 and above, the forward with a carry spills up to 104 bytes outside its loops on sm_90 and sm_100. There, the tiles of
+the backward are too small for Hopper's asynchronous products, because ``dk`` and ``dv`` of 64 keys alone would fill the
+registers. ``python -m seqpar.triton_kernels.inspect`` prints the resources of each configuration. A call uses the
+configuration that these rules select:
 
 * The head_dims of q and k and of v are rounded up to 64, 128, 256, or 512 for both, to 256 and 128, or to 576 and 512
   (multi-head latent attention over the compressed keys: 512 and 64 columns in two tiles).
@@ -15,7 +16,7 @@ small for Hopper's asynchronous products: ``dk`` and ``dv`` of 64 keys alone wou
 * float32 on CUDA uses the same small tiles on every architecture, because it computes three tf32 products for each
   product (see ``launch.precision``).
 
-With ``SEQPAR_TRITON_AUTOTUNE=1``, :func:`candidates` are measured instead and the fastest is remembered (``tune.py``).
+With ``SEQPAR_TRITON_AUTOTUNE=1``, :func:`candidates` are measured instead, and the fastest is stored (``tune.py``).
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class Config:
 
 _INTERPRETED = Config(64, 64)
 _KERNELS = ("forward", "backward", "dkdv", "dq")
-# The head_dims of q and k, and of v, up to which a column of the table is for: the first that fits both.
+# The largest head_dims, of q and k and of v, for each column of the table. A call uses the first column that fits both.
 _COLUMNS = ((64, 64), (128, 128), (256, 128), (256, 256), (512, 512), (576, 512))
-# What stands for each column when the table is compiled ahead of time. 192 and 128 are DeepSeek-V3's.
+# The head_dims with which each column is compiled ahead of time. 192 and 128 are DeepSeek-V3's.
 _COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
 # By architecture, bytes of an element and kernel, a configuration for each column: block_m x block_n, w warps, s stages,
 # t where TMA reads the tiles, i rows of a matrix instruction. "-": there is none.
@@ -136,7 +137,7 @@ def architecture(device: torch.device) -> str:
 
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
-    """How many thread blocks of an attention kernel the GPU runs at a time, about; 1 on a CPU."""
+    """About how many thread blocks of an attention kernel the GPU runs at a time; 1 on a CPU."""
     return 1 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -155,8 +156,8 @@ def entry(
     heavy: bool = False,
     v_head_dim: int | None = None,
 ) -> Config | None:
-    """As :func:`table_config`; None for "backward" where no tile of that kernel fits the registers, so that "dkdv" and
-    "dq" have to do its work."""
+    """As :func:`table_config`; None for "backward" if no tile of this kernel fits the registers, so that "dkdv" and
+    "dq" are used instead."""
     size = dtype.itemsize
     if size == 4 and architecture.startswith("sm"):
         architecture = "sm_80"
@@ -225,10 +226,10 @@ def choose(
     Args:
         kernel, head_dim, dtype, v_head_dim, heavy: as for :func:`table_config`.
         device: where the tensors are.
-        tma: whether the tensors are laid out as TMA needs it. Tiles that TMA reads are too large to be read otherwise.
+        tma: whether the tensors are laid out as TMA needs it. Tiles for TMA are too large to be read by pointers.
     """
     name = architecture(device)
-    if name == "interpreter":  # as the table: above 512 there is no such kernel
+    if name == "interpreter":  # as in the table, there is no such kernel above 512
         return None if kernel == "backward" and head_dim > 512 else _INTERPRETED
     config = entry(name, kernel, head_dim, dtype, heavy, v_head_dim)
     if config is None or tma or not config.tma:
@@ -237,8 +238,8 @@ def choose(
 
 
 def for_split(config: Config) -> Config:
-    """``config`` of "backward", for programs that share the query heads of a KV head: they add ``dk`` and ``dv`` with
-    atomics, and the addresses take registers that large tiles read by pointers do not leave."""
+    """``config`` of "backward", adapted to programs that share the query heads of a KV head. They add ``dk`` and ``dv``
+    with atomics. The addresses of the atomics need registers, and large tiles read by pointers leave too few."""
     return config if config.tma else replace(config, block_m=min(config.block_m, 32))
 
 

@@ -2,7 +2,7 @@
 
 Two things differ from FlashAttention-2 (Dao, 2023):
 
-* Each query has an interval of keys of its own, ``lo <= key < hi``, so one kernel serves every mask and every layout.
+* Each query has its own interval of keys, ``lo <= key < hi``, so one kernel supports every mask and every layout.
 * The online softmax may start from the ``(acc, lse)`` of the keys of earlier steps, so the steps of a ring compute one
   softmax. Between them nothing is rounded to the model's dtype, and no partial results are merged.
 
@@ -75,12 +75,12 @@ class _Queries(NamedTuple):
 @triton.jit
 def _attend(acc, m, l, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.constexpr):
     """Continue the online softmax over ``tiles`` of keys."""
-    # With a softcap or ALiBi the score is no multiple of q.k, and is scaled before its maximum is taken. Without them
+    # With a softcap or ALiBi, the score is not a multiple of q.k, so it is scaled before its maximum is taken. Otherwise
     # the maximum is scaled instead, and the scores together with the subtraction, in one fused multiply-add.
     SCALED: tl.constexpr = C.SOFTCAP or C.ALIBI
     CV: tl.constexpr = C.values
     CT: tl.constexpr = C.tail
-    # Beside an accumulator of 512 columns, the addresses that Hopper's products take would spill if they were kept.
+    # With an accumulator of 512 columns, the addresses for Hopper's products would spill if they were kept in registers.
     AGAIN: tl.constexpr = C.TMA and C.BLOCK_DV > 256
     for n in tl.range(0, tiles.count, disable_licm=AGAIN):
         k_start = tile_start(tiles, n, C.BLOCK_N, MASKED)
@@ -111,7 +111,7 @@ def _attend(acc, m, l, queries, keys, score, tiles, C: tl.constexpr, MASKED: tl.
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        # Dropout acts on the probabilities, after the sum: l and lse never see it.
+        # Dropout is applied to the probabilities after they have been summed, so it does not change l and lse.
         if C.DROPOUT:
             p = tl.where(dropout_keep(score, queries.i[:, None], j[None, :]), p * score.keep_scale, 0.0)
         v = stream_rows(keys.V, k_start, CV, C.BLOCK_N, MASKED)  # [BLOCK_N, BLOCK_DV]
@@ -140,7 +140,7 @@ def forward_kernel(
     CV: tl.constexpr = C.values
     CT: tl.constexpr = C.tail
     program = program_index(C)
-    # Last queries first: under a causal mask they have the most keys, and what the GPU runs last should be short.
+    # The last queries run first. Under a causal mask they have the most keys, and the GPU's last programs should be short.
     q_start = (tiles - 1 - program % tiles) * BLOCK_M
     head = program // tiles % heads
     batch = program // tiles // heads
@@ -157,7 +157,7 @@ def forward_kernel(
     # Two conditions: the outer one is decided when the kernel is compiled.
     if CARRY and not LAST:
         if begin >= end:
-            return  # nothing to see: the carry is updated in place, and stays as it is
+            return  # no query sees a key, and the carry in memory does not change
     lo = tl.load(LO + row_in)
     hi = tl.load(HI + row_in)
     inner, edges = tile_split(begin, end, tl.load(LO + q_last), tl.load(HI + q_start), C.BLOCK_N)
@@ -333,7 +333,7 @@ def attention_forward(
         )
         best = config
         if best is None and mask is not None:
-            # Candidates run many times: on scratch outputs, so that the carry stays as it is.
+            # Candidates run many times, so they write to scratch outputs and do not change the carry.
             on_scratch = partial(launch, out=torch.empty_like(out), lse=torch.empty_like(lse))
             flags = f"{acc is not None}{last}{score.softcap > 0}{score.alibi_slopes is not None}{score.dropout_p > 0}"
             best = tune.tuned(

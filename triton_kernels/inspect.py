@@ -37,7 +37,7 @@ SPILLS = {
     ("dkdv", 256, torch.float32): 400,
     ("dq", 128, torch.float32): 48,  # sm_120; every other tile that was tried spills there or on other GPUs
     ("dq", 64, torch.float32): 8,  # sm_86
-    # What the compiler of Triton 3.6 to 3.8 makes of it; 3.9 spills nothing.
+    # The compilers of Triton 3.6 to 3.8 spill this; Triton 3.9 spills nothing.
     **({} if _NEW else {("backward", 256, torch.bfloat16): 24, ("dkdv", 256, torch.bfloat16): 24}),
 }
 # The same with features of the scores, by (target, kernel, head_dim, feature).
@@ -66,7 +66,7 @@ _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
 
 @dataclass(frozen=True)
 class MetaIntervals:
-    """Intervals of every query, on the meta device: tensors that exist in name only."""
+    """Intervals of every query as tensors on the meta device, which have no data."""
 
     lo: Tensor = field(default_factory=lambda: _empty(1, _SEQ, dtype=torch.int32))
     hi: Tensor = field(default_factory=lambda: _empty(1, _SEQ, dtype=torch.int32))
@@ -138,7 +138,7 @@ def table_cases(targets: list[str]) -> Iterator[Case]:
 
 
 def feature_cases(targets: list[str]) -> Iterator[Case]:
-    """Every feature at head_dim 64 and 128 in half precision; what the forward does besides at 576 and 512 too."""
+    """Every feature at head_dim 64 and 128 in half precision; the forward's carry and last step also at 576 and 512."""
     dtype = torch.bfloat16
     for target in targets:
         architecture = next((name for name, others in _SAME_TABLE.items() if target in others), target)
@@ -169,7 +169,7 @@ def feature_cases(targets: list[str]) -> Iterator[Case]:
 
 
 def unaligned_cases(targets: list[str]) -> Iterator[Case]:
-    """Tensors of which nothing is known, as slices and odd strides make them: read by pointers, half of a word each."""
+    """Tensors of unknown alignment, such as slices and odd strides. They are read by pointers, two bytes at a time."""
     dtype = torch.bfloat16
     for target in targets:
         hip = target.startswith("gfx")
@@ -235,7 +235,7 @@ def elementwise_launches() -> dict[str, Launch]:
 
 
 def verdict(case: Case, found: Resources) -> str:
-    """What is wrong with a compiled kernel; "" if nothing."""
+    """A description of what is wrong with a compiled kernel; "" if nothing is."""
     allowed = (
         SPILLS.get((case.kernel, max(case.head_dim, case.v_head_dim or 0), case.dtype), 0)
         if not case.target.startswith("gfx")

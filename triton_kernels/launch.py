@@ -33,7 +33,7 @@ class Launch:
     config: Config
 
     def __call__(self) -> Any:
-        """Run it on the current stream of the device that its tensors are on. An empty grid launches nothing.
+        """Run the kernel on the current stream of its tensors' device. An empty grid launches nothing.
 
         Returns:
             What Triton returns: the compiled kernel, or None in the interpreter.
@@ -48,10 +48,10 @@ class Launch:
 
 
 class Repeated:
-    """Runs the launches of one kernel. A launch like an earlier one skips Triton's dispatch.
+    """Runs the launches of one kernel. A launch that is like an earlier one skips Triton's dispatch.
 
-    Triton binds every argument by name and inspects each one to find the compiled kernel. That, and making the
-    arguments, takes longer than many kernels run. Here, a key contains everything that the arguments depend on: shapes,
+    Triton binds every argument by name and inspects each one to find the compiled kernel. Together with making the
+    arguments, this takes longer than many kernels run. Here, a key contains everything that the arguments depend on: shapes,
     strides and dtypes of the tensors, whether each starts at a multiple of 16 bytes (if not, Triton compiles another
     variant), and the caller's other values. For a known key, the compiled kernel and its arguments are reused, and only
     the tensors are replaced.
@@ -87,11 +87,11 @@ class Repeated:
                 self._ready[key] = ready
 
     def forget(self) -> None:
-        """Take Triton's way again the next time."""
+        """Forget all launches, so that Triton dispatches the next one."""
         self._ready.clear()
 
 
-# Versions whose launch of a compiled kernel is known; others are asked in the way that they document.
+# Triton versions whose internal launch is known. For other versions, the documented interface is used.
 _KNOWN = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 _MOST_COLUMNS = 512  # of one tile
 _MOST_READY = 4096  # launches of one kernel that are remembered: about 2 KB each
@@ -124,7 +124,7 @@ class _Ready:
 
     @classmethod
     def of(cls, launch: Launch, compiled: Any, names: tuple[str, ...], inputs: tuple[Any, ...]) -> _Ready | None:
-        """What ``launch`` was, or None if one of its tensors is none of the inputs, but a copy."""
+        """``launch`` as a ``_Ready``; None if one of its tensors is a copy instead of an input."""
         arguments = [launch.arguments[name] for name in launch.kernel.arg_names]
         places, tiled = [], []
         for place, (name, value) in enumerate(zip(launch.kernel.arg_names, arguments, strict=True)):
@@ -157,7 +157,7 @@ class _Ready:
         if not _KNOWN or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
             compiled[(self._grid, 1, 1)](*arguments)
             return
-        # As the line above does it, without the names and the dictionary that only hooks ask for.
+        # As in the line above, without the names and the dictionary that only hooks need.
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
         compiled.run(
@@ -210,7 +210,7 @@ def descriptors(
         batch, seq, heads = (
             stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)
         )
-        # Heads before the sequence: Triton drops the leading axes of a box where they have size 1, and only those.
+        # Heads come before the sequence, because Triton drops only leading axes of size 1 from a box.
         shape = [x.shape[0], x.shape[2], x.shape[1], x.shape[3]]
         for part, columns in zip((name, f"{name}_TAIL"), tile_columns(x.shape[-1]), strict=True):
             if columns:

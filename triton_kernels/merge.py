@@ -35,9 +35,9 @@ def merge_kernel(
     OUT_LSE += (tl.cast(batch, tl.int64) * heads + head) * q_len + row
     a = tl.load(LSE, mask=row < q_len, other=float("-inf"))
     b = tl.load(OUT_LSE, mask=row < q_len, other=float("-inf"))
-    # Each side counts with exp(lse), here less the larger of the two so that nothing overflows.
+    # Each side has the weight exp(lse). The larger lse is subtracted from both, so that nothing overflows.
     larger = tl.maximum(a, b)
-    shift = tl.where(larger == float("-inf"), 0.0, larger)  # neither side has seen a key: not -inf - -inf
+    shift = tl.where(larger == float("-inf"), 0.0, larger)  # if neither side has seen a key, -inf - -inf would be NaN
     weight_a = tl.exp2((a - shift) * LOG2E)
     weight_b = tl.exp2((b - shift) * LOG2E)
     total = weight_a + weight_b

@@ -26,10 +26,9 @@ _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remembered(first: Tensor, second: Tensor, wanted: Hashable, make: Callable[[], _T]) -> _T:
-    """``make()``, which depends on these two tensors and on ``wanted``. Computed once while both live unchanged.
+    """The result of ``make()``, which depends on these two tensors and on ``wanted``. It is kept while both are unchanged.
 
-    The steps of a ring share their queries, and calls share their mask: what is derived from them is not computed again
-    for each step.
+    The steps of a ring share their queries, and calls share their mask, so values derived from them are computed once.
     """
     owner, other = (x if x._base is None else x._base for x in (first, second))  # each step may make its own views
     stream = None
@@ -154,12 +153,12 @@ def statistics_launch(lse: Tensor, delta: Tensor, statistics: Tensor) -> Launch:
 
 
 def padded_queries(q_len: int) -> int:
-    """How many queries ``q_len`` are when filled up to whole tiles of any configuration."""
+    """``q_len`` rounded up to whole tiles of any configuration."""
     return triton.cdiv(q_len, _PAD) * _PAD
 
 
 def statistics(lse: Tensor, delta: Tensor) -> Tensor:
-    """What the loops of the backward load per query, for :func:`~.backward.attention_backward`'s ``lse`` and ``delta``.
+    """The ``lse`` and ``delta`` of :func:`~.backward.attention_backward`, as the loops of the backward load them.
 
     Returns:
         float32 ``[2 * batch * heads, q_padded]``.

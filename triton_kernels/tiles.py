@@ -51,12 +51,12 @@ from torch import Tensor
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# Arguments whose values differ from call to call: no compiled variant of their own for multiples of 16 or for 1.
+# Arguments whose values change from call to call. Triton must not compile variants for multiples of 16 or for 1.
 UNSPECIALIZED = ["q_len", "q_padded", "k_len", "heads", "row_sets", "tiles", "seed", "head_offset", "dropout_threshold"]
 
 
 class Score(Protocol):
-    """How scores are computed from queries and keys. ``seqpar.kernels.Score`` is one, and documents the fields."""
+    """How scores are computed from queries and keys. ``seqpar.kernels.Score`` has this protocol and documents the fields."""
 
     @property
     def softmax_scale(self) -> float: ...
@@ -75,7 +75,7 @@ class Score(Protocol):
 
 
 class Intervals(Protocol):
-    """Which keys each query sees. ``seqpar.keys.KeyIntervals`` is one, and documents the fields."""
+    """Which keys each query sees. ``seqpar.keys.KeyIntervals`` has this protocol, and documents the fields."""
 
     @property
     def lo(self) -> Tensor: ...  # int32 [1 or batch, q_len]
@@ -113,12 +113,12 @@ class Constants:
 
     @property
     def tail(self) -> Constants:
-        """The same for helpers that load and store the columns of q and k from BLOCK_D on; ``CT`` in the kernels."""
+        """The constants for helpers that load and store the columns of q and k from BLOCK_D on; ``CT`` in the kernels."""
         return replace(self, FIRST=self.BLOCK_D, BLOCK_D=self.TAIL)
 
     @property
     def values(self) -> Constants:
-        """The same for helpers that load and store rows of v and of the output; ``CV`` in the kernels."""
+        """The constants for helpers that load and store rows of v and of the output; ``CV`` in the kernels."""
         return replace(self, D=self.DV, BLOCK_D=self.BLOCK_DV)
 
 
@@ -209,8 +209,8 @@ class Tiles(NamedTuple):
 def program_index(C: tl.constexpr):
     """The program's index, such that programs on the same die of the GPU have neighbouring ones.
 
-    The tiles of one head read the same keys and values, and so should share a cache. A GPU of several dies (MI300X: 8)
-    has a cache on each, and deals the programs to the dies in turn.
+    The tiles of one head read the same keys and values, so they should share a cache. A GPU with several dies (MI300X:
+    8) has a cache on each die, and distributes the programs over the dies in turn.
     """
     program = tl.program_id(0)
     if C.DIES > 1:
@@ -224,7 +224,7 @@ def tile_split(begin, end, inner_begin, inner_end, BLOCK: tl.constexpr):
     """Split the tiles of ``[begin, end)`` into inner ones, which need no mask, and the others at both edges.
 
     [Note: which tiles are masked]
-    Intervals never fall, so the first and the last query of a tile bound all the others. With keys from left to right
+    The bounds of the intervals never decrease, so the first and the last query of a tile bound all the others. With keys from left to right
     and x for what a query sees:
 
                         begin = lo[first]           inner_end = hi[first]
@@ -355,8 +355,8 @@ def _add_columns(rows, x, start, C: tl.constexpr, FIRST: tl.constexpr, BLOCK: tl
 def add_rows(rows, x, start, C: tl.constexpr, BLOCK: tl.constexpr, NEW: tl.constexpr):
     """Add ``x [BLOCK, BLOCK_D]`` to rows ``start ...``; store it if NEW, where there is nothing to add to.
 
-    Wide tiles go in two halves of the columns: the old values need registers beside the accumulators, and so only half
-    as many at a time.
+    Wide tiles are added in two halves of the columns. The old values need registers in addition to the accumulators,
+    and with halves they need only half as many at a time.
     """
     if NEW:
         store_rows(rows, x, start, C, BLOCK)

@@ -92,7 +92,7 @@ def tuned(
         if best in allowed:
             _best[key] = best
             _save()
-    # Also what a file says: the ranks may have found different files.
+    # Also the choices of a file are published, because the ranks may have different files.
     agreed = _published(key, _best.get(key, allowed[0]))
     return agreed if agreed is not None and agreed in allowed else allowed[0]
 
@@ -111,8 +111,8 @@ def _fastest(allowed: list[Config], make: Callable[[Config], Launch], time: Call
 
 def _milliseconds(launch: Launch) -> float:
     launch()  # compiles
-    # Messages and the kernels of other streams would count. They end by themselves: what they wait for on other ranks
-    # was posted before this call.
+    # Messages and the kernels of other streams would add to the time. Waiting for them is safe, because the messages
+    # of other ranks for which they wait were posted before this call.
     torch.cuda.synchronize()
     return float(triton.testing.do_bench(launch, warmup=10, rep=50, return_mode="median"))
 
@@ -170,4 +170,4 @@ def _save() -> None:
             scratch.write_text(json.dumps({key: asdict(config) for key, config in merged.items()}, indent=1))
             scratch.replace(path)
         finally:
-            scratch.unlink(missing_ok=True)  # what a full disk left
+            scratch.unlink(missing_ok=True)  # an incomplete file after the disk was full

@@ -1,8 +1,9 @@
-"""Other packages' distributed attention, for ``seqpar bench``: one adapter in each module.
+"""Adapters for the distributed attention of other packages, for ``seqpar bench``: one adapter in each module.
 
-Installed as ``seqpar.peers``. ``requirements.txt`` lists those that install everywhere; none is a dependency of seqpar.
-``seqpar.cli.comparison.peers`` says what an adapter is given and what it returns. It may not compute anything besides
-calling the package, and its results are compared with one device's before it is timed.
+This folder is installed as ``seqpar.peers``. ``requirements.txt`` lists the packages that can be installed on every
+machine; none of them is a dependency of seqpar. ``seqpar.cli.comparison.peers`` documents the arguments and the result
+of an adapter. An adapter only calls its package and computes nothing else. Its results are compared with those of one
+device before it is timed.
 """
 
 PEERS = (

@@ -14,7 +14,7 @@ NAME = "DeepSpeed DistributedAttention"
 
 
 def make(setting: Setting) -> Peer:
-    setting.need_divisible(setting.group.size())  # of shards of different lengths gloo ends the process
+    setting.need_divisible(setting.group.size())  # with shards of different lengths, gloo aborts the process
     local = sdpa(setting)  # all tokens of some heads, under any mask
     if setting.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -22,7 +22,7 @@ def make(setting: Setting) -> Peer:
     from deepspeed.sequence.layer import DistributedAttention
 
     if not deepspeed.comm.is_initialized():
-        # Its all-reduce over shared memory, which attention does not use, would be compiled now, for a minute.
+        # DeepSpeed would now compile its all-reduce over shared memory for a minute, and attention does not use it.
         backend: Any = import_module("deepspeed.comm.torch")
         backend.build_shm_op = lambda: None
         deepspeed.comm.init_distributed(

@@ -1,4 +1,4 @@
-"""All-gather of k and v, then PyTorch's attention under a mask: what is written when there is no package."""
+"""All-gather of k and v, then PyTorch's attention under a mask, as users would write it without a package."""
 
 from __future__ import annotations
 

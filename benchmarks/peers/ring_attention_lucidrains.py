@@ -8,7 +8,7 @@ from torch import Tensor
 from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
 
 NAME = "ring-attention-pytorch"
-_BUCKET = 1024  # its default
+_BUCKET = 1024  # the package's default
 
 
 def make(setting: Setting) -> Peer:

@@ -1,4 +1,4 @@
-"""PyTorch's own ring: ``context_parallel``, which replaces ``scaled_dot_product_attention`` in a block."""
+"""PyTorch's own ring: inside the context manager ``context_parallel``, ``scaled_dot_product_attention`` is a ring."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def make(setting: Setting) -> Peer:
     grouped = setting.case.heads != setting.case.kv_heads
 
     def block() -> AbstractContextManager[Any]:
-        # The block shards a buffer, of which it learns the length of the sequence.
+        # context_parallel shards this buffer, and takes the length of the sequence from it.
         buffer = torch.zeros(1, setting.case.seq_len, device=setting.device)
         context: AbstractContextManager[Any] = context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1])
         return context
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        # The name is looked up at each call: the block replaces it.
+        # The name is looked up at each call, because context_parallel replaces the function.
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
     return Peer(attention, setting.positions("zigzag"), block=block)

@@ -36,5 +36,5 @@ def make(setting: Setting) -> Peer:
         out: Tensor = layer(q, k, v)
         return out.view(*q.shape[:3], case.v_head_dim)
 
-    # Its chunks are exchanged in this layout under every mask.
+    # TransformerEngine expects this layout under every mask.
     return Peer(attention, setting.positions("zigzag"))

@@ -1,4 +1,4 @@
-"""yunchang (USP): ``LongContextAttention``, as Ulysses. Its attention for CPUs has no backward."""
+"""yunchang (USP): ``LongContextAttention`` as Ulysses, with a ring of one rank. On CPUs it has no backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(setting: Setting) -> Peer:
         raise RefusalError("flash_attn is not installed")
     if not cuda and setting.case.heads != setting.case.kv_heads:
         raise RefusalError("its attention for CPUs has no grouped heads")
-    # The layer takes its groups from here when it is made.
+    # The layer's constructor takes its process groups from here.
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = setting.group, setting.alone
     layer = LongContextAttention(ring_impl_type="basic", attn_type=AttnType.FA if cuda else AttnType.TORCH_MATH)
 

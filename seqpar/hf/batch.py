@@ -88,7 +88,8 @@ class BatchShard:
         """Set ``sharding`` and ``seed_on_host``, which compiled layers need.
 
         Args:
-            mesh, group: as given to ``parallelize``.
+            mesh: as given to ``parallelize``.
+            group: as given to ``parallelize``.
         """
         if self.sharding is None:
             self.sharding = Sharding(self.seq_len, self.layout, mesh=mesh, group=group)
