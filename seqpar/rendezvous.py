@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -20,6 +22,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 # Ranks that fail together report within this time of one another.
 _GRACE_S = 2.0
+# How long a rank waits until it looks whether a new meeting has begun, at first and at most. Later waits are longer, so
+# that a thousand ranks do not keep the store busy.
+_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 # What to do about missing ranks, for error messages.
 ADVICE = (
     "look for an earlier error on other ranks (in their input, mask, mesh or group), or for a call that only some "
@@ -70,30 +75,56 @@ def meet(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> 
     index, size = ranks.index(dist.get_rank()), len(ranks)
     if size == 1 or is_simulated():
         return Meeting(purpose, [value] * size)
-    store = _get_default_store()
-    counter = _key(purpose, ranks)
-    # The store counts the calls. No rank calls again before all ranks have called, so that each ``size`` consecutive
-    # calls belong to one meeting.
-    key = f"{counter}/{(store.add(counter, 1) - 1) // size}"
-    store.set(f"{key}/{index}", value)
-    entries = [f"{key}/{i}" for i in range(size)]
-    try:
-        if index == 0:
-            store.wait(entries, timeout)
-            store.set(f"{key}/all", json.dumps([store.get(entry).decode() for entry in entries]))
-        else:  # wait longer than rank 0, so that all ranks report rank 0's list of missing ranks
-            store.wait([f"{key}/all"], timeout + timedelta(seconds=_GRACE_S))
-        values: list[str] | None = json.loads(store.get(f"{key}/all"))
-    except RuntimeError as error:  # DistStoreError
-        missing = [i for i, entry in enumerate(entries) if not store.check([entry])]
-        if index == 0:
-            store.add(counter, len(missing))  # count the missing ranks too, so that the next call is of a new meeting
-            store.set(f"{key}/all", "null")
-        raise RuntimeError(missing_message(missing, purpose, timeout)) from error
-    if values is None:
-        missing = [i for i, entry in enumerate(entries) if not store.check([entry])]
+    store, key, nonce = _get_default_store(), _key(purpose, ranks), uuid.uuid4().hex
+    own = json.dumps([nonce, value])
+    entries = _gather(store, key, own, size, timeout) if index == 0 else _join(store, key, own, index, timeout)
+    if missing := [i for i, entry in enumerate(entries) if entry is None]:
         raise RuntimeError(missing_message(missing, purpose, timeout))
-    return Meeting(key, values)
+    nonces, values = zip(*map(json.loads, filter(None, entries)), strict=True)
+    return Meeting(f"{key}/{nonces[0]}", list(values))
+
+
+# After a failure, torchrun may start the ranks again with the same store, which then still has the entries of the ranks
+# that have ended, some of them in the middle of a meeting. Rank 0 therefore gives each meeting a new key. The other ranks
+# write their entries under this key. A rank takes part in a meeting only if rank 0's list has its entry.
+
+
+def _gather(store: dist.Store, key: str, own: str, size: int, timeout: timedelta) -> list[str | None]:
+    """On rank 0, the entry of each rank, None for a rank that did not arrive in time."""
+    last = store.get(key).decode() if store.check([key]) else ""
+    meeting = f"{key}/{json.loads(own)[0]}"
+    store.set(key, meeting)
+    if last and not store.check([f"{last}/all"]):
+        store.set(f"{last}/all", "[]")  # ranks that wait in the last meeting join this one
+    others = [f"{meeting}/{i}" for i in range(1, size)]
+    with suppress(RuntimeError):  # DistStoreError
+        store.wait(others, timeout)
+    entries = [own, *(store.get(other).decode() if store.check([other]) else None for other in others)]
+    store.set(f"{meeting}/all", json.dumps(entries))
+    return entries
+
+
+def _join(store: dist.Store, key: str, own: str, index: int, timeout: timedelta) -> list[str | None]:
+    """On the other ranks, the list that ``_gather`` returns on rank 0. ``[None]`` if rank 0 did not arrive in time."""
+    # Wait longer than rank 0, so that all ranks report rank 0's list of missing ranks.
+    end = time.monotonic() + timeout.total_seconds() + _GRACE_S
+    last, poll = "", _POLL_S
+    while (left := end - time.monotonic()) > 0:
+        try:
+            store.wait([key], timedelta(seconds=left))
+            if (meeting := store.get(key).decode()) == last:  # the key of an earlier meeting: rank 0 has not arrived yet
+                time.sleep(poll)
+                poll = min(2 * poll, _LONGEST_POLL_S)
+                continue
+            store.set(f"{meeting}/{index}", own)
+            store.wait([f"{meeting}/all"], timedelta(seconds=max(end - time.monotonic(), _POLL_S)))
+        except RuntimeError:  # DistStoreError
+            break
+        entries: list[str | None] = json.loads(store.get(f"{meeting}/all"))
+        if len(entries) > index and entries[index] == own:
+            return entries
+        last = meeting
+    return [None]
 
 
 class Watch:

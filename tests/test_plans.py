@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar import Mask, cache
+from seqpar import Mask, cache, schedule
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
 from seqpar.schedule import AttentionPlan, attention_plan
 
@@ -52,6 +52,8 @@ def test_past_masks_leave_nothing_behind() -> None:
                 for step in range(len(plan)):
                     plan.intervals(step, CPU)
 
+    cache._tensors.clear()  # of earlier tests: tracemalloc would see what replaces it, but not that it is freed
+    schedule._plans.clear()
     tracemalloc.start()
     use(range(500))
     gc.collect()

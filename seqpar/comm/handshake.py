@@ -217,7 +217,7 @@ def _wait(pending: _AllGather, ranks: Ranks) -> list[list[int]]:
 
 def _watch(group: ProcessGroup, ranks: Ranks) -> Watch:
     _counts[group] = _counts.get(group, 0) + 1
-    return Watch("handshake", global_ranks(ranks), _counts[group])
+    return Watch(f"handshake/{group.group_name}", global_ranks(ranks), _counts[group])
 
 
 def _control_device(ranks: Ranks) -> torch.device:
