@@ -84,9 +84,9 @@ def meet(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> 
     return Meeting(f"{key}/{nonces[0]}", list(values))
 
 
-# After a failure, torchrun may start the ranks again with the same store, which then still has the entries of the ranks
-# that have ended, some of them in the middle of a meeting. Rank 0 therefore gives each meeting a new key. The other ranks
-# write their entries under this key. A rank takes part in a meeting only if rank 0's list has its entry.
+# After a failure, torchrun may start the ranks again with the same store. The store then still has the entries of ranks
+# that have ended, some of them in the middle of a meeting. Rank 0 therefore gives each meeting a new key, and the other
+# ranks write their entries under this key. A rank takes part in a meeting only if rank 0's list has its entry.
 
 
 def _gather(store: dist.Store, key: str, own: str, size: int, timeout: timedelta) -> list[str | None]:
@@ -112,7 +112,8 @@ def _join(store: dist.Store, key: str, own: str, index: int, timeout: timedelta)
     while (left := end - time.monotonic()) > 0:
         try:
             store.wait([key], timedelta(seconds=left))
-            if (meeting := store.get(key).decode()) == last:  # the key of an earlier meeting: rank 0 has not arrived yet
+            meeting = store.get(key).decode()
+            if meeting == last:  # an earlier meeting: rank 0 has not arrived yet
                 time.sleep(poll)
                 poll = min(2 * poll, _LONGEST_POLL_S)
                 continue
