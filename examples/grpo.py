@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 2 examples/grpo.py --text LICENSE --cp-size 2
     torchrun --nproc-per-node 2 examples/grpo.py --text LICENSE --cp-size 1    # data-parallel, for comparison
 
-Only one argument is needed for sequence parallelism: parallelism_config. Every rank samples completions of its own
-prompts. Without --model, the script trains a small Llama with random weights, whose tokens are bytes, to answer in
-lower-case letters.
+Sequence parallelism needs one argument, parallelism_config. Every rank samples completions of its own prompts. Without
+--model, it trains a small Llama with random weights, whose tokens are bytes, to answer in lower-case letters.
 """
 
 import argparse
