@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks import no_compile
+from ..layers.wrappers import keeps_weight
 from .generate import finish_forward, prepare_forward
 from .log_probs import LOG_PROBS, LogProbsOutput
 from .loss import LazyLogits, TokenLoss, label_log_probs, reduce_over_ranks
@@ -23,7 +24,6 @@ from .multimodal import has_more_than_text, merges, shard_merged_call
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
 from .support import predicts_in_place, uses_loss_function
 from .whole import gather_outputs, generates, shard_call
-from .wrappers import keeps_weight
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _ROUTER_LOSS = "load_balancing_loss_func"

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import no_compile
 from ..layers.loss import all_reduce_loss
+from ..layers.wrappers import averaging_wrappers
 from .batch import IGNORE_INDEX, BatchShard
 from .state import Gradients, Patch, current_forward
-from .wrappers import averaging_wrappers
 
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 _CHUNK_BYTES = 128 << 20

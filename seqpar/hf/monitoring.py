@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
+from ..layers.wrappers import outermost
 from ..sharding import Sharding
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
 from .comparison import Difference, FullBatch
@@ -27,7 +28,6 @@ from .verification import (
     verify,
     whole_parameters,
 )
-from .wrappers import outermost
 
 _log = logging.getLogger("seqpar")
 

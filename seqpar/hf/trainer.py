@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from transformers import Trainer
 
+from ..layers.wrappers import deepspeed_error
 from .parallelism import share_sequences_of
 from .state import Patch, patch_of
-from .wrappers import deepspeed_error
 
 # The mixin's methods call methods of the Trainer that follows it in the bases, which a type checker does not know.
 _Mixin: Any = object
