@@ -94,7 +94,7 @@ class Transformer(nn.Module):
             self.head = nn.Linear(HIDDEN, VOCAB, bias=False, **factory_kwargs)
         self.norm1 = nn.RMSNorm(HIDDEN, eps=1e-6, **factory_kwargs)
         self.norm2 = nn.LayerNorm(HIDDEN, **factory_kwargs)
-        self.attention = attention_layer((6, 2), strategy, **options, **where)
+        self.attention = attention_layer((6, 2), strategy, layout="contiguous", **options, **where)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of this rank's tokens. ``ids`` and ``labels`` are int64 ``[batch, seq]``."""

@@ -66,7 +66,15 @@ def test_saved_activations_are_divided_by_the_ranks(pool: Pool, world: int) -> N
 def gathered_keys_are_not_saved(group: ProcessGroup) -> None:
     """Of a layer that gathers activations: the input, q, out and the log-sum-exp of this rank's tokens."""
     layer = seqpar.ParallelAttention(
-        "context_parallel", HIDDEN, HEADS, HEADS, HEAD_DIM, group=group, gather="activations", bias=True
+        "context_parallel",
+        HIDDEN,
+        HEADS,
+        HEADS,
+        HEAD_DIM,
+        group=group,
+        gather="activations",
+        bias=True,
+        layout="contiguous",
     )
     x = torch.randn(BATCH, TOKENS // group.size(), HIDDEN, requires_grad=True)
     lse = 4 * BATCH * TOKENS * HEADS // group.size()

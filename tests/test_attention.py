@@ -384,8 +384,8 @@ def test_the_default_group(pool: Pool) -> None:
 def gradient_of_even_ranks(group: ProcessGroup, strategy: str) -> Tensor:
     """The loss is the sum of ``lse`` on the even ranks. The odd ranks have no gradient but take part in backward."""
     x = torch.randn(1, 24, 4, 4, generator=torch.Generator().manual_seed(4)).requires_grad_()
-    q, k, v = (seqpar.shard(x, group=group) for _ in range(3))
-    out, lse = attention(q, k, v, group=group, return_lse=True, **STRATEGIES[strategy])
+    q, k, v = (seqpar.shard(x, group=group, layout="contiguous") for _ in range(3))
+    out, lse = attention(q, k, v, group=group, return_lse=True, **STRATEGIES[strategy], layout="contiguous")
     loss = lse.sum() if group.rank() % 2 == 0 else out.sum() * 0
     loss.backward()
     assert x.grad is not None
@@ -484,12 +484,12 @@ def under_autocast(group: ProcessGroup, dtype: torch.dtype) -> None:
         full = [torch.randn(2, 24, 4, 8).to(d).requires_grad_() for d in inputs]
         q, k, v = (x.detach() for x in full)
         exact, _ = dense_attention(q, k, v, torch.ones(24, 24, dtype=torch.bool))
-        shards = [seqpar.shard(x.detach(), group=group).requires_grad_() for x in full]
+        shards = [seqpar.shard(x.detach(), group=group, layout="contiguous").requires_grad_() for x in full]
         with torch.autocast("cpu", dtype):
             expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in full))
-            out = seqpar.ring_attention(*shards, group=group, mask=seqpar.Mask.full())
+            out = seqpar.ring_attention(*shards, group=group, mask=seqpar.Mask.full(), layout="contiguous")
         assert out.dtype == expected.dtype
-        assert_close(out.detach(), seqpar.shard(exact, group=group), out.dtype, f"{inputs}")
+        assert_close(out.detach(), seqpar.shard(exact, group=group, layout="contiguous"), out.dtype, f"{inputs}")
         out.sum().backward()
         assert [x.grad.dtype for x in shards if x.grad is not None] == inputs
 

@@ -32,7 +32,7 @@ def attend(q: Any = None, k: Any = None, v: Any = None, **kwargs: Any) -> Any:
     """A valid call, except for the given arguments."""
     q = tensor() if q is None else q
     k = tensor() if k is None else k
-    return seqpar.attention(q, k, k if v is None else v, **{"strategy": "local", **kwargs})
+    return seqpar.attention(q, k, k if v is None else v, **{"strategy": "local", "layout": "contiguous", **kwargs})
 
 
 Bad = tuple[Callable[[], Any], type[Exception], list[str]]
@@ -315,7 +315,7 @@ def layers_and_losses_in_error(group: ProcessGroup) -> dict[str, str]:
     """
     odd = group.rank() == 1
     x, ids = torch.zeros(2, 4, 16), torch.zeros(2, 4, dtype=torch.int64)
-    ring, tp_sp = (seqpar.ParallelAttention(s, 16, 4, group=group) for s in ("ring", "tp_sp"))
+    ring, tp_sp = (seqpar.ParallelAttention(s, 16, 4, group=group, layout="contiguous") for s in ("ring", "tp_sp"))
     mlp, head = seqpar.MegatronMLP(16, 32, group=group), seqpar.VocabParallelHead(16, 11, group=group)
     logits = head(x).detach()
     narrow, short, double = logits[..., :-1], logits[:, :-1], logits.double()
@@ -336,7 +336,7 @@ def layers_and_losses_in_error(group: ProcessGroup) -> dict[str, str]:
     calls["differ: head, batch"] = lambda: head(x[: 1 + odd], ids[: 1 + odd])
     calls["differ: logits, tokens"] = lambda: loss(short if odd else logits, ids)
     calls["differ: logits, dtype"] = lambda: loss(double if odd else logits, ids)
-    unshard = partial(seqpar.unshard, group=group)
+    unshard = partial(seqpar.unshard, group=group, layout="contiguous")
     calls["differ: unshard, layout"] = lambda: unshard(x, layout="zigzag" if odd else "striped")
     calls["differ: unshard, dim"] = lambda: unshard(x[:, :2], dim=int(odd))
     calls["differ: unshard, dtype"] = lambda: unshard(x.int() if odd else x)

@@ -312,7 +312,16 @@ def count_tensor_parallel_ring(group: ProcessGroup, case: Case, tp: int) -> Sent
     """A Megatron layer with a ring across its tensor-parallel groups."""
     mesh = mesh_of(1, group.size() // tp, 1, tp)
     layer = seqpar.ParallelAttention(
-        "tp_sp", 24, case.heads, case.kv_heads, HEAD_DIM, mesh=mesh, overlap="none", context="ring", dtype=case.dtype
+        "tp_sp",
+        24,
+        case.heads,
+        case.kv_heads,
+        HEAD_DIM,
+        mesh=mesh,
+        overlap="none",
+        context="ring",
+        dtype=case.dtype,
+        layout="contiguous",
     )
     x = torch.randn(BATCH, TOKENS // group.size(), 24, dtype=case.dtype, requires_grad=True)
     y: Any = None
@@ -426,13 +435,13 @@ def test_tensor_parallel(pool: Pool, world: int, overlap: str, dtype: torch.dtyp
 @on_ranks
 def nested_traces(group: ProcessGroup) -> list[int]:
     """Bytes of the outer trace, bytes of the inner trace, attention calls of the outer trace."""
-    x = seqpar.shard(torch.zeros(1, 8, 2, 4), group=group)
+    x = seqpar.shard(torch.zeros(1, 8, 2, 4), group=group, layout="contiguous")
     with seqpar.trace() as outer:
-        seqpar.ring_attention(x, x, x, group=group)
+        seqpar.ring_attention(x, x, x, group=group, layout="contiguous")
         with seqpar.trace() as inner:
-            seqpar.ulysses_attention(x, x, x, group=group)
-        seqpar.unshard(x, group=group)
-    seqpar.ring_attention(x, x, x, group=group)  # after the block: not counted
+            seqpar.ulysses_attention(x, x, x, group=group, layout="contiguous")
+        seqpar.unshard(x, group=group, layout="contiguous")
+    seqpar.ring_attention(x, x, x, group=group, layout="contiguous")  # after the block: not counted
     return [outer.bytes_sent, inner.bytes_sent, outer.backends.total()]
 
 

@@ -44,7 +44,9 @@ def train(group: ProcessGroup, strategy: str) -> None:
             model.zero_grad()
         local(ids, labels).backward()
         expected = nn.utils.clip_grad_norm_(local.parameters(), MAX_NORM)
-        parallel(seqpar.shard(ids, group=group), seqpar.shard(labels, group=group)).backward()
+        parallel(
+            seqpar.shard(ids, group=group, layout="contiguous"), seqpar.shard(labels, group=group, layout="contiguous")
+        ).backward()
         seqpar.sync_gradients(parallel, group=group)
         norm = seqpar.clip_grad_norm_(parallel, MAX_NORM, group=group)
         assert expected > MAX_NORM
@@ -67,10 +69,10 @@ def test_steps_that_clip_equal_one_device(pool: Pool, strategy: str, world: int)
 def clip_under_fsdp(group: ProcessGroup, heads: tuple[int, int]) -> None:
     """Weights that tensor parallelism shards, and FSDP shards again over dp."""
     mesh = mesh_of(dp=2, ring=2, ulysses=1, tp=2)
-    sharding: dict[str, Any] = {"mesh": mesh, "strategy": "tp_sp"}
+    sharding: dict[str, Any] = {"mesh": mesh, "strategy": "tp_sp", "layout": "contiguous"}
     local = attention_layer(heads)
     randomize(local)
-    parallel = attention_layer(heads, "tp_sp", mesh=mesh)
+    parallel = attention_layer(heads, "tp_sp", mesh=mesh, layout="contiguous")
     parallel.load_state_dict(local.state_dict())
     fully_shard(parallel, mesh=mesh["dp"])
     x = torch.randn(1, 67, HIDDEN, dtype=torch.float64)

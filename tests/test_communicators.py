@@ -65,7 +65,7 @@ def groups_of_payload(used: list[ProcessGroup]) -> Iterator[None]:
 def step(**arguments: Any) -> None:
     """Forward and backward of one call."""
     q = torch.randn(1, 8, 4, 16, requires_grad=True)  # [b, s, h, d]
-    seqpar.attention(q, q, q, **arguments).sum().backward()
+    seqpar.attention(q, q, q, layout="contiguous", **arguments).sum().backward()
 
 
 def made() -> dict[Any, ProcessGroup]:
@@ -136,10 +136,10 @@ def meshes_come_and_go(group: ProcessGroup, port: int, rounds: int) -> tuple[lis
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
         nested = DeviceMesh("cpu", torch.arange(4).view(1, 2, 2), mesh_dim_names=("dp", "ring", "ulysses"))
         mine = dist.new_group([0, 1, 2, 3])
-        seqpar.attention(x, x, x, mesh=mesh["ring"])
-        seqpar.attention(x, x, x, mesh=mesh, strategy="ulysses")
-        seqpar.attention(x, x, x, mesh=nested, strategy="hybrid")
-        seqpar.attention(x, x, x, group=mine, strategy="hybrid")
+        seqpar.attention(x, x, x, mesh=mesh["ring"], layout="contiguous")
+        seqpar.attention(x, x, x, mesh=mesh, strategy="ulysses", layout="contiguous")
+        seqpar.attention(x, x, x, mesh=nested, strategy="hybrid", layout="contiguous")
+        seqpar.attention(x, x, x, group=mine, strategy="hybrid", layout="contiguous")
         counts.append(len(made()))
         destroyed.append(weakref.ref(mine))
         for each in (mine, mesh.get_group("ring"), nested.get_group("ring"), nested.get_group("ulysses")):

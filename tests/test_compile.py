@@ -530,7 +530,7 @@ def test_opcheck_of_rotary_operators(pool: Pool) -> None:
 def graphs_around(group: ProcessGroup) -> int:
     """The number of graphs around a layer without a sharding."""
     torch._dynamo.reset()
-    layer = seqpar.RingAttention(16, 2, group=group)
+    layer = seqpar.RingAttention(16, 2, group=group, layout="contiguous")
     graphs: list[str] = []
     run = torch.compile(lambda x: layer(x * 2) * 2, backend=counting(graphs, "eager"))
     x = torch.randn(1, 8, 16)

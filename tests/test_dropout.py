@@ -43,9 +43,14 @@ def test_philox(counter: tuple[int, int, int, int], key: tuple[int, int], word: 
 def attend_with_drawn_seeds(group: ProcessGroup) -> list[Tensor]:
     """Two calls without a dropout seed. Rank 0's generator draws the seeds for all ranks."""
     torch.manual_seed(100 + group.rank())
-    x_local = seqpar.shard(torch.ones(1, 16, 2, 4), group=group)
+    x_local = seqpar.shard(torch.ones(1, 16, 2, 4), group=group, layout="contiguous")
     return [
-        seqpar.unshard(attention(x_local, x_local, x_local, group=group, dropout_p=0.5), group=group) for _ in range(2)
+        seqpar.unshard(
+            attention(x_local, x_local, x_local, group=group, dropout_p=0.5, layout="contiguous"),
+            group=group,
+            layout="contiguous",
+        )
+        for _ in range(2)
     ]
 
 

@@ -390,7 +390,7 @@ def other_projections(group: ProcessGroup) -> list[str]:
     sharding = Sharding(16, group=group)
     x = sharding.shard(torch.randn(1, 16, HIDDEN))
     for gather in ("activations", "auto"):
-        layer = seqpar.ParallelAttention("context_parallel", HIDDEN, 6, group=group, gather=gather)
+        layer = seqpar.ParallelAttention("context_parallel", HIDDEN, 6, group=group, gather=gather, layout="zigzag")
         layer.v_proj = Adapted(HIDDEN, HIDDEN)
         for arguments in ({"sharding": sharding}, {}):
             try:

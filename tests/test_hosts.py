@@ -139,7 +139,7 @@ def attend_on_hosts(group: ProcessGroup, port: int, hosts: str, init_mesh: bool)
         mask: Any = "causal" if bad else seqpar.Mask.causal()
         x = torch.zeros(1, 5, 2, 8)
         with pytest.raises((TypeError, RuntimeError), match="mask=" if bad else r"rank\(s\) \[1\]"):
-            seqpar.context_parallel_attention(x, x, x, mask=mask)
+            seqpar.context_parallel_attention(x, x, x, mask=mask, layout="contiguous")
         q, k, v, dout = (sharding.shard(x.float()).requires_grad_() for x in inputs)
         for arguments in ({"sharding": sharding}, {"layout": "zigzag"}):
             out = seqpar.context_parallel_attention(q, k, v, **arguments)

@@ -272,7 +272,7 @@ def test_input_errors(arguments: dict[str, Any], error: type[Exception], words: 
 @on_ranks
 def layer_in_disagreement(group: ProcessGroup, what: str) -> str:
     """The error of this rank when the input of rank 1 differs in ``what``."""
-    layer = seqpar.ParallelAttention("ring", HIDDEN, 4, group=group)
+    layer = seqpar.ParallelAttention("ring", HIDDEN, 4, group=group, layout="contiguous")
     odd = group.rank() == 1
     x = torch.zeros(2, 6 if what == "length" and odd else 4, HIDDEN - (what == "shape" and odd))
     x = x[:1] if what == "batch" and odd else x
@@ -327,7 +327,7 @@ def test_meta_and_dtype() -> None:
 
 @on_ranks
 def deep_copy(group: ProcessGroup) -> None:
-    layer = seqpar.ParallelAttention("ring", HIDDEN, 4, group=group)
+    layer = seqpar.ParallelAttention("ring", HIDDEN, 4, group=group, layout="contiguous")
     other = copy.deepcopy(layer)
     x = torch.randn(1, 3, HIDDEN)
     assert other.group is group
@@ -399,7 +399,7 @@ def different_options(group: ProcessGroup, port: int, one: dict[str, Any], other
     """The error where the last rank's layer has options of its own, and the bytes sent until then."""
     world = start(port, f"{one} {others}", group.rank(), group.size(), timeout_s=10)
     options = {"strategy": "ring", "num_heads": 4, **(one if world.rank() == world.size() - 1 else others)}
-    layer = seqpar.ParallelAttention(hidden_size=32, group=world, **options)
+    layer = seqpar.ParallelAttention(hidden_size=32, group=world, **options, layout="contiguous")
     with seqpar.trace() as used:
         try:
             layer(torch.zeros(1, 4, 32))
@@ -439,8 +439,8 @@ def count_mesh_slices(group: ProcessGroup, strategy: str) -> int:
     """How often the second forward of a layer slices its mesh."""
     mesh = mesh_of(dp=1, ring=2, ulysses=2, tp=2)
     options = dict(LAYER_STRATEGIES[strategy])
-    layer = seqpar.ParallelAttention(options.pop("strategy"), 32, 4, mesh=mesh, **options)
-    x = seqpar.shard(torch.randn(1, 16, 32), mesh=mesh, strategy=layer.strategy)
+    layer = seqpar.ParallelAttention(options.pop("strategy"), 32, 4, mesh=mesh, **options, layout="contiguous")
+    x = seqpar.shard(torch.randn(1, 16, 32), mesh=mesh, strategy=layer.strategy, layout="contiguous")
     layer(x)
     with mock.patch.object(DeviceMesh, "__getitem__", autospec=True, side_effect=DeviceMesh.__getitem__) as sliced:
         layer(x).sum().backward()

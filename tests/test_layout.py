@@ -150,7 +150,7 @@ def unshard_errors(group: ProcessGroup) -> list[str]:
     messages = []
     for shard in shards:
         with pytest.raises(ValueError) as raised:  # noqa: PT011 (the test reads the message)
-            seqpar.unshard(shard, group=group)
+            seqpar.unshard(shard, group=group, layout="contiguous")
         messages.append(str(raised.value))
     return messages
 

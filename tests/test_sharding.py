@@ -186,6 +186,68 @@ def test_errors_of_shard_and_unshard() -> None:
         assert re.search(words, f"{raised.type.__name__}: {raised.value}"), raised.value
 
 
+@on_ranks
+def calls_without_a_layout(group: ProcessGroup) -> list[tuple[str, int]]:
+    """What calls raise that are given neither a layout nor a sharding, and the bytes they send."""
+    x = torch.zeros(1, 4, 4, 8)  # [b, s, h, d]
+    hidden = x.flatten(2)
+    calls: list[Callable[[], Any]] = [
+        lambda: seqpar.shard(x, group=group),
+        lambda: seqpar.unshard(x, group=group),
+        lambda: seqpar.positions(8, group=group),
+        lambda: seqpar.attention(x, x, x, strategy="auto", group=group),
+        lambda: seqpar.attention(x, x, x, group=group, seq_len=4 * group.size()),
+    ]
+    for row in STRATEGIES.values():
+        calls.append(lambda row=row: seqpar.attention(x, x, x, group=group, **row))
+        calls.append(lambda row=row: seqpar.ParallelAttention(hidden_size=32, num_heads=4, group=group, **row)(hidden))
+    mesh = mesh_of(1, 1, 1, -1) if group.size() == 8 else None
+    if mesh is not None:  # a layer that does not know that it is alone on tp
+        calls.append(lambda: seqpar.attention(x, x, x, mesh=mesh))
+        both = mesh_of(1, 4, 1, 2)
+        calls.append(lambda: seqpar.shard(x, mesh=both, strategy="tp_sp"))
+        calls.append(lambda: seqpar.ParallelAttention("tp_sp", 32, 4, mesh=both)(hidden))
+    found = []
+    for call in calls:
+        with seqpar.trace() as sent:
+            found.append((message_of(call), sent.bytes_sent))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_over_several_ranks_no_layout_is_assumed(pool: Pool, world: int) -> None:
+    for found in pool.run(world, calls_without_a_layout):
+        for message, sent in found:
+            assert message.startswith(f"ValueError: layout=None: over {world} ranks"), message
+            assert "sharding=" in message and "'zigzag'" in message and sent == 0
+
+
+@on_ranks
+def layouts_that_are_known(group: ProcessGroup) -> None:
+    """One rank, and ranks that are tensor-parallel alone, whose tokens are all-gathered before attention."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 16, 4, 8)  # [b, s, h, d]
+    mesh = mesh_of(1, 1, 1, -1)
+    for where in ({"mesh": mesh}, {"mesh": mesh, "strategy": "tp_sp"}, {"group": group, "strategy": "tp_sp"}):
+        local = seqpar.shard(x, **where)
+        assert torch.equal(local, seqpar.shard(x, layout="contiguous", **where))
+        assert torch.equal(seqpar.unshard(local, **where), x)
+        assert torch.equal(seqpar.positions(16, **where), seqpar.positions(16, layout="contiguous", **where))
+    one = seqpar.ParallelAttention("local", 32, 4)
+    for where in ({"mesh": mesh}, {"group": group}):
+        layer = seqpar.ParallelAttention("tp_sp", 32, 4, **where)
+        layer.load_state_dict(one.state_dict())
+        y = layer(seqpar.shard(x.flatten(2), strategy="tp_sp", **where))
+        assert_close(y, seqpar.shard(one(x.flatten(2)), strategy="tp_sp", **where), torch.float32)
+
+
+def test_one_rank_and_tensor_parallel_ranks_need_no_layout(pool: Pool) -> None:
+    pool.run(8, layouts_that_are_known)
+    x = torch.randn(1, 8, 4, 8)
+    assert torch.equal(seqpar.unshard(seqpar.shard(x)), x)
+    assert seqpar.attention(x, x, x).shape == seqpar.ParallelAttention("ring", 32, 4)(x.flatten(2)).view_as(x).shape
+
+
 # Attention and layers.
 
 

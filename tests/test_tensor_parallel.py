@@ -128,9 +128,11 @@ def test_composition_equals_one_device(batch: Batch, sizes: tuple[int, int, int,
 @on_ranks
 def attention_with_context(group: ProcessGroup, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
     mesh = mesh_of(*sizes)
-    layer = attention_layer((8, 2), "tp_sp", mesh=mesh, **options)
+    layer = attention_layer((8, 2), "tp_sp", mesh=mesh, layout="contiguous", **options)
     assert isinstance(layer, seqpar.MegatronAttention) and layer.context == options["context"]
-    y = layer(seqpar.shard(torch.ones(1, 16, HIDDEN, dtype=torch.float64), mesh=mesh, strategy="tp_sp"))
+    y = layer(
+        seqpar.shard(torch.ones(1, 16, HIDDEN, dtype=torch.float64), mesh=mesh, layout="contiguous", strategy="tp_sp")
+    )
     assert y.shape == (1, 2, HIDDEN)
 
 
@@ -179,7 +181,9 @@ def transformer_on_group(group: ProcessGroup, activation: str, overlap: str) -> 
     ids, labels = random_tokens(45)
     loss = local(ids, labels)
     loss.backward()
-    loss_parallel = parallel(seqpar.shard(ids, group=group), seqpar.shard(labels, group=group))
+    loss_parallel = parallel(
+        seqpar.shard(ids, group=group, layout="contiguous"), seqpar.shard(labels, group=group, layout="contiguous")
+    )
     loss_parallel.backward()
     seqpar.sync_gradients(parallel, group=group)
     assert_close(loss_parallel.detach(), loss.detach(), torch.float64, "loss")
@@ -207,7 +211,9 @@ def transformer_with_new_parameters(group: ProcessGroup, how: str) -> None:
     parallel.load_state_dict(copy.deepcopy(local.state_dict()), assign=how == "assign")
     ids, labels = random_tokens(45)
     local(ids, labels).backward()
-    parallel(seqpar.shard(ids, group=group), seqpar.shard(labels, group=group)).backward()
+    parallel(
+        seqpar.shard(ids, group=group, layout="contiguous"), seqpar.shard(labels, group=group, layout="contiguous")
+    ).backward()
     seqpar.sync_gradients(parallel, group=group)
     check_gradients(parallel, local)
 

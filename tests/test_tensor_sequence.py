@@ -111,11 +111,11 @@ def gradients_of_two_projections(group: ProcessGroup, overlap: str, frozen: bool
     torch.autograd.backward([F.linear(exact_x, w) for w in exact_weights], list(dout.double()))
     at = slice(8 * group.rank(), 8 * (group.rank() + 1))
     mine = [w[at].clone().requires_grad_(not (frozen and i == 0)) for i, w in enumerate(weights)]
-    x_local = seqpar.shard(x, group=group).requires_grad_()
+    x_local = seqpar.shard(x, group=group, layout="contiguous").requires_grad_()
     chunks = SequenceChunks.in_rank_order(group, [x_local.shape[1]] * ranks, overlap, CPU)
     torch.autograd.backward(all_gather_linear(x_local, mine, chunks), list(dout[..., at]))
     assert exact_x.grad is not None and exact_weights.grad is not None
-    exact = [seqpar.shard(exact_x.grad, group=group), *exact_weights.grad[:, at]]
+    exact = [seqpar.shard(exact_x.grad, group=group, layout="contiguous"), *exact_weights.grad[:, at]]
     return [x_local.grad, *(w.grad for w in mine), *exact]
 
 

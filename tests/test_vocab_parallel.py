@@ -59,8 +59,8 @@ def loss_in_chunks(
     """The losses of all tokens, the gradient of this rank's tokens, and those of its part of the weights."""
     x, labels, grad, weight, bias = tensors(vocab, length, dtype)
     head = make_head(group, vocab, weight, bias)
-    x_local = seqpar.shard(x, group=group).requires_grad_()
-    losses = head(x_local, seqpar.shard(labels, group=group), chunk_tokens=chunk_tokens)
+    x_local = seqpar.shard(x, group=group, layout="contiguous").requires_grad_()
+    losses = head(x_local, seqpar.shard(labels, group=group, layout="contiguous"), chunk_tokens=chunk_tokens)
     losses.backward(grad.to(losses.dtype))
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
     assert x_local.grad is not None and head.weight.grad is not None and head.bias.grad is not None

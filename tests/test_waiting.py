@@ -47,7 +47,7 @@ def stay_for_the_others(port: int, name: str, group: ProcessGroup, absent: list[
 
 def attend(**arguments: Any) -> None:
     x = torch.zeros(1, 8, 4, 16)  # [b, s, h, d]
-    seqpar.attention(x, x, x, **arguments)
+    seqpar.attention(x, x, x, **{"layout": "contiguous", **arguments})
 
 
 @on_ranks
@@ -75,7 +75,7 @@ def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: boo
     """Rank 1 raises an error in a constructor, and makes none of the calls that the other ranks make."""
     world = start(port, f"{name} {ready}", group.rank(), group.size(), TIMEOUT_S)
     x = torch.zeros(1, 8, 64)  # [b, s, hidden]
-    ring, tp_sp = (seqpar.ParallelAttention(s, 64, 4, group=world) for s in ("ring", "tp_sp"))
+    ring, tp_sp = (seqpar.ParallelAttention(s, 64, 4, group=world, layout="contiguous") for s in ("ring", "tp_sp"))
     calls: dict[str, Callable[[], Any]] = {
         "handshake": lambda: attend(group=world),
         "ring": lambda: attend(group=world, seq_len=24),
@@ -136,7 +136,7 @@ def full_and_shards(group: ProcessGroup, dtype: torch.dtype = torch.float64) -> 
     """q, k, v of the full sequence and of this rank. Each rank has the same number of tokens."""
     torch.manual_seed(5)
     full = [torch.randn(2, 4 * group.size(), 4, 8, dtype=dtype) for _ in range(3)]  # [b, s, h, d]
-    return full, [seqpar.shard(x, group=group).clone() for x in full]
+    return full, [seqpar.shard(x, group=group, layout="contiguous").clone() for x in full]
 
 
 @on_ranks
@@ -150,14 +150,14 @@ def gradients_of_some(group: ProcessGroup, options: dict[str, Any], known: bool,
     for x in local:
         x.requires_grad_(group.rank() in ranks)
     length = full[0].shape[1] if known else None
-    out = seqpar.attention(*local, group=group, seq_len=length, **options)
-    (out * seqpar.shard(weights, group=group)).sum().backward()
+    out = seqpar.attention(*local, group=group, seq_len=length, **options, layout="contiguous")
+    (out * seqpar.shard(weights, group=group, layout="contiguous")).sum().backward()
     if group.rank() not in ranks:
         return float(sum(x.grad is not None for x in local))
     errors = []
     for x, whole in zip(local, full, strict=True):
         assert x.grad is not None and whole.grad is not None
-        errors.append((x.grad - seqpar.shard(whole.grad, group=group)).abs().max().item())
+        errors.append((x.grad - seqpar.shard(whole.grad, group=group, layout="contiguous")).abs().max().item())
     return max(errors)
 
 
@@ -178,15 +178,19 @@ def layer_gradients_of_some(group: ProcessGroup, strategy: str, frozen: bool, kn
     layers = []
     for s, g in (("local", None), (strategy, group)):
         torch.manual_seed(3)
-        layers.append(seqpar.ParallelAttention(s, 32, 4, group=g, dtype=torch.float64).requires_grad_(not frozen))
+        layers.append(
+            seqpar.ParallelAttention(s, 32, 4, group=g, dtype=torch.float64, layout="contiguous").requires_grad_(
+                not frozen
+            )
+        )
     layers[0](x).square().sum().backward()
-    x_local = seqpar.shard(x.detach(), group=group).clone().requires_grad_(group.rank() == 0)
+    x_local = seqpar.shard(x.detach(), group=group, layout="contiguous").clone().requires_grad_(group.rank() == 0)
     layers[1](x_local, seq_len=x.shape[1] if known else None).square().sum().backward()
     assert x.grad is not None
     if group.rank() != 0:
         return float(x_local.grad is not None)
     assert x_local.grad is not None
-    return (x_local.grad - seqpar.shard(x.grad, group=group)).abs().max().item()
+    return (x_local.grad - seqpar.shard(x.grad, group=group, layout="contiguous")).abs().max().item()
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["handshake", "seq_len"])
@@ -201,15 +205,15 @@ def no_gradients(group: ProcessGroup, known: bool) -> tuple[bool, bool, tuple[st
     """Whether outputs need gradients where no input does, then where gradients are off; errors of ranks that differ."""
     _, local = full_and_shards(group)
     length = 4 * group.size() if known else None
-    on = seqpar.attention(*local, group=group, seq_len=length).requires_grad
+    on = seqpar.attention(*local, group=group, seq_len=length, layout="contiguous").requires_grad
     with torch.no_grad():
-        off = seqpar.attention(*local, group=group, seq_len=length).requires_grad
+        off = seqpar.attention(*local, group=group, seq_len=length, layout="contiguous").requires_grad
     mlp = seqpar.MegatronMLP(16, 32, group=group)
     x = torch.zeros(1, 4, 16, requires_grad=group.rank() == 0)  # [b, s, hidden]
     for tensor in local:
         tensor.requires_grad_()
     with torch.set_grad_enabled(group.rank() == 0):
-        mode = error_of(lambda: seqpar.attention(*local, group=group))
+        mode = error_of(lambda: seqpar.attention(*local, group=group, layout="contiguous"))
     return on, off, mode, error_of(lambda: mlp(x))
 
 
