@@ -31,7 +31,7 @@ from .mask import Mask
 from .mesh import AttentionGroups, rank_in, sequence_group, size_of
 from .planner.auto import AttentionShape, choose_strategy, traced_choice
 from .schedule import MaskPlanner
-from .sharding import DEFAULT_LAYOUT, Sharding, check_sharding
+from .sharding import Sharding, check_sharding, require_layout
 from .strategies import STRATEGIES, Comm, StrategyName, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
 from .strategies.operators import (
@@ -153,8 +153,9 @@ def attention(
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
-        layout: how the tokens are sharded, as given to ``shard``: "contiguous" (the default), "zigzag" or "striped". A
-            causal mask gives all ranks the same work under "zigzag" and "striped" only.
+        layout: how the tokens are sharded, as given to ``shard``: "contiguous", "zigzag" or "striped". Over several
+            ranks either this or ``sharding`` must be given. A causal mask gives all ranks the same work under "zigzag"
+            and "striped" only.
         sharding: the ``Sharding`` that the tokens were sharded with, instead of mesh, group, layout and ``seq_len``.
         softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 turns it off (Gemma 2).
@@ -294,8 +295,8 @@ def _eager(
             check_sharding(sharding)
             sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             mesh, group, layout, seq_len = sharding.mesh, sharding.group, sharding.layout, sharding.seq_len
-        layout = DEFAULT_LAYOUT if layout is None else layout
         groups = _resolve(strategy, mask, mesh, group, layout, backend, strategy_options)
+        layout = require_layout(layout, sequence)
         if sharding is not None:
             sharding.check_ranks(groups.sequence)
         check_bool("deterministic", deterministic)
@@ -557,13 +558,14 @@ def _resolve(
     mask: Mask,
     mesh: DeviceMesh | None,
     group: ProcessGroup | None,
-    layout: str,
+    layout: str | None,
     backend: str,
     options: StrategyOptions,
 ) -> AttentionGroups:
     """Check the arguments that must be the same on all ranks, and resolve the strategy's groups."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
-    check_choice("layout", layout, LAYOUTS)
+    if layout is not None:
+        check_choice("layout", layout, LAYOUTS)
     check_backend(backend)
     return resolve(strategy, mesh, group, options)

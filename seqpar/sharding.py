@@ -15,13 +15,11 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from .checks import check_choice, check_int, no_compile
 from .comm.collectives import all_gather
-from .comm.handshake import Fingerprint, all_gather_header, fingerprint
+from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from .layout import LAYOUTS, Layout, check_length, check_lengths, shard_length, shard_positions, shard_ranges
 from .mesh import check_mesh_and_group, rank_in, sequence_group, size_of
 from .opaque import Opaque, passed_as_it_is
 from .strategies import STRATEGIES, StrategyName
-
-DEFAULT_LAYOUT: Layout = "contiguous"  # of functions and layers that are given neither a layout nor a Sharding
 
 
 # A compiled function depends on the ranks and the layout, not on the length.
@@ -250,6 +248,24 @@ class Sharding(Opaque):
         return f"Sharding({self._seq_len}, {self._layout!r}{strategy}, lengths={lengths})"
 
 
+def require_layout(layout: Layout | None, group: ProcessGroup | None) -> Layout:
+    """``layout``, which only a single rank may leave out.
+
+    Raises:
+        ValueError: it is None and the group has several ranks. A default could differ from the layout with which the
+            tokens were sharded, and nothing would notice: shards of different layouts have equal lengths.
+    """
+    if layout is not None:
+        return layout
+    if (ranks := size_of(group)) > 1:
+        raise ValueError(
+            f"layout=None: over {ranks} ranks it is not assumed which tokens each rank holds; pass sharding=, the "
+            "seqpar.Sharding that the tokens were sharded with, or the layout= that was given to seqpar.shard: "
+            + ", ".join(map(repr, LAYOUTS))
+        )
+    return "contiguous"
+
+
 def check_sharding(sharding: object) -> None:
     """Raise a TypeError unless ``sharding`` is a Sharding or None."""
     if sharding is not None and not isinstance(sharding, Sharding):
@@ -274,7 +290,8 @@ def shard(
         dim: the dimension of the sequence.
         mesh: the sequence is sharded over its ring and ulysses dimensions.
         group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
-        layout: which tokens each rank holds: "contiguous" (the default), "zigzag" or "striped".
+        layout: which tokens each rank holds: "contiguous", "zigzag" or "striped". It may be left out for a single rank,
+            and for ranks that are tensor-parallel alone ("tp_sp"), whose layout is then "contiguous".
         sharding: instead of the other arguments; the call is then ``sharding.shard(x, dim)``.
         strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
             difference.
@@ -285,12 +302,12 @@ def shard(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: an unknown layout or strategy, a ``dim`` that ``x`` does not have, a mesh without the dimensions, or
-            an argument that differs from the sharding.
+        ValueError: no layout over several ranks, an unknown layout or strategy, a ``dim`` that ``x`` does not have, a
+            mesh without the dimensions, or an argument that differs from the sharding.
     """
     if sharding is None:
         axis = _check_dim("x", x, dim)
-        layout = DEFAULT_LAYOUT if layout is None else layout
+        layout = _layout_of(layout, mesh, group, strategy)
         sharding = Sharding(x.shape[axis], layout, mesh=mesh, group=group, strategy=strategy)
     else:
         check_sharding(sharding)
@@ -336,7 +353,9 @@ def unshard(
         check_sharding(sharding)
         sharding.check_arguments(mesh=mesh, group=group, layout=layout, strategy=strategy)
         return sharding.unshard(x_local, dim)
-    layout = DEFAULT_LAYOUT if layout is None else layout
+    sequence = resolve_sequence_group(mesh, group, strategy)
+    with propagate_errors(sequence):
+        layout = _layout_of(layout, mesh, group, strategy)
 
     def header() -> _ShardHeader:
         axis = _check_dim("x_local", x_local, dim)  # if it raises, all ranks raise
@@ -344,7 +363,7 @@ def unshard(
         other_dims = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
         return _ShardHeader(x_local.shape[axis], fingerprint(axis, layout, x_local.dtype, other_dims))
 
-    headers = all_gather_header(header, resolve_sequence_group(mesh, group, strategy))
+    headers = all_gather_header(header, sequence)
     if len({header.spec for header in headers}) > 1:
         raise ValueError(
             f"x_local: the ranks of the group differ in dim, layout, dtype or a dimension other than {dim} "
@@ -385,7 +404,7 @@ def positions(
     if sharding is None:
         if seq_len is None:
             raise TypeError("seq_len=None: expected the length of the full sequence, or a sharding")
-        layout = DEFAULT_LAYOUT if layout is None else layout
+        layout = _layout_of(layout, mesh, group, strategy)
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
     else:
         check_sharding(sharding)
@@ -407,6 +426,20 @@ def resolve_sequence_group(
     if strategy is not None:
         check_choice("strategy", strategy, (*STRATEGIES, "tp_sp"))
     return sequence_group(mesh, group, strategy)
+
+
+def _layout_of(
+    layout: Layout | None, mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None
+) -> Layout:
+    """``layout``, as ``shard`` takes it."""
+    sequence = resolve_sequence_group(mesh, group, strategy)
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    in_context = mesh is not None and any(
+        name in names and mesh.size(names.index(name)) > 1 for name in ("ring", "ulysses")
+    )
+    if layout is None and not in_context and ("tp" in names or strategy == "tp_sp"):
+        return "contiguous"
+    return require_layout(layout, sequence)
 
 
 def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:

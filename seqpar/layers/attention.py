@@ -34,7 +34,7 @@ from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..planner.auto import traced_choice
 from ..schedule import MaskPlanner
-from ..sharding import DEFAULT_LAYOUT, Sharding, check_sharding
+from ..sharding import Sharding, check_sharding, require_layout
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.operators import (
@@ -110,8 +110,8 @@ class AttentionLayer(nn.Module):
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
             that ``forward`` is given, or the default group.
-        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default that of the ``sharding``
-            that ``forward`` is given, or "contiguous".
+        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default the layout of the
+            ``sharding`` that ``forward`` is given. Over several ranks one of the two must be given.
         bias: whether the q, k and v projections have biases (Qwen 2).
         out_bias: whether ``o_proj`` has a bias; the same as ``bias`` by default.
         qk_norm: RMS-normalise each head of q and k before the rotation (Qwen 3, Gemma 3).
@@ -307,12 +307,12 @@ class AttentionLayer(nn.Module):
         dropout_p = self._dropout_p
         needs_handshake = bool(dropout_p or (sharding is None and not has_length(seq_len)))
         asked = positions if self.rope is not None and self.rope.needs_length else None
-        layout = known.layout if known is not None else self.layout or DEFAULT_LAYOUT
         sequence = self._sequence_group(known)
         with propagate_errors(sequence if needs_handshake or asked is not None else None):
             groups = self._groups(known)
             self._check_sharding(sharding, sequence, seq_len)
             self._check_input(x_local, mask, positions, seq_len)
+            layout = known.layout if known is not None else self._layout(sequence)
         total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
         seed, joins_backward = 0, torch.is_grad_enabled()
         if needs_handshake:
@@ -445,6 +445,10 @@ class AttentionLayer(nn.Module):
         """The ranks that the sequence is sharded over outside the layer."""
         ranks = self._ranks(sharding)
         return None if self.strategy == "local" else sequence_group(ranks.mesh, ranks.group)
+
+    def _layout(self, sequence: ProcessGroup | None) -> Layout:
+        """How the tokens are sharded, if ``forward`` is given no sharding."""
+        return require_layout(self.layout, sequence)
 
     def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
         """The values that must be the same on all ranks, besides their inputs."""

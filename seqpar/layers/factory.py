@@ -93,8 +93,9 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
             that the layer is called with, or the default group. "tp_sp" does not take them from the ``sharding``,
             because its weights are sharded when the layer is made.
-        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default that of the ``sharding``
-            that the layer is called with, or "contiguous".
+        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default the layout of the
+            ``sharding`` that the layer is called with. Over several ranks one of the two must be given, except for
+            "tp_sp" over the tensor-parallel ranks alone, whose layout is then "contiguous".
         bias: whether the q, k and v projections have biases.
         out_bias: whether the output projection has a bias; the same as ``bias`` by default.
         qk_norm: RMS-normalise each head of q and k before the rotary embedding.

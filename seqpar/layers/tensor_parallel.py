@@ -136,6 +136,9 @@ class MegatronAttention(AttentionLayer):
     def _sequence_group(self, sharding: Sharding | None) -> ProcessGroup | None:
         return sequence_group(self.mesh, self.group, "tp_sp")
 
+    def _layout(self, sequence: ProcessGroup | None) -> Layout:
+        return "contiguous" if self.layout is None and self._context_is_one_rank else super()._layout(sequence)
+
     def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
         return (*super()._constants(groups, layout, dropout_p), self._attention_strategy, self.overlap)
 
