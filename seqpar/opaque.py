@@ -10,11 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._opaque_base import OpaqueBase
+from torch._library import opaque_object
+from torch._library.opaque_object import MemberType
 
-# The base class of a registered type.
-Opaque = OpaqueBase
+# ``Opaque`` is the base class of a registered type.
+if hasattr(opaque_object, "register_custom_class"):  # torch 2.14 renamed everything
+    from torch._custom_class_base import CustomClassBase as Opaque
+
+    _register, _BY_REFERENCE, _BY_VALUE = opaque_object.register_custom_class, "symbolic", "constant"
+else:
+    from torch._opaque_base import OpaqueBase as Opaque
+
+    _register, _BY_REFERENCE, _BY_VALUE = opaque_object.register_opaque_type, "reference", "value"
+
 Type = TypeVar("Type", bound=type[Any])
 
 
@@ -30,7 +38,7 @@ def passed_as_it_is(
 
     def register(cls: Type) -> Type:
         members = dict.fromkeys(reads, MemberType.USE_REAL)
-        register_opaque_type(cls, typ="reference", guard_fn=guards, members=members)
+        _register(cls, typ=_BY_REFERENCE, guard_fn=guards, members=members)
         return cls
 
     return register
@@ -50,7 +58,7 @@ def constant(*fields: type[Any]) -> Callable[[Type], Type]:
             return repr(self), names
 
         cls.__fx_repr__ = fx_repr
-        register_opaque_type(cls, typ="value")
+        _register(cls, typ=_BY_VALUE)
         return cls
 
     return register
