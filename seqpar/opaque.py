@@ -8,20 +8,22 @@ call. These objects must be made outside of the compiled function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch._library import opaque_object
 from torch._library.opaque_object import MemberType
 
-# ``Opaque`` is the base class of a registered type.
-if hasattr(opaque_object, "register_custom_class"):  # torch 2.14 renamed everything
-    from torch._custom_class_base import CustomClassBase as Opaque
+# The base class of a registered type, and how types are registered: torch 2.14 renamed both.
+if TYPE_CHECKING or not hasattr(opaque_object, "register_custom_class"):
+    from torch._opaque_base import OpaqueBase
 
-    _register, _BY_REFERENCE, _BY_VALUE = opaque_object.register_custom_class, "symbolic", "constant"
-else:
-    from torch._opaque_base import OpaqueBase as Opaque
-
+    Opaque = OpaqueBase
     _register, _BY_REFERENCE, _BY_VALUE = opaque_object.register_opaque_type, "reference", "value"
+else:
+    from torch._custom_class_base import CustomClassBase
+
+    Opaque = CustomClassBase
+    _register, _BY_REFERENCE, _BY_VALUE = opaque_object.register_custom_class, "symbolic", "constant"
 
 Type = TypeVar("Type", bound=type[Any])
 

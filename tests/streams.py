@@ -261,7 +261,7 @@ def simulated() -> Iterator[Simulator]:
     patches = [
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch.object(dist, "batch_isend_irecv", batch),
-        mock.patch.object(dist, "all_to_all_single", on_gpu(dist.all_to_all_single, "all-to-all")),
+        mock.patch.object(collectives, "all_to_all_single", on_gpu(collectives.all_to_all_single, "all-to-all")),
         mock.patch.object(collectives, "all_gather_single", on_gpu(collectives.all_gather_single, "all-gather")),
         mock.patch.object(
             collectives, "reduce_scatter_single", on_gpu(collectives.reduce_scatter_single, "reduce-scatter")

@@ -155,6 +155,7 @@ def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
         mock.patch.object(collectives, "reduce_scatter_single", watched_reduce_scatter),
         mock.patch.object(dist, "batch_isend_irecv", watched_send),
         mock.patch.object(dist, "all_to_all_single", watched_all_to_all),
+        mock.patch.object(collectives, "all_to_all_single", watched_all_to_all),
         seqpar.trace() as trace,
     ):
         work()

@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
+from seqpar.comm import collectives
 from seqpar.comm import communicator as communicators
 from seqpar.comm.communicator import communicator
 from seqpar.mesh import Subgroup, global_ranks, ranks_by_host
@@ -105,6 +106,31 @@ def one_for_equal_ranks(group: ProcessGroup) -> bool:
 
 def test_equal_ranks_share_a_communicator(pool: Pool) -> None:
     assert all(pool.run(8, one_for_equal_ranks))
+
+
+@on_ranks
+def collectives_of_wrong_sizes(group: ProcessGroup) -> list[str]:
+    """What torch's collectives raise for buffers of the wrong size, in each kind of group."""
+    two, three = torch.zeros(2), torch.zeros(3)
+    errors = []
+    for each in (group, communicator(group, CPU), communicator(group, CPU, "handshake")):
+        for call in (
+            lambda: collectives.all_gather_single(three, two, group=each),  # noqa: B023
+            lambda: collectives.reduce_scatter_single(two, three, group=each),  # noqa: B023
+            lambda: collectives.all_to_all_single(two, three, [1, 1], [1, 1], group=each),  # noqa: B023
+        ):
+            try:
+                call()
+            except Exception as error:
+                text = str(error).rsplit("] ")[-1]  # without the time
+                errors.append(f"{type(error).__name__}: {text}")
+    return errors
+
+
+def test_errors_of_torch_keep_their_type_and_text(pool: Pool) -> None:
+    for errors in pool.run(2, collectives_of_wrong_sizes):
+        assert len(errors) == 9 and errors[:3] == errors[3:6] == errors[6:]
+        assert not any("process group" in error.lower() for error in errors), errors
 
 
 @on_ranks

@@ -6,6 +6,7 @@ Shapes: b batch, s tokens of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from .host_messages import host_messages
 from .p2p import Pending
 from .trace import count_sent
 
-# torch 2.13 renamed them; 2.11 has only the old names.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch.distributed wraps its collectives in a logger of errors. The logger looks up the group's backend in torch's table
+# of groups, which lacks attention's communicators, and would raise an error about that instead of the collective's own
+# error. torch 2.13 renamed two of the collectives; 2.11 has only the old names.
+all_gather_single: Callable[..., Any] = unwrap(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
+reduce_scatter_single: Callable[..., Any] = unwrap(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor))
+all_to_all_single: Callable[..., Any] = unwrap(dist.all_to_all_single)
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:
@@ -141,7 +145,7 @@ def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], r
     into, sent = received.view(torch.uint8), x.view(-1).view(torch.uint8)
     into_sizes, sent_sizes = ([elements * x.element_size() for elements in counts] for counts in (receives, sends))
     group = communicator(ranks, x.device)
-    work = dist.all_to_all_single(into, sent, into_sizes, sent_sizes, group=group, async_op=True)
+    work = all_to_all_single(into, sent, into_sizes, sent_sizes, group=group, async_op=True)
     return received, Pending([work], [x, received])
 
 

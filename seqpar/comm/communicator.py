@@ -155,8 +155,6 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
         kind = ProcessGroup.BackendType.CUSTOM
         backend = _fake(rank, size)
     made._set_default_backend(kind)
-    if name != "fake":
-        backend._set_sequence_number_for_group()
     made._register_backend(device, kind, backend)
     made._set_group_name(meeting.key)
     made._set_group_desc(f"seqpar_{purpose}")
