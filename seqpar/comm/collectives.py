@@ -20,7 +20,7 @@ from .host_messages import host_messages
 from .p2p import Pending
 from .trace import count_sent
 
-# torch.distributed wraps its collectives in a logger of errors. The logger looks up the group's backend in torch's table
+# torch.distributed wraps its collectives in a logger of errors. It looks up the group's backend in torch's table
 # of groups, which lacks attention's communicators, and would raise an error about that instead of the collective's own
 # error. torch 2.13 renamed two of the collectives; 2.11 has only the old names.
 all_gather_single: Callable[..., Any] = unwrap(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))

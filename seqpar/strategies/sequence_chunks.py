@@ -8,7 +8,7 @@ Shapes: b batch, s tokens of this rank, t tokens of all ranks.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache import cached_tensors
 from ..comm.collectives import all_gather, reduce_scatter
@@ -155,11 +154,6 @@ def _cut(lengths: Sequence[int], rows_at: Callable[[range], Rows], order: Tensor
     return ChunkRows(tuple(chunks), tuple(pieces), order)
 
 
-# By this rank's tensor of positions, then by group and rows: the tensor's version, and the positions of all ranks.
-_gathered: MutableMapping[Tensor, dict[tuple[ProcessGroup | None, ChunkRows], tuple[int, Tensor]]]
-_gathered = WeakIdKeyDictionary()
-
-
 @dataclass(frozen=True, eq=False)
 class SequenceChunks:
     """A sequence ``[b, t, ...]`` of which each rank of ``group`` holds one chunk of tokens.
@@ -229,16 +223,9 @@ class SequenceChunks:
     def all_gather_positions(self, positions: Tensor) -> Tensor:
         """The positions ``[1 or b, t]`` of the full sequence, from every rank's ``[s]`` or ``[b, s]``.
 
-        The result is cached: layers that pass the same tensor share one all-gather and get the same tensor.
+        Every call communicates. A cache could hold the result on one rank and not on another, which would then wait.
         """
-        if positions.is_inference():  # PyTorch does not count the writes to it
-            return self.all_gather(torch.atleast_2d(positions))
-        gathered = _gathered.setdefault(positions, {})
-        version, full = gathered.get((self.group, self.rows), (None, None))
-        if full is None or version != positions._version:
-            full = self.all_gather(torch.atleast_2d(positions))
-            gathered[self.group, self.rows] = positions._version, full
-        return full
+        return self.all_gather(torch.atleast_2d(positions))
 
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Sum ``full [b, t, ...]`` over the ranks and keep this rank's tokens ``[b, s, ...]``, in one collective.

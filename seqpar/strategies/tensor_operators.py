@@ -214,10 +214,7 @@ linear_reduce_scatter_op.register_autograd(_backward_reduce_scatter, setup_conte
 def all_gather_positions_op(
     positions: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> Tensor:
-    """``SequenceChunks.all_gather_positions``. The result is cached and must not be written to.
-
-    ``chosen`` is as for ``all_gather_linear_op``.
-    """
+    """``SequenceChunks.all_gather_positions``; ``chosen`` is as for ``all_gather_linear_op``."""
     chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device, chosen)
     if chunks.group is None:
         full: Tensor = torch.atleast_2d(positions)
