@@ -21,10 +21,11 @@ int64.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
 from operator import and_
 from typing import Any
@@ -202,6 +203,11 @@ class Mask(Opaque):
 
     def __hash__(self) -> int:
         return self._hash
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of the rules, by which ranks compare their masks."""
+        return zlib.crc32(repr(self.rules).encode())
 
     @staticmethod
     def full() -> Mask:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar import Mask, Sharding
+from seqpar import Mask, Sharding, schedule
 from seqpar.comm import handshake
 from seqpar.layout import LAYOUTS
 
@@ -635,6 +637,21 @@ def test_a_mask_of_another_length_raises_on_all_ranks(pool: Pool, strategy: str)
         for i, (message, sent) in enumerate(found):
             assert message.startswith("ValueError") and sent == 0
             assert re.search(UNFIT[i // each][1], message), message
+
+
+def test_comparing_masks_does_not_keep_them() -> None:
+    """Without a sharding every call compares its mask with the other ranks' masks."""
+    q, layer = torch.zeros(1, 64, 2, 4), seqpar.RingAttention(8, 2)
+    masks = []
+    for end in range(1, 9):
+        mask = Mask.documents([0, end, 64])
+        seqpar.attention(q, q, q, mask=mask)
+        layer(q.flatten(2), mask=mask)
+        masks.append(weakref.ref(mask))
+    del mask
+    schedule._plans.clear()  # this cache is bounded in bytes
+    gc.collect()
+    assert not any(mask() is not None for mask in masks)
 
 
 def test_a_mask_of_another_length_raises_in_one_process() -> None:

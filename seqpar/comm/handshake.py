@@ -20,7 +20,7 @@ import contextlib
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..checks import DTYPES, check_alike
+from ..mask import Mask
 from ..mesh import Ranks, global_ranks, parent_group
 from ..rendezvous import Watch, group_timeout, missing_message
 from .collectives import all_gather_single
@@ -57,10 +58,10 @@ class Fingerprint(int):
     """A checksum of values that are too large to send. Ranks with equal values have equal checksums."""
 
 
-@lru_cache(maxsize=1024)
-def fingerprint(*values: Hashable) -> Fingerprint:
-    """A checksum of the values' ``repr``."""
-    return Fingerprint(zlib.crc32(" ".join(map(repr, values)).encode()))
+def fingerprint(*values: object) -> Fingerprint:
+    """A checksum of the values' ``repr``. A mask, whose ``repr`` may be long, stores its own checksum."""
+    parts = (value.checksum if isinstance(value, Mask) else value for value in values)
+    return Fingerprint(zlib.crc32(" ".join(map(repr, parts)).encode()))
 
 
 @contextmanager
