@@ -5,15 +5,19 @@ Shapes: a tensor has ``seq`` entries along ``dim``, and its shard has ``seq_loca
 
 from __future__ import annotations
 
+import os
+import zlib
+from collections.abc import Callable, MutableMapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .checks import check_choice, check_int, no_compile
+from .checks import check_bool, check_choice, check_int, no_compile
 from .comm.collectives import all_gather
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from .layout import LAYOUTS, Layout, check_length, check_lengths, shard_length, shard_positions, shard_ranges
@@ -123,8 +127,8 @@ class Sharding(Opaque):
         return shard_positions(self._seq_len, size_of(group), rank_in(group), self._layout).clone()
 
     @no_compile
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's shard of ``x``, which every rank holds in full. Nothing is sent.
+    def shard(self, x: Tensor, dim: int = 1, *, check: bool = False) -> Tensor:
+        """This rank's shard of ``x``, which every rank holds in full. Nothing is sent, unless a check is asked for.
 
         Differentiable: ``x`` is replicated, so every rank receives its full gradient, all-gathered from the gradients
         of the shards, as in Megatron-LM. All ranks of the group must run the backward.
@@ -132,20 +136,22 @@ class Sharding(Opaque):
         Args:
             x: tensor of any dtype and shape, with ``seq_len`` entries along ``dim``.
             dim: the dimension of the sequence.
+            check: whether the ranks compare their ``x``, bit by bit: a checksum and a handshake. It must be the same on
+                all ranks. With the environment variable ``SEQPAR_CHECK=N`` they also compare it in every N-th call.
 
         Returns:
             ``x`` with ``seq_local`` entries along ``dim``, contiguous.
 
         Raises:
             TypeError: an argument has another type.
-            ValueError: ``x`` does not have the dimension, or not ``seq_len`` entries along it.
+            ValueError: ``x`` does not have the dimension, or not ``seq_len`` entries along it; or the ranks compared
+                their ``x``, and it differs.
+            RuntimeError: the ranks compared their ``x``, and another rank raised an error on its own.
         """
-        dim = _check_dim("x", x, dim)
-        if x.shape[dim] != self._seq_len:
-            raise ValueError(
-                f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
-                f"seq_len={self._seq_len}; make a Sharding of that length, or name the dimension of the sequence"
-            )
+        check_bool("check", check)
+        if _compares_now(self._sequence_group) or check:
+            _compare(x, lambda: self._check_full(x, dim), self._sequence_group)
+        dim = self._check_full(x, dim)
         if self._sequence_group is None:
             return x
         out: Tensor = _Shard.apply(x, dim, self)
@@ -175,6 +181,16 @@ class Sharding(Opaque):
             return x_local
         out: Tensor = _Unshard.apply(x_local, dim, self)
         return out
+
+    def _check_full(self, x: Tensor, dim: int) -> int:
+        """``dim`` counted from the front, after checking that ``x`` holds the full sequence."""
+        dim = _check_dim("x", x, dim)
+        if x.shape[dim] != self._seq_len:
+            raise ValueError(
+                f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
+                f"seq_len={self._seq_len}; make a Sharding of that length, or name the dimension of the sequence"
+            )
+        return dim
 
     def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:
         """The number of tokens of each rank of ``group``, whose ranks must be among those of the sequence.
@@ -282,6 +298,7 @@ def shard(
     layout: Layout | None = None,
     sharding: Sharding | None = None,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
+    check: bool = False,
 ) -> Tensor:
     """``Sharding(x.shape[dim], layout, ...).shard(x, dim)``: this rank's shard of ``x``. Nothing is sent.
 
@@ -295,6 +312,7 @@ def shard(
         sharding: instead of the other arguments; the call is then ``sharding.shard(x, dim)``.
         strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
             difference.
+        check: as for ``Sharding.shard``.
 
     Returns:
         ``x`` with ``seq_local`` of ``seq`` entries along ``dim``, contiguous. ``seq`` need not divide by anything:
@@ -312,7 +330,7 @@ def shard(
     else:
         check_sharding(sharding)
         sharding.check_arguments(mesh=mesh, group=group, layout=layout, strategy=strategy)
-    return sharding.shard(x, dim)
+    return sharding.shard(x, dim, check=check)
 
 
 @no_compile
@@ -410,6 +428,55 @@ def positions(
         check_sharding(sharding)
         sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len, strategy=strategy)
     return sharding.positions()
+
+
+class _FullHeader(NamedTuple):
+    """A checksum of a tensor that every rank holds in full."""
+
+    content: Fingerprint
+
+
+# The number of calls of ``Sharding.shard`` with each group, while SEQPAR_CHECK is set.
+_calls: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
+
+
+def _compares_now(group: ProcessGroup | None) -> bool:
+    """Whether the environment variable SEQPAR_CHECK asks the ranks of ``group`` to compare the tensor of this call."""
+    every = check_every()
+    if not every or group is None:
+        return False
+    _calls[group] = _calls.get(group, -1) + 1
+    return _calls[group] % every == 0
+
+
+def check_every() -> int | None:
+    """The number of calls after which the ranks compare what they should all hold, from SEQPAR_CHECK; 0 for never.
+
+    Raises:
+        ValueError: the environment variable is not a number.
+    """
+    given = os.environ.get("SEQPAR_CHECK")
+    if given is not None and not given.isdecimal():
+        raise ValueError(f"SEQPAR_CHECK={given}: expected a number of calls; 0 compares nothing")
+    return None if given is None else int(given)
+
+
+def _compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None) -> None:
+    """Raise a ValueError on every rank if the ranks' ``x`` differ. ``check()`` raises if ``x`` does not fit."""
+
+    def header() -> _FullHeader:
+        check()
+        data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return _FullHeader(Fingerprint(zlib.crc32(data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))))
+
+    contents = [header.content for header in all_gather_header(header, group)]
+    if other := [rank for rank, content in enumerate(contents) if content != contents[0]]:
+        raise ValueError(
+            f"x: rank(s) {other} of the {len(contents)} ranks that share the sequence hold another tensor than rank 0; "
+            "give all of them the same rows. Usually a sampler has dealt the rows to all ranks: in a data loader, use "
+            "DistributedSampler(dataset, num_replicas=dp, rank=dp_rank), with the size of the mesh's dp dimension and "
+            "this rank's index in it"
+        )
 
 
 class _ShardHeader(NamedTuple):

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask, Sharding, schedule
+from seqpar import sharding as sharding_module
 from seqpar.comm import handshake
 from seqpar.layout import LAYOUTS
 
@@ -248,6 +249,38 @@ def test_one_rank_and_tensor_parallel_ranks_need_no_layout(pool: Pool) -> None:
     x = torch.randn(1, 8, 4, 8)
     assert torch.equal(seqpar.unshard(seqpar.shard(x)), x)
     assert seqpar.attention(x, x, x).shape == seqpar.ParallelAttention("ring", 32, 4)(x.flatten(2)).view_as(x).shape
+
+
+@on_ranks
+def rows_that_differ(group: ProcessGroup) -> dict[str, list[str]]:
+    """What ``shard`` says to equal tensors, then to rows, dtypes, lengths and types that differ on rank 1."""
+    odd = group.rank() == 1
+    sharding, x = Sharding(8, group=group), torch.arange(16).view(2, 8)
+    given = [x, x.float(), x.bool(), x + odd, x.int() if odd else x, x[:, odd:], None if odd else x, x]
+    found = {"check": [message_of(lambda: sharding.shard(each, check=True)) for each in given]}  # noqa: B023
+    found["function"] = [message_of(lambda: seqpar.shard(x + odd, sharding=sharding, check=True))]
+    found["unchecked"] = [message_of(lambda: sharding.shard(x + odd))]
+    for every in ("0", "1", "2", "many"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SEQPAR_CHECK", every)
+            sharding_module._calls.clear()
+            found[every] = [message_of(lambda: sharding.shard(x + odd)) for _ in range(3)]
+    return found
+
+
+def test_ranks_that_hold_other_rows_are_noticed(pool: Pool) -> None:
+    other = (
+        r"ValueError: x: rank\(s\) \[1\] of the 2 ranks that share .* hold another tensor.*num_replicas=dp"
+    )
+    for rank, found in enumerate(pool.run(2, rows_that_differ)):
+        *_, length, kind, _ = found["check"]
+        assert found["check"][:3] == ["nothing"] * 3 and found["check"][-1] == "nothing"
+        assert all(re.match(other, message) for message in (*found["check"][3:5], *found["function"], *found["1"]))
+        assert length.startswith("ValueError: x: shape (2, 7)" if rank else "RuntimeError: rank(s) [1]")
+        assert kind.startswith("TypeError: x: expected a tensor" if rank else "RuntimeError: rank(s) [1]")
+        assert found["unchecked"] == ["nothing"] and found["0"] == ["nothing"] * 3
+        assert [message == "nothing" for message in found["2"]] == [False, True, False]
+        assert found["many"] == ["ValueError: SEQPAR_CHECK=many: expected a number of calls; 0 compares nothing"] * 3
 
 
 # Attention and layers.

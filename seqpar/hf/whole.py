@@ -10,7 +10,6 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 
 from __future__ import annotations
 
-import os
 from typing import Any, get_args
 
 import torch
@@ -20,6 +19,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..comm.collectives import all_gather
 from ..layout import shard_positions
+from ..sharding import check_every
 from .batch import shard_batch, shard_for_rank
 from .loss import LazyLogits, gradient_scale, reduce_over_ranks
 from .state import Forward, Outputs, Patch, Whole
@@ -121,12 +121,10 @@ def _is_checked(call: int) -> bool:
     Raises:
         ValueError: the environment variable SEQPAR_CHECK is not a number.
     """
-    given = os.environ.get("SEQPAR_CHECK")
-    if given is None:
+    every = check_every()
+    if every is None:
         return call < _CHECKED_FIRST or call % _CHECKED_EVERY == 0
-    if not given.isdecimal():
-        raise ValueError(f"SEQPAR_CHECK={given}: expected a number of calls; 0 compares no batches")
-    return given != "0" and call % int(given) == 0
+    return bool(every) and call % every == 0
 
 
 def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
