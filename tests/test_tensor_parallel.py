@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,7 @@ from seqpar import Mask
 from seqpar.layout import LAYOUTS
 
 from .cases import Batch
-from .models import HIDDEN, MASK, Transformer, attention_layer, random_tokens, randomize
+from .models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize
 from .pool import Pool, mesh_of, on_ranks
 from .reference import assert_close
 
@@ -54,10 +54,6 @@ CASES = [
     Case((3, 1), "zigzag", "none"),
 ]
 assert {case.layout for case in CASES} == set(LAYOUTS)
-
-
-def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def check_gradients(parallel: nn.Module, local: nn.Module) -> None:

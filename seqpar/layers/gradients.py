@@ -42,9 +42,9 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     the other ranks contribute zeros, and afterwards every rank has the sum. A parameter without a gradient on any rank
     keeps none. If a parameter is a DTensor, sharded over other dimensions of the mesh, its local shards are summed.
 
-    DDP or FSDP over a mesh that includes the sequence's dimensions already reduces the gradients over them: without
-    tensor-parallel layers, a call then raises an error, and so does a second call for the same gradients. Pass the DDP or FSDP1 wrapper, not the module
-    inside it, which has no reference to its wrapper.
+    DDP or FSDP over a mesh that includes the sequence's dimensions already reduces the gradients over them. Without
+    tensor-parallel layers, a call then raises an error. A second call for the same gradients also raises. Pass the DDP
+    or FSDP1 wrapper, not the module inside it, which has no reference to its wrapper.
 
     Args:
         module: the module, built in the same way on every rank. Frozen parameters are left out.
@@ -87,9 +87,9 @@ def _groups_left(
     reduced = _reduced_groups(p, tensor_parallel)
     if mesh is None or not several or not any(_shares_ranks(one, needed) for one in reduced):
         return (needed,)
-    names = [n for n in ("ring", "ulysses", "tp") if n in (mesh.mesh_dim_names or ()) and not (is_shard and n == "tp")]
-    left = [mesh.get_group(n) for n in names if mesh[n].size() > 1]
-    return tuple(one for one in left if not any(_shares_ranks(one, other) for other in reduced))
+    names = ("ring", "ulysses") if is_shard else ("ring", "ulysses", "tp")
+    dimensions = [mesh.get_group(name) for name in names if name in (mesh.mesh_dim_names or ())]
+    return tuple(one for one in dimensions if not any(_shares_ranks(one, other) for other in reduced))
 
 
 @torch.no_grad()

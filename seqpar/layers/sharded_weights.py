@@ -11,6 +11,8 @@ which adds its own dimensions before the tensor-parallel one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +36,8 @@ class Part(NamedTuple):
 class ShardedWeights(nn.Module):
     """A module whose own parameters are DTensors over the tensor-parallel ranks, unless there is one rank."""
 
-    _parts: dict[str, Part | None] = {}  # of the DTensor parameters; None: this rank computes with all that it holds
+    # By name of a DTensor parameter; None: this rank computes with all that it holds.
+    _parts: Mapping[str, Part | None] = MappingProxyType({})
 
     def distribute(self, ranks: ParallelContext, **how: int | Part | None) -> None:
         """Replace full parameters by DTensors.

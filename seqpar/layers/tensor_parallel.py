@@ -90,15 +90,13 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
         self._tensor_ranks = size_of(ranks.tensor)
-        self._local_heads = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)[
-            rank_in(ranks.tensor)
-        ]
+        by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
+        own = self._local_heads = by_rank[rank_in(ranks.tensor)]
 
         def how(dim: int, heads: int, own: range, rows: int = d) -> int | Part:
             """How the ``rows`` of each of ``heads`` are distributed, of which this rank computes with its ``own``."""
             return dim if heads % self._tensor_ranks == 0 else Part(dim, own.start * rows, len(own) * rows)
 
-        own = self._local_heads
         keys = how(0, self.num_kv_heads, own.kv)
         linear = partial(ShardedLinear, ranks=ranks, factory_kwargs=factory_kwargs)
         self.q_proj = linear(hidden, self.num_heads * d, bias, how=how(0, self.num_heads, own.queries))
