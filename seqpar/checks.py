@@ -231,7 +231,9 @@ def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
         raise TypeError(f"x_local: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
     if x.device.type == "meta":
         raise ValueError("x_local: device meta holds no data; move it to cpu or cuda")
-    plain = isinstance(linear, nn.Linear) and not isinstance(linear.weight, DTensor) and linear.weight.dtype in DTYPES
+    plain = isinstance(linear, nn.Linear) and linear.weight.dtype in DTYPES
+    if plain and isinstance(linear.weight, DTensor):
+        plain = hasattr(linear, "local_weight")  # a tensor-parallel layer, otherwise FSDP
     if not plain or torch.is_autocast_enabled(x.device.type):
         # Autocast converts the input itself, and so may modules that replace nn.Linear (FSDP, LoRA, quantised weights).
         return

@@ -62,6 +62,12 @@ def split_range(length: int, parts: int, index: int) -> range:
     return range(start, start + size + (index < remainder))
 
 
+def chunk_range(length: int, parts: int, index: int) -> range:
+    """The indices of part ``index`` as ``torch.chunk`` and DTensors split: all parts but the last ones are equal."""
+    size = -(-length // parts)
+    return range(min(index * size, length), min((index + 1) * size, length))
+
+
 def shard_ranges(seq_len: int, ranks: int, rank: int, layout: Layout = "contiguous") -> tuple[range, ...]:
     """The global positions that ``rank`` of ``ranks`` holds, as non-empty ranges in increasing order."""
     if layout == "contiguous":

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import seqpar
 from seqpar import Mask
+from seqpar.layers.sharded_weights import shard_like
 
 HIDDEN, HEAD_DIM, INTERMEDIATE, VOCAB = 24, 4, 30, 37
 # Documents and a window, for any length up to 95 tokens. The tokens from 60 on are padding: they see no tokens.
@@ -31,10 +33,17 @@ def attention_layer(heads: tuple[int, int], strategy: str = "local", **options: 
     )
 
 
+def full(x: Tensor) -> Tensor:
+    """A DTensor as a plain tensor; all ranks of its mesh call this together. Any other tensor itself."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def randomize(module: nn.Module) -> None:
-    """Set all parameters to random values, including those that are initialized to 0 or 1."""
+    """Set all parameters to random values, including those that are initialized to 0 or 1. With equal seeds the full
+    weights are equal under every strategy."""
     for p in module.parameters():
-        p.data = torch.randn_like(p) * 0.3
+        with torch.no_grad():
+            p.copy_(shard_like(torch.randn(p.shape, dtype=p.dtype) * 0.3, p))
 
 
 class MLP(nn.Module):

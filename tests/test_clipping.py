@@ -6,22 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import seqpar
 
-from .models import HIDDEN, MASK, Transformer, attention_layer, random_tokens, randomize
+from .models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize
 from .pool import Pool, mesh_of, on_ranks
 from .strategies import LAYER_STRATEGIES
 
 MAX_NORM = 0.5  # of gradients whose norm is hundreds: every step clips
-
-
-def full(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def assert_same_weights(parallel: nn.Module, local: nn.Module) -> None:

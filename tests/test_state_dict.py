@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 import seqpar
 
-from .models import attention_layer, randomize
-from .pool import OwnPool, Pool, on_ranks, start
+from .models import attention_layer, full, randomize
+from .pool import Pool, on_ranks
 
 # Strategy -> number of ranks. By each number some of the weights divide and others do not.
 SAVED_ON = {"local": 1, "ring": 2, "ulysses": 3, "context_parallel": 4, "hybrid": 4, "tp_sp": 4}
@@ -62,7 +58,7 @@ def load(group: ProcessGroup, strategy: str, heads: tuple[int, int], paths: list
         state = {"layer": layer.state_dict()}
         dcp.load(state, checkpoint_id=path, process_group=group)
         layer.load_state_dict(state["layer"])
-        loaded.append({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in layer.state_dict().items()})
+        loaded.append({n: full(v) for n, v in layer.state_dict().items()})
     return loaded
 
 
@@ -78,22 +74,3 @@ def test_a_checkpoint_loads_under_every_strategy_and_size(pool: Pool, tmp_path: 
                 assert state.keys() == expected.keys()
                 for name, value in expected.items():
                     assert torch.equal(state[name], value), f"{path} under {strategy}: {name}"
-
-
-@on_ranks
-def group_after_saving(group: ProcessGroup, port: int) -> bool:
-    """Whether anything holds a group after its layer and state dict are gone and it is destroyed."""
-    world = start(port, "state dict of a group", group.rank(), group.size())
-    mine = dist.new_group(list(range(world.size())))
-    assert isinstance(mine, ProcessGroup)
-    state = seqpar.MegatronMLP(8, 16, group=mine).state_dict()
-    assert all(isinstance(x, DTensor) for x in state.values())
-    held = weakref.ref(mine)
-    dist.destroy_process_group(mine)
-    del mine, state
-    gc.collect()
-    return held() is not None
-
-
-def test_a_state_dict_keeps_no_group(own: OwnPool) -> None:
-    assert own.pool.run(2, group_after_saving, own.port) == [False, False]

@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 
 import seqpar
 from seqpar import Mask
-from seqpar.layers.sharded_weights import weight_shards
 from seqpar.layout import LAYOUTS
 
 from .cases import Batch
-from .models import HIDDEN, MASK, Transformer, attention_layer, random_tokens, randomize
+from .models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize
 from .pool import Pool, mesh_of, on_ranks
 from .reference import assert_close
 
@@ -58,19 +57,18 @@ assert {case.layout for case in CASES} == set(LAYOUTS)
 
 
 def check_gradients(parallel: nn.Module, local: nn.Module) -> None:
-    """Compare the gradients of ``parallel``, shards where its weights are, with those of ``local``."""
-    expected, shards = dict(local.named_parameters()), weight_shards(parallel)
+    """Compare the gradients of ``parallel``, DTensors where its weights are, with those of ``local``."""
+    expected = dict(local.named_parameters())
     for name, p in parallel.named_parameters():
-        shard, grad = shards.get(p), expected[name].grad
-        assert grad is not None and p.grad is not None, name
-        assert_close(p.grad, grad if shard is None else shard.to_local(grad), torch.float64, name)
+        assert p.grad is not None, name
+        assert_close(full(p.grad), expected[name].grad, torch.float64, name)
 
 
 def check_state(parallel: nn.Module, local: nn.Module) -> None:
     """The state dict of ``parallel`` holds the full weights of ``local``."""
     expected = local.state_dict()
     for name, value in parallel.state_dict().items():
-        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[name]), name
+        assert torch.equal(full(value), expected[name]), name
 
 
 def compare_with_local(case: Case, seq_len: int, **where: Any) -> None:
@@ -239,7 +237,7 @@ def fully_sharded(group: ProcessGroup, heads: tuple[int, int], path: str) -> Non
     local(x.flatten(0, 1), mask=MASK).square().sum().backward()
     for p in parallel.parameters():
         assert isinstance(p.grad, DTensor)
-        p.grad = 2 * p.grad.full_tensor()  # FSDP averages over dp
+        p.grad *= 2  # FSDP averages over dp
     check_gradients(parallel, local)
     dcp.save({"layer": parallel.state_dict()}, checkpoint_id=path, process_group=group)
     loaded = attention_layer(heads, "tp_sp", mesh=mesh)

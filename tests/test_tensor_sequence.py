@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar import cache
-from seqpar.layers.sharded_weights import WeightShard, register_weight_shards, with_reduced_gradient
 from seqpar.layout import LAYOUTS, Layout, SequenceSharding
 from seqpar.strategies import sequence_chunks
 from seqpar.strategies.sequence_chunks import SequenceChunks
@@ -127,39 +126,6 @@ def test_gradients_of_joined_projections(pool: Pool, overlap: str, frozen: bool)
         for got, want in zip(found[:3], found[3:], strict=True):
             if got is not None and want is not None:
                 assert (got.double() - want).norm() < 6e-3 * want.norm()
-
-
-# By rank, the rows that it holds of 10.
-SHARED_SPANS = [
-    ((0, 4), (2, 6), (2, 6), (6, 10)),
-    ((0, 5), (0, 5), (5, 10), (5, 10)),
-    ((0, 3), (3, 5), (5, 8), (7, 10)),
-]
-
-
-@on_ranks
-def shared_gradient(group: ProcessGroup, spans: tuple[tuple[int, int], ...], dim: int) -> tuple[Tensor, int]:
-    """The gradient of this rank's rows, the value of which is the rank's number plus one, and the bytes sent."""
-    shard = WeightShard(group, dim, spans, 10)
-    start, stop = shard.span
-    module = torch.nn.Linear(1, 1)
-    shape = (stop - start, 3) if dim == 0 else (3, stop - start)
-    module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
-    register_weight_shards(module, {"weight": shard})
-    with seqpar.trace() as trace:
-        (with_reduced_gradient(module, "weight") * (group.rank() + 1)).sum().backward()
-    assert module.weight.grad is not None
-    return module.weight.grad.select(1 - dim, 0), trace.bytes_sent
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("spans", SHARED_SPANS)
-def test_only_shared_rows_are_summed(pool: Pool, spans: tuple[tuple[int, int], ...], dim: int) -> None:
-    holders = [[rank for rank, (a, b) in enumerate(spans) if a <= row < b] for row in range(10)]
-    shared = sum(len(ranks) > 1 for ranks in holders)
-    for (start, stop), (grad, sent) in zip(spans, pool.run(4, shared_gradient, spans, dim), strict=True):
-        assert grad.tolist() == [sum(rank + 1 for rank in holders[row]) for row in range(start, stop)]
-        assert sent == 2 * shared * 3 * 4 * 3 // 4  # a ring's all-reduce in float32
 
 
 def test_auto_is_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:

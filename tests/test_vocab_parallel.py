@@ -18,6 +18,7 @@ from seqpar.layers.sharded_vocab import check_ids
 from seqpar.layout import LAYOUTS, Layout
 
 from .live_bytes import LiveBytes
+from .models import full
 from .pool import Pool, on_ranks
 from .reference import assert_close
 
@@ -56,7 +57,7 @@ def make_head(group: ProcessGroup, vocab: int, weight: Tensor, bias: Tensor) -> 
 def loss_in_chunks(
     group: ProcessGroup, vocab: int, length: int, chunk_tokens: int | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The losses of all tokens, the gradient of this rank's tokens, and those of its part of the weights."""
+    """The losses of all tokens, and the gradients of this rank's tokens and of the full weights."""
     x, labels, grad, weight, bias = tensors(vocab, length, dtype)
     head = make_head(group, vocab, weight, bias)
     x_local = seqpar.shard(x, group=group, layout="contiguous").requires_grad_()
@@ -64,7 +65,7 @@ def loss_in_chunks(
     losses.backward(grad.to(losses.dtype))
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
     assert x_local.grad is not None and head.weight.grad is not None and head.bias.grad is not None
-    return [losses.detach(), x_local.grad, head.weight.grad, head.bias.grad]
+    return [losses.detach(), x_local.grad, full(head.weight.grad), full(head.bias.grad)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -77,10 +78,10 @@ def test_loss_in_chunks_equals_one_device(
     """Uneven vocabularies, ranks without entries or without tokens, chunks that do not divide."""
     losses, dx, dweight, dbias = one_device(vocab, length)
     by_rank = pool.run(world, loss_in_chunks, vocab, length, chunk_tokens, torch.float64)
-    for rank_losses, *_ in by_rank:
-        assert_close(rank_losses, losses, torch.float64, "losses")
-    for i, (expected, dim) in enumerate(((dx, 1), (dweight, 0), (dbias, 0)), start=1):
-        assert_close(torch.cat([found[i] for found in by_rank], dim), expected, torch.float64, f"gradient {i}")
+    assert_close(torch.cat([found[1] for found in by_rank], 1), dx, torch.float64, "gradient of x")
+    for found in by_rank:
+        for i, expected in ((0, losses), (2, dweight), (3, dbias)):
+            assert_close(found[i], expected, torch.float64, f"result {i}")
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -90,9 +91,9 @@ def test_loss_in_chunks_in_half_precision(pool: Pool, world: int) -> None:
     by_rank = pool.run(world, loss_in_chunks, 37, 24, 5, torch.bfloat16)
     # The logits come out of the GEMM in bfloat16.
     torch.testing.assert_close(by_rank[0][0].double(), losses, atol=5e-2, rtol=1e-2)
-    for i, (expected, dim) in enumerate(((dx, 1), (dweight, 0), (dbias, 0)), start=1):
-        found = torch.cat([r[i] for r in by_rank], dim).double()
-        assert (found - expected).norm() < 1e-2 * expected.norm()
+    gradients = torch.cat([found[1] for found in by_rank], 1), *by_rank[0][2:]
+    for gradient, expected in zip(gradients, (dx, dweight, dbias), strict=True):
+        assert (gradient.double() - expected).norm() < 1e-2 * expected.norm()
 
 
 @on_ranks

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from ..strategies import StrategyOptions
 
-_NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
+NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 
 
 class _LayerHeader(NamedTuple):
@@ -176,8 +176,8 @@ class AttentionLayer(nn.Module):
         self._parallel_context = ParallelContext(mesh, group)
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self._build(bias, bias if out_bias is None else out_bias, sinks, factory_kwargs)
-        self.q_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **factory_kwargs) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=_NORM_EPS, **factory_kwargs) if qk_norm else None
+        self.q_norm = self._norm(factory_kwargs) if qk_norm else None
+        self.k_norm = self._norm(factory_kwargs) if qk_norm else None
         self.rope = rope
         self.reset_parameters()
 
@@ -289,7 +289,9 @@ class AttentionLayer(nn.Module):
         ranks = self._parallel_context
         if chosen is None:
             chosen = traced_choice(q, k, v, mask, sharding, ranks, options)
-        out: Tensor = attention_op(q, k, v, self.sinks, None, seed, chosen, mask, sharding, ranks, options, None)[0]
+        out: Tensor = attention_op(
+            q, k, v, self._local_sinks, None, seed, chosen, mask, sharding, ranks, options, None
+        )[0]
         return out
 
     @no_compile
@@ -356,7 +358,7 @@ class AttentionLayer(nn.Module):
             q,
             k,
             v,
-            self.sinks,
+            self._local_sinks,
             None,
             call.seed,
             mask=call.mask,
@@ -415,6 +417,14 @@ class AttentionLayer(nn.Module):
         )
 
     # Tensor parallelism overrides the methods below.
+
+    def _norm(self, factory_kwargs: dict[str, Any]) -> nn.RMSNorm:
+        return nn.RMSNorm(self.head_dim, eps=NORM_EPS, **factory_kwargs)
+
+    @property
+    def _local_sinks(self) -> Tensor | None:
+        """The sinks of this rank's heads."""
+        return self.sinks
 
     @property
     def _heads(self) -> Heads:

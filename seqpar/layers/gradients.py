@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..checks import check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
-from ..mesh import context_group, sequence_group, size_of
-from .sharded_weights import WeightShard, weight_shards
+from ..mesh import context_group, sequence_group
+from .sharded_weights import tensor_parallel_parameters
 
 _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
 
@@ -34,15 +34,17 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     tokens. Each rank then holds a partial gradient, and the sum of the partial gradients is the full gradient.
 
     Weights that tensor-parallel layers shard are summed over the mesh's ring and ulysses dimensions only. All others
-    are summed over the whole sequence group, which includes tp if the module has such layers.
+    are summed over the whole sequence group, which includes tp if the module has such layers. In a module with such
+    layers, dimensions over which ``fully_shard`` has reduced a gradient are left out. ``fully_shard`` divides by its
+    number of ranks, so the loss has to be multiplied by it.
 
     Half-precision gradients are summed in float32 and rounded once. If a parameter has a gradient on some ranks only,
     the other ranks contribute zeros, and afterwards every rank has the sum. A parameter without a gradient on any rank
     keeps none. If a parameter is a DTensor, sharded over other dimensions of the mesh, its local shards are summed.
 
-    DDP or FSDP over a mesh that includes the sequence's dimensions already reduces the gradients over them: a call then
-    raises an error, and so does a second call for the same gradients. Pass the DDP or FSDP1 wrapper, not the module
-    inside it, which has no reference to its wrapper.
+    DDP or FSDP over a mesh that includes the sequence's dimensions already reduces the gradients over them. Without
+    tensor-parallel layers, a call then raises an error. A second call for the same gradients also raises. Pass the DDP
+    or FSDP1 wrapper, not the module inside it, which has no reference to its wrapper.
 
     Args:
         module: the module, built in the same way on every rank. Frozen parameters are left out.
@@ -57,20 +59,37 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     """
     check_module("module", module)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    shards = weight_shards(module)
-    sharded = [(name, p) for name, p in named if p in shards and size_of(shards[p].group) > 1]
     wrappers = [m for m in module.modules() if isinstance(m, DistributedDataParallel | FullyShardedDataParallel)]
-    if not sharded:
+    tensor_parallel = tensor_parallel_parameters(module)
+    if not tensor_parallel:
         _sync(named, sequence_group(mesh, group), wrappers)
         return
-    tensor_groups = {shards[p].group for _, p in sharded}
-    context = sequence_group(mesh, group) if mesh is None or mesh.ndim == 1 else context_group(mesh)
-    # On a plain group, weights and tokens are sharded over the same ranks, so no two ranks hold the same weights.
-    if context not in tensor_groups:
-        _sync(sharded, context, wrappers)
-    sharded_ids = {id(p) for _, p in sharded}
-    replicated = [(name, p) for name, p in named if id(p) not in sharded_ids]
-    _sync(replicated, sequence_group(mesh, group, "tp_sp"), wrappers)
+    by_groups: dict[tuple[ProcessGroup, ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, p in named:
+        by_groups.setdefault(_groups_left(p, p in tensor_parallel, mesh, group), []).append((name, p))
+    for groups, some in by_groups.items():  # in the same order on every rank
+        for one in groups:
+            _sync(some, one, wrappers, tensor_parallel)
+
+
+def _groups_left(
+    p: nn.Parameter, tensor_parallel: bool, mesh: DeviceMesh | None, group: ProcessGroup | None
+) -> tuple[ProcessGroup, ...]:
+    """The groups over which a gradient is still to be summed after FSDP, in a model with tensor-parallel layers."""
+    is_shard = tensor_parallel and isinstance(p, DTensor) and not p.placements[-1].is_replicate()
+    several = mesh is not None and mesh.ndim > 1
+    if not is_shard:
+        needed = sequence_group(mesh, group, "tp_sp")
+    else:
+        needed = context_group(mesh) if mesh is not None and several else None
+    if needed is None or needed.size() == 1:
+        return ()
+    reduced = _reduced_groups(p, tensor_parallel)
+    if mesh is None or not several or not any(_shares_ranks(one, needed) for one in reduced):
+        return (needed,)
+    names = ("ring", "ulysses") if is_shard else ("ring", "ulysses", "tp")
+    dimensions = [mesh.get_group(name) for name in names if name in (mesh.mesh_dim_names or ())]
+    return tuple(one for one in dimensions if not any(_shares_ranks(one, other) for other in reduced))
 
 
 @torch.no_grad()
@@ -79,10 +98,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``. The norm is that on one device, for any strategy.
 
-    With tensor-parallel layers, ``torch.nn.utils.clip_grad_norm_`` sees only this rank's shards of their weights. Each
-    rank of tp would compute a different norm, and the replicated weights would drift apart. Here the squares are summed
-    over the ranks that hold different rows, and rows that several ranks hold are counted once. Call it after
-    ``sync_gradients``. Without tensor-parallel layers or DTensor parameters nothing is sent.
+    Unlike ``torch.nn.utils.clip_grad_norm_``, it takes plain parameters and DTensors together, also DTensors on
+    different meshes. Call it after ``sync_gradients``. Without tensor-parallel layers or DTensor parameters nothing is
+    sent.
 
     Args:
         module: as given to ``sync_gradients``. Parameters without a gradient are left out.
@@ -100,8 +118,7 @@ def clip_grad_norm_(
     """
     check_module("module", module)
     parameters = [p for p in module.parameters() if p.requires_grad]
-    shards = weight_shards(module)
-    tensor_parallel = any(p in shards and size_of(shards[p].group) > 1 for p in parameters)
+    tensor_parallel = bool(tensor_parallel_parameters(module))
 
     def header() -> _ClipHeader:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
@@ -114,8 +131,8 @@ def clip_grad_norm_(
     # By the groups whose ranks hold different elements. Every rank has the same keys, also if it has no gradients.
     squares: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for p in parameters:
-        groups, own = _distinct_elements(p, shards.get(p))
-        squares.setdefault(groups, []).extend([] if own is None else [own])
+        own = [] if p.grad is None else [_local_tensor(p.grad)]
+        squares.setdefault(_sharded_over(p), []).extend(own)
     total: Tensor | None = None
     for groups, tensors in squares.items():
         square = _sum_of_squares(tensors, parameters[0])
@@ -139,24 +156,11 @@ class _ClipHeader(NamedTuple):
     max_norm: Fingerprint
 
 
-def _distinct_elements(p: nn.Parameter, shard: WeightShard | None) -> tuple[tuple[ProcessGroup, ...], Tensor | None]:
-    """The groups whose ranks hold different elements of a gradient, and the elements that this rank adds up."""
-    grad = p.grad
-    groups: tuple[ProcessGroup, ...] = ()
-    if shard is not None and size_of(shard.group) > 1:
-        assert shard.group is not None
-        groups = (shard.group,)
-        if shard.has_shared_rows:  # the first rank that holds a row adds it
-            start, stop = shard.span
-            held_before = max((end for _, end in shard.spans[: shard.group.rank()]), default=0)
-            first = min(max(start, held_before), stop) - start
-            if isinstance(grad, DTensor):  # FSDP has sharded the rows again, and all of them are needed
-                grad = grad.full_tensor()
-            return groups, None if grad is None else grad.narrow(shard.dim, first, stop - start - first)
-    if isinstance(p, DTensor):
-        mesh = p.device_mesh
-        groups += tuple(mesh.get_group(i) for i, placement in enumerate(p.placements) if placement.is_shard())
-    return groups, None if grad is None else _local_tensor(grad)
+def _sharded_over(p: nn.Parameter) -> tuple[ProcessGroup, ...]:
+    """The groups whose ranks hold different elements of a parameter."""
+    if not isinstance(p, DTensor):
+        return ()
+    return tuple(p.device_mesh.get_group(i) for i, place in enumerate(p.placements) if not place.is_replicate())
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -180,6 +184,7 @@ def _sync(
     named: list[tuple[str, nn.Parameter]],
     group: ProcessGroup | None,
     wrappers: Sequence[DistributedDataParallel | FullyShardedDataParallel],
+    tensor_parallel: Collection[nn.Parameter] = (),
 ) -> None:
     """Sum the gradients of these parameters over ``group``."""
     if group is None or group.size() == 1:
@@ -192,7 +197,7 @@ def _sync(
                 raise TypeError(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
                 )
-            _check_not_reduced(name, p, group)
+            _check_not_reduced(name, p, group, p in tensor_parallel)
         for wrapper in wrappers:
             if wrapper.process_group is not None and _shares_ranks(wrapper.process_group, group):
                 raise ValueError(
@@ -225,15 +230,20 @@ def _sync(
         _summed_over.setdefault(g, {})[group] = g._version
 
 
-def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup) -> None:
+def _reduced_groups(p: nn.Parameter, tensor_parallel: bool) -> list[ProcessGroup]:
+    """The groups over which FSDP reduces a gradient: the dimensions of the DTensor's mesh, tp's left out."""
+    if not isinstance(p, DTensor):
+        return []
+    return [p.device_mesh.get_group(i) for i in range(p.device_mesh.ndim - tensor_parallel)]
+
+
+def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, tensor_parallel: bool) -> None:
     """Raise if a gradient has been summed over the ranks of ``group`` already, by FSDP or by ``sync_gradients``."""
-    if isinstance(p, DTensor):
-        for dim in range(p.device_mesh.ndim):
-            if _shares_ranks(p.device_mesh.get_group(dim), group):
-                raise ValueError(
-                    f"{name}: a DTensor over ranks that share the sequence, whose gradient FSDP has reduced already; "
-                    "leave sync_gradients out, or shard the parameters over dp only"
-                )
+    if any(_shares_ranks(one, group) for one in _reduced_groups(p, tensor_parallel)):
+        raise ValueError(
+            f"{name}: a DTensor over ranks that share the sequence, whose gradient FSDP has reduced already; "
+            "leave sync_gradients out, or shard the parameters over dp only"
+        )
     if p.grad is not None:
         g = _local_tensor(p.grad)
         if _summed_over.get(g, {}).get(group) == g._version:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from ..checks import DTYPES
 from ..comm.collectives import all_reduce
 from ..comm.p2p import make_ready
-from ..layout import split_range
+from ..layout import chunk_range
 from ..mesh import rank_in, size_of
 from ..opaque import Opaque, constant
 from ..strategies.sequence_chunks import PartialSums, Piece, Rows, SequenceChunks, sum_dtype
@@ -66,7 +66,7 @@ class VocabPart(Opaque):
     @staticmethod
     def of_rank(num_embeddings: int, group: ProcessGroup | None, ignore_index: int = IGNORE_INDEX) -> VocabPart:
         """This rank's part of the vocabulary, which is sharded over ``group``."""
-        entries = split_range(num_embeddings, size_of(group), rank_in(group))
+        entries = chunk_range(num_embeddings, size_of(group), rank_in(group))
         return VocabPart(entries.start, len(entries), ignore_index)
 
     def index(self, labels: Tensor) -> tuple[Tensor, Tensor]:

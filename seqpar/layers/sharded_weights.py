@@ -1,246 +1,187 @@
-"""Weights sharded over a tensor-parallel group: the slice that each rank holds, and their form in the state dict.
+"""Weights of tensor-parallel layers: DTensor parameters over the tensor-parallel ranks.
 
-``register_weight_shards`` records how a module's own parameters are sharded. After that:
+A weight that divides over the ranks is ``Shard(dim)``. Each rank holds one chunk of it, as ``torch.chunk`` makes them.
+All other weights are ``Replicate()``: each rank holds the full weight. Where heads do not divide over the ranks, a rank
+computes with a part of a replicated weight, and the gradient is zero outside of this part.
 
-* ``state_dict()`` holds DTensors where the weight is sharded evenly, and full (all-gathered) tensors where heads do not
-  divide evenly or key/value heads are replicated. For the latter all ranks of the group must call it together.
-* ``load_state_dict()`` takes full tensors, DTensors, or this rank's slices.
-
-Both have the names and full shapes of the unsharded module, so a checkpoint loads under any number of ranks.
-
-Shapes: a full weight is ``[..., full_size, ...]`` and a rank's slice ``[..., stop - start, ...]`` at dimension ``dim``.
-For a projection, ``nn.Linear``'s ``[out_features, in_features]``: column-parallel is ``dim=0``, row-parallel ``dim=1``.
+Names and shapes are those of the full weights. PyTorch's functions know from the DTensors which rank holds what:
+``state_dict``, ``torch.distributed.checkpoint`` with the optimizer's state, ``clip_grad_norm_`` and ``fully_shard``,
+which adds its own dimensions before the tensor-parallel one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ..comm.collectives import all_gather, all_reduce
-from ..comm.handshake import all_gather_header
-from ..mesh import rank_in, size_of
-from ..opaque import Opaque, passed_as_it_is
-
-_SHARDS = "_seqpar_shards"  # the attribute in which a module keeps its WeightShards, by parameter name
+from ..layout import chunk_range
+from ..mesh import ParallelContext, size_of
 
 
-@passed_as_it_is(lambda shard: [shard.has_shared_rows], reads=["has_shared_rows"])
-@dataclass(frozen=True)
-class WeightShard(Opaque):
-    """The slice of a full weight that each rank holds.
+class Part(NamedTuple):
+    """The part of a replicated weight that this rank computes with: ``weight.narrow(dim, start, length)``."""
 
-    Attributes:
-        group: the tensor-parallel group; None is a single rank.
-        dim: the sharded dimension.
-        spans: by rank, the ``(start, stop)`` of its slice. Slices of several ranks overlap if key/value heads are
-            replicated.
-        full_size: the size of ``dim`` in the full weight.
-    """
-
-    group: ProcessGroup | None
     dim: int
-    spans: tuple[tuple[int, int], ...]
-    full_size: int
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """This rank's ``(start, stop)``."""
-        return self.spans[rank_in(self.group)]
-
-    @property
-    def is_even(self) -> bool:
-        """Whether a DTensor can describe the slices: equal, in the order of the ranks, without overlap."""
-        size, remainder = divmod(self.full_size, len(self.spans))
-        return remainder == 0 and all(span == (i * size, (i + 1) * size) for i, span in enumerate(self.spans))
-
-    @cached_property
-    def shared_spans(self) -> list[tuple[int, int]]:
-        """The ``(start, stop)`` of rows that several ranks hold. Each is entirely inside a rank's slice or outside."""
-        edges = sorted({edge for span in self.spans for edge in span})
-        return [(a, b) for a, b in pairwise(edges) if sum(start <= a and b <= stop for start, stop in self.spans) > 1]
-
-    @property
-    def has_shared_rows(self) -> bool:
-        """Whether some rows are held by several ranks."""
-        return bool(self.shared_spans)
-
-    def to_local(self, full: Tensor) -> Tensor:
-        """This rank's slice, a view of ``full``."""
-        start, stop = self.span
-        return full.narrow(self.dim, start, stop - start)
-
-    def full_shape(self, local: Tensor) -> list[int]:
-        """The shape of the full weight, from a rank's slice of it."""
-        return [*local.shape[: self.dim], self.full_size, *local.shape[self.dim + 1 :]]
-
-    def all_gather(self, local: Tensor) -> Tensor:
-        """The full weight, on every rank of the group, from every rank's slice."""
-        lengths = [stop - start for start, stop in self.spans]
-        by_rank = all_gather(local, lengths, self.dim, self.group).split(lengths, self.dim)
-        full = local.new_empty(self.full_shape(local))
-        # Overlapping slices hold the same values, so the order of the copies does not matter.
-        for (start, stop), part in zip(self.spans, by_rank, strict=True):
-            full.narrow(self.dim, start, stop - start).copy_(part)
-        return full
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightShard:
-        return self  # process groups cannot be copied
+    start: int
+    length: int
 
 
-def make_spans(
-    group: ProcessGroup | None, range_of_rank: Callable[[int], range], rows_per_item: int = 1
-) -> tuple[tuple[int, int], ...]:
-    """The spans of all ranks.
+class ShardedWeights(nn.Module):
+    """A module whose own parameters are DTensors over the tensor-parallel ranks, unless there is one rank."""
+
+    # By name of a DTensor parameter; None: this rank computes with all that it holds.
+    _parts: Mapping[str, Part | None] = MappingProxyType({})
+
+    def distribute(self, ranks: ParallelContext, **how: int | Part | None) -> None:
+        """Replace full parameters by DTensors.
+
+        Args:
+            ranks: the ranks of the layer.
+            how: for each parameter the dimension in which it is sharded, or, for a replicated one, the part that this
+                rank computes with. None: all of it.
+        """
+        if size_of(ranks.tensor) == 1:
+            return
+        full = {name: getattr(self, name) for name in how if getattr(self, name) is not None}
+        self._parts = {name: part if isinstance(part := how[name], Part) else None for name in full}
+        for name, weight in full.items():
+            dim = how[name]
+            placement = Shard(dim) if isinstance(dim, int) else Replicate()
+            meta = TensorMeta(weight.shape, weight.stride(), weight.dtype)
+            spec = DTensorSpec(_tensor_mesh(ranks, weight.device), (placement,), tensor_meta=meta)
+            setattr(self, name, nn.Parameter(_shard(weight.detach(), spec)))
+
+    def local_weight(self, name: str) -> Any:
+        """The part of parameter ``name`` that this rank computes with, a plain tensor; None if there is no such one."""
+        weight = getattr(self, name)
+        if not isinstance(weight, DTensor):
+            return weight
+        if weight.device_mesh.ndim > 1:
+            raise ValueError(
+                f"{name}: fully_shard has sharded this weight and not gathered it; call fully_shard on the whole "
+                "tensor-parallel layer, or on a module around it, not on a projection inside"
+            )
+        local = weight.to_local() if torch.compiler.is_compiling() else _ToLocal.apply(weight)
+        part = self._parts[name]
+        return local if part is None else local.narrow(*part)
+
+    def copy_parameters(self, full: nn.Module) -> None:
+        """Set the parameters to those of the full module."""
+        with torch.no_grad():
+            for name, weight in self.named_parameters(recurse=False):
+                weight.copy_(shard_like(getattr(full, name), weight))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in self._parts:
+            if isinstance(value := state_dict.get(prefix + name), Tensor):
+                state_dict[prefix + name] = shard_like(value, getattr(self, name))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class ShardedLinear(ShardedWeights, nn.Linear):
+    """A projection of a tensor-parallel layer. Every rank draws the full weight, so that one seed gives the same
+    weights for every number of ranks.
 
     Args:
-        group: the tensor-parallel group.
-        range_of_rank: the items (heads, or rows) of a rank.
-        rows_per_item: the rows of the weight for each item, such as head_dim for a head.
+        in_features: of the full weight.
+        out_features: of the full weight.
+        bias: whether it has a bias.
+        ranks: the ranks of the layer.
+        how: 0 for column-parallel, 1 for row-parallel, or the ``Part`` of a replicated weight in one of these
+            dimensions. The bias of a row-parallel projection is replicated.
+        factory_kwargs: device and dtype of the weights.
     """
-    ranges = (range_of_rank(rank) for rank in range(size_of(group)))
-    return tuple((r.start * rows_per_item, r.stop * rows_per_item) for r in ranges)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        ranks: ParallelContext,
+        how: int | Part,
+        factory_kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, **factory_kwargs)
+        rows = how == 0 or (isinstance(how, Part) and how.dim == 0)
+        self.distribute(ranks, weight=how, bias=how if rows else None)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        if not self._parts:
+            super().reset_parameters()
+            return
+        where: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.copy_parameters(nn.Linear(self.in_features, self.out_features, self.bias is not None, **where))
 
 
-def weight_shards(module: nn.Module) -> dict[Tensor, WeightShard]:
-    """The WeightShard of every parameter of ``module`` and its submodules that is sharded.
+class ReplicatedNorm(ShardedWeights, nn.RMSNorm):
+    """``nn.RMSNorm`` of a tensor-parallel layer."""
 
-    It is looked up by the parameters' names, because the parameters themselves are replaced by ``to_empty``, by a deep
-    copy, by ``load_state_dict(assign=True)`` and by FSDP.
+    def __init__(self, size: int, ranks: ParallelContext, **options: Any) -> None:
+        super().__init__(size, **options)
+        self.distribute(ranks, weight=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., size]``, normalised."""
+        return nn.functional.rms_norm(x, self.normalized_shape, self.local_weight("weight"), self.eps)
+
+
+def tensor_parallel_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The DTensor parameters of the tensor-parallel layers in ``module``. The last dimension of their mesh is tp."""
+    owners = (m for m in module.modules() if isinstance(m, ShardedWeights))
+    return {getattr(owner, name) for owner in owners for name in owner._parts}
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A full tensor, or a DTensor, distributed as ``parameter`` is. Nothing is sent for a full tensor.
+
+    A tensor of another shape, and any tensor for a plain parameter, is returned as it is.
     """
-    return {
-        getattr(submodule, name): shard
-        for submodule in module.modules()
-        for name, shard in getattr(submodule, _SHARDS, {}).items()
-    }
-
-
-def register_weight_shards(module: nn.Module, shards: dict[str, WeightShard]) -> None:
-    """Record how ``module``'s own parameters are sharded, by name, and convert them in its state dict."""
-    shards = {name: shard for name, shard in shards.items() if getattr(module, name) is not None}
-    setattr(module, _SHARDS, shards)
-
-    def save(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for name, shard in shards.items():
-            if prefix + name in state and size_of(shard.group) > 1:
-                state[prefix + name] = _to_state_dict(state[prefix + name], shard)
-
-    def load(module: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        for name, shard in shards.items():
-            if prefix + name in state:
-                state[prefix + name] = _from_state_dict(state[prefix + name], shard, getattr(module, name))
-
-    module.register_state_dict_post_hook(save)
-    module.register_load_state_dict_pre_hook(load)
-
-
-def _mesh_of(group: ProcessGroup, device_type: str) -> DeviceMesh:
-    """``group`` as a mesh of one dimension, for DTensors. It is not kept, because it keeps the group alive."""
-    return DeviceMesh.from_group(group, device_type)
-
-
-def _to_state_dict(local: Tensor, shard: WeightShard) -> Tensor:
-    """A DTensor if the slices are even, else the all-gathered full weight."""
-    if isinstance(local, DTensor):  # FSDP has sharded this rank's slice once more
-        local = local.full_tensor()
-    if shard.is_even and shard.group is not None:
-        return DTensor.from_local(local, _mesh_of(shard.group, local.device.type), [Shard(shard.dim)], run_check=False)
-    # If only some ranks make this call, they raise an error that names the missing ranks.
-    all_gather_header(lambda: _SavedWeight(shard.full_size, local.dtype), shard.group)
-    return shard.all_gather(local)
-
-
-class _SavedWeight(NamedTuple):
-    """A weight that the ranks all-gather for a state dict."""
-
-    full_size: int
-    dtype: torch.dtype
-
-
-def _from_state_dict(value: Tensor, shard: WeightShard, parameter: Tensor) -> Tensor:
-    """This rank's slice of a loaded value, sharded once more where FSDP has sharded ``parameter``."""
-    local = _local_slice(value, shard)
-    if isinstance(parameter, DTensor) and not isinstance(local, DTensor):
-        return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return local
-
-
-def _local_slice(value: Tensor, shard: WeightShard) -> Tensor:
-    """This rank's slice of a DTensor or a full tensor; a slice is returned as it is."""
-    start, stop = shard.span
+    value = value.detach()
+    if not isinstance(parameter, DTensor):
+        return value
     if isinstance(value, DTensor):
-        if shard.is_even and shard.group is not None and value.device_mesh == _mesh_of(shard.group, value.device.type):
-            return value.to_local()
+        if value.device_mesh == parameter.device_mesh and value.placements == parameter.placements:
+            return value
         value = value.full_tensor()
-    if value.shape[shard.dim] == shard.full_size:
-        return shard.to_local(value)
-    if value.shape[shard.dim] != stop - start:
-        raise ValueError(
-            f"state dict: dimension {shard.dim} of {tuple(value.shape)} has {value.shape[shard.dim]} entries; expected "
-            f"the full weight's {shard.full_size} or this rank's {stop - start}; pass the full weight"
-        )
-    return value
+    return _shard(value, parameter._spec) if value.shape == parameter.shape else value
 
 
-class _AllReduceSharedRows(torch.autograd.Function):
-    """Forward is the identity; backward sums the gradient of rows that several ranks hold."""
+def _shard(full: Tensor, spec: DTensorSpec) -> DTensor:
+    """This rank's shard of a full tensor."""
+    # fully_shard puts its dimensions first, and shards the chunks of the dimensions after them.
+    for i, placement in reversed(list(enumerate(spec.placements))):
+        if not placement.is_replicate():
+            dim: int = placement.dim  # type: ignore[attr-defined]  # of Shard and of _StridedShard
+            rows = chunk_range(full.shape[dim], spec.mesh.size(i), spec.mesh.get_local_rank(i))
+            full = full.narrow(dim, rows.start, len(rows))
+    return DTensor(full.clone(memory_format=torch.contiguous_format), spec, requires_grad=False)
+
+
+def _tensor_mesh(ranks: ParallelContext, device: torch.device) -> DeviceMesh:
+    """The tensor-parallel ranks as a mesh of one dimension. A part of the layer's mesh, so that FSDP's can join it."""
+    if ranks.mesh is not None:
+        return ranks.mesh if ranks.mesh.ndim == 1 else ranks.mesh["tp"]
+    assert ranks.tensor is not None
+    types = {d.type for d in ranks.tensor._device_types}
+    return DeviceMesh.from_group(ranks.tensor, device.type if device.type in types else min(types))
+
+
+class _ToLocal(torch.autograd.Function):
+    """``DTensor.to_local`` in a third of its host time."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, shard: WeightShard) -> Tensor:
-        ctx.shard = shard
-        return weight.view_as(weight)
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.spec = weight._spec
+        return weight._local_tensor.view_as(weight._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_shared_rows(grad, ctx.shard), None
-
-
-@torch.library.custom_op("seqpar::sum_shared_rows", mutates_args=())
-def _sum_shared_rows(grad: Tensor, shard: WeightShard) -> Tensor:
-    """``grad`` with its shared rows summed over the ranks that hold them."""
-    # Different heads are shared by different ranks. One all-reduce of all shared rows over the whole group avoids a
-    # process group for each set of ranks.
-    dim, (start, stop) = shard.dim, shard.span
-    sizes = [b - a for a, b in shard.shared_spans]
-    shared = grad.new_zeros(
-        *grad.shape[:dim], sum(sizes), *grad.shape[dim + 1 :], dtype=torch.promote_types(grad.dtype, torch.float32)
-    )
-    total = grad.clone()
-    held = [
-        (total.narrow(dim, a - start, b - a), rows)
-        for (a, b), rows in zip(shard.shared_spans, shared.split(sizes, dim), strict=True)
-        if start <= a and b <= stop
-    ]
-    for own, rows in held:
-        rows.copy_(own)
-    all_reduce(shared, shard.group)
-    for own, rows in held:
-        own.copy_(rows)
-    return total
-
-
-@_sum_shared_rows.register_fake
-def _(grad: Tensor, shard: WeightShard) -> Tensor:
-    return torch.empty_like(grad)
-
-
-def with_reduced_gradient(module: nn.Module, name: str) -> Tensor:
-    """The weight ``name`` of ``module``, for use in forward.
-
-    If several ranks hold the same rows (replicated key/value heads), its gradient is summed over those ranks, so that
-    the copies stay equal.
-    """
-    weight: Tensor = getattr(module, name)
-    shard: WeightShard | None = getattr(module, _SHARDS, {}).get(name)
-    if shard is None or not shard.has_shared_rows:
-        return weight
-    out: Tensor = _AllReduceSharedRows.apply(weight, shard)
-    return out
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)

@@ -22,7 +22,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
-from ..layout import Layout, SequenceSharding, split_range
+from ..layout import Layout, SequenceSharding
 from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
@@ -35,21 +35,20 @@ from ..strategies.tensor_operators import (
     traced_linear_reduce_scatter,
 )
 from ..strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
-from .attention import AttentionLayer
-from .sharded_weights import WeightShard, make_spans, register_weight_shards, with_reduced_gradient
+from .attention import NORM_EPS, AttentionLayer
+from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
 
 # The tokens of all ranks; None if there is one rank.
 Chunks = SequenceChunks | TracedChunks | None
 
 
-class MegatronAttention(AttentionLayer):
+class MegatronAttention(ShardedWeights, AttentionLayer):
     """Attention with its heads sharded over ``tp``; outside the layer, the tokens are sharded over ``tp``.
 
-    Each rank holds the rows of ``q_proj``, ``k_proj`` and ``v_proj`` that belong to its heads, and the columns of
-    ``o_proj`` that read them. Heads need not divide by the ranks. Ranks that read the same KV head hold copies of its
-    rows, and backward sums the gradients of the copies. The bias of ``o_proj`` is replicated, and added once, after
-    the reduce-scatter. The state dict has the names and shapes of the full weights, so that it loads under every
-    strategy and number of ranks.
+    The parameters are DTensors over ``tp``. Each rank holds the rows of ``q_proj``, ``k_proj`` and ``v_proj`` that
+    belong to its heads, and the columns of ``o_proj`` that read them. Heads need not divide by the ranks: if the KV
+    heads do not, each rank holds all of ``k_proj`` and ``v_proj``; if the query heads do not, all projections. A rank
+    computes with its own heads in any case. The bias of ``o_proj`` is added once, after the reduce-scatter.
 
     On a mesh with ring or ulysses dimensions, the sequence is sharded over ring x ulysses x tp (tp fastest), as
     ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does. Every rank of ``tp`` must compute the same
@@ -89,22 +88,31 @@ class MegatronAttention(AttentionLayer):
         self._groups()  # raises here, not at the first forward
 
     def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
-        tp, d = self._tp, self.head_dim
-        self._tensor_ranks = size_of(tp)
-        by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(size_of(tp))
-        self._local_heads = by_rank[rank_in(tp)]
-        q_spans = make_spans(tp, lambda rank: by_rank[rank].queries, d)
-        kv_spans = make_spans(tp, lambda rank: by_rank[rank].kv, d)
-        q_shard = WeightShard(tp, 0, q_spans, self.num_heads * d)
-        kv_shard = WeightShard(tp, 0, kv_spans, self.num_kv_heads * d)
-        o_shard = WeightShard(tp, 1, q_spans, self.num_heads * d)
-        self.q_proj = column_parallel(self.hidden_size, q_shard, bias, factory_kwargs)
-        self.k_proj = column_parallel(self.hidden_size, kv_shard, bias, factory_kwargs)
-        self.v_proj = column_parallel(self.hidden_size, kv_shard, bias, factory_kwargs)
-        self.o_proj = row_parallel(self.hidden_size, o_shard, out_bias, factory_kwargs)
-        self.sinks = nn.Parameter(torch.empty(len(self._heads.queries), **factory_kwargs)) if sinks else None
-        sink_spans = make_spans(tp, lambda rank: by_rank[rank].queries)
-        register_weight_shards(self, {"sinks": WeightShard(tp, 0, sink_spans, self.num_heads)})
+        ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
+        self._tensor_ranks = size_of(ranks.tensor)
+        by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
+        own = self._local_heads = by_rank[rank_in(ranks.tensor)]
+
+        def how(dim: int, heads: int, own: range, rows: int = d) -> int | Part:
+            """How the ``rows`` of each of ``heads`` are distributed, of which this rank computes with its ``own``."""
+            return dim if heads % self._tensor_ranks == 0 else Part(dim, own.start * rows, len(own) * rows)
+
+        keys = how(0, self.num_kv_heads, own.kv)
+        linear = partial(ShardedLinear, ranks=ranks, factory_kwargs=factory_kwargs)
+        self.q_proj = linear(hidden, self.num_heads * d, bias, how=how(0, self.num_heads, own.queries))
+        self.k_proj = linear(hidden, self.num_kv_heads * d, bias, how=keys)
+        self.v_proj = linear(hidden, self.num_kv_heads * d, bias, how=keys)
+        self.o_proj = linear(self.num_heads * d, hidden, out_bias, how=how(1, self.num_heads, own.queries))
+        self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
+        self.distribute(ranks, sinks=how(0, self.num_heads, own.queries, 1))
+
+    def _norm(self, factory_kwargs: dict[str, Any]) -> nn.RMSNorm:
+        return ReplicatedNorm(self.head_dim, self._parallel_context, eps=NORM_EPS, **factory_kwargs)
+
+    @property
+    def _local_sinks(self) -> Tensor | None:
+        sinks: Tensor | None = self.local_weight("sinks")
+        return sinks
 
     @property
     def _tp(self) -> ProcessGroup | None:
@@ -209,13 +217,11 @@ class MegatronMLP(nn.Module):
         self.activation, self.overlap, self.hidden_size = activation, overlap, hidden_size
         self._parallel_context = ParallelContext(mesh, group)
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
-        tp = self._parallel_context.tensor
-        self._tensor_ranks = size_of(tp)
-        spans = make_spans(tp, partial(split_range, intermediate_size, size_of(tp)))
-        column, row = (WeightShard(tp, dim, spans, intermediate_size) for dim in (0, 1))
-        self.gate_proj = column_parallel(hidden_size, column, bias, factory_kwargs) if activation == "swiglu" else None
-        self.up_proj = column_parallel(hidden_size, column, bias, factory_kwargs)
-        self.down_proj = row_parallel(hidden_size, row, bias, factory_kwargs)
+        self._tensor_ranks = size_of(self._parallel_context.tensor)
+        linear = partial(ShardedLinear, bias=bias, ranks=self._parallel_context, factory_kwargs=factory_kwargs)
+        self.gate_proj = linear(hidden_size, intermediate_size, how=0) if activation == "swiglu" else None
+        self.up_proj = linear(hidden_size, intermediate_size, how=0)
+        self.down_proj = linear(intermediate_size, hidden_size, how=1)
 
     def forward(self, x_local: Tensor, sharding: Sharding | None = None) -> Tensor:
         """``x_local [batch, seq, hidden]``, this rank's tokens, to ``y_local`` of the same shape.
@@ -306,55 +312,30 @@ def agreed_lengths(
     return sharding.lengths_in(group)
 
 
-def column_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:
-    """This rank's rows of a column-parallel projection."""
-    return shard_linear(
-        nn.Linear(hidden_size, shard.full_size, bias=bias, **factory_kwargs), {"weight": shard, "bias": shard}
-    )
-
-
-def row_parallel(hidden_size: int, shard: WeightShard, bias: bool, factory_kwargs: dict[str, Any]) -> nn.Linear:
-    """This rank's columns of a row-parallel projection; its bias is replicated."""
-    return shard_linear(nn.Linear(shard.full_size, hidden_size, bias=bias, **factory_kwargs), {"weight": shard})
-
-
-def shard_linear(linear: nn.Linear, shards: dict[str, WeightShard]) -> nn.Linear:
-    """Replace a full layer's weights by this rank's shards. The full weights are initialised first, so that the same
-    seed gives the same model for every number of ranks."""
-    for name, shard in shards.items():
-        weight = getattr(linear, name)
-        if weight is not None and size_of(shard.group) > 1:
-            setattr(linear, name, nn.Parameter(shard.to_local(weight.detach()).clone()))
-    linear.out_features, linear.in_features = linear.weight.shape
-    register_weight_shards(linear, shards)
-    return linear
-
-
-def column_linear(x: Tensor, linears: tuple[nn.Linear, ...], chunks: Chunks) -> list[Tensor]:
+def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], chunks: Chunks) -> list[Tensor]:
     """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
     if chunks is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    weights = [with_reduced_gradient(linear, "weight") for linear in linears]
+    weights = [linear.local_weight("weight") for linear in linears]
     if isinstance(chunks, TracedChunks):
         outs = traced_all_gather_linear(x, weights, chunks)
     else:
         outs = all_gather_linear(x, weights, chunks)
     return [
-        y if linear.bias is None else y + with_reduced_gradient(linear, "bias")
-        for y, linear in zip(outs, linears, strict=True)
+        y if linear.bias is None else y + linear.local_weight("bias") for y, linear in zip(outs, linears, strict=True)
     ]
 
 
-def row_linear(x: Tensor, linear: nn.Linear, chunks: Chunks) -> Tensor:
+def row_linear(x: Tensor, linear: ShardedLinear, chunks: Chunks) -> Tensor:
     """Project and reduce-scatter the tokens: ``x [b, t, in_local]`` to ``[b, s, out]``."""
     if chunks is None:
         y: Tensor = linear(x)
         return y
     if isinstance(chunks, TracedChunks):
-        y = traced_linear_reduce_scatter(x, linear.weight, chunks)
+        y = traced_linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
     else:
-        y = linear_reduce_scatter(x, linear.weight, chunks)
-    return y if linear.bias is None else y + linear.bias
+        y = linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
+    return y if linear.bias is None else y + linear.local_weight("bias")
 
 
 def _default_context(mesh: DeviceMesh | None) -> str:

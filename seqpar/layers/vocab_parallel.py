@@ -8,7 +8,6 @@ are the ranks' ``s``, and ``t`` is their sum. Tokens of the group are in the ord
 
 from __future__ import annotations
 
-from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice, check_hidden, check_int, no_compile
 from ..comm.collectives import all_gather
-from ..layout import split_range
 from ..mesh import ParallelContext, size_of, tensor_group
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient
@@ -35,14 +33,14 @@ from .sharded_vocab import (
     check_logits,
     check_tokens,
 )
-from .sharded_weights import WeightShard, make_spans, register_weight_shards
-from .tensor_parallel import HiddenHeader, agreed_lengths, column_linear, shard_linear, tokens_in_rank_order
+from .sharded_weights import ShardedLinear, ShardedWeights
+from .tensor_parallel import HiddenHeader, agreed_lengths, column_linear, tokens_in_rank_order
 from .vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
 
 _CHUNK_BYTES = 128 << 20  # of the float32 logits that exist at a time, by default
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ShardedWeights):
     """Maps ids ``[batch, seq]`` of this rank's tokens to embeddings ``[batch, seq, hidden]`` of the same tokens.
 
     Each rank holds the embeddings of a part of the vocabulary, whose size need not divide by the number of ranks. The
@@ -77,13 +75,15 @@ class VocabParallelEmbedding(nn.Module):
         check_int("embedding_dim", embedding_dim, 1)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self._parallel_context = ParallelContext(mesh, group)
-        tp = self._parallel_context.tensor
-        shard = _vocab_shard(num_embeddings, tp)
-        # Every rank draws the full weight, so that one seed gives the same weights for every number of ranks.
-        full = nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype).weight.detach()
-        self.weight = nn.Parameter(shard.to_local(full).clone())  # [v, d]
-        self._part = VocabPart.of_rank(num_embeddings, tp)
-        register_weight_shards(self, {"weight": shard})
+        self._part = VocabPart.of_rank(num_embeddings, self._parallel_context.tensor)
+        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+        self.distribute(self._parallel_context, weight=0)  # [v, d] on this rank
+
+    def reset_parameters(self) -> None:
+        """Draw the weight. Every rank draws the full one, so that one seed gives the same for any number of ranks."""
+        where: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.copy_parameters(nn.Embedding(self.num_embeddings, self.embedding_dim, **where))
 
     def forward(self, ids: Tensor, sharding: Sharding | None = None) -> Tensor:
         """Embed this rank's tokens.
@@ -104,7 +104,8 @@ class VocabParallelEmbedding(nn.Module):
         if not torch.compiler.is_compiling() or not isinstance(sharding, Sharding):
             return self._eager(ids, sharding)
         traced: Any = sharding
-        out: Tensor = embedding_op(ids, self.weight, self.num_embeddings, self._part, traced, self._parallel_context)[0]
+        weight = self.local_weight("weight")
+        out: Tensor = embedding_op(ids, weight, self.num_embeddings, self._part, traced, self._parallel_context)[0]
         return out
 
     @no_compile
@@ -118,11 +119,11 @@ class VocabParallelEmbedding(nn.Module):
 
         lengths = agreed_lengths(header, tp, sharding, "batch")
         chunks = SequenceChunks.in_rank_order(tp, lengths, "none", ids.device)
-        out: Tensor = Embedding.apply(all_gather(ids, lengths, 1, tp), self.weight, self._part, chunks)
+        out: Tensor = Embedding.apply(all_gather(ids, lengths, 1, tp), self.local_weight("weight"), self._part, chunks)
         return out
 
 
-class VocabParallelHead(nn.Linear):
+class VocabParallelHead(ShardedLinear):
     """Maps hidden states of this rank's tokens to logits of the group's tokens over this rank's part of the vocabulary.
 
     The input is ``[batch, seq, hidden]``. The output is ``[batch, tokens, vocab_local]``, with the tokens in the order
@@ -159,12 +160,12 @@ class VocabParallelHead(nn.Linear):
         check_int("hidden_size", hidden_size, 1)
         check_int("num_embeddings", num_embeddings, 1)
         check_choice("overlap", overlap, OVERLAPS)
-        super().__init__(hidden_size, num_embeddings, bias=bias, device=device, dtype=dtype)
+        ranks = ParallelContext(mesh, group)
+        super().__init__(hidden_size, num_embeddings, bias, ranks, 0, {"device": device, "dtype": dtype})
         self.overlap: Overlap = overlap
-        self._parallel_context = ParallelContext(mesh, group)
-        shard = _vocab_shard(num_embeddings, self._parallel_context.tensor)
-        shard_linear(self, {"weight": shard, "bias": shard})  # weight [v, d]
-        self._num_embeddings, self._vocab_start = num_embeddings, shard.span[0]
+        self._parallel_context = ranks
+        self._num_embeddings = num_embeddings
+        self._part = VocabPart.of_rank(num_embeddings, ranks.tensor)  # weight [v, d] on this rank
         self._tensor_ranks = size_of(self._parallel_context.tensor)
 
     def forward(
@@ -213,18 +214,19 @@ class VocabParallelHead(nn.Linear):
             chunks = TracedChunks(x.shape[1], sharding, ranks, ChunkOptions(self.overlap))
             (logits,) = column_linear(x, (self,), chunks if self._tensor_ranks > 1 else None)
             return logits
-        x, weight = to_autocast_dtype(x, self.weight)
-        part = VocabPart(self._vocab_start, len(weight), index(ignore_index))  # torch.compile may have made a variable
+        x, weight = to_autocast_dtype(x, self.local_weight("weight"))
+        # torch.compile may have made ignore_index a variable.
+        part = VocabPart(self._part.start, self._part.size, index(ignore_index))
         tokens = self._tokens_at_a_time(chunk_tokens)
         loss: Tensor = linear_cross_entropy_op(
-            x, weight, self.bias, labels, self._num_embeddings, part, tokens, sharding, ranks
+            x, weight, self.local_weight("bias"), labels, self._num_embeddings, part, tokens, sharding, ranks
         )[0]
         return loss
 
     def _tokens_at_a_time(self, chunk_tokens: int | None) -> int:
         """``chunk_tokens`` with its default filled in."""
         if chunk_tokens is None:
-            return max(1, _CHUNK_BYTES // (4 * max(1, len(self.weight))))
+            return max(1, _CHUNK_BYTES // (4 * max(1, self._part.size)))
         check_int("chunk_tokens", chunk_tokens, 1)
         return chunk_tokens
 
@@ -255,11 +257,11 @@ class VocabParallelHead(nn.Linear):
 
         lengths = agreed_lengths(header, tp, sharding, "batch", "dtype", "requires_gradient")
         chunks = SequenceChunks.in_rank_order(tp, lengths, "ring", x_local.device)
-        x, weight = to_autocast_dtype(x_local, self.weight)
+        x, weight = to_autocast_dtype(x_local, self.local_weight("weight"))
         all_labels = all_gather(labels, lengths, 1, tp)
-        part = VocabPart(self._vocab_start, len(weight), ignore_index)
+        part = VocabPart(self._part.start, self._part.size, ignore_index)
         tokens = self._tokens_at_a_time(chunk_tokens)
-        loss: Tensor = LinearCrossEntropy.apply(x, weight, self.bias, all_labels, part, tokens, chunks)
+        loss: Tensor = LinearCrossEntropy.apply(x, weight, self.local_weight("bias"), all_labels, part, tokens, chunks)
         return loss
 
 
@@ -333,11 +335,6 @@ def _eager_cross_entropy(
     check_tokens(logits, lengths)
     loss: Tensor = CrossEntropy.apply(logits, all_gather(labels, lengths, 1, tp), part, tp)
     return loss
-
-
-def _vocab_shard(num_embeddings: int, tp: ProcessGroup | None) -> WeightShard:
-    """The rows of a weight ``[num_embeddings, hidden]``, split over the ranks."""
-    return WeightShard(tp, 0, make_spans(tp, partial(split_range, num_embeddings, size_of(tp))), num_embeddings)
 
 
 class _IdsHeader(NamedTuple):

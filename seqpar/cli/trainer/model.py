@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ...kernels import BackendName
 from ...layers import MegatronMLP, RotaryEmbedding
 from ...layers.factory import ParallelAttention
-from ...layers.sharded_weights import weight_shards
+from ...layers.sharded_weights import shard_like
 from ...mask import Mask
 from ...sharding import Sharding
 from ...strategies import StrategyName, StrategyOptions
@@ -145,7 +145,6 @@ class ByteLlama(nn.Module):
     def reset_parameters(self, seed: int) -> None:
         """Draw the weights from ``seed``: the same under every strategy, number of ranks and device."""
         generator = torch.Generator().manual_seed(seed)
-        shards = weight_shards(self)
         for name, p in self.named_parameters():
             if p.dim() < 2:  # a norm's weight stays 1
                 continue
@@ -153,11 +152,9 @@ class ByteLlama(nn.Module):
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 * ((2 * len(self.layers)) ** -0.5 if residual else 1.0)
             # Every rank draws the full weight. Under tp_sp it keeps only its slice.
-            shard = shards.get(p)
-            full = torch.empty(p.shape if shard is None else shard.full_shape(p))
-            full.normal_(0, std, generator=generator)
+            full = torch.empty(p.shape).normal_(0, std, generator=generator)
             with torch.no_grad():
-                p.copy_(full if shard is None else shard.to_local(full))
+                p.copy_(shard_like(full, p))
 
     def forward(self, tokens: Tensor, mask: Mask, sharding: Sharding) -> Tensor:
         """Logits of this rank's tokens.

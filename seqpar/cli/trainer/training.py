@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ...comm.trace import trace
 from ...layers import clip_grad_norm_, sync_gradients
-from ...layers.sharded_weights import weight_shards
+from ...layers.sharded_weights import shard_like
 from ...sharding import Sharding
 from ...strategies import STRATEGIES, resolve
 from ..launch import CommandError
@@ -91,15 +91,13 @@ class Training:
             **config.strategy_options,
         )
         self.model.reset_parameters(config.seed)
-        self.shards = weight_shards(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1)
         torch.manual_seed(config.seed)  # rank 0 draws the seeds of dropout from this generator
 
     @property
     def parameters(self) -> int:
         """The number of weights of the full model, of all tensor-parallel ranks together."""
-        sizes = ((p, self.shards.get(p)) for p in self.model.parameters())
-        return sum(p.numel() if s is None else prod(s.full_shape(p)) for p, s in sizes)
+        return sum(p.numel() for p in self.model.parameters())
 
     @property
     def fixed_options(self) -> dict[str, Any]:
@@ -147,12 +145,9 @@ class Training:
     def save(self, path: Path) -> None:
         """Write a checkpoint of the full weights and of the optimizer's state. All ranks call this; rank 0 writes."""
         # Under tp_sp the weights and the moments are gathered from all ranks, so all ranks must get here.
-        weights = {
-            name: weight.full_tensor() if isinstance(weight, DTensor) else weight
-            for name, weight in self.model.state_dict().items()
-        }
+        weights = {name: _full(weight) for name, weight in self.model.state_dict().items()}
         moments = {
-            name: {key: self._full(p, x) if x.shape == p.shape else x for key, x in self.optimizer.state[p].items()}
+            name: {key: _full(x) for key, x in self.optimizer.state[p].items()}
             for name, p in self.model.named_parameters()
         }
         if self.world.rank != 0:
@@ -179,18 +174,13 @@ class Training:
             raise ValueError(f"--resume: {len(state['losses'])} steps are done already; choose a larger --steps")
         self.model.load_state_dict(state["model"])
         for name, p in self.model.named_parameters():
-            moments = {key: self._local(p, x) for key, x in state["optimizer"][name].items()}
+            moments = {key: shard_like(x, p) for key, x in state["optimizer"][name].items()}
             # AdamW keeps its step count on the CPU, and the moments beside the weight.
             self.optimizer.state[p] = {k: x if k == "step" else x.to(p.device) for k, x in moments.items()}
         self.losses = list(state["losses"])
         torch.set_rng_state(state["rng"])
 
-    def _full(self, parameter: Tensor, local: Tensor) -> Tensor:
-        """The full gradient or moment of a parameter, from each rank's slice. All ranks call it together."""
-        shard = self.shards.get(parameter)
-        return local if shard is None else shard.all_gather(local)
 
-    def _local(self, parameter: Tensor, full: Tensor) -> Tensor:
-        """This rank's slice of a full gradient or moment of a parameter."""
-        shard = self.shards.get(parameter)
-        return full if shard is None or full.dim() == 0 else shard.to_local(full).clone()
+def _full(x: Tensor) -> Tensor:
+    """A weight or a moment in full. Under tp_sp all ranks call it together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
