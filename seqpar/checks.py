@@ -29,6 +29,16 @@ _REPLACED_BY_MASK = {
     "attention_mask": "such as mask=seqpar.Mask.causal(): a dense mask is not taken",
 }
 
+# Arguments of F.scaled_dot_product_attention that have another name here, or none.
+_NAMED_OTHERWISE = {
+    "scale": "seqpar.attention calls it softmax_scale",
+    "dropout": "it is called dropout_p",
+    "enable_gqa": "leave it out: k and v may always have fewer heads than q",
+}
+# No model has more heads. Tensors [batch, heads, seq, head_dim] have as many "heads" as tokens.
+_MOST_HEADS = 256
+TRANSPOSE = "if q, k and v are [batch, heads, seq, head_dim], transpose them to [batch, seq, heads, head_dim]"
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -101,6 +111,8 @@ def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str])
             )
         if option in _REPLACED_BY_MASK:
             raise TypeError(f"{option}: not an option; pass a mask, {_REPLACED_BY_MASK[option]}")
+        if option in _NAMED_OTHERWISE:
+            raise TypeError(f"{option}: not an option; {_NAMED_OTHERWISE[option]}")
         nearest = get_close_matches(option, names, n=1, cutoff=0.0)
         hint = f"did you mean {nearest[0]!r}? Its options are {', '.join(names)}" if names else "it has none"
         raise TypeError(f"{option}: not an option of strategy {strategy!r}; {hint}")
@@ -151,10 +163,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, all_heads: bool = True) -> None:
         )
     for axis, name in ((0, "batch"), (1, "length"), (3, "head_dim")):
         if q.shape[axis] != k.shape[axis]:
+            swapped = f"; {TRANSPOSE}" if name == "length" and q.shape[2] == k.shape[2] else ""
             raise ValueError(
                 f"{name}: q {tuple(q.shape)} has {q.shape[axis]} and k {tuple(k.shape)} has {k.shape[axis]}; "
-                f"they need the same {name} (self-attention over one sequence, [batch, seq, heads, head_dim])"
+                f"they need the same {name} (self-attention over one sequence, [batch, seq, heads, head_dim]){swapped}"
             )
+    if q.shape[2] > max(_MOST_HEADS, q.shape[1]):
+        raise ValueError(f"q: shape {tuple(q.shape)} has {q.shape[2]} heads of {q.shape[1]} tokens; {TRANSPOSE}")
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
     if all_heads and (heads < 1 or kv_heads < 1 or heads % kv_heads):
         raise ValueError(

@@ -32,7 +32,7 @@ from .mesh import AttentionGroups, rank_in, sequence_group, size_of
 from .planner.auto import AttentionShape, choose_strategy, traced_choice
 from .schedule import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
-from .strategies import STRATEGIES, Comm, StrategyName, resolve
+from .strategies import STRATEGIES, Comm, StrategyName, check_strategy, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
 from .strategies.operators import (
     ANY_RANKS,
@@ -220,7 +220,7 @@ def _traced(
     latent_weight: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` while torch.compile traces it: an operator, which checks the arguments that change every step."""
-    check_choice("strategy", strategy, STRATEGIES)
+    check_strategy(strategy)
     check_options(strategy, strategy_options, STRATEGIES[strategy].options)
     check_bool("deterministic", deterministic)
     check_bool("return_lse", return_lse)
@@ -338,7 +338,7 @@ def _eager(
         joins_backward = any_needs_gradient([header.gradient for header in headers])
     else:
         assert seq_len is not None
-        check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout)
+        check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout, num_heads)
     mask.check_length(seq_len)
     if strategy == "auto" and groups.sequence is not None and groups.sequence.size() > 1:
         shape = AttentionShape(batch, num_heads, k.shape[2], (head_dim + v.shape[3]) // 2, q.dtype)

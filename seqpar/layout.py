@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from .cache import cached_tensors
+from .checks import TRANSPOSE
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -110,13 +111,17 @@ def check_lengths(lengths: Sequence[int], layout: Layout, seq_len: int | None = 
     return total
 
 
-def check_length(length: int, seq_len: int, ranks: int, rank: int, layout: Layout) -> None:
-    """Raise a ValueError if this rank's shard of a sequence of ``seq_len`` tokens does not hold ``length`` tokens."""
+def check_length(length: int, seq_len: int, ranks: int, rank: int, layout: Layout, heads: int | None = None) -> None:
+    """Raise a ValueError if this rank's shard of a sequence of ``seq_len`` tokens does not hold ``length`` tokens.
+
+    ``heads`` is the number of query heads, for an error that recognises ``[batch, heads, seq, head_dim]``.
+    """
     expected = shard_length(seq_len, ranks, rank, layout)
     if length != expected:
+        fix = TRANSPOSE if heads == expected else "pass the shard that seqpar.shard returns for this layout"
         raise ValueError(
             f"length: this rank holds {length} tokens, but layout={layout!r} gives it {expected} of seq_len={seq_len}; "
-            "pass the shard that seqpar.shard returns for this layout"
+            f"{fix}"
         )
 
 

@@ -45,7 +45,7 @@ def init_mesh(
     """A DeviceMesh with the dimensions ``("dp", "ring", "ulysses", "tp")``.
 
     If no process group is running, this starts one: from torchrun's environment, on any number of hosts, or for this
-    process alone.
+    process alone. Processes that srun or mpirun started need torchrun's environment variables too.
 
     Rank order: tp is fastest, then ulysses, ring and dp, so that the ranks that communicate most are closest together.
     The sequence is sharded over ring x ulysses (rank = ring_rank * ulysses_size + ulysses_rank), and for
@@ -78,7 +78,8 @@ def init_mesh(
     Raises:
         TypeError: an argument has another type.
         ValueError: a size is neither positive nor -1, the product of the sizes is not the number of ranks, the ranks
-            ask for different meshes, or it is not known which GPU this rank should use.
+            ask for different meshes, or it is not known which GPU this rank should use; or srun or mpirun started
+            several processes without torchrun's environment variables.
         RuntimeError: some ranks did not call this within the timeout; the message names them.
     """
     sizes = {"dp": dp, "ring": ring, "ulysses": ulysses, "tp": tp}  # slowest to fastest: see DIMENSIONS
@@ -92,7 +93,7 @@ def init_mesh(
         raise ValueError(f"device_type={device_type!r}: expected 'cuda' or 'cpu'")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     # Sizes are checked before the process group starts, so that a bad size fails without a rendezvous.
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if dist.is_initialized() else _started_ranks()
     shape = _resolve_sizes(sizes, world)
     wait = _check_timeout(timeout)
     if not dist.is_initialized():
@@ -103,6 +104,43 @@ def init_mesh(
     mesh["ring", "ulysses"]._flatten(_SEQUENCE)
     mesh["ring", "ulysses", "tp"]._flatten(_SEQUENCE_TP)
     return mesh
+
+
+# What starts processes without torchrun's variables: the number of processes, then this one's rank, and its rank on its
+# host. Inside an allocation of SLURM, SLURM_NTASKS is set in every shell; in a step of srun, SLURM_STEP_NUM_TASKS too.
+_LAUNCHERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+)
+
+
+def _started_ranks() -> int:
+    """The number of ranks that have been started, from torchrun's environment; 1 outside of it.
+
+    Raises:
+        ValueError: this is one of several processes, and does not know of the others.
+    """
+    world = os.environ.get("WORLD_SIZE")
+    if world is not None:
+        if int(world) > 1 and "RANK" not in os.environ:
+            raise ValueError(f"WORLD_SIZE={world}: RANK is not set; set both, or start the ranks with torchrun")
+        return int(world)
+    for size, rank, local_rank in _LAUNCHERS:
+        count = os.environ.get(size, "")
+        if count.isdecimal() and int(count) > 1:
+            raise ValueError(
+                f"init_mesh: {size}={count}, so {count} processes were started or are to be started, but WORLD_SIZE is "
+                "not set, and each would work by itself as a single rank; start one torchrun on each host, or set in "
+                f"every process RANK (={rank}), WORLD_SIZE (={size}), LOCAL_RANK (={local_rank}), MASTER_ADDR and "
+                "MASTER_PORT; to run a single process on purpose, set WORLD_SIZE=1"
+            )
+        if count.isdecimal() and size == "SLURM_STEP_NUM_TASKS":
+            break  # a step of one process, in an allocation of any size
+    return 1
 
 
 def _resolve_sizes(sizes: dict[str, int], world: int) -> tuple[int, ...]:
@@ -149,7 +187,7 @@ def _init_process_group(
             options["device_id"] = device
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, **options)
-    else:  # not under torchrun: one process, without a port
+    else:  # one process, without a port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
     # gloo's threads must not outlive the interpreter. A group that the caller started is left to the caller.
     atexit.register(_destroy_process_group)

@@ -47,6 +47,29 @@ BAD: dict[str, Bad] = {
     "v unlike k": (lambda: attend(v=tensor(2, 8, 2, 16)), ValueError, ["v", "(2, 8, 2, 16)", "k's", "last dimension"]),
     "no v_head_dim": (lambda: attend(v=tensor(2, 8, 4, 0)), ValueError, ["v_head_dim=0", "at least 1"]),
     "length": (lambda: attend(k=tensor(2, 9, 4, 16)), ValueError, ["length", "8", "9", "same"]),
+    "heads first": (lambda: attend(tensor(2, 4, 8, 16), tensor(2, 2, 8, 16)), ValueError, ["length", "transpose"]),
+    "heads first, a sharding": (
+        lambda: attend(
+            strategy="ring", sharding=seqpar.Sharding(8, "contiguous"), q=tensor(2, 4, 8, 16), k=tensor(2, 4, 8, 16)
+        ),
+        ValueError,
+        ["4 tokens", "8", "transpose"],
+    ),
+    "heads first, a length": (
+        lambda: attend(tensor(2, 4, 8, 16), tensor(2, 4, 8, 16), seq_len=8),
+        ValueError,
+        ["8", "transpose"],
+    ),
+    "heads first, many": (lambda: attend(*[tensor(1, 4, 512, 2)] * 2), ValueError, ["512 heads", "transpose"]),
+    "tp_sp": (lambda: attend(strategy="tp_sp"), ValueError, ["'tp_sp'", "layer", "seqpar.ParallelAttention"]),
+    "scale": (lambda: attend(strategy="ring", scale=0.1), TypeError, ["scale", "softmax_scale"]),
+    "enable_gqa": (lambda: attend(enable_gqa=True), TypeError, ["enable_gqa", "leave it out"]),
+    "dropout": (lambda: attend(dropout=0.1), TypeError, ["dropout", "dropout_p"]),
+    "flattened losses": (
+        lambda: seqpar.token_loss(tensor(8), torch.zeros(8, dtype=torch.int64)),
+        ValueError,
+        ["(8,)", "not flattened"],
+    ),
     "batch": (lambda: attend(k=tensor(3, 8, 4, 16)), ValueError, ["batch", "2", "3", "same"]),
     "three dimensions": (
         lambda: attend(tensor(8, 4, 16)),

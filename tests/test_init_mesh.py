@@ -30,7 +30,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted.update(set_device=device))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    launchers = [name for names in meshes._LAUNCHERS for name in names]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *launchers):
         monkeypatch.delenv(name, raising=False)
     return noted
 
@@ -93,6 +94,35 @@ def test_several_ranks_without_local_rank(started: dict[str, Any], monkeypatch: 
     with pytest.raises(ValueError, match=r"device_id=8 \(by default LOCAL_RANK\): this process sees 8 GPUs"):
         seqpar.init_mesh(ring=-1, device_type="cuda")
     assert not started
+
+
+@pytest.mark.parametrize("size", [names[0] for names in meshes._LAUNCHERS])
+def test_processes_that_do_not_know_one_another(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    """As srun and mpirun start them; torchrun's variables, or WORLD_SIZE=1, say what is meant."""
+    monkeypatch.setenv(size, "8")
+    for sizes in ({"ring": -1}, {"ring": 8}, {}):
+        with pytest.raises(ValueError, match=rf"init_mesh: {size}=8, .*torchrun .*RANK \(=.*set WORLD_SIZE=1"):
+            seqpar.init_mesh(**sizes, device_type="cpu")
+    assert not started
+    under_torchrun(monkeypatch, 8)
+    init(device_type="cpu")
+    assert "world_size" not in started
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match="WORLD_SIZE=8: RANK is not set"):
+        seqpar.init_mesh(ring=-1, device_type="cpu")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    init(device_type="cpu")
+    assert started["world_size"] == 1
+
+
+def test_a_step_of_one_process(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``srun --ntasks 1``, such as an interactive shell, in an allocation of eight."""
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    init(device_type="cpu")
+    assert started["world_size"] == 1
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -29,7 +29,7 @@ class LlamaLayer(nn.Module):
     def __init__(self, strategy: str, kv_heads: int, group: ProcessGroup) -> None:
         super().__init__()
         options: dict[str, Any] = {"group": group, "dtype": torch.bfloat16}
-        self.attention = seqpar.ParallelAttention(strategy, HIDDEN, HEADS, kv_heads, 8, **options)
+        self.attention = seqpar.ParallelAttention(strategy, HIDDEN, HEADS, kv_heads, 8, layout="contiguous", **options)
         self.mlp: nn.Module
         if strategy == "tp_sp":
             self.mlp = seqpar.MegatronMLP(HIDDEN, 3 * HIDDEN, **options)

@@ -223,7 +223,8 @@ class AttentionLayer(nn.Module):
                 ``seqpar.attention``), except for the seed of dropout in training mode, and for "dynamic" rotary
                 embeddings with ``positions``.
             positions: integers ``[seq]`` or ``[batch, seq]``, for the rotary embedding only; by default the global
-                positions that the layout gives this rank.
+                positions that the layout gives this rank. Under "tp_sp" and ``gather="activations"`` every layer
+                all-gathers them and computes a rotary table of its own, which by default the layers share.
             seq_len: the length of the full sequence, if no ``sharding`` is given. With it there is no handshake
                 either.
 

@@ -100,7 +100,7 @@ def _eager(
         if losses.dim() != 2 or losses.shape != labels.shape:
             raise ValueError(
                 f"losses: shape {tuple(losses.shape)}, but labels have {tuple(labels.shape)}; expected "
-                "[batch, seq_local] of both: one loss a token (reduction='none')"
+                "[batch, seq_local] of both, not flattened: one loss a token (reduction='none')"
             )
         check_int("ignore_index", ignore_index)
         return _LossHeader(losses.shape[0], losses.dtype, ignore_index)

@@ -175,6 +175,16 @@ def strategy_options(strategy: str) -> tuple[str, ...]:
     return STRATEGIES[strategy].options
 
 
+def check_strategy(strategy: object) -> None:
+    """Raise unless it is the name of a strategy of the attention function."""
+    if strategy == "tp_sp":
+        raise ValueError(
+            "strategy='tp_sp': it shards the weights of the projections, so it is a layer, "
+            f"seqpar.ParallelAttention('tp_sp', ...); choose one of {', '.join(STRATEGIES)}, or use the layer"
+        )
+    check_choice("strategy", strategy, STRATEGIES)
+
+
 def resolve(
     strategy: str, mesh: DeviceMesh | None, group: ProcessGroup | None, options: StrategyOptions | dict[str, Any]
 ) -> AttentionGroups:
@@ -183,6 +193,6 @@ def resolve(
     Raises:
         TypeError, ValueError: unknown strategy or option (with the nearest valid name), or groups that do not fit.
     """
-    check_choice("strategy", strategy, STRATEGIES)
+    check_strategy(strategy)
     check_options(strategy, options, strategy_options(strategy))
     return STRATEGIES[strategy].groups(mesh, group, **options)

@@ -250,7 +250,7 @@ def _check(
     mask.check_length(sharding.seq_len)
     if not options.tensor_parallel:  # otherwise q holds the tokens of several ranks, each of which has checked its own
         group = groups.sequence
-        check_length(q.shape[1], sharding.seq_len, size_of(group), rank_in(group), sharding.layout)
+        check_length(q.shape[1], sharding.seq_len, size_of(group), rank_in(group), sharding.layout, q.shape[2])
 
 
 @torch.library.custom_op("seqpar::attention", mutates_args=())
