@@ -150,7 +150,7 @@ def reduction_behind(node: Any, group: ProcessGroup, gradients: Gradients) -> Re
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
     if node is None:
-        if gradients == "auto" and any(len(r.ranks) > 1 for owned in owners().values() for r, _ in owned):
+        if gradients == "auto" and _any_wrapper():
             raise ValueError(f"gradients='auto': autograd's graph is not known in a compiled backward; {_EXPLICIT}")
         return None
     found = _explore(node, ranks, "partial", gradients)
@@ -198,12 +198,10 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
         stack.extend((deeper, region) for deeper, _ in following)
     if gradients == "auto":
         factor = _factor(found, ranks)
-        others = {r for of in owned.values() for r, _ in of if len(r.ranks) > 1} if hidden and not found else ()
-        if others:
+        if hidden and not found and (other := _any_wrapper()):
             raise ValueError(
                 "gradients='auto': reentrant activation checkpointing hides the parameters, so that it is not known "
-                f"whether {next(iter(others)).name} reduces their gradients; checkpoint with use_reentrant=False, or "
-                f"{_EXPLICIT}"
+                f"whether {other} reduces their gradients; checkpoint with use_reentrant=False, or {_EXPLICIT}"
             )
     else:
         factor, found = len(ranks) if gradients == "mean" else 1, set()
@@ -225,6 +223,13 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
                 use.unsharded |= unsharded
                 use.wrapper = use.wrapper or wrapper
     return found
+
+
+def _any_wrapper() -> str:
+    """The name of a wrapper in this process that is still used, if there is one."""
+    if owners():
+        gc.collect()
+    return next((r.name for owned in owners().values() for r, _ in owned if len(r.ranks) > 1), "")
 
 
 def _factor(found: Iterable[Reduction], ranks: frozenset[int]) -> int:
