@@ -23,6 +23,7 @@ from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propaga
 from .layout import LAYOUTS, Layout, check_length, check_lengths, shard_length, shard_positions, shard_ranges
 from .mesh import check_mesh_and_group, rank_in, sequence_group, size_of
 from .opaque import Opaque, passed_as_it_is
+from .reductions import factor_at, mark, note_frozen
 from .strategies import STRATEGIES, StrategyName
 
 
@@ -131,7 +132,8 @@ class Sharding(Opaque):
         """This rank's shard of ``x``, which every rank holds in full. Nothing is sent, unless a check is asked for.
 
         Differentiable: ``x`` is replicated, so every rank receives its full gradient, all-gathered from the gradients
-        of the shards, as in Megatron-LM. All ranks of the group must run the backward.
+        of the shards, as in Megatron-LM. All ranks of the group must run the backward. The parameters that ``x`` was
+        computed from have whole gradients too, which ``sync_gradients``, DDP and FSDP average over the ranks.
 
         Args:
             x: tensor of any dtype and shape, with ``seq_len`` entries along ``dim``.
@@ -154,7 +156,7 @@ class Sharding(Opaque):
         dim = self._check_full(x, dim)
         if self._sequence_group is None:
             return x
-        out: Tensor = _Shard.apply(x, dim, self)
+        out: Tensor = _Shard.apply(x, dim, self, self._sequence_group)
         return out
 
     @no_compile
@@ -162,6 +164,12 @@ class Sharding(Opaque):
         """The full tensor on every rank, all-gathered from the shards.
 
         Differentiable: the result is replicated, and so is its gradient, so each rank keeps its shard of the gradient.
+        Compute the same loss from the result on every rank, and do not divide it by the number of ranks. Parameters
+        that are used behind ``unshard`` then have whole gradients, which ``sync_gradients`` averages over the ranks.
+        Inside DDP or FSDP over the ranks of the sequence, the shard of the gradient is multiplied by their number,
+        because the wrapper averages. ``sync_gradients`` cannot tell apart the uses of a weight that is used on both
+        sides: use it before ``unshard`` only, or wrap the model in DDP or FSDP over the ranks of the sequence.
+
         The ranks do not compare their shards beforehand.
 
         Args:
@@ -179,7 +187,8 @@ class Sharding(Opaque):
         self.check_local(x_local.shape[dim])
         if self._sequence_group is None:
             return x_local
-        out: Tensor = _Unshard.apply(x_local, dim, self)
+        note_frozen(x_local, self._sequence_group)
+        out: Tensor = _Unshard.apply(x_local, dim, self, self._sequence_group)
         return out
 
     def _check_full(self, x: Tensor, dim: int) -> int:
@@ -564,23 +573,29 @@ class _Shard(torch.autograd.Function):
     """Forward selects this rank's shard, backward all-gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sharding: Sharding) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, sharding: Sharding, group: ProcessGroup) -> Tensor:
         ctx.spec = dim, sharding
+        mark(ctx, group, "whole")
         return _local_shard(x, dim, sharding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_gather_shards(grad, *ctx.spec), None, None
+        factor = factor_at(ctx)
+        full = _all_gather_shards(grad, *ctx.spec)
+        return full if factor == 1 else full / factor, None, None, None
 
 
 class _Unshard(torch.autograd.Function):
     """Forward all-gathers, backward selects this rank's shard."""
 
     @staticmethod
-    def forward(ctx: Any, x_local: Tensor, dim: int, sharding: Sharding) -> Tensor:
+    def forward(ctx: Any, x_local: Tensor, dim: int, sharding: Sharding, group: ProcessGroup) -> Tensor:
         ctx.spec = dim, sharding
+        mark(ctx, group, "partial")
         return _all_gather_shards(x_local, dim, sharding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _local_shard(grad, *ctx.spec), None, None
+        factor = factor_at(ctx)
+        local = _local_shard(grad, *ctx.spec)
+        return local if factor == 1 else local * factor, None, None, None

@@ -101,16 +101,16 @@ def sync_again(group: ProcessGroup, how: str) -> list[str]:
     mesh = mesh_of(dp=1, ring=2, ulysses=1, tp=1)
     sequence = mesh["ring"].get_group()
     module: nn.Module = nn.Linear(4, 4)
-    if how == "ddp":
+    if how.startswith("ddp"):
         module = DistributedDataParallel(module, process_group=sequence)
     if how == "fsdp":
         fully_shard(module, mesh=mesh["ring"])
-    if how == "fsdp1":
+    if how.startswith("fsdp1"):
         module = FullyShardedDataParallel(module, process_group=sequence, device_id=torch.device("cpu"))
 
     def step() -> str:
         try:
-            seqpar.sync_gradients(module, mesh=mesh)
+            seqpar.sync_gradients(module.module if how.endswith("inside") else module, mesh=mesh)
         except ValueError as error:
             return str(error)
         return ""
@@ -127,10 +127,12 @@ def sync_again(group: ProcessGroup, how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("plain", ["", "summed this gradient already", "", "summed this gradient already", ""]),
+        ("plain", ["", "no backward has added", "has been written to since", "has been written to since", ""]),
         ("ddp", ["DistributedDataParallel over the ranks of the sequence"] * 5),
+        ("ddp, inside", ["DistributedDataParallel over the ranks of the sequence"] * 5),
         ("fsdp1", ["FullyShardedDataParallel over the ranks of the sequence"] * 5),
-        ("fsdp", ["weight: a DTensor over ranks that share the sequence"] * 5),
+        ("fsdp1, inside", ["FullyShardedDataParallel over the ranks of the sequence"] * 5),
+        ("fsdp", ["weight: fully_shard over the ranks of the sequence"] * 5),
     ],
 )
 def test_gradients_are_summed_once(how: str, words: list[str]) -> None:

@@ -19,6 +19,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..comm.collectives import all_gather
 from ..layout import shard_positions
+from ..reductions import factor_at, mark, note_frozen
 from ..sharding import check_every
 from .batch import shard_batch, shard_for_rank
 from .loss import LazyLogits, gradient_scale, reduce_over_ranks
@@ -225,6 +226,8 @@ class _Gather:
         return self("hidden_states" if per_token else "", x)
 
     def _all_gather(self, x: Tensor, places: tuple[Tensor, ...]) -> Tensor:
+        if self.patch.group is not None:
+            note_frozen(x, self.patch.group)
         full: Tensor = _AllGatherTokens.apply(x, places, self.patch.rank, self.patch.group, self.scale)
         return full
 
@@ -247,11 +250,14 @@ class _AllGatherTokens(torch.autograd.Function):
             scale: the factor by which the gradient is multiplied.
         """
         ctx.mine, ctx.scale = places[rank], scale
+        if group is not None:
+            mark(ctx, group, "partial")
         gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
         return gathered.index_select(1, torch.cat(places).argsort().to(x.device))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        factor_at(ctx, "sum" if ctx.scale == 1 else "mean")  # notes that the model's gradients are partial
         # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
         local = grad.index_select(1, ctx.mine.to(grad.device))
         return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None

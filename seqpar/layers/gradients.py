@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checks import check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..mesh import context_group, sequence_group
+from ..reductions import Reduction, gradient_kinds, owners
 from .sharded_weights import tensor_parallel_parameters
 
 _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
@@ -59,17 +58,17 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     """
     check_module("module", module)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    wrappers = [m for m in module.modules() if isinstance(m, DistributedDataParallel | FullyShardedDataParallel)]
+    frozen = any(not p.requires_grad for p in module.parameters())
     tensor_parallel = tensor_parallel_parameters(module)
     if not tensor_parallel:
-        _sync(named, sequence_group(mesh, group), wrappers)
+        _sync(named, sequence_group(mesh, group), frozen)
         return
     by_groups: dict[tuple[ProcessGroup, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
         by_groups.setdefault(_groups_left(p, p in tensor_parallel, mesh, group), []).append((name, p))
     for groups, some in by_groups.items():  # in the same order on every rank
         for one in groups:
-            _sync(some, one, wrappers, tensor_parallel)
+            _sync(some, one, frozen)
 
 
 def _groups_left(
@@ -173,39 +172,31 @@ def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 class _GradientHeader(NamedTuple):
-    """A rank's parameters: their number, their names and shapes, and which of them have gradients."""
+    """A rank's parameters: their number, their names and shapes, and what it knows of their gradients."""
 
     parameters: int
     names_and_shapes: Fingerprint
-    have_gradients: Fingerprint
+    gradients: Fingerprint
 
 
-def _sync(
-    named: list[tuple[str, nn.Parameter]],
-    group: ProcessGroup | None,
-    wrappers: Sequence[DistributedDataParallel | FullyShardedDataParallel],
-    tensor_parallel: Collection[nn.Parameter] = (),
-) -> None:
-    """Sum the gradients of these parameters over ``group``."""
+def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, frozen: bool) -> None:
+    """Reduce the gradients of these parameters over ``group``. ``frozen``: whether the module has frozen ones too."""
     if group is None or group.size() == 1:
         return
-    parameters = [p for _, p in named]
+    known: list[list[int]] = []  # for each parameter: has it a gradient, and the values of gradient_kinds
 
     def header() -> _GradientHeader:
+        owned = owners()
         for name, p in named:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
                 )
-            _check_not_reduced(name, p, group, p in tensor_parallel)
-        for wrapper in wrappers:
-            if wrapper.process_group is not None and _shares_ranks(wrapper.process_group, group):
-                raise ValueError(
-                    f"module: {type(wrapper).__name__} over the ranks of the sequence has reduced the gradients "
-                    "already; leave sync_gradients out, or wrap the module over dp only"
-                )
+            _check_not_reduced(name, p, group, owned.get(id(p), ()))
+        for (_, p), kind in zip(named, gradient_kinds(named, group, frozen), strict=True):
+            known.append([int(p.grad is not None), *map(int, kind)])
         described = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
-        return _GradientHeader(len(named), fingerprint(described), fingerprint(*_has_gradient(parameters)))
+        return _GradientHeader(len(named), fingerprint(described), fingerprint(str(known)))
 
     headers = all_gather_header(header, group)
     if any(header[:2] != headers[0][:2] for header in headers):
@@ -214,19 +205,37 @@ def _sync(
             f"module: the ranks' trainable parameters differ in number ({counts}), name, shape or dtype; "
             "build the same module on every rank"
         )
-    has_gradient = torch.tensor(_has_gradient(parameters), dtype=torch.int32, device="cpu")  # [parameters]
     # Ranks may lack different gradients, for example those of an expert that received no tokens of one rank.
-    if any(header.have_gradients != headers[0].have_gradients for header in headers):
-        has_gradient = _on_any_rank(has_gradient, group)
-    for p, on_any_rank in zip(parameters, has_gradient.tolist(), strict=True):
-        if on_any_rank and p.grad is None:
+    if any(header.gradients != headers[0].gradients for header in headers):
+        known = _on_any_rank(torch.tensor(known, dtype=torch.int32, device="cpu"), group).tolist()
+    whole: dict[int, str] = {}  # by gradient: the names of parameters whose gradients must be the same on every rank
+    summed: list[Tensor] = []
+    compared: list[Tensor] = []
+    for (name, p), (has_gradient, is_whole, is_partial, is_unclear) in zip(named, known, strict=True):
+        if is_whole and is_partial:
+            raise ValueError(
+                f"{name}: used before shard, where its gradient is whole, and between shard and unshard or the loss, "
+                "where its gradient is a part of a sum; shard the tokens before its first use (token ids rather than "
+                "embeddings), or wrap the model in DDP or FSDP over the ranks of the sequence"
+            )
+        if not has_gradient:
+            continue
+        if p.grad is None:
             p.grad = torch.zeros_like(p)
-    gradients = [_local_tensor(p.grad) for p in parameters if p.grad is not None]
+        # A new tensor, because zero_grad followed by backward may set p.grad to the same tensor again (DDP's buckets).
+        p.grad = p.grad.detach()
+        g = _local_tensor(p.grad)
+        if is_whole:
+            whole[id(g)] = name
+        (compared if is_whole or (is_unclear and not is_partial) else summed).append(g)
     with torch.no_grad():
-        # Every rank has the same list, and makes the same buckets in the same order.
-        for bucket in _buckets(gradients):
-            _all_reduce_bucket(bucket, group)
-    for g in gradients:
+        # Every rank has the same lists, and makes the same buckets in the same order.
+        for bucket in _buckets(compared):
+            _reduce_whole(bucket, group, whole)
+        for bucket in _buckets(summed):
+            for g, total in zip(bucket, _all_reduce_bucket(bucket, group), strict=True):
+                g.copy_(total)
+    for g in (*summed, *compared):
         _summed_over.setdefault(g, {})[group] = g._version
 
 
@@ -237,19 +246,61 @@ def _reduced_groups(p: nn.Parameter, tensor_parallel: bool) -> list[ProcessGroup
     return [p.device_mesh.get_group(i) for i in range(p.device_mesh.ndim - tensor_parallel)]
 
 
-def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, tensor_parallel: bool) -> None:
-    """Raise if a gradient has been summed over the ranks of ``group`` already, by FSDP or by ``sync_gradients``."""
-    if any(_shares_ranks(one, group) for one in _reduced_groups(p, tensor_parallel)):
-        raise ValueError(
-            f"{name}: a DTensor over ranks that share the sequence, whose gradient FSDP has reduced already; "
-            "leave sync_gradients out, or shard the parameters over dp only"
-        )
-    if p.grad is not None:
-        g = _local_tensor(p.grad)
-        if _summed_over.get(g, {}).get(group) == g._version:
+def _reduce_whole(bucket: list[Tensor], group: ProcessGroup, whole: Mapping[int, str]) -> None:
+    """Average gradients that are the same on every rank, and sum the others.
+
+    Raises:
+        ValueError: a gradient in ``whole`` is not the same on every rank.
+    """
+    totals = _all_reduce_bucket(bucket, group)
+    ranks = group.size()
+    differs = torch.stack([_differs(g, total / ranks) for g, total in zip(bucket, totals, strict=True)])
+    all_reduce(differs, group, dist.ReduceOp.MAX)
+    for g, total, different in zip(bucket, totals, differs.tolist(), strict=True):
+        if different and id(g) in whole:
             raise ValueError(
-                f"{name}: sync_gradients has summed this gradient already, and no backward has added to it since; call "
-                "it once a step"
+                f"{whole[id(g)]}: used before shard, so that every rank should have the same gradient, but the ranks' "
+                "gradients differ; compute the same on every rank before shard and after unshard (the same dropout, "
+                "the same loss), and use the parameter nowhere else"
+            )
+        g.copy_(total if different else total / ranks)
+
+
+def _differs(g: Tensor, mean: Tensor) -> Tensor:
+    """Whether a rank's gradient is another than the mean of all ranks, beyond rounding: int32, a scalar.
+
+    Gradients of different tokens differ by about their own norm. NaN and infinite gradients count as equal.
+    """
+    error: Tensor = torch.linalg.vector_norm(g.to(mean.dtype) - mean)
+    return (error > 1e-2 * torch.linalg.vector_norm(mean)).to(torch.int32)
+
+
+def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: Iterable[tuple[Reduction, Any]]) -> None:
+    """Raise if a gradient has been reduced over ranks of ``group`` already, by a wrapper or by ``sync_gradients``."""
+    ranks = frozenset(dist.get_process_group_ranks(group))
+    for reduction, _ in owned:
+        if reduction.divisor is not None and len(reduction.ranks & ranks) > 1:
+            raise ValueError(
+                f"{name}: {reduction.name} over the ranks of the sequence reduces its gradient; leave sync_gradients "
+                "out, because token_loss allows for the wrapper, or wrap the module over dp only. If the wrapper is no "
+                "longer used, delete it and call gc.collect()"
+            )
+    if isinstance(p, DTensor):
+        for dim, placement in enumerate(p.placements):
+            if placement.is_shard() and _shares_ranks(p.device_mesh.get_group(dim), group):
+                raise ValueError(
+                    f"{name}: a DTensor whose shards are on the ranks that its gradient would be summed over; shard it "
+                    "over other dimensions of the mesh"
+                )
+    if p.grad is None:
+        return
+    g = _local_tensor(p.grad)
+    for earlier, version in _summed_over.get(g, {}).items():
+        if _shares_ranks(earlier, group):
+            since = "no backward has added to it since" if version == g._version else "it has been written to since"
+            raise ValueError(
+                f"{name}: sync_gradients has summed this gradient already, and {since}; call it once a step, after the "
+                "last backward, and set the gradients to None after the step (zero_grad does, with set_to_none=True)"
             )
 
 
@@ -263,13 +314,8 @@ def _local_tensor(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-def _has_gradient(parameters: Sequence[Tensor]) -> list[int]:
-    """1 for each parameter that has a gradient on this rank, 0 for the others."""
-    return [int(p.grad is not None) for p in parameters]
-
-
 def _on_any_rank(flags: Tensor, group: ProcessGroup) -> Tensor:
-    """The maximum of the ranks' ``flags [parameters]``, on the CPU. Control data: not counted as sent."""
+    """The maximum of the ranks' ``flags``, on the CPU. Control data: not counted as sent."""
     types = {device.type for device in group._device_types}
     flags = flags.to("cpu" if "cpu" in types else next(iter(types)))
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
@@ -299,9 +345,8 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
-    """Sum the gradients in ``bucket`` over the ranks, in place, with one all-reduce."""
+def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """The sums of the gradients in ``bucket`` over the ranks, by one all-reduce. The gradients are left as they are."""
     flat = torch.cat([g.reshape(-1) for g in bucket]).to(_sum_dtype(bucket[0].dtype))  # [elements of the bucket]
     all_reduce(flat, group)
-    for g, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-        g.copy_(summed.view_as(g))
+    return [total.view_as(g) for g, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True)]

@@ -5,18 +5,21 @@ Shapes: b batch, s tokens of this rank.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import DTYPES, check_int, no_compile
+from ..checks import DTYPES, check_choice, check_int, no_compile
 from ..comm.handshake import all_gather_header, check_same
 from ..mesh import size_of
+from ..reductions import Gradients, reduction_behind
 from ..sharding import Sharding, check_sharding, resolve_sequence_group
 from ..strategies import StrategyName
+
+GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
 
 class _LossHeader(NamedTuple):
@@ -36,12 +39,20 @@ def token_loss(
     sharding: Sharding | None = None,
     ignore_index: int = -100,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
+    gradients: Gradients = "auto",
 ) -> Tensor:
     """The mean loss per token over all ranks' tokens, except those whose label is ``ignore_index``.
 
     Averaging the means of all ranks would be wrong if the ranks ignore different numbers of labels, and the gradient of
     a rank's own mean is too large by the number of ranks. The value of this function is the loss that one device would
     compute. Its backward gives this rank's partial gradient, which ``seqpar.sync_gradients`` sums.
+
+    Inside DDP, FSDP1 or ``fully_shard``, the backward allows for what the wrapper does to the gradients. If the wrapper
+    averages over all ranks of the sequence, the gradients that it computes are one device's, without
+    ``sync_gradients``. If it averages over other ranks (dp), call ``sync_gradients`` over the ranks of the sequence. In
+    both cases the gradients are of the mean over the labels of all ranks involved, also if the dp ranks have different
+    numbers of labels: the backward counts them all, with one more message. The value that is returned is always the
+    mean over this sequence alone.
 
     Args:
         losses: ``[batch, seq_local]``, the loss of each of this rank's tokens, such as ``F.cross_entropy`` returns with
@@ -54,6 +65,10 @@ def token_loss(
         ignore_index: the label of tokens that are left out of the mean.
         strategy: as given to ``shard``: with "tp_sp", the tokens are sharded over the mesh's tp dimension too. Leave it
             out if ``vocab_parallel_cross_entropy`` computed ``losses``, which then has the tokens of all ranks of tp.
+        gradients: "auto" finds the wrapper of the parameters that ``losses`` was computed from, when the backward runs.
+            "sum": the gradients will be summed over the ranks of the sequence; the backward looks for no wrapper.
+            "mean": they will be averaged over these ranks, and are multiplied by their number. With "sum" and "mean",
+            a wrapper that averages over dp too averages the gradients of the sequences' means.
 
     Returns:
         A scalar, float32 (float64 for float64), the same on every rank. NaN if all labels are ignored, as on one
@@ -62,14 +77,16 @@ def token_loss(
     Raises:
         TypeError: ``losses`` is not a floating-point tensor, or ``labels`` not an integer one.
         ValueError: their shapes differ, or the ranks differ in batch, dtype or ``ignore_index``; or the sharding gives
-            this rank another number of tokens.
+            this rank another number of tokens. In the backward, with ``gradients="auto"``: a wrapper averages over
+            some ranks of the sequence only, or it is not known what reduces the gradients (DeepSpeed, parameters that
+            reentrant checkpointing hides, compiled autograd); "sum" or "mean" says it.
         RuntimeError: another rank raised an error on its own input.
     """
     alone = mesh is None and group is None and strategy is None
     if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and alone:
-        loss: Tensor = _token_loss(losses, labels, sharding, ignore_index)[0]
+        loss: Tensor = _token_loss(losses, labels, sharding, ignore_index, gradients)[0]
         return loss
-    return _eager(losses, labels, mesh, group, sharding, ignore_index, strategy)
+    return _eager(losses, labels, mesh, group, sharding, ignore_index, strategy, gradients)
 
 
 @no_compile
@@ -81,6 +98,7 @@ def _eager(
     sharding: Sharding | None,
     ignore_index: int,
     strategy: StrategyName | Literal["tp_sp"] | None,
+    gradients: Gradients,
 ) -> Tensor:
     """``token_loss`` outside of torch.compile."""
     if sharding is None:
@@ -103,6 +121,7 @@ def _eager(
                 "[batch, seq_local] of both, not flattened: one loss a token (reduction='none')"
             )
         check_int("ignore_index", ignore_index)
+        check_choice("gradients", gradients, GRADIENTS)
         return _LossHeader(losses.shape[0], losses.dtype, ignore_index)
 
     if sharding is None:
@@ -110,50 +129,128 @@ def _eager(
     else:
         header()
         sharding.check_local(losses.shape[1])
-    local_sum, count = _sum_and_count(losses, labels, sequence, ignore_index)
-    return all_reduce_loss(local_sum / count, sequence)
+    loss: Tensor = _TokenLoss.apply(losses, labels, sequence, ignore_index, gradients)
+    return loss
 
 
-def _sum_and_count(
-    losses: Tensor, labels: Tensor, sequence: ProcessGroup | None, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """The sum of this rank's losses, and the number of labels on all ranks, both without ignored labels."""
+def _forward(losses: Tensor, labels: Tensor, sequence: ProcessGroup | None, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The loss, and the number of labels on all ranks that are not ignored."""
     counts = labels != ignore_index  # [b, s]
     # The loss of an ignored label may be NaN or infinite, so it is masked instead of multiplied by 0.
     local_sum = losses.masked_fill(~counts, 0.0).to(torch.promote_types(losses.dtype, torch.float32)).sum()
     count = counts.sum().to(local_sum.dtype)
-    if sequence is not None and sequence.size() > 1:
+    if size_of(sequence) > 1:
         dist.all_reduce(count, group=sequence)
-    return local_sum, count
+    loss = local_sum / count
+    if size_of(sequence) > 1:
+        dist.all_reduce(loss, group=sequence)
+    return loss, count
+
+
+def _share(
+    node: Any,
+    grad: Tensor,
+    labels: Tensor,
+    count: Tensor,
+    sequence: ProcessGroup | None,
+    ignore_index: int,
+    gradients: Gradients,
+) -> Tensor:
+    """The gradient of the loss of each token that counts, a scalar.
+
+    Args:
+        node: the loss's node of autograd's graph, or None.
+        grad: the gradient of the loss, a scalar.
+        labels: as given to ``token_loss``.
+        count: the number of labels of the sequence.
+        sequence: the ranks of the sequence.
+        ignore_index: as given to ``token_loss``.
+        gradients: as given to ``token_loss``.
+    """
+    if sequence is None:
+        return grad / count
+    reduction = reduction_behind(node, sequence, gradients)
+    if reduction is None:
+        return grad / count * (sequence.size() if gradients == "mean" else 1)
+    ranks = frozenset(dist.get_process_group_ranks(sequence))
+    if reduction.ranks != ranks:
+        if ranks < reduction.ranks:
+            count = (labels != ignore_index).sum().to(count.dtype)  # of this rank
+        count = count.clone()
+        for group in reduction.groups:
+            dist.all_reduce(count, group=group)
+    assert reduction.divisor is not None
+    return grad / count * reduction.divisor
+
+
+class _TokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        losses: Tensor,
+        labels: Tensor,
+        sequence: ProcessGroup | None,
+        ignore_index: int,
+        gradients: Gradients,
+    ) -> Tensor:
+        loss, count = _forward(losses, labels, sequence, ignore_index)
+        ctx.save_for_backward(labels, count)
+        ctx.spec = losses.dtype, sequence, ignore_index, gradients
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        labels, count = ctx.saved_tensors
+        dtype, sequence, ignore_index, gradients = ctx.spec
+        share = _share(ctx, grad, labels, count, sequence, ignore_index, gradients)
+        return _of_each_token(share, labels, ignore_index, dtype), None, None, None, None
+
+
+def _of_each_token(share: Tensor, labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    share = share.to(dtype)
+    return torch.where(labels != ignore_index, share, torch.zeros_like(share))
 
 
 @torch.library.custom_op("seqpar::token_loss", mutates_args=())
-def _token_loss(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int) -> list[Tensor]:
+def _token_loss(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int, gradients: str) -> list[Tensor]:
     """``token_loss`` as an operator: the loss, and the number of labels on all ranks that are not ignored."""
     sharding.check_local(losses.shape[1])
-    local_sum, count = _sum_and_count(losses, labels, sharding.sequence_group, ignore_index)
-    loss = local_sum / count
-    if size_of(sharding.sequence_group) > 1:
-        dist.all_reduce(loss, group=sharding.sequence_group)
-    return [loss, count]
+    check_choice("gradients", gradients, GRADIENTS)
+    return list(_forward(losses, labels, sharding.sequence_group, ignore_index))
 
 
 @_token_loss.register_fake
-def _(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int) -> list[Tensor]:
+def _(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int, gradients: str) -> list[Tensor]:
     dtype = torch.promote_types(losses.dtype, torch.float32)
     return [losses.new_empty((), dtype=dtype) for _ in range(2)]
 
 
+@torch.library.custom_op("seqpar::token_loss_share", mutates_args=())
+def _token_loss_share(
+    grad: Tensor, labels: Tensor, count: Tensor, sharding: Sharding, ignore_index: int, gradients: str
+) -> Tensor:
+    """``_share`` as an operator, so that compiled code looks for wrappers whenever it runs."""
+    # The node of the compiled function, whose inputs include the parameters.
+    node = torch._C._current_autograd_node()
+    how: Any = gradients
+    return _share(node, grad, labels, count, sharding.sequence_group, ignore_index, how)
+
+
+@_token_loss_share.register_fake
+def _(grad: Tensor, labels: Tensor, count: Tensor, sharding: Sharding, ignore_index: int, gradients: str) -> Tensor:
+    return torch.empty_like(grad)
+
+
 def _save_labels(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    losses, labels, _, ctx.ignore_index = inputs
+    losses, labels, *ctx.spec = inputs
     ctx.dtype = losses.dtype
     ctx.save_for_backward(labels, output[1])
 
 
 def _token_loss_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     labels, count = ctx.saved_tensors
-    share = (grads[0] / count).to(ctx.dtype)
-    return torch.where(labels != ctx.ignore_index, share, torch.zeros_like(share)), None, None, None
+    share = _token_loss_share(grads[0], labels, count, *ctx.spec)
+    return _of_each_token(share, labels, ctx.spec[1], ctx.dtype), None, None, None, None
 
 
 _token_loss.register_autograd(_token_loss_backward, setup_context=_save_labels)
@@ -174,11 +271,12 @@ def all_reduce_loss(local_loss: Tensor, group: ProcessGroup | None, gradient_sca
 class _AllReduceLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local_loss: Tensor, group: ProcessGroup, gradient_scale: int) -> Tensor:
-        ctx.gradient_scale = gradient_scale
+        ctx.group, ctx.gradient_scale = group, gradient_scale
         total = local_loss.detach().clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        reduction_behind(ctx, ctx.group, "sum" if ctx.gradient_scale == 1 else "mean")  # notes the partial gradients
         return grad * ctx.gradient_scale, None, None

@@ -5,22 +5,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import no_compile
+from ..reductions import known_wrappers, reductions
 
-_DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine"  # recognized by name, because it may not be installed
-
-_wrappers: WeakSet[nn.Module] = WeakSet()  # every wrapper known in this process
-_searched: WeakSet[nn.Module] = WeakSet()  # the models for which the process has been searched for wrappers
+_collected: WeakSet[nn.Module] = WeakSet()  # the models for which unused wrappers have been freed
 
 
 class Averaging(NamedTuple):
@@ -51,10 +48,10 @@ def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Averaging]:
         ValueError: one of the wrappers is DeepSpeed, whose configuration decides what it divides by.
     """
     known = _known_wrappers(model)
-    found: list[nn.Module] = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    found: list[nn.Module] = []
     if known:
         parts = {id(x) for x in chain(model.modules(), model.parameters())}
-        found += [w for w in known if any(id(x) in parts for x in chain(w.modules(), w.parameters()))]
+        found = [w for w in known if any(id(x) in parts for x in chain(w.modules(), w.parameters()))]
     if in_forward:
         active = DistributedDataParallel._active_ddp_module
         found = [w for w in found if not isinstance(w, DistributedDataParallel) or w is active or _in_python(w)]
@@ -90,16 +87,11 @@ def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:
 
 
 def _averaging(wrapper: nn.Module) -> Iterator[Averaging]:
-    if isinstance(wrapper, DistributedDataParallel):
-        yield Averaging("DistributedDataParallel", frozenset(dist.get_process_group_ranks(wrapper.process_group)))
-    elif isinstance(wrapper, FullyShardedDataParallel):
-        yield Averaging("FullyShardedDataParallel", _fsdp1_ranks(wrapper))
-    elif isinstance(wrapper, FSDPModule):
-        for group in _parameter_groups(wrapper):
-            if group.gradient_divide_factor is None:
-                yield Averaging("fully_shard", frozenset(group.mesh_info.mesh.mesh.flatten().tolist()))
-    else:
-        raise deepspeed_error(f"the model is inside a {type(wrapper).__name__}")
+    for reduction in reductions(wrapper):
+        if reduction.divisor is None:
+            raise deepspeed_error(f"the model is inside a {reduction.name}")
+        if reduction.divisor == len(reduction.ranks):
+            yield Averaging(reduction.name, reduction.ranks)
 
 
 def deepspeed_error(found: str) -> ValueError:
@@ -111,55 +103,14 @@ def deepspeed_error(found: str) -> ValueError:
     )
 
 
-def _fsdp1_ranks(wrapper: Any) -> frozenset[int]:
-    """The ranks that an FSDP1 wrapper averages over. With hybrid sharding, they include the ranks of the replicas."""
-    if wrapper._device_mesh is not None:
-        return frozenset(wrapper._device_mesh.mesh.flatten().tolist())
-    ranks = frozenset(dist.get_process_group_ranks(wrapper.process_group))
-    replicas = getattr(wrapper, "_inter_node_pg", None)
-    if replicas is None:
-        return ranks
-    if len(ranks) * replicas.size() == dist.get_world_size():
-        return frozenset(range(dist.get_world_size()))
-    return ranks | frozenset(dist.get_process_group_ranks(replicas))
-
-
-def _parameter_groups(module: FSDPModule) -> list[Any]:
-    state = module._get_fsdp_state()
-    # In torch 2.13 a module may have several parameter groups; in earlier versions it has at most one.
-    several = getattr(state, "_fsdp_param_groups", None)
-    single = getattr(state, "_fsdp_param_group", None)
-    return list(several) if several else [single] if single is not None else []
-
-
 def _in_python(wrapper: DistributedDataParallel) -> bool:
     """Whether the DDP reduces gradients in any backward, by hooks on parameters (``optimize_ddp="python_reducer"``)."""
     return bool(getattr(wrapper, "_use_python_reducer", False))
 
 
-def _note(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Add ``module`` to the known wrappers if it is one. torch calls this hook when a module registers a submodule."""
-    if _is_wrapper(type(module)):
-        _wrappers.add(module)
-
-
 def _known_wrappers(model: nn.Module) -> list[nn.Module]:
-    """Every wrapper in this process.
-
-    The first call for a model also searches the process for wrappers that ``_note`` has not seen: those that were
-    created before this file was imported, and those of ``fully_shard``, which registers no submodule.
-    """
-    if model not in _searched:
-        gc.collect()  # free the wrappers that are no longer used
-        _wrappers.update(x for x in gc.get_objects() if issubclass(type(x), nn.Module) and _is_wrapper(type(x)))
-        _searched.add(model)
-    return list(_wrappers)
-
-
-def _is_wrapper(cls: type[nn.Module]) -> bool:
-    if issubclass(cls, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
-        return True
-    return any(f"{base.__module__}.{base.__qualname__}" == _DEEPSPEED for base in cls.__mro__)
-
-
-register_module_module_registration_hook(_note)
+    """Every wrapper in this process. The first call for a model frees the wrappers that are no longer used."""
+    if model not in _collected:
+        gc.collect()
+        _collected.add(model)
+    return known_wrappers()

@@ -1,0 +1,411 @@
+"""How gradients are reduced over ranks, as found in autograd's graph during backward.
+
+Between ``shard`` and ``unshard`` (or ``token_loss``) each rank computes on its own tokens. The gradients of parameters
+that are used there are *partial*: their sum over the ranks of the sequence is the gradient. Before ``shard`` and after
+``unshard`` every rank computes the same, and gradients are *whole*.
+
+A wrapper such as DDP over the P ranks of the sequence averages all gradients, so partial gradients have to be P times
+larger. There, the backward of ``token_loss`` and of ``unshard`` multiplies the gradient by P, and the backward of
+``shard`` divides it by P. Without such a wrapper, gradients have no factor: ``sync_gradients`` sums partial gradients
+and averages whole ones. For that, the backward notes here which parameters were used in which part.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.distributed import ProcessGroup
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+Gradients = Literal["auto", "sum", "mean"]
+Region = Literal["whole", "partial"]
+
+_DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine"  # recognized by name, because it may not be installed
+_EXPLICIT = "pass token_loss gradients='mean' if it averages over all ranks of the sequence, otherwise gradients='sum'"
+
+_wrappers: WeakSet[nn.Module] = WeakSet()  # every DDP, FSDP1 and DeepSpeed wrapper known in this process
+_searched = [False]  # whether the process has been searched for wrappers that were made before this file was imported
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a wrapper does to the gradients of its parameters: the sum over ``ranks``, divided by ``divisor``.
+
+    Attributes:
+        ranks: global ranks.
+        divisor: None if it is not known, as for DeepSpeed.
+        name: the name of the wrapper's class.
+        groups: process groups. A sum over one after another is a sum over ``ranks``.
+    """
+
+    ranks: frozenset[int]
+    divisor: float | None
+    name: str = field(compare=False)
+    groups: tuple[ProcessGroup, ...] = field(compare=False)
+
+
+@dataclass
+class Boundary:
+    """Belongs to a node of autograd's graph where tokens are sharded or gathered.
+
+    Attributes:
+        ranks: the global ranks of the sequence.
+        region: what the gradients of parameters are that are used for the node's input.
+        backward: the number of the backward that has set ``factor``.
+        factor: by how much larger than without a wrapper the gradients between ``shard`` and ``unshard`` are.
+    """
+
+    ranks: frozenset[int]
+    region: Region
+    backward: int = -1
+    factor: int = 1
+
+
+@dataclass
+class _Use:
+    """In which regions a parameter was used since its gradient was None.
+
+    Attributes:
+        backward: the number of the last backward.
+        whole, partial: the regions.
+        unsharded: whether an ``unshard`` followed.
+        wrapper: the wrapper whose factor its gradient has, although the wrapper does not hold it.
+    """
+
+    backward: int = -1
+    whole: bool = False
+    partial: bool = False
+    unsharded: bool = False
+    wrapper: str = ""
+
+
+# By parameter and by the ranks of the sequence.
+_uses: MutableMapping[nn.Parameter, dict[frozenset[int], _Use]] = WeakIdKeyDictionary()
+_any_boundary = [False]  # whether ``shard`` or ``unshard`` has been called in this process on a tensor with a gradient
+_frozen: set[frozenset[int]] = set()  # the ranks over which tensors without a gradient have been unsharded
+
+
+def mark(node: Any, group: ProcessGroup, region: Region) -> None:
+    """Give ``node``, in the forward of its Function, a ``Boundary``."""
+    if any(node.needs_input_grad):
+        _any_boundary[0] = True
+        node.boundary = Boundary(frozenset(dist.get_process_group_ranks(group)), region)
+
+
+def note_frozen(x_local: Tensor, group: ProcessGroup) -> None:
+    """Note that ``x_local`` is about to be unsharded, if it has no gradient where it could have one.
+
+    No backward of ``unshard`` will run then, although modules after it may be trained.
+    """
+    if torch.is_grad_enabled() and x_local.is_floating_point() and not x_local.requires_grad:
+        _frozen.add(frozenset(dist.get_process_group_ranks(group)))
+
+
+def factor_at(node: Any, gradients: Gradients = "auto") -> int:
+    """In the backward of a node with a ``Boundary``: by how much larger the gradients of the sharded tokens are.
+
+    Args:
+        node: autograd's context of the Function.
+        gradients: "auto" looks for wrappers; "mean" and "sum" say whether one averages over the ranks of the sequence.
+
+    Returns:
+        The number of ranks of the sequence under a wrapper that averages over them, otherwise 1.
+
+    Raises:
+        ValueError: a wrapper averages over some ranks of the sequence only, or it is not known over which.
+    """
+    boundary: Boundary = node.boundary
+    if boundary.backward != torch._C._current_graph_task_id():  # no later node of this backward has found it
+        _explore(node, boundary.ranks, boundary.region, gradients)
+    return boundary.factor
+
+
+def reduction_behind(node: Any, group: ProcessGroup, gradients: Gradients) -> Reduction | None:
+    """In the backward of the loss: how the gradients that it computes will be reduced by a wrapper.
+
+    Args:
+        node: the loss's node of the graph; None if there is no graph, as under compiled autograd.
+        group: the ranks of the sequence.
+        gradients: as in ``factor_at``.
+
+    Returns:
+        The wrapper's reduction, over all ranks of the sequence or over other ranks. None if there is none, or if
+        ``gradients`` is not "auto".
+
+    Raises:
+        ValueError: as in ``factor_at``; or several wrappers differ.
+    """
+    ranks = frozenset(dist.get_process_group_ranks(group))
+    if node is None:
+        if gradients == "auto" and _any_wrapper():
+            raise ValueError(f"gradients='auto': autograd's graph is not known in a compiled backward; {_EXPLICIT}")
+        return None
+    found = _explore(node, ranks, "partial", gradients)
+    if len(found) > 1:
+        shown = " and ".join(f"{r.name} over ranks {sorted(r.ranks)}" for r in found)
+        raise ValueError(f"gradients='auto': {shown} reduce gradients of one loss differently; {_EXPLICIT}")
+    return next(iter(found), None)
+
+
+def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradients) -> set[Reduction]:
+    """Follow the graph from ``node`` to its parameters, note how they are used, and find who reduces their gradients.
+
+    Every ``Boundary`` on the way gets the same factor.
+    """
+    if not _any_boundary[0] and gradients != "auto":
+        return set()
+    owned = owners()
+    if not _any_boundary[0] and not owned:
+        return set()
+    task = torch._C._current_graph_task_id()
+    found: set[Reduction] = set()
+    leaves: list[tuple[Any, Region]] = []
+    boundaries = [node.boundary] if hasattr(node, "boundary") else []
+    hidden = False
+    stack: list[tuple[Any, Region]] = [(below, region) for below, _ in node.next_functions]
+    seen: set[tuple[Any, Region]] = set()
+    while stack:
+        at = below, region = stack.pop()
+        if below is None or at in seen:
+            continue
+        seen.add(at)
+        following = below.next_functions
+        if not following:
+            leaf = getattr(below, "variable", None)
+            if id(leaf) in owned:
+                found.update(r for r, _ in owned[id(leaf)] if len(r.ranks) > 1)
+            if isinstance(leaf, nn.Parameter):
+                leaves.append((leaf, region))
+        elif isinstance(below, BackwardCFunction):
+            boundary = getattr(below, "boundary", None)
+            if boundary is not None and boundary.ranks == ranks:
+                boundaries.append(boundary)
+                region = boundary.region
+            hidden |= type(below).__name__ == "CheckpointFunctionBackward"
+        stack.extend((deeper, region) for deeper, _ in following)
+    if gradients == "auto":
+        factor = _factor(found, ranks)
+        if hidden and not found and (other := _any_wrapper()):
+            raise ValueError(
+                "gradients='auto': reentrant activation checkpointing hides the parameters, so that it is not known "
+                f"whether {other} reduces their gradients; checkpoint with use_reentrant=False, or {_EXPLICIT}"
+            )
+    else:
+        factor, found = len(ranks) if gradients == "mean" else 1, set()
+    for boundary in boundaries:
+        if boundary.backward == task and boundary.factor != factor:
+            raise ValueError(
+                "shard: one part of the model that works on its tokens is inside a wrapper that averages gradients "
+                "over the ranks of the sequence, and another is not; wrap the model as a whole"
+            )
+        boundary.backward, boundary.factor = task, factor
+    unsharded = any(boundary.region == "partial" for boundary in boundaries)
+    # Gradients that a wrapper averages over the sequence never reach sync_gradients.
+    wrapper = next((r.name for r in found), "") if factor > 1 else ""
+    for leaf, region in leaves if _any_boundary[0] or wrapper else ():
+        if not wrapper or id(leaf) not in owned:
+            for p in owned[id(leaf)][0][1] if id(leaf) in owned else (leaf,):
+                use = _use(p, ranks, task)
+                setattr(use, region, True)
+                use.unsharded |= unsharded
+                use.wrapper = use.wrapper or wrapper
+    return found
+
+
+def _any_wrapper() -> str:
+    """The name of a wrapper in this process that is still used, if there is one."""
+    if owners():
+        gc.collect()
+    return next((r.name for owned in owners().values() for r, _ in owned if len(r.ranks) > 1), "")
+
+
+def _factor(found: Iterable[Reduction], ranks: frozenset[int]) -> int:
+    factors = set()
+    for r in found:
+        if r.divisor is None:
+            raise ValueError(f"gradients='auto': DeepSpeed's configuration decides what it divides by; {_EXPLICIT}")
+        if 1 < len(r.ranks & ranks) < len(ranks):
+            raise ValueError(
+                f"gradients='auto': {r.name} averages over ranks {sorted(r.ranks)}, which are some but not all of the "
+                f"ranks of the sequence, {sorted(ranks)}; wrap the model over all of them, or over dp only"
+            )
+        factors.add(len(ranks) if ranks <= r.ranks else 1)
+    if len(factors) > 1:
+        raise ValueError(
+            "gradients='auto': a part of the model is wrapped over the ranks of the sequence, another over dp only; "
+            "wrap all of it over the same ranks"
+        )
+    return factors.pop() if factors else 1
+
+
+def _use(p: nn.Parameter, ranks: frozenset[int], task: int) -> _Use:
+    uses = _uses.setdefault(p, {})
+    use = uses.get(ranks)
+    if use is None or (use.backward != task and p.grad is None):  # the gradient starts anew
+        use = uses[ranks] = _Use()
+    use.backward = task
+    return use
+
+
+def gradient_kinds(
+    named: Sequence[tuple[str, nn.Parameter]], group: ProcessGroup, frozen: bool
+) -> list[tuple[bool, bool, bool]]:
+    """For each parameter: is its gradient known to be whole, is it known to be partial, or have its values to tell?
+
+    Only the values can tell if the parameter was used neither before ``shard`` nor before ``unshard``, and the backward
+    of ``unshard`` has run: it may have been used after ``unshard``. All three are False for a gradient that is a rank's
+    part of a sum, as every gradient is without ``shard`` and ``unshard``.
+
+    Args:
+        named: parameters by name.
+        group: the ranks that their gradients are reduced over.
+        frozen: whether the module has frozen parameters too. What comes before ``unshard`` may then be frozen, so that
+            ``unshard`` has no backward.
+
+    Raises:
+        ValueError: a gradient is whole on other ranks than those of ``group``, or has the factor of a wrapper.
+    """
+    ranks = frozenset(dist.get_process_group_ranks(group))
+    unsharded_over = {
+        over for p, uses in _uses.items() if p.grad is not None for over, use in uses.items() if use.unsharded
+    }
+    kinds = []
+    for name, p in named:
+        uses = _uses.get(p, {}) if p.grad is not None else {}
+        for over, use in uses.items():
+            if use.wrapper and len(over & ranks) > 1:
+                raise ValueError(
+                    f"{name}: its gradient was computed together with gradients that {use.wrapper} averages over the "
+                    f"ranks of the sequence, but {use.wrapper} does not hold it; wrap the model as a whole, and leave "
+                    "sync_gradients out"
+                )
+        whole_over = {over for over, use in uses.items() if use.whole} if uses else unsharded_over
+        for over in whole_over - {ranks}:
+            if len(over & ranks) > 1:
+                raise ValueError(
+                    f"{name}: shard or unshard was called for ranks {sorted(over)}, and sync_gradients for ranks "
+                    f"{sorted(ranks)}; pass sync_gradients the same mesh or group, and sum over other ranks afterwards"
+                )
+        use = uses.get(ranks, _Use())
+        unclear = not uses and (ranks in whole_over or (frozen and ranks in _frozen))
+        kinds.append((use.whole, use.partial, unclear))
+    return kinds
+
+
+def owners() -> dict[int, list[tuple[Reduction, tuple[nn.Parameter, ...]]]]:
+    """Who reduces which parameters in this process.
+
+    Returns:
+        By the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place: each reduction, and the
+        parameters themselves.
+    """
+    owned: dict[int, list[tuple[Reduction, tuple[nn.Parameter, ...]]]] = {}
+    for wrapper in known_wrappers():
+        for reduction, in_graph, parameters in _reduced(wrapper):
+            for x in {id(y): y for y in (in_graph, *parameters) if y is not None}:
+                owned.setdefault(x, []).append((reduction, parameters))
+    return owned
+
+
+def _reduced(wrapper: nn.Module) -> Iterator[tuple[Reduction, Any, tuple[nn.Parameter, ...]]]:
+    """For each parameter or flat parameter of a wrapper: its reduction, the tensor in autograd's graph, itself."""
+    if isinstance(wrapper, FSDPModule):
+        for reduction, group in zip(reductions(wrapper), parameter_groups(wrapper), strict=True):
+            for p in group.fsdp_params:
+                yield reduction, getattr(p, "_unsharded_param", None), (p.sharded_param,)
+        return
+    # A wrapper whose constructor has raised an error may lack its attributes.
+    if isinstance(wrapper, FullyShardedDataParallel):
+        handle = vars(wrapper).get("_handle")
+        flat = [] if handle is None else [(handle.flat_param, tuple(handle.flat_param._params or [handle.flat_param]))]
+    elif isinstance(wrapper, DistributedDataParallel):
+        flat = [(p, (p,)) for p in vars(wrapper).get("_module_parameters", ())]
+    else:
+        flat = [(p, (p,)) for p in wrapper.parameters()]
+    for reduction in reductions(wrapper) if flat else ():
+        for in_graph, parameters in flat:
+            yield reduction, in_graph, parameters
+
+
+def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
+    """What a wrapper does to gradients: one reduction, or one for each group of parameters of ``fully_shard``."""
+    if isinstance(wrapper, DistributedDataParallel):
+        yield _average("DistributedDataParallel", [wrapper.process_group])
+    elif isinstance(wrapper, FullyShardedDataParallel):
+        groups = [wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)]
+        yield _average("FullyShardedDataParallel", groups, _hybrid_ranks(wrapper))
+    elif isinstance(wrapper, FSDPModule):
+        for group in parameter_groups(wrapper):
+            info = group.mesh_info
+            groups = [getattr(info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
+            found = _average("fully_shard", groups, frozenset(info.mesh.mesh.flatten().tolist()))
+            by_hand = group.gradient_divide_factor
+            yield found if by_hand is None else replace(found, divisor=by_hand)
+    else:
+        yield Reduction(frozenset(range(dist.get_world_size())), None, type(wrapper).__name__, ())
+
+
+def _average(name: str, groups: Iterable[ProcessGroup | None], ranks: frozenset[int] | None = None) -> Reduction:
+    own = tuple(group for group in groups if group is not None)
+    ranks = ranks or frozenset(dist.get_process_group_ranks(own[0]))
+    return Reduction(ranks, len(ranks), name, own)
+
+
+def _hybrid_ranks(wrapper: Any) -> frozenset[int] | None:
+    """With hybrid sharding, the ranks of an FSDP1 wrapper's shards and replicas together."""
+    if wrapper._device_mesh is not None:
+        return frozenset(wrapper._device_mesh.mesh.flatten().tolist())
+    replicas = getattr(wrapper, "_inter_node_pg", None)
+    if replicas is None:
+        return None
+    if wrapper.process_group.size() * replicas.size() == dist.get_world_size():
+        return frozenset(range(dist.get_world_size()))
+    return frozenset(chain(*map(dist.get_process_group_ranks, (wrapper.process_group, replicas))))
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that ``fully_shard`` made for ``module`` itself."""
+    state = module._get_fsdp_state()
+    # In torch 2.13 a module may have several parameter groups; in earlier versions it has at most one.
+    several = getattr(state, "_fsdp_param_groups", None)
+    single = getattr(state, "_fsdp_param_group", None)
+    return list(several) if several else [single] if single is not None else []
+
+
+def known_wrappers() -> list[nn.Module]:
+    """Every DDP, FSDP1 and DeepSpeed wrapper and every module of ``fully_shard`` in this process.
+
+    The first call also searches the process for wrappers that were created before this file was imported.
+    """
+    if not _searched[0]:
+        _wrappers.update(x for x in gc.get_objects() if issubclass(type(x), nn.Module) and _is_wrapper(type(x)))
+        _searched[0] = True
+    return [*_wrappers, *(m for m in list(_module_state_mapping) if isinstance(m, FSDPModule))]
+
+
+def _is_wrapper(cls: type[nn.Module]) -> bool:
+    if issubclass(cls, DistributedDataParallel | FullyShardedDataParallel):
+        return True
+    return any(f"{base.__module__}.{base.__qualname__}" == _DEEPSPEED for base in cls.__mro__)
+
+
+def _remember(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Add ``module`` to the known wrappers if it is one. torch calls this hook when a module registers a submodule."""
+    if _is_wrapper(type(module)):
+        _wrappers.add(module)
+
+
+register_module_module_registration_hook(_remember)
