@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import implicit_replication
 
 import seqpar
+from seqpar.layers.sharded_weights import shard_like
 
 from .models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize
 from .pool import Pool, mesh_of, on_ranks
@@ -85,6 +89,34 @@ def clip_under_fsdp(group: ProcessGroup, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("heads", [(8, 8), (6, 2), (3, 1)])
 def test_fsdp_over_dp(pool: Pool, heads: tuple[int, int]) -> None:
     pool.run(8, clip_under_fsdp, heads)
+
+
+@on_ranks
+def steps_of_pytorch(group: ProcessGroup, heads: tuple[int, int]) -> None:
+    """PyTorch's own functions: on a layer alone, and on a model with plain weights under ``implicit_replication``."""
+    pairs: list[tuple[nn.Module, nn.Module, Callable[[], AbstractContextManager[Any]]]] = [
+        (attention_layer(heads), attention_layer(heads, "tp_sp", group=group), nullcontext),
+        (Transformer(), Transformer("tp_sp", group=group), implicit_replication),
+    ]
+    for local, parallel, context in pairs:
+        parallel.load_state_dict(local.state_dict())
+        for options in ({"foreach": True}, {"fused": True}, {}):
+            optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, **options) for model in (local, parallel)]
+            for p, want in zip(parallel.parameters(), local.parameters(), strict=True):
+                want.grad = torch.randn_like(want)
+                p.grad = shard_like(want.grad.clone(), p)
+            expected = nn.utils.clip_grad_norm_(local.parameters(), MAX_NORM)
+            with context():
+                norm = nn.utils.clip_grad_norm_(parallel.parameters(), MAX_NORM)
+                optimizers[1].step()
+            optimizers[0].step()
+            torch.testing.assert_close(full(norm), expected, rtol=1e-10, atol=0)
+            assert_same_weights(parallel, local)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (6, 1), (3, 1)])
+def test_pytorch_clips_and_steps(pool: Pool, heads: tuple[int, int]) -> None:
+    pool.run(2, steps_of_pytorch, heads)
 
 
 def test_half_precision_is_measured_in_float32() -> None:

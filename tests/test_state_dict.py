@@ -10,11 +10,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import seqpar
+from seqpar.layers.sharded_weights import shard_like
 
-from .models import attention_layer, full, randomize
-from .pool import Pool, on_ranks
+from .models import HIDDEN, Transformer, attention_layer, full, randomize
+from .pool import Pool, mesh_of, on_ranks
 
 # Strategy -> number of ranks. By each number some of the weights divide and others do not.
 SAVED_ON = {"local": 1, "ring": 2, "ulysses": 3, "context_parallel": 4, "hybrid": 4, "tp_sp": 4}
@@ -74,3 +78,84 @@ def test_a_checkpoint_loads_under_every_strategy_and_size(pool: Pool, tmp_path: 
                 assert state.keys() == expected.keys()
                 for name, value in expected.items():
                     assert torch.equal(state[name], value), f"{path} under {strategy}: {name}"
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a model with random weights after one step with random gradients, the same for every model."""
+    torch.manual_seed(2)
+    randomize(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = shard_like(torch.randn(p.shape, dtype=p.dtype), p)
+    optimizer.step()
+    return optimizer
+
+
+def model_on(tp: int, fsdp: bool) -> Transformer:
+    """A model with sharded and replicated weights, plain ones too, in each of 8 / tp replicas or under FSDP2."""
+    if tp == 1:
+        return Transformer()
+    mesh = mesh_of(dp=8 // tp, ring=1, ulysses=1, tp=tp)
+    model = Transformer("tp_sp", mesh=mesh)
+    if fsdp:
+        fully_shard(model.attention, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+@on_ranks
+def save_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None:
+    model = model_on(tp, fsdp)
+    weights, state = get_state_dict(model, trained(model))
+    for name, p in model.named_parameters():  # nothing is gathered
+        assert not isinstance(p, DTensor) or weights[name].to_local().shape == p.to_local().shape
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=group)
+
+
+@on_ranks
+def resume_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None:
+    """Compare the weights and moments with those of one device."""
+    local, model = Transformer(), model_on(tp, fsdp)
+    expected, optimizer = trained(local), trained(model)
+    for p in model.parameters():
+        nn.init.zeros_(p)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p][moment].zero_()
+    weights, state = get_state_dict(model, optimizer)
+    loaded = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=path, process_group=group)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    for (name, p), want in zip(model.named_parameters(), local.parameters(), strict=True):
+        assert torch.equal(full(p), want), name
+        for moment, value in expected.state[want].items():
+            assert torch.equal(full(optimizer.state[p][moment]), value), f"{name}: {moment}"
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_the_state_of_the_optimizer_survives(pool: Pool, tmp_path: Path, fsdp: bool) -> None:
+    """From two tensor-parallel ranks to one, two and four, over which the 6 heads and 2 KV heads do not divide."""
+    pool.run(8, save_training, 2, fsdp, str(tmp_path))
+    for resumed_on in ((1, False), (2, not fsdp), (4, fsdp)):
+        pool.run(8, resume_training, *resumed_on, str(tmp_path))
+
+
+@on_ranks
+def new_weights(group: ProcessGroup) -> None:
+    """``reset_parameters`` draws the weights of one device; a weight of another shape is refused."""
+    for heads in ((4, 4), (3, 1)):
+        local, parallel = attention_layer(heads), attention_layer(heads, "tp_sp", group=group)
+        for layer in (local, parallel):
+            randomize(layer)
+            torch.manual_seed(4)
+            for module in layer.modules():
+                if module is not layer.rope and hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+        for (name, p), want in zip(parallel.named_parameters(), local.parameters(), strict=True):
+            assert torch.equal(full(p), want), name
+        half = layer.q_proj.weight.shape[0] // 2
+        with pytest.raises(RuntimeError, match=r"size mismatch for q_proj.weight"):
+            parallel.load_state_dict({"q_proj.weight": torch.zeros(half, HIDDEN)}, strict=False)
+
+
+def test_weights_are_drawn_as_on_one_device(pool: Pool) -> None:
+    pool.run(2, new_weights)

@@ -12,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Mask
@@ -251,6 +252,54 @@ def fully_sharded(group: ProcessGroup, heads: tuple[int, int], path: str) -> Non
 @pytest.mark.parametrize("heads", [(8, 8), (6, 2), (3, 1)], ids=str)
 def test_fsdp_over_dp(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded, heads, str(tmp_path))
+
+
+@on_ranks
+def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> None:
+    """FSDP2 over ring x tp around attention, whose weights are all DTensors, and a plain norm."""
+    mesh = mesh_of(2, 2, 1, 2)
+    plain = nn.RMSNorm(HIDDEN, dtype=torch.float64)
+    local = nn.ModuleList([attention_layer(heads), plain])
+    randomize(local)
+    parallel = nn.ModuleList([attention_layer(heads, "tp_sp", mesh=mesh, layout="zigzag"), copy.deepcopy(plain)])
+    parallel.load_state_dict(local.state_dict())
+    for module in parallel:
+        fully_shard(module, mesh=mesh["ring"])
+    x = torch.randn(1, 30, HIDDEN, dtype=torch.float64)
+    attention, norm = local
+    norm(attention(x, mask=MASK)).square().sum().backward()
+    attention, norm = parallel
+    x_local = seqpar.shard(x, mesh=mesh, layout="zigzag", strategy="tp_sp")
+    (2 * norm(attention(x_local, mask=MASK)).square().sum()).backward()  # FSDP averages over two ranks
+    seqpar.sync_gradients(parallel, mesh=mesh)
+    with pytest.raises(ValueError, match="summed this gradient already"):
+        seqpar.sync_gradients(parallel, mesh=mesh)
+    check_gradients(parallel, local)
+    found, expected = (nn.utils.get_total_norm([p.grad for p in layer.parameters()]) for layer in (attention, local[0]))
+    assert_close(full(found), expected, torch.float64, "norm")
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (6, 2), (3, 1)], ids=str)
+def test_fsdp_over_the_ring(pool: Pool, heads: tuple[int, int]) -> None:
+    pool.run(8, fully_sharded_over_the_ring, heads)
+
+
+@on_ranks
+def bad_wrappers(group: ProcessGroup) -> None:
+    mesh = mesh_of(4, 1, 1, 2)
+    layer = seqpar.MegatronMLP(8, 16, mesh=mesh)
+    dp = mesh["dp"].get_group()
+    with pytest.raises(ValueError, match=r"DistributedDataParallel: .*tensor-parallel layers.*fully_shard"):
+        DistributedDataParallel(nn.Sequential(layer), process_group=dp)
+    with pytest.raises(ValueError, match=r"FullyShardedDataParallel: .*tensor-parallel layers.*fully_shard"):
+        FullyShardedDataParallel(nn.Sequential(layer), process_group=dp, device_id=torch.device("cpu"))
+    fully_shard(layer.up_proj, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"weight: fully_shard .* call fully_shard on the whole tensor-parallel layer"):
+        layer(torch.zeros(1, 2, 8))
+
+
+def test_bad_wrappers(pool: Pool) -> None:
+    pool.run(8, bad_wrappers)
 
 
 @on_ranks

@@ -18,8 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from ..layout import chunk_range
 from ..mesh import ParallelContext, size_of
@@ -185,3 +188,18 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
+
+
+def _refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Raise if DDP or FSDP1, which do not take DTensors, is put around tensor-parallel layers. torch calls this hook
+    when a module registers a submodule."""
+    if not isinstance(module, DistributedDataParallel | FullyShardedDataParallel) or child is None:
+        return
+    if tensor_parallel_parameters(child):
+        raise ValueError(
+            f"{type(module).__name__}: the model has tensor-parallel layers, whose weights are DTensors; use "
+            'torch.distributed.fsdp.fully_shard(model, mesh=mesh["dp"]), or no wrapper and sync_gradients'
+        )
+
+
+register_module_module_registration_hook(_refuse_wrappers)
