@@ -32,6 +32,7 @@ from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerp
 from ..comm.trace import count_sent
 from .batch import BOUNDARY_NAMES
 from .latent import hand_on_keys, hand_on_latents, hands_on_latents
+from .loss import MissingLogits
 from .multimodal import has_more_than_text, merges
 from .state import NAME, Patch, Whole
 from .whole import PER_TOKEN, finish, generates, shard_call
@@ -313,7 +314,7 @@ def _tensor_keys(output: Any) -> Iterator[tuple[str, int | None]]:
     """For each tensor to exchange: the name of the output, and the tensor's index if the output is a tuple."""
     for name, x in output.items():
         if name in PER_TOKEN or name in _PARTIAL_SUMS:
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and not isinstance(x, MissingLogits):
                 yield name, None
             elif isinstance(x, tuple | list):
                 yield from ((name, i) for i, y in enumerate(x) if isinstance(y, Tensor))

@@ -14,8 +14,12 @@ Trainer and TRL, which is not documented. ``tests/test_hf_parallelism.py`` tests
   ``gather``, as attributes of the Accelerator, so that an instance attribute replaces the method.
 * accelerate uses its own tensor or context parallelism if ``tp_enabled``, ``cp_enabled`` or ``sp_enabled`` is true.
 * FSDP2 shards the weights over the mesh dimensions ``fsdp_dim_names``.
-* The Trainer divides sums over processes by ``tp_size``, ``cp_size`` and ``sp_size``, and TRL divides them by
-  ``tp_size``. All three are 1 in the config that an Accelerator keeps.
+* The Trainer divides sums over processes by ``tp_size``, ``cp_size`` and ``sp_size``, and the number of processes, by
+  which it multiplies losses, by ``tp_size``: the ranks of a tensor-parallel group have the same batch. The ranks of a
+  sequence do too. Their number is therefore the ``tp_size`` of the config that an Accelerator keeps, if the Trainer
+  divides both (see ``_counts_sequences_once``). Otherwise it is 1, and so are ``cp_size`` and ``sp_size``.
+* The Trainer prepares a model that is evaluated before it is trained by ``prepare_model(model, evaluation_mode=True)``,
+  which marks it as prepared, so that no wrapper is made when it is trained.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
@@ -42,7 +48,7 @@ from ..layout import LAYOUTS, Layout
 from ..strategies import STRATEGIES, StrategyName, strategy_options
 from .loss import GRADIENTS
 from .patch import BATCHES, parallelize
-from .state import Batches, Gradients, Outputs, Patch
+from .state import Batches, Gradients, Outputs, Patch, patch_of
 from .whole import OUTPUTS
 
 if TYPE_CHECKING:
@@ -153,9 +159,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
         An Accelerator calls this method at the end of its ``__init__``.
         """
-        batches = self._original.arguments["batches"]
+        batches, trainer = self._original.arguments["batches"], _trainer_being_made()
         if batches == "auto":
-            batches = "own" if _is_for_own_batches(_trainer_being_made()) else "shared"
+            batches = "own" if _is_for_own_batches(trainer) else "shared"
         if self is not self._original and self.arguments["batches"] == batches:
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
@@ -164,6 +170,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         accelerator.state.device_mesh = config.device_mesh
         prepare_models(accelerator, config._parallelize)
         if batches == "shared":
+            config.tp_size = config.sequence_ranks if _counts_sequences_once(trainer) else 1
             share_sequences(accelerator, config.sequence_ranks)
 
     def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
@@ -227,6 +234,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         if patch is None:
             if any(isinstance(m, PreTrainedModel) for m in model.modules()):
                 parallelize(model, group=self._group, **self.arguments)
+                patch_of(model).needs_wrapper = ranks > 1
         elif patch.ranks != ranks or (ranks > 1 and patch.batches != batches):
             raise ValueError(
                 f"model: it is parallelized over {patch.ranks} ranks with batches={patch.batches!r}, but the "
@@ -254,9 +262,28 @@ def _is_for_own_batches(trainer: Trainer | None) -> bool:
     return bool(names) and "SFTTrainer" not in names
 
 
+def _counts_sequences_once(trainer: Trainer | None) -> bool:
+    """Whether ``trainer`` gathers the counts of labels, and divides them and its factor of losses by ``tp_size``.
+
+    Without ``average_tokens_across_devices`` it divides the counts, but does not gather them. In earlier versions of
+    transformers it does not divide the factor.
+    """
+    across = getattr(getattr(trainer, "args", None), "average_tokens_across_devices", False)
+    return bool(across) and _divides_factor()
+
+
+@cache
+def _divides_factor() -> bool:
+    return "get_tp_size" in inspect.getsource(Trainer.compute_loss)
+
+
 def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
-    """Make ``accelerator`` call ``prepare`` with each model before it prepares the model."""
+    """Make ``accelerator`` call ``prepare`` with each model before it prepares the model.
+
+    A model that was prepared for evaluation only is then prepared for training too.
+    """
     original_prepare, original_prepare_model = accelerator.prepare, accelerator.prepare_model
+    evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def prepare_all(*objects: Any, **kwargs: Any) -> Any:
         for x in objects:
@@ -264,9 +291,16 @@ def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
                 prepare(x)
         return original_prepare(*objects, **kwargs)
 
-    def prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def prepare_model(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         prepare(model)
-        return original_prepare_model(model, *args, **kwargs)
+        if evaluation_mode:
+            evaluated.add(model)
+        elif model in evaluated:
+            evaluated.remove(model)
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # the forward without mixed precision
+            accelerator._models = [m for m in accelerator._models if m is not model]
+            del model._is_accelerate_prepared
+        return original_prepare_model(model, device_placement, evaluation_mode)
 
     accelerator.prepare, accelerator.prepare_model = prepare_all, prepare_model
 
@@ -298,12 +332,13 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
     accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepare_loader, gather_for_metrics
 
 
-def share_sequences_of(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
-    """``share_sequences`` for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
+def share_sequences_of(trainer: Trainer, sequence_ranks: int) -> None:
+    """``share_sequences`` for a Trainer without a ParallelismConfig, whose model is parallelized already."""
     config = copy.copy(ParallelismConfig(batches="shared"))
     config.sequence_ranks, config.cp_size = sequence_ranks, 1
-    accelerator.state.parallelism_config = config
-    share_sequences(accelerator, sequence_ranks)
+    config.tp_size = sequence_ranks if _counts_sequences_once(trainer) else 1
+    trainer.accelerator.state.parallelism_config = config
+    share_sequences(trainer.accelerator, sequence_ranks)
 
 
 def _rows_of_first_ranks(gathered: Tensor, sequence_ranks: int) -> Tensor:

@@ -58,7 +58,7 @@ class SequenceParallelMixin(_Mixin):
                 f"model: its sequence is sharded over {patch.ranks} ranks, but the Trainer has "
                 f"{self.args.world_size}; start a multiple of {patch.ranks} ranks"
             )
-        share_sequences_of(self.accelerator, self.args.world_size // _data_parallel(patch, self.args.world_size))
+        share_sequences_of(self, self.args.world_size // _data_parallel(patch, self.args.world_size))
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -72,8 +72,14 @@ class SequenceParallelMixin(_Mixin):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The number of sequences in an optimizer step."""
-        count: int = super().get_total_train_batch_size(args) // self.accelerator.parallelism_config.sequence_ranks
+        count: int = super().get_total_train_batch_size(args) * self.get_tp_size()
+        count //= self.accelerator.parallelism_config.sequence_ranks
         return count
+
+    def get_tp_size(self) -> int:
+        """The number of ranks with the same batch, by which the Trainer divides counts and the factor of losses."""
+        size: int = self.accelerator.parallelism_config.tp_size
+        return size
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
