@@ -31,7 +31,7 @@ from .loss import (
 )
 from .multimodal import has_more_than_text, merges, shard_merged_call
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
-from .support import computes_cross_entropy, predicts_in_place
+from .support import computes_cross_entropy, parameters_of, predicts_in_place
 from .whole import gather_outputs, generates, shard_call
 
 _ROPE_TYPES = ("dynamic", "longrope")
@@ -55,7 +55,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return args, kwargs
     _check_wrapper(model, patch)
     replace_loss_function(model, patch, model)  # the user may have set another one
-    parameters = inspect.signature(model.forward).parameters
+    parameters = parameters_of(model)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
     whole = cut = keep_logits = None

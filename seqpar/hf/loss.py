@@ -128,7 +128,7 @@ class TokenLoss:
             raise ValueError(
                 "labels: they were not sharded by seqpar.hf.shard_batch; give it the full batch with 'labels'"
             )
-        if forward is not None and forward.local_labels is not None and seqpar is None:
+        if forward is not None and forward.local_labels is not None:
             _check_labels(labels, forward.local_labels, forward)
         labels = labels.reshape(-1)  # [tokens]
         if isinstance(logits, LazyLogits):
@@ -439,7 +439,10 @@ def fused_cross_entropy(
         liger_loss: Tensor = liger(reduction="sum")(head.weight, hidden, labels, head.bias).float()
         return liger_loss
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
-    total: Tensor = _FusedCrossEntropy.apply(hidden, head.weight, head.bias, labels, pointwise, chunk)
+    inputs = [hidden, head.weight, head.bias]
+    if not torch.is_grad_enabled():  # otherwise the forward would compute the gradients of the parameters
+        inputs = [None if x is None else x.detach() for x in inputs]
+    total: Tensor = _FusedCrossEntropy.apply(*inputs, labels, pointwise, chunk)
     return total
 
 

@@ -14,7 +14,6 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -35,6 +34,7 @@ from .latent import hand_on_keys, hand_on_latents, hands_on_latents
 from .loss import MissingLogits
 from .multimodal import has_more_than_text, merges
 from .state import NAME, Patch, Whole
+from .support import parameters_of
 from .whole import PER_TOKEN, finish, generates, shard_call
 
 TensorSpec = tuple[Sequence[int], torch.dtype]  # shape and dtype
@@ -93,7 +93,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     patch: Patch = model._seqpar
     original_call = type(model)._call_impl
-    kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    kwargs = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
     if generates(kwargs):
         with _one_device(patch):
             return original_call(model, **kwargs)

@@ -14,10 +14,10 @@ Trainer and TRL, which is not documented. ``tests/test_hf_parallelism.py`` tests
   ``gather``, as attributes of the Accelerator, so that an instance attribute replaces the method.
 * accelerate uses its own tensor or context parallelism if ``tp_enabled``, ``cp_enabled`` or ``sp_enabled`` is true.
 * FSDP2 shards the weights over the mesh dimensions ``fsdp_dim_names``.
-* The Trainer divides sums over processes by ``tp_size``, ``cp_size`` and ``sp_size``, and the number of processes, by
-  which it multiplies losses, by ``tp_size``: the ranks of a tensor-parallel group have the same batch. The ranks of a
-  sequence do too. Their number is therefore the ``tp_size`` of the config that an Accelerator keeps, if the Trainer
-  divides both (see ``_counts_sequences_once``). Otherwise it is 1, and so are ``cp_size`` and ``sp_size``.
+* The Trainer divides sums over processes by its ``get_tp_size()`` and by the config's ``cp_size`` and ``sp_size``, and
+  TRL divides them by the config's ``tp_size``. All sizes are 1 in the config that an Accelerator keeps.
+* The Trainer divides the number of processes, by which it multiplies losses, by ``get_tp_size()``, because the ranks of
+  a tensor-parallel group have the same batch. So have the ranks of a sequence: ``get_tp_size`` returns their number.
 * The Trainer prepares a model that is evaluated before it is trained by ``prepare_model(model, evaluation_mode=True)``,
   which marks it as prepared, so that no wrapper is made when it is trained.
 """
@@ -28,7 +28,6 @@ import copy
 import inspect
 import os
 import weakref
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
@@ -170,8 +169,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         accelerator.state.device_mesh = config.device_mesh
         prepare_models(accelerator, config._parallelize)
         if batches == "shared":
-            config.tp_size = config.sequence_ranks if _counts_sequences_once(trainer) else 1
             share_sequences(accelerator, config.sequence_ranks)
+            if trainer is not None and divides_by_tp_size(trainer):
+                vars(trainer)["get_tp_size"] = lambda: config.sequence_ranks
 
     def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
         """The config that ``accelerator`` keeps: a copy with the mesh and the sizes of ``accelerator``.
@@ -262,19 +262,16 @@ def _is_for_own_batches(trainer: Trainer | None) -> bool:
     return bool(names) and "SFTTrainer" not in names
 
 
-def _counts_sequences_once(trainer: Trainer | None) -> bool:
-    """Whether ``trainer`` gathers the counts of labels, and divides them and its factor of losses by ``tp_size``.
+def divides_by_tp_size(trainer: Trainer) -> bool:
+    """Whether ``trainer`` divides by ``get_tp_size()`` the number of labels of all processes and its factor of losses.
 
-    Without ``average_tokens_across_devices`` it divides the counts, but does not gather them. In earlier versions of
-    transformers it does not divide the factor.
+    The factor is the number of processes. Without ``average_tokens_across_devices`` there is no factor, and the labels
+    of this process are counted. Earlier versions of transformers and TRL and some subclasses do not divide the factor.
     """
-    across = getattr(getattr(trainer, "args", None), "average_tokens_across_devices", False)
-    return bool(across) and _divides_factor()
-
-
-@cache
-def _divides_factor() -> bool:
-    return "get_tp_size" in inspect.getsource(Trainer.compute_loss)
+    methods = [vars(cls)["compute_loss"] for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
+    sources = [inspect.getsource(method) for method in methods]
+    multiplies = [source for source in sources if "num_processes" in source or "world_size" in source]
+    return trainer.args.average_tokens_across_devices and all("get_tp_size()" in source for source in multiplies)
 
 
 def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
@@ -332,13 +329,12 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
     accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepare_loader, gather_for_metrics
 
 
-def share_sequences_of(trainer: Trainer, sequence_ranks: int) -> None:
-    """``share_sequences`` for a Trainer without a ParallelismConfig, whose model is parallelized already."""
+def share_sequences_of(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
+    """``share_sequences`` for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
     config = copy.copy(ParallelismConfig(batches="shared"))
     config.sequence_ranks, config.cp_size = sequence_ranks, 1
-    config.tp_size = sequence_ranks if _counts_sequences_once(trainer) else 1
-    trainer.accelerator.state.parallelism_config = config
-    share_sequences(trainer.accelerator, sequence_ranks)
+    accelerator.state.parallelism_config = config
+    share_sequences(accelerator, sequence_ranks)
 
 
 def _rows_of_first_ranks(gathered: Tensor, sequence_ranks: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from inspect import Parameter
 from typing import Any, cast
 
 from torch import nn
@@ -33,6 +34,7 @@ _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predicts each token itself, not the next one
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _TOWERS = ("vision_config", "audio_config")
 _ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
 
@@ -58,8 +60,20 @@ def text_model(root: PreTrainedModel) -> PreTrainedModel:
 
 
 def parameters_of(module: nn.Module) -> list[str]:
-    """The names of the parameters of ``module.forward``."""
-    return list(inspect.signature(module.forward).parameters)
+    """The names of the parameters of ``module.forward``, and of the parents' forwards if it may pass arguments on."""
+    parents = (vars(cls)["forward"] for cls in type(module).__mro__[1:] if "forward" in vars(cls))
+    named: dict[str, Parameter] = {}
+    others: list[str] = []  # such as kwargs
+    for forward in (module.forward, *parents):
+        parameters = inspect.signature(forward).parameters
+        more = [name for name, p in parameters.items() if p.kind is Parameter.VAR_KEYWORD]
+        named.update(
+            {x: p for x, p in parameters.items() if x != "self" and p.kind not in _VARIADIC and x not in named}
+        )
+        others += more
+        if not more:
+            break
+    return [*named, *others]
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from ..layers.wrappers import deepspeed_error
-from .parallelism import share_sequences_of
+from .parallelism import divides_by_tp_size, share_sequences_of
 from .state import Patch, patch_of
 
 # The mixin's methods call methods of the Trainer that follows it in the bases, which a type checker does not know.
@@ -58,7 +58,7 @@ class SequenceParallelMixin(_Mixin):
                 f"model: its sequence is sharded over {patch.ranks} ranks, but the Trainer has "
                 f"{self.args.world_size}; start a multiple of {patch.ranks} ranks"
             )
-        share_sequences_of(self, self.args.world_size // _data_parallel(patch, self.args.world_size))
+        share_sequences_of(self.accelerator, self.args.world_size // _data_parallel(patch, self.args.world_size))
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -78,8 +78,7 @@ class SequenceParallelMixin(_Mixin):
 
     def get_tp_size(self) -> int:
         """The number of ranks with the same batch, by which the Trainer divides counts and the factor of losses."""
-        size: int = self.accelerator.parallelism_config.tp_size
-        return size
+        return self.accelerator.parallelism_config.sequence_ranks if divides_by_tp_size(self) else 1
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
