@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import seqpar
 import seqpar.hf
+from seqpar.hf.loss import MissingLogits
 from seqpar.hf.parallelism import _is_for_own_batches
 
 from .hf_workers import PARALLELIZE, gradients, make_batch, tiny, worst
@@ -140,7 +141,7 @@ def inferred(group: ProcessGroup) -> list[float]:
         seqpar.hf.parallelize(model, group=group, batches="own")
         output = model(**batch, output_hidden_states=True)
         kept = model(**batch, logits_to_keep=5).logits
-        assert "logits" not in model(**batch, labels=batch["input_ids"])
+        assert isinstance(model(**batch, labels=batch["input_ids"]).logits, MissingLogits)
         prompt = {name: x[:1] for name, x in batch.items()}
         same = [
             x.generate(**prompt, max_new_tokens=5 + 3 * rank, do_sample=False, eos_token_id=None)

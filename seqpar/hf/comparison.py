@@ -5,7 +5,6 @@ Shapes: b batch, s the full sequence, s_local this rank's tokens, h query heads,
 
 from __future__ import annotations
 
-import inspect
 import math
 import zlib
 from collections.abc import Iterable, Mapping
@@ -25,7 +24,7 @@ from .batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES
 from .multimodal import has_more_than_text, merges
 from .recording import Place, Recording
 from .state import Patch
-from .support import pools_last_token, predicts_in_place
+from .support import parameters_of, pools_last_token, predicts_in_place
 
 _KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "backward", "gradient")
 
@@ -158,7 +157,7 @@ class FullBatch:
         self.labels: Tensor | None = None
         if not pools_last_token(root):  # a model that classifies sequences has one label per row
             self._set_labels(rest)
-        if "use_cache" in inspect.signature(root.forward).parameters:
+        if "use_cache" in parameters_of(root):
             rest["use_cache"] = False
         self.for_one_device = rest
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, cast
 
@@ -16,16 +16,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks import no_compile
-from ..layers.wrappers import keeps_weight
+from ..layers.wrappers import averaging_wrappers, keeps_weight
 from .generate import finish_forward, prepare_forward
 from .log_probs import LOG_PROBS, LogProbsOutput
-from .loss import LazyLogits, TokenLoss, label_log_probs, reduce_over_ranks
+from .loss import (
+    LazyLogits,
+    MissingLogits,
+    TokenLoss,
+    check_loss,
+    label_log_probs,
+    reduce_over_ranks,
+    replace_loss_function,
+    version_of,
+)
 from .multimodal import has_more_than_text, merges, shard_merged_call
 from .state import Forward, Patch, current_forward, pop_forward, push_forward
-from .support import predicts_in_place, uses_loss_function
+from .support import computes_cross_entropy, parameters_of, predicts_in_place
 from .whole import gather_outputs, generates, shard_call
 
 _ROPE_TYPES = ("dynamic", "longrope")
+_NOISE = "neftune_noise_alpha"
 _ROUTER_LOSS = "load_balancing_loss_func"
 _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
 
@@ -43,7 +53,9 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     patch = cast(Patch, model._seqpar)
     if not patch.sharded:
         return args, kwargs
-    parameters = inspect.signature(model.forward).parameters
+    _check_wrapper(model, patch)
+    replace_loss_function(model, patch, model)  # the user may have set another one
+    parameters = parameters_of(model)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
     whole = cut = keep_logits = None
@@ -73,8 +85,13 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             kwargs["seqpar"] = forward.shard = shard.for_in_place_labels()
         if wants_log_probs:
             forward.targets, kwargs["return_dict"] = labels, True
-        if labels is not None and not uses_loss_function(type(model)):
-            forward.labels, forward.num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
+        if labels is not None and computes_cross_entropy(model):
+            forward.labels = kwargs.pop("labels")
+        if labels is not None and "skip_logits" in parameters:
+            kwargs["skip_logits"] = False  # Liger then calls self.loss_function instead of its own fused loss
+        if isinstance(local_labels := kwargs.get("labels"), Tensor):
+            forward.local_labels, forward.labels_version = local_labels, version_of(local_labels)
+        _scale_noise(forward, kwargs)
         # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
         if "use_cache" in parameters and kwargs.get("past_key_values") is None:
             kwargs["use_cache"] = False
@@ -89,6 +106,39 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return (), kwargs
 
 
+def _check_wrapper(model: nn.Module, patch: Patch) -> None:
+    """Raise an error in the first training forward of a model that a ``ParallelismConfig`` parallelized, if needed.
+
+    Nothing would sum the ranks' partial gradients, and the weights of the ranks would drift apart.
+    """
+    trains = model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    if not patch.needs_wrapper or not trains:
+        return
+    if patch.gradients == "auto" and not averaging_wrappers(model, in_forward=False):
+        raise ValueError(
+            f"model={type(model).__name__}: it is trained without a wrapper (DistributedDataParallel, FSDP), so that "
+            "nothing sums the gradients of the ranks of the ParallelismConfig; train what accelerator.prepare(model) "
+            "returns, without evaluation_mode=True, or make a new Trainer for the training if this one has evaluated"
+        )
+    patch.needs_wrapper = False
+
+
+def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
+    """Give the noise of NEFTune the magnitude that it has on one device, until the forward ends.
+
+    Its hook on the embedding divides ``neftune_noise_alpha`` by the square root of the size of one row of embeddings,
+    which has this rank's tokens only.
+    """
+    tokens, shard = kwargs.get("input_ids"), forward.batch_shard
+    if forward.cut is not None or tokens is None or shard is None:
+        return  # the embedding gets all tokens, or none
+    embedding: Any = cast(Any, forward.model).get_input_embeddings()
+    alpha = getattr(embedding, _NOISE, None)
+    if alpha is not None:
+        forward.noise = embedding, alpha
+        setattr(embedding, _NOISE, alpha * (tokens.shape[1] / shard.seq_len) ** 0.5)
+
+
 @no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """End the ``Forward``, and return the output that the caller asked for.
@@ -99,12 +149,16 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     forward = current_forward()
     if forward is None or forward.model is not model:
         return None
+    if forward.noise is not None:
+        setattr(forward.noise[0], _NOISE, forward.noise[1])
     try:
         # This happens before pop_forward, because the loss looks up the wrappers around the current forward's model.
         if forward.targets is not None and output is not None:
             output = LogProbsOutput(label_log_probs(output.logits, forward.targets, forward.patch.loss_chunk))
         elif forward.labels is not None and output is not None:
             output = _add_loss(output, forward, forward.labels)
+        elif output is not None and not (forward.whole is not None and forward.whole.fused):
+            _check_loss_of(output, forward)
         if forward.scores is not None and output is not None:
             output = _with_scores(output, forward.scores)
         if forward.whole is not None and output is not None:
@@ -120,7 +174,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
         if forward.patch.batches == "own" and forward.patch.outputs == "whole":
             return type(output)(**{**output, "logits": lazy.materialize()})
-        return type(output)(**{name: x for name, x in output.items() if name != "logits"})
+        return type(output)(**{**output, "logits": MissingLogits()})
     changed = forward.labels is not None or forward.scores is not None or forward.targets is not None
     return output if changed else None
 
@@ -147,11 +201,22 @@ def _with_scores(output: Any, scores: Tensor) -> Any:
     return type(output)(**{**output, "logits": scores})
 
 
+def _check_loss_of(output: Any, forward: Forward) -> None:
+    """Raise an error if the loss in ``output`` is not the one of the full sequence."""
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    else:  # a tuple starts with the loss, if there is one
+        first = output[0] if isinstance(output, tuple) else None
+        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
+    if loss is not None:
+        check_loss(loss, forward)
+
+
 def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
     """``output`` with a loss as its first value. The first value of ``output`` must be the logits of each token."""
     logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]
     token_loss = TokenLoss(forward.patch, forward.model)
-    loss = token_loss(logits, labels, num_items_in_batch=forward.num_items, seqpar=forward.batch_shard)
+    loss = token_loss(logits, labels, seqpar=forward.batch_shard)
     return (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
 
 
@@ -232,6 +297,7 @@ _patched_models: dict[str, set[int]] = {}  # by the name of the Python module: t
 def patch_router_loss(model: nn.Module) -> None:
     """Replace the router loss in the Python modules that define the classes of ``model``."""
     names = [cls.__module__ for cls in type(model).__mro__]
+    names.append(inspect.unwrap(cast(Any, model).forward).__module__)  # Liger replaces the forward of the instance
     if hasattr(cast(Any, model.config).get_text_config(), "router_aux_loss_coef"):
         names.append(import_module(_FUSED_ROUTER).__name__)
     for name in names:

@@ -18,12 +18,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..checks import no_compile
+from ..comm.collectives import all_gather
 from ..layers.loss import all_reduce_loss
 from ..layers.wrappers import averaging_wrappers
+from ..layout import shard_positions
+from ..reductions import factor_at, mark, note_frozen
 from .batch import IGNORE_INDEX, BatchShard
-from .state import Gradients, Patch, current_forward
+from .state import Forward, Gradients, Patch, current_forward
 
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 _CHUNK_BYTES = 128 << 20
@@ -40,14 +44,56 @@ class TokenLoss:
     Args:
         patch: the model's ``Patch``.
         model: the parallelized model.
+        own: the loss function that the user has set by ``model.loss_function = own``; None for the model's default. It
+            is called with the logits and the unshifted labels of the full sequence on every rank.
     """
 
-    def __init__(self, patch: Patch, model: nn.Module) -> None:
+    def __init__(self, patch: Patch, model: nn.Module, own: Callable[..., Tensor] | None = None) -> None:
         self.patch = patch
         self.model = model
+        self.own = own
 
     @no_compile
-    def __call__(
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``_cross_entropy``, or the user's own loss function, with the same arguments."""
+        default = LOSS_MAPPING.get(getattr(self.model, "loss_type", None) or "ForCausalLM")
+        if self.own is None or self.own is default:
+            return self._cross_entropy(*args, **kwargs)
+        return self._own_loss(self.own, *args, **kwargs)
+
+    def _own_loss(
+        self, own: Callable[..., Tensor], *args: Any, seqpar: BatchShard | None = None, **kwargs: Any
+    ) -> Tensor:
+        """``own`` with the logits and labels of the full sequence, the same on every rank.
+
+        Every rank computes the loss L of all P ranks, and adds L / P to their sum. The gradient of the logits is
+        multiplied by P, and each rank keeps the part of its own tokens. What L depends on besides the logits (an L2
+        penalty, the parameters of ``own``) gets 1 / P of its gradient on each rank.
+        """
+        forward = current_forward()
+        shard = seqpar or (forward.batch_shard if forward is not None else None)
+        if shard is None or shard.in_place is None:
+            raise ValueError(
+                f"model.loss_function={own}: a loss function of your own gets the unshifted labels; call the model "
+                "with the full batch and 'labels', without shift_labels"
+            )
+        named = {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}
+        logits = named["logits"]
+        logits = logits.materialize() if isinstance(logits, LazyLogits) else logits
+        if logits.dim() != 3:
+            raise ValueError(
+                f"logits: shape {tuple(logits.shape)}; expected [batch, seq, vocabulary] for loss_function"
+            )
+        places = tuple(shard_positions(shard.seq_len, shard.ranks, rank, shard.layout) for rank in range(shard.ranks))
+        whole = {
+            "logits": all_gather_tokens(logits, places, self.patch, self.patch.ranks),
+            "labels": all_gather_tokens(shard.in_place[0].to(logits.device), places, self.patch),
+        }
+        positional = [whole.pop(name) for name, _ in zip(tuple(whole), args, strict=False)]
+        loss = own(*positional, *args[2:], **{**kwargs, **whole})
+        return reduce_over_ranks(loss / self.patch.ranks, self.patch, self.model)
+
+    def _cross_entropy(
         self,
         logits: Tensor | LazyLogits,
         labels: Tensor,
@@ -83,6 +129,8 @@ class TokenLoss:
             raise ValueError(
                 "labels: they were not sharded by seqpar.hf.shard_batch; give it the full batch with 'labels'"
             )
+        if forward is not None and forward.local_labels is not None:
+            _check_labels(labels, forward.local_labels, forward)
         labels = labels.reshape(-1)  # [tokens]
         if isinstance(logits, LazyLogits):
             hidden = logits.hidden.reshape(len(labels), -1)  # [tokens, hidden]
@@ -92,12 +140,98 @@ class TokenLoss:
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]
             total = F.cross_entropy(flat, labels, ignore_index=ignore_index, reduction="sum")
-        num_items: Any = shard.num_items if num_items_in_batch is None else num_items_in_batch
-        if isinstance(num_items, Tensor):
-            num_items = num_items.to(total.device)
-        elif num_items == 0:
-            num_items = total.new_zeros(())  # no label counts: the loss is NaN, as on one device
-        return reduce_over_ranks(total / num_items, self.patch, self.model)
+        num_items = shard.num_items if num_items_in_batch is None else num_items_in_batch
+        return reduce_over_ranks(_divide(total, num_items), self.patch, self.model)
+
+
+def _divide(total: Tensor, num_items: Any) -> Tensor:
+    """``total / num_items``. If no label counts, it is NaN and all gradients are 0, as on one device."""
+    if not isinstance(num_items, Tensor) and num_items != 0:
+        quotient: Tensor = total / num_items
+        return quotient
+    divisor = num_items.to(total.device) if isinstance(num_items, Tensor) else total.new_zeros(())
+    # The gradient of a division by 0 would multiply the gradients, which are 0, by infinity.
+    return torch.where(divisor == 0, total.detach() / divisor, total / torch.where(divisor == 0, 1, divisor))
+
+
+def replace_loss_function(module: Any, patch: Patch, model: nn.Module) -> None:
+    """Replace the loss function of ``module``, which is ``model`` or a transformers model in it, by a ``TokenLoss``.
+
+    The ``TokenLoss`` hides a loss function that is a module and thus registered in ``module``: its parameters stay
+    parameters of ``module``.
+    """
+    own = getattr(module, "_loss_function", None)
+    if not isinstance(own, TokenLoss):
+        vars(module)["_loss_function"] = TokenLoss(patch, model, own)
+
+
+def restore_loss_function(module: nn.Module) -> TokenLoss | None:
+    """Undo ``replace_loss_function``, and return the ``TokenLoss``."""
+    ours = vars(module).get("_loss_function")
+    if not isinstance(ours, TokenLoss):
+        return None  # the user has set another loss function since
+    del vars(module)["_loss_function"]
+    if ours.own is not None and "_loss_function" not in module._modules:
+        vars(module)["_loss_function"] = ours.own
+    return ours
+
+
+def _check_labels(labels: Tensor, given: Tensor, forward: Forward) -> None:
+    """Raise an error if the model's forward has changed its labels: ``num_items`` counts the labels ``given`` to it."""
+    changed = version_of(given) != forward.labels_version
+    if not changed and labels is not given:
+        changed = labels.shape != given.shape or not torch.equal(labels.to(given.device), given)
+    if changed:
+        raise ValueError(
+            f"labels: the forward of {type(forward.model).__name__} calls its loss function with other labels than it "
+            "was given (shifted, or some of them masked), but it holds the labels of one rank's tokens only, which are "
+            "shifted already; change the labels before you call the model, or call it without labels and compute the "
+            "loss from model(**batch).logits"
+        )
+
+
+def version_of(x: Tensor) -> int:
+    """How often ``x`` was changed in place. Tensors of ``torch.inference_mode`` do not count that."""
+    return 0 if x.is_inference() else x._version
+
+
+def check_loss(loss: Any, forward: Forward) -> None:
+    """Raise an error if ``loss``, which the model's forward has returned, was not reduced over the ranks.
+
+    ``reduce_over_ranks`` has recorded the terms that were: the loss of ``TokenLoss`` and the router's loss. Their
+    gradients are partial, and so is the gradient of every function of them. The loss must therefore depend on no other
+    tensor that requires gradients. Without gradients, a loss of one term must have the value of the term.
+    """
+    nodes = {id(node) for node, _ in forward.reduced}
+    if isinstance(loss, Tensor) and loss.grad_fn is not None:
+        if nodes and _depends_on_these_alone(loss.grad_fn, nodes):
+            return
+    elif isinstance(loss, Tensor):
+        values = [value for _, value in forward.reduced]
+        if len(values) > 1 or (values and torch.allclose(loss.to(values[0]), values[0], equal_nan=True)):
+            return
+    name = type(forward.model).__name__
+    raise ValueError(
+        f"loss: the forward of {name} returned a loss of its own, or added a term to the loss of self.loss_function. "
+        "It computes them from the tokens of one rank, so that neither the loss nor the gradients are one device's. "
+        "Set model.loss_function = f instead: f(logits, labels, vocab_size, **kwargs) gets the whole logits and the "
+        f"unshifted labels. Or let {name} return no loss, and compute it from the outputs of model(**batch) without "
+        "labels, which are whole on every rank"
+    )
+
+
+def _depends_on_these_alone(node: Any, nodes: set[int]) -> bool:
+    """Whether every path of the autograd graph from ``node`` to a tensor that requires gradients enters ``nodes``."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if id(node) in nodes:
+            continue
+        inputs = [following for following, _ in node.next_functions if following is not None]
+        if not inputs:  # a parameter, or another tensor that requires gradients
+            return False
+        stack += inputs
+    return True
 
 
 def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Tensor:
@@ -111,9 +245,14 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
         patch: the model's ``Patch``.
         model: the parallelized model.
     """
-    if patch.group is None or patch.ranks == 1 or patch.batches == "own":
-        return local_loss  # with batches="own", the all-to-all of the outputs sums the parts of the loss
-    return all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
+    loss = local_loss
+    # With batches="own", the all-to-all of the outputs sums the parts of the loss.
+    if patch.group is not None and patch.ranks > 1 and patch.batches != "own":
+        loss = all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
+    forward = current_forward()
+    if forward is not None and forward.model is model:
+        forward.reduced.append((loss.grad_fn, loss.detach().clone()))
+    return loss
 
 
 def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
@@ -138,6 +277,41 @@ def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
                 f"ranks of the sequence, {sorted(sequence)}; wrap the model over all of them, or over dp only"
             )
     return scale
+
+
+def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale: int = 1) -> Tensor:
+    """``x [batch, seq_local, ...]`` of all ranks, as ``[batch, seq, ...]``.
+
+    In backward, each rank keeps the gradient of its own tokens, multiplied by ``scale``.
+
+    Args:
+        x: this rank's tokens.
+        places: for each rank, the indices of its tokens in the result, int64.
+        patch: the model's ``Patch``.
+        scale: the factor by which the gradient is multiplied.
+    """
+    if patch.ranks == 1:
+        return x
+    assert patch.group is not None
+    note_frozen(x, patch.group)
+    full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group, scale)
+    return full
+
+
+class _AllGatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup, scale: int) -> Tensor:
+        ctx.mine, ctx.scale = places[rank], scale
+        mark(ctx, group, "partial")
+        gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
+        return gathered.index_select(1, torch.cat(places).argsort().to(x.device))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        factor_at(ctx, "sum" if ctx.scale == 1 else "mean")  # notes that the model's gradients are partial
+        # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
+        local = grad.index_select(1, ctx.mine.to(grad.device))
+        return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None
 
 
 class LazyLogits:
@@ -203,6 +377,39 @@ class LazyLogits:
         return self.materialize()[index]
 
 
+_READ_BY_WRAPPERS = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "grad_fn")}
+_READ_BY_WRAPPERS |= {Tensor.is_floating_point, torch.is_floating_point}
+
+
+class MissingLogits(Tensor):
+    """Stands in an output for logits that were not computed. Every use of it raises an error with the reason.
+
+    It is a tensor, because the Trainer and wrappers look for tensors in outputs. Wrappers read some attributes,
+    and DistributedDataParallel may clone it.
+    """
+
+    @staticmethod
+    def __new__(cls) -> MissingLogits:
+        # Mixed precision converts outputs only if they are of a floating-point dtype.
+        return torch.Tensor._make_subclass(cls, torch.empty(0, dtype=torch.bool))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "MissingLogits()"
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _READ_BY_WRAPPERS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        if function is Tensor.clone:
+            return cls()
+        raise ValueError(
+            "logits: a call with labels returns a loss, but no logits, which take batch * seq * vocabulary numbers; "
+            "pass outputs='whole' to seqpar.hf.parallelize or seqpar.hf.ParallelismConfig (compute_metrics and "
+            "Trainer.predict need it, unless prediction_loss_only=True), or call the model without labels"
+        )
+
+
 def fused_cross_entropy(
     hidden: Tensor,
     head: nn.Linear,
@@ -235,7 +442,10 @@ def fused_cross_entropy(
         liger_loss: Tensor = liger(reduction="sum")(head.weight, hidden, labels, head.bias).float()
         return liger_loss
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
-    total: Tensor = _FusedCrossEntropy.apply(hidden, head.weight, head.bias, labels, pointwise, chunk)
+    inputs = [hidden, head.weight, head.bias]
+    if not torch.is_grad_enabled():  # otherwise the forward would compute the gradients of the parameters
+        inputs = [None if x is None else x.detach() for x in inputs]
+    total: Tensor = _FusedCrossEntropy.apply(*inputs, labels, pointwise, chunk)
     return total
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from datetime import timedelta
@@ -18,6 +17,7 @@ from ..sharding import Sharding
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
 from .comparison import Difference, FullBatch
 from .state import Patch
+from .support import parameters_of
 from .verification import (
     DEADLINE_S,
     TOLERANCE,
@@ -49,7 +49,7 @@ class _Monitor:
 
     def before_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if root.training and torch.is_grad_enabled():
-            self.batch = {**dict(zip(inspect.signature(root.forward).parameters, args, strict=False)), **kwargs}
+            self.batch = {**dict(zip(parameters_of(root), args, strict=False)), **kwargs}
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         ours = {id(p) for p in self.root.parameters()}

@@ -14,7 +14,6 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -32,8 +31,10 @@ from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerp
 from ..comm.trace import count_sent
 from .batch import BOUNDARY_NAMES
 from .latent import hand_on_keys, hand_on_latents, hands_on_latents
+from .loss import MissingLogits
 from .multimodal import has_more_than_text, merges
 from .state import NAME, Patch, Whole
+from .support import parameters_of
 from .whole import PER_TOKEN, finish, generates, shard_call
 
 TensorSpec = tuple[Sequence[int], torch.dtype]  # shape and dtype
@@ -92,7 +93,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     patch: Patch = model._seqpar
     original_call = type(model)._call_impl
-    kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    kwargs = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
     if generates(kwargs):
         with _one_device(patch):
             return original_call(model, **kwargs)
@@ -313,7 +314,7 @@ def _tensor_keys(output: Any) -> Iterator[tuple[str, int | None]]:
     """For each tensor to exchange: the name of the output, and the tensor's index if the output is a tuple."""
     for name, x in output.items():
         if name in PER_TOKEN or name in _PARTIAL_SUMS:
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and not isinstance(x, MissingLogits):
                 yield name, None
             elif isinstance(x, tuple | list):
                 yield from ((name, i) for i, y in enumerate(x) if isinstance(y, Tensor))

@@ -14,8 +14,12 @@ Trainer and TRL, which is not documented. ``tests/test_hf_parallelism.py`` tests
   ``gather``, as attributes of the Accelerator, so that an instance attribute replaces the method.
 * accelerate uses its own tensor or context parallelism if ``tp_enabled``, ``cp_enabled`` or ``sp_enabled`` is true.
 * FSDP2 shards the weights over the mesh dimensions ``fsdp_dim_names``.
-* The Trainer divides sums over processes by ``tp_size``, ``cp_size`` and ``sp_size``, and TRL divides them by
-  ``tp_size``. All three are 1 in the config that an Accelerator keeps.
+* The Trainer divides sums over processes by its ``get_tp_size()`` and by the config's ``cp_size`` and ``sp_size``, and
+  TRL divides them by the config's ``tp_size``. All sizes are 1 in the config that an Accelerator keeps.
+* The Trainer divides the number of processes, by which it multiplies losses, by ``get_tp_size()``, because the ranks of
+  a tensor-parallel group have the same batch. So have the ranks of a sequence: ``get_tp_size`` returns their number.
+* The Trainer prepares a model that is evaluated before it is trained by ``prepare_model(model, evaluation_mode=True)``,
+  which marks it as prepared, so that no wrapper is made when it is trained.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
@@ -42,7 +47,7 @@ from ..layout import LAYOUTS, Layout
 from ..strategies import STRATEGIES, StrategyName, strategy_options
 from .loss import GRADIENTS
 from .patch import BATCHES, parallelize
-from .state import Batches, Gradients, Outputs, Patch
+from .state import Batches, Gradients, Outputs, Patch, patch_of
 from .whole import OUTPUTS
 
 if TYPE_CHECKING:
@@ -153,9 +158,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
         An Accelerator calls this method at the end of its ``__init__``.
         """
-        batches = self._original.arguments["batches"]
+        batches, trainer = self._original.arguments["batches"], _trainer_being_made()
         if batches == "auto":
-            batches = "own" if _is_for_own_batches(_trainer_being_made()) else "shared"
+            batches = "own" if _is_for_own_batches(trainer) else "shared"
         if self is not self._original and self.arguments["batches"] == batches:
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
@@ -165,6 +170,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         prepare_models(accelerator, config._parallelize)
         if batches == "shared":
             share_sequences(accelerator, config.sequence_ranks)
+            if trainer is not None and divides_by_tp_size(trainer):
+                vars(trainer)["get_tp_size"] = lambda: config.sequence_ranks
 
     def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
         """The config that ``accelerator`` keeps: a copy with the mesh and the sizes of ``accelerator``.
@@ -227,6 +234,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         if patch is None:
             if any(isinstance(m, PreTrainedModel) for m in model.modules()):
                 parallelize(model, group=self._group, **self.arguments)
+                patch_of(model).needs_wrapper = ranks > 1
         elif patch.ranks != ranks or (ranks > 1 and patch.batches != batches):
             raise ValueError(
                 f"model: it is parallelized over {patch.ranks} ranks with batches={patch.batches!r}, but the "
@@ -254,9 +262,25 @@ def _is_for_own_batches(trainer: Trainer | None) -> bool:
     return bool(names) and "SFTTrainer" not in names
 
 
+def divides_by_tp_size(trainer: Trainer) -> bool:
+    """Whether ``trainer`` divides by ``get_tp_size()`` the number of labels of all processes and its factor of losses.
+
+    The factor is the number of processes. Without ``average_tokens_across_devices`` there is no factor, and the labels
+    of this process are counted. Earlier versions of transformers and TRL and some subclasses do not divide the factor.
+    """
+    methods = [vars(cls)["compute_loss"] for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
+    sources = [inspect.getsource(method) for method in methods]
+    multiplies = [source for source in sources if "num_processes" in source or "world_size" in source]
+    return trainer.args.average_tokens_across_devices and all("get_tp_size()" in source for source in multiplies)
+
+
 def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
-    """Make ``accelerator`` call ``prepare`` with each model before it prepares the model."""
+    """Make ``accelerator`` call ``prepare`` with each model before it prepares the model.
+
+    A model that was prepared for evaluation only is then prepared for training too.
+    """
     original_prepare, original_prepare_model = accelerator.prepare, accelerator.prepare_model
+    evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def prepare_all(*objects: Any, **kwargs: Any) -> Any:
         for x in objects:
@@ -264,9 +288,16 @@ def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
                 prepare(x)
         return original_prepare(*objects, **kwargs)
 
-    def prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def prepare_model(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         prepare(model)
-        return original_prepare_model(model, *args, **kwargs)
+        if evaluation_mode:
+            evaluated.add(model)
+        elif model in evaluated:
+            evaluated.remove(model)
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # the forward without mixed precision
+            accelerator._models = [m for m in accelerator._models if m is not model]
+            del model._is_accelerate_prepared
+        return original_prepare_model(model, device_placement, evaluation_mode)
 
     accelerator.prepare, accelerator.prepare_model = prepare_all, prepare_model
 

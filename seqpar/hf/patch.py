@@ -21,7 +21,7 @@ from ..strategies import StrategyName, resolve
 from . import hooks
 from .attention import attention_forward, layer_mask_of, no_mask
 from .latent import hand_on_keys, hand_on_latents
-from .loss import GRADIENTS, TokenLoss
+from .loss import GRADIENTS, replace_loss_function, restore_loss_function
 from .monitoring import verify_while_training
 from .multimodal import before_text_model
 from .own import give_calls_back, take_over_calls
@@ -152,13 +152,10 @@ def restore(model: Model) -> Model:
         raise ValueError("model: this is a copy of a parallelized model; restore the original before copying it")
     for handle in patch.handles:
         handle.remove()
-    for module, loss_function in patch.loss_functions:
+    for module in patch.loss_functions:
         hooks.unpatch_router_loss(module)
         give_calls_back(module)
-        if loss_function is None:
-            del module._loss_function
-        else:
-            module._loss_function = loss_function
+        restore_loss_function(module)
     for original, ours, values_at_first in patch.config_copies:
         for name, value in vars(ours).items():
             unchanged = name in values_at_first and values_at_first[name] is value
@@ -221,8 +218,8 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             handles.append(module.register_forward_hook(hooks.after_rope, with_kwargs=True))
     for module in root.modules():
         if isinstance(module, PreTrainedModel):
-            patch.loss_functions.append((module, vars(module).get("_loss_function")))
-            module.loss_function = TokenLoss(patch, root)
+            patch.loss_functions.append(module)
+            replace_loss_function(module, patch, root)
             hooks.patch_router_loss(module)
     if pools_last_token(root):
         handles.append(root.score.register_forward_hook(hooks.after_score))

@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 )
 
 from .latent import hand_on_keys, hand_on_latents, hands_on_latents, recorded_expansion
+from .loss import restore_loss_function
 from .state import Patch
 from .support import attention_layers, text_model
 from .tracing import replaced_interface
@@ -222,12 +223,9 @@ def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iter
         for layer in filter(hands_on_latents, patch.modules):
             hand_on_keys(layer)
             stack.callback(hand_on_latents, layer)
-        for module, loss_function in patch.loss_functions:
-            stack.callback(setattr, module, "_loss_function", vars(module)["_loss_function"])
-            if loss_function is None:
-                del module._loss_function
-            else:
-                module._loss_function = loss_function
+        for module in patch.loss_functions:
+            if (ours := restore_loss_function(module)) is not None:
+                stack.callback(vars(module).__setitem__, "_loss_function", ours)
         configs = {
             id(x): x for module in model.modules() for x in vars(module).values() if isinstance(x, PreTrainedConfig)
         }

@@ -45,11 +45,13 @@ class Patch:
         calls: how many times the model has been called with a full batch. It is the same on every rank.
         seed: the seed from which attention dropout in these calls is derived. It is the same on every rank.
         depends_on_length: whether the frequencies of a rotary embedding depend on the largest position.
+        needs_wrapper: whether a Trainer or accelerate must wrap the model before it is trained, and no forward has yet
+            found the wrapper.
         handles: the registered hooks.
         modules: the modules that refer to this object.
         configs: (module, attribute name, original config) for each config that was replaced.
         config_copies: (original config, copy, initial values of the copy) for each config that was replaced.
-        loss_functions: (model, its own loss function or None) for each model whose loss function was replaced.
+        loss_functions: the models whose loss function was replaced.
     """
 
     mesh: DeviceMesh | None
@@ -69,11 +71,12 @@ class Patch:
     calls: int = 0
     seed: int = 0
     depends_on_length: bool = False
+    needs_wrapper: bool = False
     handles: list[RemovableHandle] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     configs: list[tuple[nn.Module, str, PreTrainedConfig]] = field(default_factory=list)
     config_copies: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = field(default_factory=list)
-    loss_functions: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    loss_functions: list[nn.Module] = field(default_factory=list)
 
     @property
     def ranks(self) -> int:
@@ -188,7 +191,12 @@ class Forward:
         keep: int64, the indices of this rank's tokens whose logits are computed; None for all.
         hidden: ``[batch, seq, hidden]``, the input of the output embedding, until the lazy logits are created.
         scores: for a model that classifies sequences: the scores of each token, ``[batch, seq_local, num_labels]``.
-        labels, num_items: arguments that a hook has removed, because the model's forward would compute its own loss.
+        labels: the labels that a hook has removed, because the model's forward would compute a cross-entropy itself.
+        local_labels, labels_version: the labels that the model's forward was given, and their version (see
+            ``version_of``).
+        reduced: for each term of the loss that was reduced over the ranks, its node in the autograd graph and its
+            value.
+        noise: the embedding that adds NEFTune's noise, and the value of its ``neftune_noise_alpha``.
         targets: this rank's shifted labels, if the caller asked for their log-probabilities instead of a loss.
     """
 
@@ -203,7 +211,10 @@ class Forward:
     hidden: Tensor | None = None
     scores: Tensor | None = None
     labels: Tensor | None = None
-    num_items: Any = None
+    local_labels: Tensor | None = None
+    labels_version: int = 0
+    reduced: list[tuple[Any, Tensor]] = field(default_factory=list)
+    noise: tuple[nn.Module, float] | None = None
     targets: Tensor | None = None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from inspect import Parameter
 from typing import Any, cast
 
 from torch import nn
@@ -33,6 +34,7 @@ _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predicts each token itself, not the next one
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _TOWERS = ("vision_config", "audio_config")
 _ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
 
@@ -58,8 +60,20 @@ def text_model(root: PreTrainedModel) -> PreTrainedModel:
 
 
 def parameters_of(module: nn.Module) -> list[str]:
-    """The names of the parameters of ``module.forward``."""
-    return list(inspect.signature(module.forward).parameters)
+    """The names of the parameters of ``module.forward``, and of the parents' forwards if it may pass arguments on."""
+    parents = (vars(cls)["forward"] for cls in type(module).__mro__[1:] if "forward" in vars(cls))
+    named: dict[str, Parameter] = {}
+    others: list[str] = []  # such as kwargs
+    for forward in (module.forward, *parents):
+        parameters = inspect.signature(forward).parameters
+        more = [name for name, p in parameters.items() if p.kind is Parameter.VAR_KEYWORD]
+        named.update(
+            {x: p for x, p in parameters.items() if x != "self" and p.kind not in _VARIADIC and x not in named}
+        )
+        others += more
+        if not more:
+            break
+    return [*named, *others]
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -179,8 +193,10 @@ def _check_layer_types(model: PreTrainedModel, model_name: str) -> None:
 
 def _check_head(model: PreTrainedModel, model_name: str) -> None:
     loss = getattr(model, "loss_type", None)
-    # A language model whose class has an unusual name (GPT2LMHeadModel) has no loss_type, but uses transformers' loss.
-    supported = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function(type(model)))
+    # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type. It uses the loss function
+    # if its forward calls it, or the forward of a parent class to which it may pass its arguments on.
+    uses_loss_function = any("loss_function(" in _forward_source(cls) for cls in type(model).__mro__)
+    supported = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function)
     has_head = model.base_model is not model
     if has_head and not supported:
         raise ValueError(
@@ -223,21 +239,27 @@ def _uses_interface(cls: type[Any]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _forward_source(cls) or "attention_interface(" in _forward_source(cls)
 
 
-def uses_loss_function(cls: type[Any]) -> bool:
-    """Whether the forward of ``cls`` calls the model's ``loss_function``. Otherwise it computes a loss of its own."""
-    return "loss_function(" in _forward_source(cls)
+def computes_cross_entropy(model: nn.Module) -> bool:
+    """Whether the forward of ``model`` is one of transformers that computes a cross-entropy without a loss function."""
+    forward = inspect.unwrap(model.forward)
+    return forward.__module__.startswith("transformers.") and "loss_function(" not in _forward_source(type(model))
 
 
 def pools_last_token(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers decoder that classifies a sequence, by the scores of its last token."""
-    forward = getattr(inspect.getattr_static(type(model), "forward", None), "__wrapped__", None)
-    generic = inspect.getattr_static(GenericForSequenceClassification, "forward").__wrapped__
-    return isinstance(model, GenericForSequenceClassification) and forward is generic
+    generic = inspect.unwrap(GenericForSequenceClassification.forward)
+    return isinstance(model, GenericForSequenceClassification) and _function(model.forward) is generic
 
 
 def predicts_in_place(model: nn.Module) -> bool:
     """Whether ``model`` predicts each token itself, not the next one."""
     return getattr(model, "loss_type", None) in _LOSSES_IN_PLACE
+
+
+def _function(method: Any) -> Any:
+    """The function of a method, without decorators."""
+    function = inspect.unwrap(method)
+    return getattr(function, "__func__", function)
 
 
 def _forward_source(cls: type[Any]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from ..layers.wrappers import deepspeed_error
-from .parallelism import share_sequences_of
+from .parallelism import divides_by_tp_size, share_sequences_of
 from .state import Patch, patch_of
 
 # The mixin's methods call methods of the Trainer that follows it in the bases, which a type checker does not know.
@@ -72,8 +72,13 @@ class SequenceParallelMixin(_Mixin):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The number of sequences in an optimizer step."""
-        count: int = super().get_total_train_batch_size(args) // self.accelerator.parallelism_config.sequence_ranks
+        count: int = super().get_total_train_batch_size(args) * self.get_tp_size()
+        count //= self.accelerator.parallelism_config.sequence_ranks
         return count
+
+    def get_tp_size(self) -> int:
+        """The number of ranks with the same batch, by which the Trainer divides counts and the factor of losses."""
+        return self.accelerator.parallelism_config.sequence_ranks if divides_by_tp_size(self) else 1
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):

@@ -14,15 +14,12 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from ..comm.collectives import all_gather
 from ..layout import shard_positions
-from ..reductions import factor_at, mark, note_frozen
 from ..sharding import check_every
 from .batch import shard_batch, shard_for_rank
-from .loss import LazyLogits, gradient_scale, reduce_over_ranks
+from .loss import LazyLogits, MissingLogits, all_gather_tokens, gradient_scale, reduce_over_ranks
 from .state import Forward, Outputs, Patch, Whole
 from .support import pools_last_token
 
@@ -152,8 +149,8 @@ def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
         output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
         return output if which == "local" else tuple(map(_Gather(forward, whole).in_tuple, output))
     named = dict(output.items())
-    if leaves_logits_out:
-        named.pop("logits", None)
+    if leaves_logits_out and "logits" in named:
+        named["logits"] = MissingLogits()
     if which != "local" or whole.last is not None:
         gather = _Gather(forward, whole)
         named = finish({name: gather(name, x) for name, x in named.items()}, whole, forward.model)
@@ -209,7 +206,7 @@ class _Gather:
             return type(x)(self(name, y) for y in x)
         if isinstance(x, LazyLogits):
             x = x.materialize()
-        if not isinstance(x, Tensor) or name not in PER_TOKEN:
+        if not isinstance(x, Tensor) or isinstance(x, MissingLogits) or name not in PER_TOKEN:
             return x
         if name == "router_logits":  # [batch * seq_local, experts]
             return self._all_gather(x.unflatten(0, (self.whole.rows, -1)), self.whole.tokens).flatten(0, 1)
@@ -226,38 +223,4 @@ class _Gather:
         return self("hidden_states" if per_token else "", x)
 
     def _all_gather(self, x: Tensor, places: tuple[Tensor, ...]) -> Tensor:
-        if self.patch.group is not None:
-            note_frozen(x, self.patch.group)
-        full: Tensor = _AllGatherTokens.apply(x, places, self.patch.rank, self.patch.group, self.scale)
-        return full
-
-
-class _AllGatherTokens(torch.autograd.Function):
-    """All-gathers tokens in the order of the sequence. In backward, each rank keeps the gradient of its own tokens."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup | None, scale: int
-    ) -> Tensor:
-        """``x [batch, seq_local, ...]`` of all ranks, as ``[batch, seq, ...]``.
-
-        Args:
-            ctx: autograd's context.
-            x: this rank's tokens.
-            places: for each rank, the indices of its tokens in the result, int64.
-            rank: this rank.
-            group: the ranks of the sequence.
-            scale: the factor by which the gradient is multiplied.
-        """
-        ctx.mine, ctx.scale = places[rank], scale
-        if group is not None:
-            mark(ctx, group, "partial")
-        gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
-        return gathered.index_select(1, torch.cat(places).argsort().to(x.device))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        factor_at(ctx, "sum" if ctx.scale == 1 else "mean")  # notes that the model's gradients are partial
-        # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
-        local = grad.index_select(1, ctx.mine.to(grad.device))
-        return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None
+        return all_gather_tokens(x, places, self.patch, self.scale)
