@@ -112,6 +112,7 @@ class _Documents(_Rule):
 @dataclass(frozen=True)
 class _CausalBlocks(_Rule):
     blocks: tuple[tuple[tuple[int, int], ...], ...]  # by batch row: (first token, one past the last), increasing
+    window: int | None = None
 
     @property
     def batch(self) -> int:
@@ -123,7 +124,17 @@ class _CausalBlocks(_Rule):
         start = np.append(0, spans)
         step = np.append(1, np.tile([0, 1], len(spans)))
         hi = np.append(1, np.stack([spans[:, 1], spans[:, 1] + 1], 1))
-        return Runs.of(start, 0, 0, hi, step)
+        if self.window is None:
+            return Runs.of(start, 0, 0, hi, step)
+        # A run ends wherever the first key of the window becomes position 0, or the first token of its block.
+        left = self.window - 1
+        starts = np.unique(np.concatenate([start, [left], np.minimum(spans[:, 0] + left, spans[:, 1])]))
+        run = np.searchsorted(start, starts, side="right") - 1
+        block = np.append(UNBOUNDED, np.repeat(spans[:, 0], 2))[run]  # the first token of the block
+        block[step[run] == 1] = UNBOUNDED  # outside blocks
+        lo = np.minimum(np.maximum(starts - left, 0), block)
+        hi = hi[run] + step[run] * (starts - start[run])
+        return Runs.of(starts, lo, (starts >= left) & (lo < block), hi, step[run])
 
 
 @dataclass(frozen=True)
@@ -215,20 +226,23 @@ class Mask(Opaque):
         return Mask()
 
     @staticmethod
-    def causal(blocks: Sequence[Any] | None = None) -> Mask:
+    def causal(blocks: Sequence[Any] | None = None, window: int | None = None) -> Mask:
         """The query at ``i`` sees the keys ``j <= i``; inside a block, all keys of the block too.
 
         Args:
             blocks: pairs (first token, one past the last), increasing and without overlap, or a list of such lists,
                 one for each batch row. The tokens of one image are such a block in Gemma 3.
+            window: the number of keys up to its own that a query sees, besides the keys of its block.
 
         Raises:
             TypeError: a position is not an int.
-            ValueError: blocks overlap, decrease or are negative.
+            ValueError: blocks overlap, decrease or are negative, or the window is below 1.
         """
+        if window is not None:
+            check_int("causal window", window, 1)
         if blocks is None:
-            return Mask((_SlidingWindow(-1, 0),))
-        return Mask((_CausalBlocks(_checked_blocks(blocks)),))
+            return Mask((_SlidingWindow(-1 if window is None else window - 1, 0),))
+        return Mask((_CausalBlocks(_checked_blocks(blocks), window),))
 
     @staticmethod
     def sliding_window(left: int, right: int = 0) -> Mask:
@@ -365,15 +379,13 @@ class Mask(Opaque):
         return rows[:1] if len(set(rows)) == 1 else rows
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether the mask is causal except for blocks whose tokens see each other."""
-        return any(isinstance(rule, _CausalBlocks) for rule in self.rules)
-
-    @property
     def has_window(self) -> bool:
         """Whether a window or chunks hide distant keys from queries."""
         return any(
-            isinstance(rule, _Chunked) or (isinstance(rule, _SlidingWindow) and rule.left >= 0) for rule in self.rules
+            isinstance(rule, _Chunked)
+            or (isinstance(rule, _SlidingWindow) and rule.left >= 0)
+            or (isinstance(rule, _CausalBlocks) and rule.window is not None)
+            for rule in self.rules
         )
 
     def check_length(self, seq_len: int) -> None:
@@ -515,10 +527,7 @@ LayerMask = tuple[bool, int | None, int | None]  # causal, window and chunk of `
 
 
 def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
-    """The mask of a layer: the batch's mask, restricted to causal pairs, to ``|i - j| < window`` or to chunks.
-
-    If the batch's mask has blocks, it is causal already, except inside the blocks.
-    """
+    """The mask of a layer: the batch's mask, restricted to causal pairs, to ``|i - j| < window`` or to chunks."""
     kept: Mask | None = mask.plans.get((causal, window, chunk))
     return _layer_mask(mask, causal, window, chunk) if kept is None else kept
 
@@ -533,10 +542,9 @@ def keep_layer_mask(mask: Mask, layer: LayerMask) -> Mask:
 
 @lru_cache(maxsize=512)
 def _layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
-    result = mask & Mask.causal() if causal and not mask.has_blocks else mask
+    result = mask & Mask.causal() if causal else mask
     if window is not None:
-        right = -1 if mask.has_blocks else 0 if causal else window - 1
-        result = result & Mask.sliding_window(window - 1, right)
+        result = result & Mask.sliding_window(window - 1, 0 if causal else window - 1)
     if chunk:
         result = result & Mask.chunked(chunk, causal, starts=mask.starts)
     return result

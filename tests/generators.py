@@ -38,7 +38,8 @@ def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
         edges = st.lists(st.integers(0, seq_len + 3), max_size=6, unique=True).map(sorted)
         blocks = edges.map(lambda x: tuple(zip(x[::2], x[1::2], strict=False)))
         block_rows = st.tuples(*[blocks] * rows)
-        return Rule(name, (draw(block_rows if rows > 1 else blocks),))
+        window = draw(st.one_of(st.just(()), st.tuples(st.integers(1, seq_len + 2))))
+        return Rule(name, (draw(block_rows if rows > 1 else blocks), *window))
     if name == "padding":
         ends = st.lists(st.integers(0, seq_len + 3), min_size=2, max_size=2).map(sorted)
         by_row = tuple(zip(*draw(st.tuples(*[ends] * rows)), strict=True))

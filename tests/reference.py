@@ -105,7 +105,8 @@ class Rule:
         if self.name == "full":
             return True
         if self.name == "causal":
-            return j <= i or any(a <= i < b and a <= j < b for a, b in self._blocks(row))
+            window = self.args[1] if len(self.args) > 1 else i + 1
+            return i - window < j <= i or any(a <= i < b and a <= j < b for a, b in self._blocks(row))
         if self.name == "sliding_window":
             left, right = self.args
             return (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
@@ -545,6 +546,7 @@ BATCH_RULES: tuple[Rules, ...] = (
     (Rule("padding", ((0, 7), (50, 31))), Rule("causal")),
     (Rule("causal", (((3, 9), (9, 14), (30, 60)),)), Rule("sliding_window", (12, -1))),
     (Rule("causal", ((((5, 21),), ()),)),),  # two batch rows, one without blocks
+    (Rule("causal", (((0, 13), (20, 26)), 8)),),  # a window that does not end inside blocks
 )
 
 # (heads, kv_heads): equal numbers, groups, one KV head, fewer KV heads than ranks, and numbers that no number of ranks

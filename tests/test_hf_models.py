@@ -23,8 +23,8 @@ import transformers
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.attention import no_mask
 from seqpar.hf.loss import MissingLogits
+from seqpar.hf.masks import no_mask
 from seqpar.hf.state import NAME
 from seqpar.hf.tracing import trace_tokens
 
@@ -337,10 +337,10 @@ def test_pickling_is_refused(pool: Pool) -> None:
 
 def test_padding_without_a_shard_is_refused() -> None:
     mask = torch.ones(2, 5, dtype=torch.bool)
-    assert no_mask(2, 5, mask) is None
+    assert no_mask(2, 5, attention_mask=mask) is None
     mask[0, 0] = False
     with pytest.raises(ValueError, match="attention_mask: it has padding"):
-        no_mask(2, 5, mask)
+        no_mask(2, 5, attention_mask=mask)
 
 
 def test_queries_scaled_by_place_are_refused() -> None:

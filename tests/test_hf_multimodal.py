@@ -19,7 +19,6 @@ import transformers
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.multimodal import block_mask
 
 from .hf_workers import PARALLELIZE, freeze_imports, gradients, worst
 from .pool import Pool, on_ranks
@@ -350,16 +349,3 @@ def test_towers_that_are_not_merged() -> None:
     )
     with pytest.raises(ValueError, match="CLIPModel: it has a vision_config, but does not merge images or sound into"):
         seqpar.hf.parallelize(transformers.CLIPModel(config))
-
-
-def test_blocks_of_a_mask_function() -> None:
-    ids = torch.tensor([[-1, 0, 0, 0, -1, 1, 1], [0, 0, -1, -1, -1, -1, -1]])
-
-    def blocks(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) | ((ids[row, query] == ids[row, key]) & (ids[row, query] >= 0))
-
-    expected = seqpar.Mask.causal([[(1, 4), (5, 7)], [(0, 2)]])
-    assert block_mask(blocks, 2, 7, None) == expected
-    assert block_mask(lambda row, head, query, key: (key <= query) & (row == row), 2, 7, None) is None
-    with pytest.raises(ValueError, match="sees later tokens that are not in the same block"):
-        block_mask(lambda row, head, query, key: (key <= query + 1) & (row == row), 2, 7, None)

@@ -22,6 +22,7 @@ import seqpar
 import seqpar.hf
 from seqpar.hf import VerificationError, VerificationReport
 from seqpar.hf import attention as hf_attention
+from seqpar.hf import masks as hf_masks
 from seqpar.hf.state import current_forward, patch_of
 from seqpar.mask import Mask
 
@@ -184,8 +185,9 @@ def planted(group: ProcessGroup, fault: str) -> VerificationReport:
 
         return verify(parallel(group), make_batch("plain", 48), False, shard=contiguous)
     if fault == "ignored window":
-        with mock.patch.object(hf_attention, "window_and_chunk", return_value=(None, None)):
-            return verify(parallel(group, "gemma2"), make_batch("plain"), False)
+        model = parallel(group, "gemma2")
+        with mock.patch.object(hf_masks, "window_and_chunk", return_value=(None, None)):
+            return verify(model, make_batch("plain"), False)
     if fault == "dropped document boundary":
 
         def one_document(shard: Any) -> Any:
@@ -252,7 +254,7 @@ def planted(group: ProcessGroup, fault: str) -> VerificationReport:
         return verify(model, make_batch("plain"), False)
     if fault == "images without their blocks":
         model = seqpar.hf.parallelize(tiny_wrapper("gemma3"), group=group)
-        with mock.patch.object(hf_attention, "block_mask", return_value=None):
+        with mock.patch.object(hf_masks, "_mask_of_call", return_value=None):
             return verify(model, with_images("gemma3", "images"), False)
     if fault in ("wrong positions of images", "other visual embeddings"):
         model = seqpar.hf.parallelize(tiny_wrapper("qwen3_vl"), group=group)

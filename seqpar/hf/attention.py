@@ -1,4 +1,4 @@
-"""The attention function and the mask function that transformers' interfaces call.
+"""The attention function that transformers' ``AttentionInterface`` calls.
 
 Shapes follow transformers: query ``[batch, heads, seq, head_dim]``, key ``[batch, kv_heads, seq, head_dim]``,
 value ``[batch, kv_heads, seq, v_head_dim]``; the result is ``[batch, seq, heads, v_head_dim]``. In latent attention,
@@ -7,7 +7,6 @@ key and value are latents and rotated keys (see ``latent.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,42 +22,9 @@ from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op, co
 from .batch import BatchShard
 from .generate import decode
 from .latent import expand, hands_on_latents, latent_weight
-from .multimodal import block_mask
+from .masks import WITHOUT_HOOKS, mask_in_layer
 from .shared_keys import attend_to_shared_keys, gathers_shared_keys
-from .state import DecodeShard, Patch, current_forward, cuts_below
-
-
-def no_mask(
-    batch_size: int = 1,
-    q_length: int = 0,
-    attention_mask: Tensor | None = None,
-    mask_function: Callable[..., Any] | None = None,
-    device: torch.device | None = None,
-    **kwargs: Any,
-) -> Mask | None:
-    """The mask function. It makes no dense mask: ``shard_batch`` and ``generate`` put padding into a ``seqpar.Mask``.
-
-    Returns:
-        None; in a model that merges images into its text, their ``block_mask``, for the text model's hook.
-
-    Raises:
-        ValueError: the attention mask has padding, or lets tokens see later ones in a way that cannot be sharded.
-    """
-    if cuts_below[0]:
-        return _mask_of_images(mask_function, batch_size, q_length, device)
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError("attention_mask: it has padding; pass the batch to seqpar.hf.shard_batch, which keeps it")
-    return None
-
-
-@no_compile
-def _mask_of_images(
-    mask_function: Callable[..., Any] | None, rows: int, length: int, device: torch.device | None
-) -> Mask | None:
-    forward = current_forward()
-    if forward is None or forward.cut is None:  # the text model runs, on its part
-        return None
-    return block_mask(mask_function, rows, length, device)
+from .state import DecodeShard, Patch, current_forward
 
 
 def attention_forward(
@@ -99,13 +65,11 @@ def attention_forward(
         seqpar = forward.shard
     if seqpar is None:
         raise ValueError(
-            f"{name}: no 'seqpar' came with the batch; call the model that was given to parallelize, or this part of "
-            "it with what seqpar.hf.shard_batch returns. A model whose layers do not pass **kwargs on cannot recompute "
-            "them (activation checkpointing)"
+            f"{name}: no 'seqpar' came with the batch: {WITHOUT_HOOKS}, or call the part with what "
+            "seqpar.hf.shard_batch returns. A model whose layers do not pass **kwargs on cannot recompute them "
+            "(activation checkpointing)"
         )
-    layer_type = _layer_type(module)
-    in_layer = layer_mask_of(module, is_causal, sliding_window)
-    mask = seqpar.mask_of(layer_type, in_layer[0]) if isinstance(seqpar, BatchShard) else seqpar.mask
+    mask, in_layer = mask_in_layer(module, seqpar, patch, is_causal, sliding_window)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
     weight, shared_key = None, key
     if hands_on_latents(module):
@@ -260,29 +224,3 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else tensors[-1].dtype
     return tuple(x.to(dtype) for x in tensors)
-
-
-def _layer_type(module: nn.Module) -> str | None:
-    """The layer's entry in its config's ``layer_types``."""
-    types = getattr(getattr(module, "config", None), "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    return types[layer] if types is not None and layer is not None and layer < len(types) else None
-
-
-def layer_mask_of(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
-    """Causality, window and chunk of a layer, from what it passes to the attention function and its config."""
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    return causal, *window_and_chunk(module, sliding_window)
-
-
-def window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
-    """The layer's window (``|i - j| < window``) and chunk size.
-
-    Layers that rely on a dense mask do not pass these to the attention function, so they are read from the config.
-    """
-    config = getattr(module, "config", None)
-    layer_type = _layer_type(module)
-    if layer_type == "sliding_attention" and sliding_window is None:
-        sliding_window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-    chunk = getattr(config, "attention_chunk_size", None) if layer_type == "chunked_attention" else None
-    return sliding_window, chunk

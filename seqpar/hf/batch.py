@@ -49,8 +49,9 @@ class BatchShard:
         ranks: the number of ranks that the sequence is sharded over.
         layout: which tokens each rank holds.
         mask: the documents and the padding, in global positions. Each layer adds its causality and window itself.
-        block_masks: masks for models in which the tokens of an image see one another in causal layers. The keys are
-            layer types, or "" for all types. Each mask is ``mask`` with causality and with these blocks of tokens.
+        block_masks: masks for models in which some tokens see one another in causal layers, such as the tokens of an
+            image. The keys are layer types, or "" for all types. Each mask is complete: it is ``mask`` with causality,
+            with these blocks of tokens, and with the window of the layers.
         num_items: the number of labels in the full batch that are not ``IGNORE_INDEX``; None without labels.
         seed: the seed of attention dropout, the same on all ranks of the sequence.
         valid: bool ``[batch, seq_local]``, False for padding; None without padding.
@@ -58,6 +59,7 @@ class BatchShard:
             their ``num_items``. None without labels, or if the caller set ``shift_labels``.
         sharding: the sharding of the sequence. ``add_sharding`` sets it when the model's forward starts.
         seed_on_host: ``seed`` as an int64 tensor ``[]`` on the CPU. ``add_sharding`` sets it too.
+        unmasked: whether the batch has neither padding nor several documents.
     """
 
     seq_len: int
@@ -72,17 +74,10 @@ class BatchShard:
     sharding: Sharding | None = None
     seed_on_host: Tensor | None = None
     block_masks: dict[str, Mask] = field(default_factory=dict)
+    unmasked: bool = field(init=False)
 
-    def mask_of(self, layer_type: str | None, causal: bool) -> Mask:
-        """The mask of a layer, before the layer adds its causality, window and chunks to it.
-
-        Args:
-            layer_type: the layer's entry in ``layer_types`` of its config, or None.
-            causal: whether the layer is causal.
-        """
-        if not causal or not self.block_masks:
-            return self.mask
-        return self.block_masks.get(layer_type or "", self.block_masks.get("", self.mask))
+    def __post_init__(self) -> None:
+        self.unmasked = self.mask == Mask.full()
 
     def add_sharding(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
         """Set ``sharding`` and ``seed_on_host``, which compiled layers need.

@@ -19,8 +19,8 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from ..layout import LAYOUTS, shard_positions
 from ..mask import document_boundaries
-from .attention import window_and_chunk
 from .batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES
+from .masks import window_and_chunk
 from .multimodal import has_more_than_text, merges
 from .recording import Place, Recording
 from .state import Patch

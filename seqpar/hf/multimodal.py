@@ -12,15 +12,12 @@ Shapes: rows of a batch, seq tokens of the full sequence, seq_local of them on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import causal_mask_function
 
 from ..checks import no_compile
 from ..mask import Mask
@@ -100,6 +97,9 @@ def shard_merged_call(
     for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
         given.pop(name, None)
     given.update({name: local[name] for name in (*_LABELS, "num_items_in_batch") if name in local})
+    if given.get("attention_mask") is None:  # with one, transformers does not look for documents, which ``shard`` has
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
     return given, whole, shard, keep
 
 
@@ -167,49 +167,3 @@ def _cut(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: T
         local_index = index.index_select(1, positions)[local[_VISUAL_TOKENS].to(embeds.device)]
         local[_VISUAL_EMBEDS] = [x.index_select(0, local_index.to(x.device)) for x in kwargs[_VISUAL_EMBEDS]]
     return local
-
-
-def block_mask(
-    mask_function: Callable[..., Any] | None, rows: int, length: int, device: torch.device | None
-) -> Mask | None:
-    """A causal mask in which, in addition, the tokens of an image see one another.
-
-    It is found by evaluating a model's mask function. The tokens of a block are consecutive tokens each of which sees
-    the next one. Windows, documents and padding are not part of the result, because the layers and the batch add them.
-
-    Args:
-        mask_function: ``(row, head, query, key) -> bool``, on tensors of indices: whether the query sees the key.
-        rows: the number of rows of the batch.
-        length: the number of tokens of the full sequence.
-        device: the device of the tensors that ``mask_function`` may refer to.
-
-    Returns:
-        None if no token sees a later one.
-
-    Raises:
-        ValueError: a token sees a later token that is not in the same block.
-    """
-    if mask_function is None or mask_function is causal_mask_function or length < 2:
-        return None
-    row = torch.arange(rows, device=device)[:, None]
-    head = torch.zeros((), dtype=torch.int64, device=device)
-
-    def visible(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = torch.as_tensor(mask_function(row, head, query, key))
-        return seen.expand(torch.broadcast_shapes(row.shape, query.shape)).cpu()
-
-    query = torch.arange(length - 1, device=device)[None]
-    change = F.pad(visible(row, query, query + 1).int(), (1, 1)).diff(dim=1)  # [rows, length]: blocks start and stop
-    starts, stops = (change == 1).nonzero(), (change == -1).nonzero()  # [blocks, 2] each: row and token
-    if not len(starts):
-        return None
-    first, last = starts[:, 1].to(device), stops[:, 1].to(device)
-    if not bool(visible(starts[:, 0].to(device), first, last).all()):
-        raise ValueError(
-            "attention_mask: in the model's mask a token sees later tokens that are not in the same block (the tokens "
-            "of an image); such a mask cannot be sharded"
-        )
-    blocks: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
-    for (r, start), (_, stop) in zip(starts.tolist(), stops.tolist(), strict=True):
-        blocks[r].append((start, stop + 1))
-    return Mask.causal(blocks[:1] if all(x == blocks[0] for x in blocks) else blocks)

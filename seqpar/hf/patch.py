@@ -19,14 +19,16 @@ from ..kernels import BackendName, check_backend
 from ..layout import LAYOUTS, Layout
 from ..strategies import StrategyName, resolve
 from . import hooks
-from .attention import attention_forward, layer_mask_of, no_mask
+from .attention import attention_forward
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, replace_loss_function, restore_loss_function
+from .masks import asked_mask, asked_masks, known_structures, layer_mask_of, no_mask
 from .monitoring import verify_while_training
 from .multimodal import before_text_model
 from .own import give_calls_back, take_over_calls
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_model, pools_last_token, text_model
+from .tracing import Trace
 from .whole import OUTPUTS
 
 if TYPE_CHECKING:
@@ -122,11 +124,14 @@ def parallelize(
     if not roots:
         raise TypeError(f"model={type(model).__name__}: it holds no transformers model (PreTrainedModel)")
     layers = attention_layers(model)
-    masked = [layer for root in roots for layer in check_model(root, layers)]
+    traces = {root: check_model(root, layers) for root in roots}
     sequence = groups.sequence
     patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk, outputs, batches)
-    patch.ulysses_ranks, patch.layer_masks = groups.ulysses_size, {layer_mask_of(*layer) for layer in masked}
+    patch.ulysses_ranks = groups.ulysses_size
+    for root, trace in traces.items():
+        _compare_masks(root, trace, patch)
     texts = [text_model(root) for root in roots]
+    patch.implementation = texts[0].config._attn_implementation or ""
     _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
     for module in (*roots, *layers.values()):
         module._seqpar = patch
@@ -167,6 +172,23 @@ def restore(model: Model) -> Model:
         hand_on_keys(module)
         del module._seqpar
     return model
+
+
+def _compare_masks(root: PreTrainedModel, trace: Trace, patch: Patch) -> None:
+    """Compare the masks that ``root`` asked for in the trial run with its layers, and write the results to ``patch``.
+
+    Raises:
+        ValueError: a layer claims another window or other chunks than all masks that the model asks for.
+    """
+    if trace.error is not None:
+        return
+    names = {module: name for name, module in root.named_modules()}
+    claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trace.masked]
+    asked = [asked_mask(**arguments) for arguments in trace.asked]
+    disputed = asked_masks(asked, claims, trace.tokens, type(root).__name__)
+    patch.disputed.update(disputed)
+    patch.known_masks.update(known_structures(asked))
+    patch.layer_masks.update((not x[0], *x[1:]) if x in disputed else x for _, x in claims)
 
 
 def _root_models(model: nn.Module) -> list[PreTrainedModel]:

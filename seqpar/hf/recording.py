@@ -226,17 +226,19 @@ def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iter
         for module in patch.loss_functions:
             if (ours := restore_loss_function(module)) is not None:
                 stack.callback(vars(module).__setitem__, "_loss_function", ours)
+        # Where the layers' ``is_causal`` differs from the model's mask, SDPA and eager attention differ too.
+        implementation = "sdpa" if patch.disputed and patch.implementation == "sdpa" else "eager"
         configs = {
             id(x): x for module in model.modules() for x in vars(module).values() if isinstance(x, PreTrainedConfig)
         }
         for config in configs.values():
             before = config._attn_implementation_internal
             stack.callback(setattr, config, "_attn_implementation_internal", before)
-            config._attn_implementation_internal = "eager"
+            config._attn_implementation_internal = implementation
         if documents is not None:
             # An entry of this instance takes precedence over the entry of the class.
-            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_mask_of_documents, documents)
-            stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, "eager")
+            ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)
+            stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, implementation)
         yield
 
 

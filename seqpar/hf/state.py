@@ -42,6 +42,9 @@ class Patch:
         ulysses_ranks: the number of ranks in each all-to-all of the strategy.
         sharded: False while the model runs on this rank alone.
         layer_masks: the causality, window and chunk size of the attention layers, as found by the trial run.
+        disputed: the layer masks whose causality is not that of the mask that the model asks for (see ``asked_masks``).
+        known_masks: the structures of the mask functions that the model asked for in the trial run.
+        implementation: the attention implementation of the model before ``parallelize``.
         calls: how many times the model has been called with a full batch. It is the same on every rank.
         seed: the seed from which attention dropout in these calls is derived. It is the same on every rank.
         depends_on_length: whether the frequencies of a rotary embedding depend on the largest position.
@@ -68,6 +71,9 @@ class Patch:
     ulysses_ranks: int = 1
     sharded: bool = True
     layer_masks: set[LayerMask] = field(default_factory=set)
+    disputed: dict[LayerMask, bool] = field(default_factory=dict)
+    known_masks: set[Any] = field(default_factory=set)
+    implementation: str = ""
     calls: int = 0
     seed: int = 0
     depends_on_length: bool = False

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .tracing import MaskedLayer, Trace, trace_tokens
+from .tracing import Trace, trace_tokens
 
 # ``check_model`` checks class names before ``trace_tokens`` makes a trial run of the model. This check takes no time.
 # Its error names the layer, where the trial run would name a module inside the layer. It also finds layers that mix
@@ -89,7 +89,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[MaskedLayer]:
+def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trace:
     """Raise an error if ``model`` would compute wrong results on a sharded sequence.
 
     Args:
@@ -97,7 +97,7 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[Ma
         layers: its ``attention_layers``. Attention layers that only the trial run finds are added.
 
     Returns:
-        The attention layers that ran in the trial run, with the arguments they passed. Empty if the trial run failed.
+        The results of the trial run.
 
     Raises:
         ValueError: ``model`` cannot be parallelized. The message has the reason and the name of the layer.
@@ -121,7 +121,7 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> list[Ma
     _check_positions(text, model_name)
     trace = trace_tokens(model)
     _check_trace(trace, model, layers)
-    return trace.masked
+    return trace
 
 
 def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:

@@ -51,6 +51,8 @@ class Trace:
     Attributes:
         attends: the modules that called the attention function.
         masked: each of these modules with the ``is_causal`` and the ``sliding_window`` that it passed.
+        asked: the arguments with which the model called the mask interface.
+        tokens: the number of tokens of the trial run.
         mixes: name and class of the innermost module whose output for a token depends on other tokens, or None.
         pools: name and class of the innermost module that returns one vector per sequence, or None.
         error: the error that ended the trial run, or None.
@@ -58,6 +60,8 @@ class Trace:
 
     attends: list[nn.Module] = field(default_factory=list)
     masked: list[MaskedLayer] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
     mixes: tuple[str, str] | None = None
     pools: tuple[str, str] | None = None
     error: Exception | None = None
@@ -99,7 +103,7 @@ def trace_tokens(root: PreTrainedModel) -> Trace:
     trace = tracer.trace
     with ExitStack() as stack:
         try:
-            stack.enter_context(_substitutes(root))
+            stack.enter_context(_substitutes(root, trace.asked))
             stack.enter_context(torch.random.fork_rng([]))
             # With so few tokens, several threads would be slower than one.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -130,7 +134,7 @@ class _Tracer:
         self.trace = Trace()
         self.root = root
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
-        self.length = next((n for n in _LENGTHS if n not in sizes), _LENGTHS[0])
+        self.trace.tokens = self.length = next((n for n in _LENGTHS if n not in sizes), _LENGTHS[0])
         self._names = {module: name for name, module in root.named_modules()}
         self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
         self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
@@ -312,8 +316,11 @@ def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _substitutes(root: PreTrainedModel) -> Iterator[None]:
-    """In the block, small tensors on the CPU replace the parameters and buffers, and the model has no hooks."""
+def _substitutes(root: PreTrainedModel, asked: list[dict[str, Any]]) -> Iterator[None]:
+    """In the block, small tensors on the CPU replace the parameters and buffers, and the model has no hooks.
+
+    The mask interface returns no mask, and appends the arguments of its calls to ``asked``.
+    """
     with ExitStack() as stack:
         shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
         for module in root.modules():
@@ -335,7 +342,7 @@ def _substitutes(root: PreTrainedModel) -> Iterator[None]:
                     stack.callback(setattr, config, name, getattr(config, name))
                     setattr(config, name, value)
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
-        ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: None
+        ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: asked.append(kwargs)
         yield
 
 

@@ -1,0 +1,325 @@
+"""The masks that a model asks for through transformers' mask interface, and the mask of each attention layer.
+
+A transformers model describes each of its masks by a function ``(row, head, query, key) -> bool``, on tensors of
+indices. This function decides what a token sees. A layer's ``is_causal`` decides it only where transformers makes no
+mask: in SDPA, if no token is padding and no window ends inside the row, and in FlashAttention.
+
+``parallelize`` compares the functions that the model asks for in the trial run with what the layers claim
+(``asked_masks``). In a call with images, the function is evaluated for the tokens of the batch (``mask_of_function``).
+A function that was not seen in the trial run and that cannot be evaluated raises an error (``no_mask``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.masking_utils import and_masks, packed_sequence_mask_function
+
+from ..checks import no_compile
+from ..mask import LayerMask, Mask, layer_mask
+from .batch import BatchShard
+from .state import DecodeShard, Forward, Patch, current_forward, cuts_below
+from .support import text_model
+
+MaskFunction = Callable[..., Any]
+WITHOUT_HOOKS = (
+    "the forward ran without the hooks of parallelize; call the model that was given to parallelize, as model(...), "
+    "not its decoder or another part of it"
+)
+_COMPLETE: LayerMask = (False, None, None)  # of a mask to which the layer adds nothing
+_RANDOM_KEYS = 4  # for each query, how many keys are compared besides the ends of its interval
+
+
+class AskedMask(NamedTuple):
+    """A mask that a model asked for: its function, and whether SDPA may leave the mask out and read ``is_causal``."""
+
+    function: MaskFunction
+    optional: bool
+
+
+def asked_mask(mask_function: MaskFunction | None = None, **kwargs: Any) -> AskedMask:
+    """The ``AskedMask`` of a call of the mask interface."""
+    optional = kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip", False)
+    return AskedMask(mask_function or masking_utils.causal_mask_function, bool(optional))
+
+
+def structure(function: MaskFunction) -> Any:
+    """The code of a mask function and of the functions that it combines, without the values that they refer to."""
+    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    parts = [x for value in values for x in (value if isinstance(value, tuple | list) else (value,)) if callable(x)]
+    return getattr(function, "__code__", type(function)), tuple(map(structure, parts))
+
+
+def known_structures(asked: Iterable[AskedMask]) -> set[Any]:
+    """The structures of the functions, also as transformers changes them for packed documents."""
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    remap = getattr(masking_utils, "packed_sequence_compatibility_function", None)  # transformers 5.0 has none
+
+    def packed(f: MaskFunction) -> MaskFunction:
+        wrapped: MaskFunction = remap(f, ids, ids) if remap else and_masks(f, packed_sequence_mask_function(ids))
+        return wrapped
+
+    return {structure(f) for asked_for in asked for f in (asked_for.function, packed(asked_for.function))}
+
+
+def asked_masks(
+    asked: list[AskedMask], layers: Iterable[tuple[str, LayerMask]], tokens: int, model: str
+) -> dict[LayerMask, bool]:
+    """Compare the masks that a model asks for with the masks that its layers claim.
+
+    Args:
+        asked: the masks that the model asked for in a trial run.
+        layers: the name of each attention layer, and what it claims.
+        tokens: the number of tokens of the trial run.
+        model: the name of the model, for the error.
+
+    Returns:
+        The claims whose causality is not that of the mask that the model asks for, each with ``AskedMask.optional``.
+
+    Raises:
+        ValueError: a layer claims another window or other chunks than all masks that the model asks for.
+    """
+    names: dict[LayerMask, str] = {}
+    for name, claim in layers:
+        names.setdefault(claim, name)
+    disputed: dict[LayerMask, bool] = {}
+    for claim, name in names.items() if asked else ():
+        if any(_is_layer_mask(x.function, claim, tokens) for x in asked):
+            continue
+        other = (not claim[0], *claim[1:])
+        matching = next((x for x in asked if _is_layer_mask(x.function, other, tokens)), None)
+        if matching is None:
+            raise ValueError(
+                f"model={model}: layer {name!r} attends {_described(claim)}, but none of the masks that the model asks "
+                "transformers for is that mask; seqpar can shard causal or full attention, with a sliding window or "
+                "chunks, where the layer and a mask agree on the window and the chunks"
+            )
+        disputed[claim] = matching.optional
+    return disputed
+
+
+def _described(claim: LayerMask) -> str:
+    causal, window, chunk = claim
+    parts = ["causally" if causal else "to all tokens"]
+    parts += [f"with a window of {window}"] if window is not None else []
+    return " ".join(parts + ([f"in chunks of {chunk}"] if chunk else []))
+
+
+def _is_layer_mask(function: MaskFunction, layer: LayerMask, tokens: int) -> bool:
+    """Whether ``function`` is ``layer_mask`` for rows without padding and documents."""
+    mask = layer_mask(Mask.full(), *layer)
+    size = layer[1] or layer[2] or 0
+    near = torch.cat([torch.arange(max(0, x - 3), x + 4) for x in (size, 2 * size)])
+    length = max(tokens, 3 * size)
+    try:
+        return _follows(function, mask, torch.cat([torch.arange(tokens), near[near < length]]), length)
+    except IndexError:  # the function refers to a tensor with a value for each token of the trial run
+        return _follows(function, mask, torch.arange(tokens), tokens)
+
+
+def _follows(
+    function: MaskFunction, mask: Mask, queries: Tensor, length: int, valid: Tensor | None = None, rows: int = 1
+) -> bool:
+    """Whether ``function`` agrees with ``mask`` at the ends of each query's interval and at some other keys.
+
+    Args:
+        function: the mask function.
+        mask: the mask, with one batch row or ``rows``.
+        queries: int64 ``[n]``.
+        length: the number of tokens.
+        valid: bool ``[rows, length]``, False for padding, which is not compared. Its device is that of the function.
+        rows: the number of rows of the batch.
+    """
+    device = torch.device("cpu") if valid is None else valid.device
+    lo, hi = (torch.atleast_2d(x).expand(rows, -1)[..., None] for x in mask.intervals(queries))  # [rows, n, 1]
+    step = torch.arange(1, _RANDOM_KEYS + 1) * 2654435761
+    others = ((queries[:, None] + 1) * step % length).expand(rows, -1, -1)
+    keys = torch.cat([lo - 1, lo, hi - 1, hi, others], -1)  # [rows, n, keys]
+    expected = (keys >= lo) & (keys < hi)
+    compared = ((keys >= 0) & (keys < length)).to(device)
+    inside, query = keys.clamp(0, length - 1).to(device), queries.to(device)
+    row = torch.arange(rows, device=device)[:, None, None]
+    if valid is not None:
+        compared &= valid[row, inside] & valid[row, query[None, :, None]]
+    seen = torch.as_tensor(function(row, row.new_zeros(()), query[None, :, None], inside)).expand(inside.shape)
+    return bool((~compared | (seen == expected.to(device))).all())
+
+
+def mask_of_function(function: MaskFunction, valid: Tensor, windows: Iterable[int | None]) -> Mask:
+    """A mask that equals ``function`` for the tokens of a batch: causal, with blocks of tokens that see one another.
+
+    A block is a number of consecutive tokens each of which sees the next one, such as the tokens of an image, or the
+    prefix of a prefix language model. A window may end inside a block, or may not.
+
+    Args:
+        function: the mask function.
+        valid: bool ``[rows, length]``, False for padding, on the device of the function.
+        windows: the windows of the model's layers, as in ``LayerMask``.
+
+    Raises:
+        ValueError: the function is not such a mask.
+    """
+    rows, length = valid.shape
+    blocks = _blocks(function, rows, length, valid.device)
+    queries = torch.arange(length)
+    for window in dict.fromkeys(windows):
+        inside = [Mask.causal(blocks)] if window is None else []
+        if window is not None:
+            inside = [Mask.causal(blocks) & Mask.sliding_window(window - 1, -1), Mask.causal(blocks, window)]
+        for mask in inside:
+            if _follows(function, mask, queries, length, valid, rows):
+                return mask
+    raise ValueError(
+        "attention_mask: the mask that the model asks for is not causal with blocks of tokens that see one another "
+        "(the tokens of an image, a prefix); such a mask cannot be sharded"
+    )
+
+
+def _blocks(function: MaskFunction, rows: int, length: int, device: torch.device) -> list[Any]:
+    """For each row, or once for all rows, the first token of each block, and one past the last."""
+    row, query = torch.arange(rows, device=device)[:, None], torch.arange(length - 1, device=device)[None]
+    seen = torch.as_tensor(function(row, row.new_zeros(()), query, query + 1)).expand(rows, length - 1)
+    change = F.pad(seen.int(), (1, 1)).diff(dim=1).cpu()  # [rows, length]: blocks start and stop
+    blocks: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+    for (r, start), (_, stop) in zip((change == 1).nonzero().tolist(), (change == -1).nonzero().tolist(), strict=True):
+        blocks[r].append((start, stop + 1))
+    return blocks[:1] if all(x == blocks[0] for x in blocks) else blocks
+
+
+def no_mask(
+    batch_size: int = 1,
+    q_length: int = 0,
+    kv_length: int | None = None,
+    attention_mask: Tensor | None = None,
+    mask_function: MaskFunction | None = None,
+    device: torch.device | None = None,
+    cache_position: Tensor | None = None,
+    **kwargs: Any,
+) -> Mask | None:
+    """The mask function. It makes no dense mask: ``shard_batch`` and ``generate`` put padding into a ``seqpar.Mask``.
+
+    Returns:
+        None; in a model that merges images into its text, the mask of the batch, for the text model's hook.
+
+    Raises:
+        ValueError: the attention mask has padding, or the model asks for a mask that cannot be sharded.
+    """
+    if cache_position is not None:  # transformers 5.0
+        q_length, device = len(cache_position), cache_position.device
+    if cuts_below[0]:
+        return _mask_of_call(mask_function, batch_size, q_length, attention_mask, device)
+    if attention_mask is not None and not bool(attention_mask.all()):
+        if kv_length is not None and kv_length > attention_mask.shape[-1]:
+            raise ValueError(
+                "past_key_values: a static cache cannot be sharded; leave cache_implementation out, or pass "
+                "DynamicCache()"
+            )
+        raise ValueError(f"attention_mask: it has padding, but {WITHOUT_HOOKS}")
+    if not torch.compiler.is_compiling():
+        _check_known(mask_function, batch_size, q_length, device)
+    return None
+
+
+@no_compile
+def _mask_of_call(
+    function: MaskFunction | None, rows: int, length: int, attention_mask: Tensor | None, device: torch.device | None
+) -> Mask | None:
+    forward = current_forward()
+    if forward is None or forward.cut is None:  # the text model runs, on its part
+        return None
+    if function is None or _is_known(function, forward) or length < 2:
+        return None
+    if attention_mask is not None and tuple(attention_mask.shape) == (rows, length):
+        valid = attention_mask.bool()
+    else:
+        valid = torch.ones(rows, length, dtype=torch.bool, device=device)
+    return mask_of_function(function, valid, [window for _, window, _ in forward.patch.layer_masks])
+
+
+def _is_known(function: MaskFunction, forward: Forward) -> bool:
+    known = forward.patch.known_masks
+    return not known or structure(function) in known
+
+
+def _check_known(function: MaskFunction | None, rows: int, length: int, device: torch.device | None) -> None:
+    """Raise an error if the model asks for a mask that depends on the call's arguments.
+
+    The function refers to this rank's tokens only. A mask with blocks works if no token of the call is in a block.
+    """
+    forward = current_forward()
+    if function is None or forward is None or _is_known(function, forward):
+        return
+    if text_model(cast(Any, forward.model)) is not forward.model:
+        tokens = torch.device(device or "cpu")
+        if length < 2 or not any(_blocks(function, rows, length, tokens)):
+            return
+    raise ValueError(
+        "attention mask: the model asks for a mask that depends on this call's arguments (such as token_type_ids or "
+        "sequence_id), which cannot be sharded; leave them out, or pass the full batch with images to the model itself"
+    )
+
+
+def mask_in_layer(
+    module: nn.Module, shard: BatchShard | DecodeShard, patch: Patch, is_causal: bool | None, window: int | None
+) -> tuple[Mask, LayerMask]:
+    """The mask of the batch for an attention layer, and what the layer adds to it.
+
+    Args:
+        module: the attention layer.
+        shard: what came with the batch.
+        patch: the model's ``Patch``.
+        is_causal: as the layer passes it to the attention function.
+        window: as the layer passes ``sliding_window``.
+    """
+    claim = layer_mask_of(module, is_causal, window)
+    if isinstance(shard, BatchShard) and shard.block_masks:
+        layer_type = _layer_type(module) or ""
+        mask = shard.block_masks.get(layer_type, shard.block_masks.get(""))
+        if mask is not None:
+            return mask, _COMPLETE
+    if claim in patch.disputed and _is_masked(claim, shard, patch):
+        claim = (not claim[0], *claim[1:])
+    return shard.mask, claim
+
+
+def _is_masked(claim: LayerMask, shard: BatchShard | DecodeShard, patch: Patch) -> bool:
+    """Whether transformers' attention of the model would get a mask, instead of reading the layer's ``is_causal``."""
+    if patch.implementation.startswith("flash"):
+        return False
+    if patch.implementation != "sdpa" or not patch.disputed[claim]:
+        return True
+    if isinstance(shard, DecodeShard):
+        return shard.start > 0 or shard.mask != Mask.full()
+    size = claim[1] or claim[2]
+    return not shard.unmasked or (size is not None and shard.seq_len >= size)
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    """The layer's entry in its config's ``layer_types``."""
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    return types[layer] if types is not None and layer is not None and layer < len(types) else None
+
+
+def layer_mask_of(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
+    """Causality, window and chunk of a layer, from what it passes to the attention function and its config."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    return causal, *window_and_chunk(module, sliding_window)
+
+
+def window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
+    """The layer's window (``|i - j| < window``) and chunk size.
+
+    Layers that rely on a dense mask do not pass these to the attention function, so they are read from the config.
+    """
+    config = getattr(module, "config", None)
+    layer_type = _layer_type(module)
+    if layer_type == "sliding_attention" and sliding_window is None:
+        sliding_window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None) if layer_type == "chunked_attention" else None
+    return sliding_window, chunk
