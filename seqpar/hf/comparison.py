@@ -143,6 +143,7 @@ class FullBatch:
             ids = (index - starts).to(tokens.device) if ids is None else ids
         elif ids is not None:
             documents = _restarts((ids[None] if ids.dim() == 1 else ids).expand(shape))
+            documents = documents if bool(documents.any()) else None
         self.documents = None if documents is None else documents.to(tokens.device)
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
         self.position_ids = ids.expand(shape)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -25,6 +25,7 @@ from .state import Patch
 from .support import attention_layers, parameters_of, text_model
 from .tracing import replaced_interface
 
+_FIND_DOCUMENTS = "find_packed_sequence_indices"
 _INPUTS = ("input_ids", "position_ids", "labels")
 
 Attend = Callable[..., tuple[Tensor, Any]]
@@ -254,7 +255,7 @@ def one_device(
         patch: the model's ``Patch``.
         prepare: called with the arguments of the forward of ``root``; returns those with which it runs.
         documents: int ``[batch, seq]``, the index of the document to which a token belongs, or None. It is needed
-            because only some models of transformers find the documents in ``position_ids`` themselves.
+            because only some models of transformers look for documents in ``position_ids``.
     """
 
     def before_forward(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -279,6 +280,9 @@ def one_device(
             before = config._attn_implementation_internal
             stack.callback(setattr, config, "_attn_implementation_internal", before)
             config._attn_implementation_internal = "eager"
+        # transformers would find documents in ``position_ids`` in a way of its own.
+        stack.callback(setattr, masking_utils, _FIND_DOCUMENTS, getattr(masking_utils, _FIND_DOCUMENTS))
+        setattr(masking_utils, _FIND_DOCUMENTS, lambda position_ids: documents)
         if documents is not None:
             # An entry of this instance takes precedence over the entry of the class.
             ALL_MASK_ATTENTION_FUNCTIONS["eager"] = partial(_mask_of_documents, documents)

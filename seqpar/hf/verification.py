@@ -45,7 +45,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torc
 
 Batch = Mapping[str, Any]
 DEADLINE_S = 120.0
-_LIBRARIES = ("accelerate", "deepspeed", "peft", "torch", "transformers", "trl")
+# The libraries whose modules are known to work with this package.
+LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
 _NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
 
 
@@ -232,9 +233,7 @@ class _Verification:
             with experts(pins=True):
                 self._run(ours, local, sync)
 
-        experts = partial(
-            PinnedExperts, chosen=[], positions=self.batch.positions, seq_len=self.batch.seq_len
-        )
+        experts = partial(PinnedExperts, chosen=[], positions=self.batch.positions, seq_len=self.batch.seq_len)
         stages: tuple[Callable[[], list[Difference]], ...] = (
             self._compare_ranks,
             lambda: self._compare_calls(shard_and_dry_run, dry, "run"),
@@ -362,9 +361,9 @@ class _Verification:
         x = next((x for x in _values(output) if x.is_floating_point() and x.dim() in (2, 3)), None)
         if x is None:
             raise ValueError(
-                f"model={type(self.model).__name__}: its output has no loss (a scalar, or an entry 'loss') and no tensor "
-                "of two or three dimensions to compute one from; return one of these from its forward, or give verify "
-                "the transformers model inside it"
+                f"model={type(self.model).__name__}: its output has no loss (a scalar, or an entry 'loss') and no "
+                "tensor of two or three dimensions to compute one from; return one of these from its forward, or give "
+                "verify the transformers model inside it"
             )
         if x.dim() == 2:  # [batch, labels]: one prediction per row, on every rank
             return (x.float() * torch.cos(torch.arange(x.numel(), device=x.device)).view(x.shape)).sum() / len(x)
@@ -479,7 +478,7 @@ def _values(output: Any) -> list[Tensor]:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """The loss that a model, or a module around it, returns: an entry "loss", or a scalar as the only or first value."""
+    """The loss that a model or a module around it returns: an entry "loss", or a scalar that is the first value."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor | tuple):
         loss = next((x for x in _values(output)[:1] if x.dim() == 0), None)
@@ -491,7 +490,7 @@ def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
     name = next(name for name, module in model.named_modules() if module is root)
     parts = name.split(".") if name else []
     around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
-    return any(type(module).__module__.split(".")[0] not in _LIBRARIES for module in around)
+    return any(type(module).__module__.split(".")[0] not in LIBRARIES for module in around)
 
 
 def _root(model: nn.Module) -> PreTrainedModel:
