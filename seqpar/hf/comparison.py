@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
 
 from ..layout import LAYOUTS, shard_positions
 from ..mask import document_boundaries
@@ -142,7 +141,8 @@ class FullBatch:
             self.valid = torch.stack([index < row[-1] for row in edges]).expand(shape)
             ids = (index - starts).to(tokens.device) if ids is None else ids
         elif ids is not None:
-            documents = find_packed_sequence_indices((ids[None] if ids.dim() == 1 else ids).expand(shape))
+            documents = _restarts((ids[None] if ids.dim() == 1 else ids).expand(shape))
+            documents = documents if bool(documents.any()) else None
         self.documents = None if documents is None else documents.to(tokens.device)
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
         self.position_ids = ids.expand(shape)
@@ -186,6 +186,15 @@ class FullBatch:
                 data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                 value = zlib.crc32(data, zlib.crc32(f"{name} {tuple(x.shape)}".encode(), value))
         return value
+
+
+def _restarts(ids: Tensor) -> Tensor:
+    """How often the position ids ``ids [b, s]`` have restarted up to each token: at 0 or below the id before it.
+
+    This is the reference for ``documents_from_positions`` in batch.py. It does not share code with it.
+    """
+    restarts = (ids[:, 1:] == 0) | (ids[:, 1:] < ids[:, :-1])
+    return F.pad(restarts.cumsum(1), (1, 0))
 
 
 def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: Patch) -> list[Difference]:

@@ -1,25 +1,34 @@
-"""``SEQPAR_VERIFY=N``: runs ``verify`` inside any training loop, before every N-th step of the optimizer."""
+"""Runs ``verify`` inside any training loop, before a step of the optimizer.
+
+With ``SEQPAR_VERIFY=N`` it runs before every N-th step. Without this variable it runs once, before the first step, on a
+few tokens, if the model has code that is not of transformers and its weights are not sharded. ``SEQPAR_VERIFY=0`` turns
+it off.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ..layers.wrappers import outermost
 from ..sharding import Sharding
-from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard
+from .batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from .comparison import Difference, FullBatch
 from .state import Patch
 from .support import parameters_of
 from .verification import (
     DEADLINE_S,
+    LIBRARIES,
     TOLERANCE,
     VerificationError,
     VerificationReport,
@@ -40,11 +49,17 @@ class _Monitor:
         patch: its ``Patch``.
         every: the model is verified before the first step of the optimizer and every ``every``-th step after it.
         tokens: the batch is cut to so many tokens per row.
+        foreign: for a model that is verified once: which of its code is not of transformers.
     """
 
-    def __init__(self, root: PreTrainedModel, patch: Patch, every: int, tokens: int) -> None:
-        self.root, self.patch, self.every, self.tokens = root, patch, every, tokens
+    def __init__(self, root: PreTrainedModel, patch: Patch, every: int, tokens: int, foreign: str) -> None:
+        self.root, self.patch, self.every, self.tokens, self.foreign = root, patch, every, tokens, foreign
         self.steps = 0
+        self.handles = [
+            root.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+            register_optimizer_step_pre_hook(self.before_step),
+        ]
+        patch.handles += self.handles
         self.batch: dict[str, Any] | None = None
 
     def before_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,13 +71,50 @@ class _Monitor:
         if self.batch is None or not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
         self.steps += 1
-        if (self.steps - 1) % self.every:
+        if self.foreign:
+            for handle in self.handles:
+                handle.remove()
+            self._verify_once(self.batch)
+        elif (self.steps - 1) % self.every == 0:
+            report = self._verify(self.batch)
+            if not report.ok:
+                raise VerificationError(report)
+            _log.info("step %d: %s", self.steps, report)
+
+    def _verify_once(self, batch: dict[str, Any]) -> None:
+        """Say in one line what was compared.
+
+        Raises:
+            VerificationError: something differs. An error that ends one of the two runs does not count.
+        """
+        started = time.monotonic()
+        why = "its weights are sharded"
+        if len(whole_parameters(self.root)) == len([*self.root.parameters()]):
+            try:
+                report = self._verify(batch)
+                why = "" if report.ok else str(report)
+                if any(difference.kind != "path" for difference in report.differences):
+                    raise VerificationError(report)
+            except VerificationError:
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+        if dist.is_initialized() and dist.get_rank() > 0:
             return
+        if why:
+            said = f"could not be compared with one device ({why}); compare it on a short batch by seqpar.hf.verify"
+        else:
+            said = (
+                f"was compared with one device on {report.seq_len} tokens of the first batch, in "
+                f"{time.monotonic() - started:.1f} s: the loss and all gradients are equal"
+            )
+        _log.warning("%s: %s, so that it %s. SEQPAR_VERIFY=0 turns this off", _name(self.root), self.foreign, said)
+
+    def _verify(self, batch: dict[str, Any]) -> VerificationReport:
         with torch.no_grad():
-            batch = self._first_tokens(self._whole(self.batch))
+            batch = self._some_tokens(self._whole(batch))
         self._check_summed(FullBatch(batch, self.patch, self.root).seq_len)
-        report = verify(outermost(self.root), batch)  # raises an error if something differs
-        _log.info("step %d: %s", self.steps, report)
+        return verify(outermost(self.root), batch, raise_on_error=False)
 
     def _check_summed(self, seq_len: int) -> None:
         """Raise a VerificationError if the gradients that the optimizer is about to use differ between the ranks."""
@@ -106,10 +158,11 @@ class _Monitor:
             for name, x in given.items()
         }
 
-    def _first_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """At most ``tokens`` tokens of each row, without the padding at the start of all rows.
+    def _some_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """At most ``tokens`` consecutive tokens of each row, those with the most labels.
 
-        The batch is cut because a single rank must compute it alone.
+        Without labels, these are the first tokens that are not padding. The batch is cut because a single rank must
+        compute it alone.
 
         Raises:
             ValueError: the batch has images, and its rows have more than ``tokens`` tokens.
@@ -122,7 +175,9 @@ class _Monitor:
                 f"SEQPAR_VERIFY_TOKENS={self.tokens}: the rows of the batch have {full.seq_len} tokens, and rows with "
                 f"images cannot be cut; set it to {full.seq_len} or more, or verify a shorter batch by seqpar.hf.verify"
             )
-        start = int(full.valid.any(0).int().argmax())
+        counted = full.valid if full.labels is None else (full.labels != IGNORE_INDEX).cpu()
+        # [seq - tokens + 1]: how many tokens count, in all rows, from each start on
+        start = int(counted.sum(0).unfold(0, self.tokens, 1).sum(1).argmax())
         span = slice(start, start + self.tokens)
         cut = {name: x[:, span] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == full.seq_len else x
                for name, x in batch.items() if name not in (*BOUNDARY_NAMES, *UNUSED_NAMES)}  # fmt: skip
@@ -131,27 +186,46 @@ class _Monitor:
 
 
 def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
-    """Verify ``root`` before the optimizer's first step and every N-th step after it, if ``SEQPAR_VERIFY=N`` is set.
+    """Verify ``root`` before steps of the optimizer: every N-th one, or once if ``root`` has code of its own.
 
-    The batch is the last training batch, cut to its first ``SEQPAR_VERIFY_TOKENS`` tokens (1,024 by default). A longer
-    batch with images raises an error.
+    The batch is the last training batch, cut to ``SEQPAR_VERIFY_TOKENS`` tokens: by default 1,024 with
+    ``SEQPAR_VERIFY=N``, and otherwise 128. A longer batch with images is not verified.
 
     Args:
         root: the parallelized model.
         patch: its ``Patch``, to which the handles of the hooks are added.
 
     Raises:
-        ValueError: one of the environment variables is not a positive number.
+        ValueError: one of the environment variables is not a number, or there are to be 0 tokens.
     """
-    numbers = []
-    for name, default in (("SEQPAR_VERIFY", "0"), ("SEQPAR_VERIFY_TOKENS", "1024")):
-        text = os.environ.get(name) or default
-        if not text.isdecimal() or (int(text) == 0 and default != "0"):
+    every, tokens = (os.environ.get(name) for name in ("SEQPAR_VERIFY", "SEQPAR_VERIFY_TOKENS"))
+    for name, text in (("SEQPAR_VERIFY", every), ("SEQPAR_VERIFY_TOKENS", tokens)):
+        if text and (not text.isdecimal() or (name == "SEQPAR_VERIFY_TOKENS" and int(text) == 0)):
             raise ValueError(f"{name}={text!r}: expected a number")
-        numbers.append(int(text))
-    every, tokens = numbers
-    if every == 0:
-        return
-    monitor = _Monitor(root, patch, every, max(tokens, patch.ranks))
-    patch.handles.append(root.register_forward_pre_hook(monitor.before_forward, prepend=True, with_kwargs=True))
-    patch.handles.append(register_optimizer_step_pre_hook(monitor.before_step))
+    foreign = "" if every else foreign_code(root, patch)
+    if (every and int(every)) or foreign:
+        length = int(tokens) if tokens else 128 if foreign else 1024
+        _Monitor(root, patch, int(every or 1), max(length, patch.ranks), foreign)
+
+
+def foreign_code(root: PreTrainedModel, patch: Patch) -> str:
+    """Which module of ``root`` runs code that is not of a known library, as text; empty if none does."""
+    for module, loss_function in patch.loss_functions:
+        if loss_function is not None and not _is_known(loss_function):
+            return f"the loss_function of {_name(module)} is not transformers' own"
+    for name, module in root.named_modules():
+        if not _is_known(vars(module).get("forward", type(module).forward)) or not _is_known(type(module)):
+            where = f"{name} ({_name(module)})" if name else f"class {_name(module)}"
+            return f"the code of {where} is not transformers' own"
+    return ""
+
+
+def _is_known(code: Any) -> bool:
+    """Whether a class or function is defined in a known library."""
+    while isinstance(code, partial):
+        code = code.func
+    return str(inspect.unwrap(code).__module__).split(".")[0] in (*LIBRARIES, "seqpar")
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__

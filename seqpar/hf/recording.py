@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -22,9 +23,10 @@ from transformers.masking_utils import (
 from .latent import hand_on_keys, hand_on_latents, hands_on_latents, recorded_expansion
 from .loss import restore_loss_function
 from .state import Patch
-from .support import attention_layers, text_model
+from .support import attention_layers, parameters_of, text_model
 from .tracing import replaced_interface
 
+_FIND_DOCUMENTS = "find_packed_sequence_indices"
 _INPUTS = ("input_ids", "position_ids", "labels")
 
 Attend = Callable[..., tuple[Tensor, Any]]
@@ -56,6 +58,39 @@ class Call(NamedTuple):
     implementation: str
     tokens: int
     described: str
+
+
+class PinnedExperts(TorchFunctionMode):
+    """Records which experts each token is routed to in one run of a model, and routes it to the same ones in another.
+
+    Otherwise rounding could route a token to another expert in half precision. Its output would then differ by far more
+    than rounding error. The experts are the result of ``torch.topk``, as in the routers of transformers.
+
+    Args:
+        pins: whether the topk of this run returns the indices in ``chosen``. Otherwise they are recorded in it.
+        chosen: the indices of each call, ``[rows * seq, k]`` or ``[rows, seq, k]``, in the order of the calls.
+        positions: int64 ``[seq_local]``, the tokens that this run computes.
+        seq_len: the number of tokens of the recorded run.
+    """
+
+    def __init__(self, pins: bool, chosen: list[Tensor], positions: Tensor, seq_len: int) -> None:
+        super().__init__()
+        self.pins, self.chosen, self.positions, self.seq_len = pins, chosen, positions, seq_len
+        self._recorded = iter(chosen)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        if not self.pins:
+            self.chosen.append(result[1])
+            return result
+        full, shape = next(self._recorded, None), result[1].shape
+        if full is None or full.numel() * len(self.positions) != result[1].numel() * self.seq_len:
+            return result  # not a choice for each token
+        per_token = full.view(-1, self.seq_len, shape[-1]).index_select(1, self.positions.to(full.device))
+        indices = per_token.reshape(shape)
+        return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
 
 class Recording:
@@ -209,17 +244,27 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
 
 
 @contextmanager
-def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iterator[None]:
+def one_device(
+    model: nn.Module, root: PreTrainedModel, patch: Patch, prepare: Callable[[dict[str, Any]], dict[str, Any]],
+    documents: Tensor | None,
+) -> Iterator[None]:  # fmt: skip
     """In the block, ``model`` runs as without ``parallelize``, with transformers' eager attention and masks.
 
     Args:
-        model: a parallelized model.
+        model: ``root``, or a module that contains it.
+        root: a parallelized model.
         patch: the model's ``Patch``.
+        prepare: called with the arguments of the forward of ``root``; returns those with which it runs.
         documents: int ``[batch, seq]``, the index of the document to which a token belongs, or None. It is needed
-            because only some models of transformers find the documents in ``position_ids`` themselves.
+            because only some models of transformers look for documents in ``position_ids``.
     """
+
+    def before_forward(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return (), prepare({**dict(zip(parameters_of(root), args, strict=False)), **kwargs})
+
     with ExitStack() as stack:
         stack.enter_context(_without_hooks(patch.handles))
+        stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
         for layer in filter(hands_on_latents, patch.modules):
             hand_on_keys(layer)
             stack.callback(hand_on_latents, layer)
@@ -235,6 +280,9 @@ def one_device(model: nn.Module, patch: Patch, documents: Tensor | None) -> Iter
             before = config._attn_implementation_internal
             stack.callback(setattr, config, "_attn_implementation_internal", before)
             config._attn_implementation_internal = implementation
+        # transformers would find documents in ``position_ids`` in a way of its own.
+        stack.callback(setattr, masking_utils, _FIND_DOCUMENTS, getattr(masking_utils, _FIND_DOCUMENTS))
+        setattr(masking_utils, _FIND_DOCUMENTS, lambda position_ids: documents)
         if documents is not None:
             # An entry of this instance takes precedence over the entry of the class.
             ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)

@@ -9,10 +9,12 @@ deadline, so that no rank waits forever.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ from ..rendezvous import group_timeout, meet
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .loss import reduce_over_ranks
 from .own import shared_calls
-from .recording import Recording, one_device, recording
+from .recording import PinnedExperts, Recording, one_device, recording
 from .state import NAME, Patch, patch_of
 from .support import attention_layers
 from .tracing import attend_to_own_token
@@ -43,6 +45,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torc
 
 Batch = Mapping[str, Any]
 DEADLINE_S = 120.0
+# The libraries whose modules are known to work with this package.
+LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
 _NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
 
 
@@ -208,24 +212,40 @@ class _Verification:
     ) -> VerificationReport:
         """Run all stages. Arguments and result as in ``verify``."""
         ours, theirs = _Run(Recording(self.root)), _Run(Recording(self.root))
-        differences = self._compare_ranks()
-        if not differences:
-            local: dict[str, Any] = {}
-            dry = Recording(self.root)
+        local: dict[str, Any] = {}
+        dry = _Run(Recording(self.root))
+        left_out = () if foreign_wrappers(self.model, self.root) else _NOT_IN_DRY_RUN
 
-            def shard_and_dry_run() -> None:
-                local.update(self.batch.given if shard is None else shard(self.batch.given))
-                with torch.no_grad(), recording(self.root, attend_to_own_token) as record:
-                    dry.__dict__.update(record.__dict__)
-                    self.model(**{name: x for name, x in local.items() if name not in _NOT_IN_DRY_RUN})
+        def shard_and_dry_run() -> None:
+            local.update(self.batch.given if shard is None else shard(self.batch.given))
+            with torch.no_grad(), recording(self.root, attend_to_own_token) as dry.record:
+                self.model(**{name: x for name, x in local.items() if name not in left_out})
 
-            differences = self._compare_calls(shard_and_dry_run, dry) + self._compare_lengths(dry)
-        if not any(difference.stops for difference in differences):
-            differences += self._compare_calls(lambda: self._run(ours, local, sync), ours.record)
-        if not any(difference.stops for difference in differences):
-            with one_device(self.model, self.patch, self.batch.documents):
-                self._run(theirs, self.batch.for_one_device, None, alone=True)
-            differences += self._compare(ours, theirs)
+        def full_call(arguments: dict[str, Any]) -> dict[str, Any]:
+            given = {name: x for name, x in arguments.items() if x is not None}
+            return FullBatch(given, self.patch, self.root).for_one_device
+
+        def run_alone() -> None:
+            with one_device(self.model, self.root, self.patch, full_call, self.batch.documents), experts(pins=False):
+                self._run(theirs, self.batch.given, None, alone=True)
+
+        def run_sharded() -> None:
+            with experts(pins=True):
+                self._run(ours, local, sync)
+
+        experts = partial(PinnedExperts, chosen=[], positions=self.batch.positions, seq_len=self.batch.seq_len)
+        stages: tuple[Callable[[], list[Difference]], ...] = (
+            self._compare_ranks,
+            lambda: self._compare_calls(shard_and_dry_run, dry, "run"),
+            lambda: self._compare_lengths(dry.record),
+            lambda: self._compare_calls(run_alone, theirs, "run on one device"),
+            lambda: self._compare_calls(run_sharded, ours, "run"),
+            lambda: self._compare(ours, theirs),
+        )
+        differences: list[Difference] = []
+        for stage in stages:
+            if not any(difference.stops for difference in differences):
+                differences += stage()
         strategy, layout = self._exchange([self.patch.strategy, self.patch.layout])[0]  # rank 0's, on every rank
         return VerificationReport(
             tuple(sorted(differences, key=lambda d: d.order)),
@@ -256,24 +276,25 @@ class _Verification:
             return [Difference("weights", name, ranks=ranks, explanation=why, stops=True)]
         return []
 
-    def _compare_calls(self, run: Callable[[], None], record: Recording) -> list[Difference]:
-        """Call ``run`` on every rank, and compare the ranks' calls of the attention function.
+    def _compare_calls(self, call: Callable[[], None], run: _Run, name: str) -> list[Difference]:
+        """Run the model on every rank, and compare the ranks' calls of the attention function.
 
         Args:
-            run: runs the model.
-            record: the recording to which ``run`` writes its calls.
+            call: runs the model.
+            run: has the calls after that.
+            name: the name of this run.
 
         Returns:
             The first call that differs between the ranks, or the error that a rank raised. Empty if there is neither.
         """
         message = ""
         try:
-            run()
+            call()
         except Exception as error:
             if self.patch.ranks == 1:
                 raise
             message = f"{type(error).__name__}: {error}"
-        calls = [f"{call.layer} by {call.implementation!r} on {call.described}" for call in record.calls]
+        calls = [f"{call.layer} by {call.implementation!r} on {call.described}" for call in run.record.calls]
         by_rank = self._exchange([message, *calls])
         errors = [rank[0] for rank in by_rank]
         for i in range(1, max(map(len, by_rank))):
@@ -285,7 +306,7 @@ class _Verification:
         failed = tuple(rank for rank, error in enumerate(errors) if error)
         if not failed:
             return []
-        return [Difference("path", "run", ranks=failed, explanation=errors[failed[0]], stops=True)]
+        return [Difference("path", name, ranks=failed, explanation=errors[failed[0]], stops=True)]
 
     def _compare_lengths(self, dry: Recording) -> list[Difference]:
         """The layers that do not attend over the sharded sequence with this rank's queries."""
@@ -319,8 +340,8 @@ class _Verification:
         with torch.enable_grad(), recording(self.root) as record:
             run.record = record
             output = self.model(**arguments)
-            loss = getattr(output, "loss", None)
-            if not isinstance(loss, Tensor):
+            loss = _loss_of(output)
+            if loss is None:
                 loss = self._artificial_loss(output, alone)
             if loss.requires_grad:
                 loss.backward()
@@ -337,8 +358,13 @@ class _Verification:
 
     def _artificial_loss(self, output: Any, alone: bool) -> Tensor:
         """A loss for a model without one: a weighted sum of its first output, with a different weight per value."""
-        values = output if isinstance(output, tuple) else tuple(output.values())
-        x = next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3))
+        x = next((x for x in _values(output) if x.is_floating_point() and x.dim() in (2, 3)), None)
+        if x is None:
+            raise ValueError(
+                f"model={type(self.model).__name__}: its output has no loss (a scalar, or an entry 'loss') and no "
+                "tensor of two or three dimensions to compute one from; return one of these from its forward, or give "
+                "verify the transformers model inside it"
+            )
         if x.dim() == 2:  # [batch, labels]: one prediction per row, on every rank
             return (x.float() * torch.cos(torch.arange(x.numel(), device=x.device)).view(x.shape)).sum() / len(x)
         alone = alone or x.shape[1] == self.batch.seq_len  # an all-gathered output has all tokens on every rank
@@ -352,7 +378,8 @@ class _Verification:
         if sync is not None:
             sync(self.model)
         elif not gradient_wrappers(self.model, self.patch.group):
-            sync_gradients(self.root, mesh=self.patch.mesh, group=self.patch.given_group)
+            whole = self.model if foreign_wrappers(self.model, self.root) else self.root
+            sync_gradients(whole, mesh=self.patch.mesh, group=self.patch.given_group)
 
     def _compare(self, ours: _Run, theirs: _Run) -> list[Difference]:
         batch, tolerance = self.batch, self.tolerance
@@ -360,7 +387,7 @@ class _Verification:
         forward, backward = compare_tensors(ours.record, theirs.record, batch, tolerance, self.patch.ranks)
         found += forward
         error = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), 1e-6)
-        if not error <= tolerance:
+        if not error <= tolerance and not (isnan(ours.loss) and isnan(theirs.loss)):  # NaN: no label counts
             why = f"{ours.loss:.6f}, on one device {theirs.loss:.6f}"
             found.append(Difference("loss", "loss", error=error, tolerance=tolerance, explanation=why))
         found += backward
@@ -442,6 +469,28 @@ def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
         return [json.loads(json.dumps(value))]
     met = meet("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
     return [json.loads(rank) for rank in met.values]
+
+
+def _values(output: Any) -> list[Tensor]:
+    """The tensors of a tensor, sequence or mapping."""
+    values = [output] if isinstance(output, Tensor) else output.values() if hasattr(output, "values") else output
+    return [x for x in values if isinstance(x, Tensor)] if isinstance(values, Iterable) else []
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss that a model or a module around it returns: an entry "loss", or a scalar that is the first value."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Tensor | tuple):
+        loss = next((x for x in _values(output)[:1] if x.dim() == 0), None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
+    """Whether ``root`` is inside a module of a class that is not of transformers, peft, accelerate, TRL or torch."""
+    name = next(name for name, module in model.named_modules() if module is root)
+    parts = name.split(".") if name else []
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
+    return any(type(module).__module__.split(".")[0] not in LIBRARIES for module in around)
 
 
 def _root(model: nn.Module) -> PreTrainedModel:
