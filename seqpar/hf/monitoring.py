@@ -7,6 +7,7 @@ it off.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
@@ -210,7 +211,8 @@ def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
 
 def foreign_code(root: PreTrainedModel, patch: Patch) -> str:
     """Which module of ``root`` runs code that is not of a known library, as text; empty if none does."""
-    for module, loss_function in patch.loss_functions:
+    for module in patch.loss_functions:
+        loss_function = getattr(getattr(module, "_loss_function", None), "own", None)
         if loss_function is not None and not _is_known(loss_function):
             return f"the loss_function of {_name(module)} is not transformers' own"
     for name, module in root.named_modules():
