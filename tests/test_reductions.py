@@ -378,6 +378,13 @@ def refused(group: ProcessGroup, case: str) -> str:
     x_local = sharding.shard(x)
     torch.manual_seed(group.rank())
 
+    wrapped: nn.Module = model
+    if case in ("outside", "hidden", "some ranks"):
+        over = mesh["ring"].get_group() if case == "some ranks" else group
+        wrapped = DistributedDataParallel(model, process_group=over)
+    elif case == "deepspeed":
+        wrapped = DeepSpeedEngine(model)
+
     def loss_of(losses: Tensor) -> Tensor:
         return seqpar.token_loss(losses[..., 0], labels, sharding=sharding)
 
@@ -389,18 +396,15 @@ def refused(group: ProcessGroup, case: str) -> str:
         elif case == "dropout":  # every rank drops other elements of what should be the same
             sharding.unshard(sharding.shard(model(x))).square().sum().backward()
         elif case == "outside":  # a module beside the wrapper
-            loss_of(outside(DistributedDataParallel(model, process_group=group)(x_local))).backward()
+            loss_of(outside(wrapped(x_local))).backward()
         elif case == "hidden":
-            wrapped = DistributedDataParallel(model, process_group=group)
             loss_of(checkpoint(wrapped, x_local.requires_grad_(), use_reentrant=True)).backward()
-        elif case == "some ranks":
-            loss_of(DistributedDataParallel(model, process_group=mesh["ring"].get_group())(x_local)).backward()
+        elif case in ("some ranks", "deepspeed"):
+            loss_of(wrapped(x_local)).backward()
         elif case == "other ranks":
             half = Sharding(TOKENS, "zigzag", mesh=mesh)
             half.unshard(half.shard(outside(x[..., :1]))).sum().backward()
-        elif case == "deepspeed":
-            loss_of(DeepSpeedEngine(model)(x_local)).backward()
-        seqpar.sync_gradients(nn.Sequential(model, outside), group=group)
+        seqpar.sync_gradients(outside if case == "outside" else nn.Sequential(model, outside), group=group)
     except ValueError as error:
         return str(error)
     return ""

@@ -26,11 +26,16 @@ _summed_over: MutableMapping[Tensor, dict[ProcessGroup, int]] = WeakIdKeyDiction
 
 
 def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> None:
-    """Sum the gradients of ``module``'s parameters over the ranks that hold the same weights, in place.
+    """Make the gradients of ``module``'s parameters one device's, in place: sum them over the ranks of the sequence.
 
-    Call it after ``backward`` and before anything reads the gradients (clipping, the optimizer). The losses of the
-    ranks must add up to the global loss: each rank's loss covers its own tokens, divided by the global number of
-    tokens. Each rank then holds a partial gradient, and the sum of the partial gradients is the full gradient.
+    Call it once a step, after the last ``backward`` and before anything reads the gradients (clipping, the optimizer).
+    The losses of the ranks must add up to the global loss: each rank's loss covers its own tokens, divided by the
+    global number of tokens, as ``token_loss`` is. Each rank then holds a partial gradient, and the sum of the partial
+    gradients is the full gradient.
+
+    Gradients of parameters that are used before ``shard`` or after ``unshard`` are whole on every rank, and are
+    averaged instead of summed. So are those of modules that work on the whole outputs of a parallelized model. Where
+    only the values can tell, a gradient counts as whole if it is the same on every rank.
 
     Weights that tensor-parallel layers shard are summed over the mesh's ring and ulysses dimensions only. All others
     are summed over the whole sequence group, which includes tp if the module has such layers. In a module with such
@@ -42,8 +47,9 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     keeps none. If a parameter is a DTensor, sharded over other dimensions of the mesh, its local shards are summed.
 
     DDP or FSDP over a mesh that includes the sequence's dimensions already reduces the gradients over them. Without
-    tensor-parallel layers, a call then raises an error. A second call for the same gradients also raises. Pass the DDP
-    or FSDP1 wrapper, not the module inside it, which has no reference to its wrapper.
+    tensor-parallel layers, a call then raises an error. So does a call for gradients that have been summed before,
+    whether or not a backward has added to them. Set them to None after each step, as ``zero_grad`` does by default:
+    gradients that were zeroed in place cannot be told from these.
 
     Args:
         module: the module, built in the same way on every rank. Frozen parameters are left out.
@@ -52,8 +58,9 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
 
     Raises:
         TypeError: a sparse gradient, or an argument of another type.
-        ValueError: the ranks' parameters differ in number, name, shape or dtype, or the gradients have been summed over
-            these ranks before, by a wrapper or by this function.
+        ValueError: the ranks' parameters differ in number, name, shape or dtype; or the gradients have been summed over
+            these ranks before, by a wrapper or by this function; or a parameter is used both before ``shard`` and on
+            sharded tokens.
         RuntimeError: another rank raised an error on its own gradients.
     """
     check_module("module", module)
