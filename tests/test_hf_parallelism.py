@@ -9,13 +9,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("transformers")
@@ -341,6 +344,106 @@ def test_verify_while_training(pools: dict[int, Pool], tmp_path: Path) -> None:
         assert not error and [x.split(":")[0] for x in said if "equal to one device" in x] == ["step 1", "step 4"]
     for _, error in pools[2].run(2, verified_by_trainer, str(tmp_path), False):
         assert "divided by the number of ranks, 2" in error
+
+
+class DividesByItems(transformers.Trainer):  # type: ignore[misc]
+    """A loss of its own, divided by ``num_items_in_batch``."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")[:, 1:].flatten()
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        assert num_items_in_batch is not None
+        return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def with_changes(config: Any, folder: str, what: str) -> Run:
+    """The losses and the last gradient norm of a training that differs from the usual one in ``what``."""
+    kind, rows = "llama", sequences(20)
+    arguments: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    if what == "rows classified":
+        rows = [{"input_ids": row["input_ids"], "labels": torch.tensor(i % 3)} for i, row in enumerate(rows)]
+        model = tiny(kind, auto=transformers.AutoModelForSequenceClassification, num_labels=3)
+    elif what == "tokens classified":
+        model = tiny("bert_tokens")
+    else:
+        model = tiny(kind)
+    if what == "liger":
+        # Of Liger's kernels, which need a GPU, only the loss. One process has transformers' loss.
+        kernels = {"rope": False, "rms_norm": False, "swiglu": False, "fused_linear_cross_entropy": True}
+        arguments |= {"use_liger_kernel": config is not None, "liger_kernel_config": kernels}
+    trainer_class = DividesByItems if what == "own division" else transformers.Trainer
+    trainer = trainer_class(
+        model,
+        transformers.TrainingArguments(
+            parallelism_config=config,
+            per_device_train_batch_size=2,
+            **settings(folder, 3, bf16="bf16" in what, **arguments),
+        ),
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+    )
+    metrics = {}
+    if "evaluated" in what or what == "liger":
+        metrics["eval_loss"] = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    if config is not None:
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        assert trainer.model.forward.__module__.startswith("liger_kernel" if what == "liger" else "transformers")
+        assert "autocast" not in repr(trainer.model.forward) or "bf16" in what
+        assert sum(m is trainer.model_wrapped or m is trainer.model for m in trainer.accelerator._models) == 1
+    (*_, last) = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return logged(trainer), {**metrics, "grad_norm": last["grad_norm"]}
+
+
+BODIES["changes"] = with_changes
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["own division", "evaluated before", "evaluated before, bf16", "rows classified", "tokens classified", "liger"],
+)
+def test_trainer_with(pools: dict[int, Pool], tmp_path: Path, what: str) -> None:
+    if what == "liger":
+        pytest.importorskip("liger_kernel")
+    losses, metrics = alone("changes", str(tmp_path), what)
+    for ours, our_metrics in pools[2].run(2, parallel, "changes", {"cp_size": 2}, str(tmp_path), what):
+        tolerance = 3e-2 if "bf16" in what else LOSS
+        assert ours == pytest.approx(losses, abs=tolerance)
+        assert our_metrics == pytest.approx(metrics, rel=tolerance)
+
+
+@on_ranks
+def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
+    with torchrun(group):
+        config = seqpar.hf.ParallelismConfig(cp_size=2)
+        if what == "a wrapper":
+            accelerator = accelerate.Accelerator(cpu=True, parallelism_config=config)
+            model = accelerator.prepare_model(tiny("llama"), evaluation_mode=True)
+            call = partial(model, **make_batch("plain"))
+        else:
+            arguments = transformers.TrainingArguments(parallelism_config=config, **settings(folder, 1))
+            trainer = transformers.Trainer(tiny("llama"), arguments, compute_metrics=accuracy)
+            call = partial(getattr(trainer, what), sequences(4))
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("a wrapper", "it is trained without a wrapper"),
+        ("evaluate", "pass outputs='whole' to"),
+        ("predict", "pass outputs='whole' to"),
+    ],
+)
+def test_trainer_without(pools: dict[int, Pool], tmp_path: Path, what: str, message: str) -> None:
+    for error in pools[2].run(2, trained_without, str(tmp_path), what):
+        assert message in error
 
 
 def resumed(config: Any, folder: str, kind: str) -> list[float]:
