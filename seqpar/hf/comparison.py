@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
 
 from ..layout import LAYOUTS, shard_positions
 from ..mask import document_boundaries
@@ -143,7 +142,7 @@ class FullBatch:
             self.valid = torch.stack([index < row[-1] for row in edges]).expand(shape)
             ids = (index - starts).to(tokens.device) if ids is None else ids
         elif ids is not None:
-            documents = find_packed_sequence_indices((ids[None] if ids.dim() == 1 else ids).expand(shape))
+            documents = _documents((ids[None] if ids.dim() == 1 else ids).expand(shape))
         self.documents = None if documents is None else documents.to(tokens.device)
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
         self.position_ids = ids.expand(shape)
@@ -153,6 +152,8 @@ class FullBatch:
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all()):
             self.valid = self.valid & (mask != 0).cpu()
             rest["attention_mask"] = mask
+        else:  # transformers then does not look for documents in ``position_ids`` itself, nor find any in jumps
+            rest["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
         self.in_place = predicts_in_place(root)
         self.given = dict(batch)
         self.labels: Tensor | None = None
@@ -187,6 +188,18 @@ class FullBatch:
                 data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                 value = zlib.crc32(data, zlib.crc32(f"{name} {tuple(x.shape)}".encode(), value))
         return value
+
+
+def _documents(ids: Tensor) -> Tensor | None:
+    """The documents in the position ids ``[b, s]``: int ``[b, s]``, or None if each row is one document.
+
+    A document starts where the ids come back to the row's smallest id.
+    """
+    step = F.pad(ids.diff(dim=1), (1, 0), value=1)
+    smallest = ids == ids.amin(1, keepdim=True)
+    repeats = ((step == 0) & ~smallest).any(1, keepdim=True)  # then the smallest id may be repeated as well
+    starts = smallest & ((step < 0) | ((step == 0) & ~repeats))
+    return starts.cumsum(1) if bool(starts.any()) else None
 
 
 def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: Patch) -> list[Difference]:
