@@ -21,7 +21,7 @@ from .generate import finish_forward, prepare_forward
 from .log_probs import LOG_PROBS, LogProbsOutput
 from .loss import LazyLogits, TokenLoss, label_log_probs, reduce_over_ranks
 from .multimodal import has_more_than_text, merges, shard_merged_call
-from .state import Forward, Patch, current_forward, pop_forward, push_forward
+from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import predicts_in_place, uses_loss_function
 from .whole import gather_outputs, generates, shard_call
 
@@ -43,6 +43,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     patch = cast(Patch, model._seqpar)
     if not patch.sharded:
         return args, kwargs
+    _check_unchanged(model)
     parameters = inspect.signature(model.forward).parameters
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
@@ -63,6 +64,12 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
     forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole, cut=cut, keep=keep_logits)
     if shard is not None:
+        if shard.jump is not None and "use_cache" in parameters and not _caches(model, kwargs):
+            raise ValueError(
+                f"position_ids: {shard.jump}, which is no restart. Without an attention_mask and without a cache, "
+                "transformers starts a document there, and otherwise it does not; pass an attention_mask of ones if "
+                "the row is one document, or the boundaries of its documents as cu_seq_lens"
+            )
         if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
             shard.add_sharding(patch.mesh, patch.given_group)
         keep = kwargs.get("logits_to_keep", 0)
@@ -87,6 +94,26 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         del kwargs["seqpar"]  # before_text_model passes it to the text model
     push_forward(forward)
     return (), kwargs
+
+
+def _check_unchanged(model: nn.Module) -> None:
+    """Raise an error if what ``parallelize`` has set was changed since."""
+    chosen = cast(Any, model.config).get_text_config()._attn_implementation
+    if chosen != NAME:
+        raise ValueError(
+            f"attn_implementation={chosen!r}: it was set after parallelize, so that each rank would attend to its own "
+            "tokens only; call seqpar.hf.restore(model), set it, and call parallelize again"
+        )
+
+
+def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether transformers would make a cache in a call with these arguments."""
+    if getattr(model, "is_gradient_checkpointing", False) and model.training:
+        return False
+    use_cache = kwargs.get("use_cache")
+    return bool(
+        getattr(cast(Any, model.config).get_text_config(), "use_cache", False) if use_cache is None else use_cache
+    )
 
 
 @no_compile
