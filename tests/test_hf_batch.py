@@ -102,6 +102,23 @@ def test_padded_documents() -> None:
     assert torch.equal(dense, expected)
 
 
+@pytest.mark.parametrize(
+    ("ids", "boundaries"),
+    [
+        ([0, 1, 2, 0, 0, 1, 0, 1, 2], (0, 3, 4, 6, 9)),  # a document of one token
+        ([1, 2, 1, 1, 2, 3, 4, 5, 6], (0, 2, 3, 9)),  # counted from 1
+        ([5, 6, 7, 5, 6, 3, 4, 5, 6], (0, 3, 5, 9)),
+        ([0, 1, 2, 50, 51, 52, 90, 91, 92], None),  # jumps (PoSE)
+        ([0, 1, 2, 50, 51, 0, 30, 31, 32], (0, 5, 9)),
+        ([0, 0, 0, 1, 1, 1, 2, 2, 2], None),  # repeats (self-extend)
+        ([0, 1, 2, 3, 4, 4, 5, 5, 6], None),
+    ],
+)
+def test_documents_start_where_ids_restart(ids: list[int], boundaries: tuple[int, ...] | None) -> None:
+    found = documents_from_positions(torch.tensor([ids]), None)
+    assert found == (None if boundaries is None else [boundaries])
+
+
 def test_masks_are_shared_by_equal_rows() -> None:
     batch = {"input_ids": torch.ones(4, 12, dtype=torch.long), "attention_mask": torch.ones(4, 12)}
     batch["attention_mask"][:, 9:] = 0

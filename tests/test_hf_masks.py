@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def make_batch(how: str) -> dict[str, Tensor]:
 def trained(model: Any, batch: dict[str, Any], **options: Any) -> float:
     loss = model(**batch, **options).loss
     loss.backward()
-    return float(loss)
+    return loss.item()
 
 
 @on_ranks
@@ -200,3 +201,44 @@ def test_masks_that_cannot_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     words = r"layer 'model.layers.0.self_attn' attends causally with a window of 9, but none of the masks"
     with pytest.raises(ValueError, match=words):
         seqpar.hf.parallelize(make_text_model("mistral"), strategy="local")
+
+
+@on_ranks
+def jumped(group: ProcessGroup, implementation: str) -> list[tuple[float, float]]:
+    """Position ids that jump and that repeat, with a cache, which is the default, and with a mask of ones."""
+    batch = make_batch("plain")
+    jumps, repeats = torch.arange(LENGTH), torch.arange(LENGTH) // 3
+    jumps[20:] += 40
+    errors = []
+    for ids, extra in product((jumps, repeats), ({}, {"attention_mask": torch.ones(2, LENGTH), "use_cache": False})):
+        given = {**batch, "position_ids": ids.expand(2, -1), **extra}
+        plain, model = (make_text_model("llama", implementation) for _ in range(2))
+        expected = trained(plain, given)
+        seqpar.hf.parallelize(model, group=group)
+        loss = trained(model, given)
+        seqpar.sync_gradients(model, group=group)
+        errors.append((abs(loss - expected), worst(gradients(model), gradients(plain))))
+    seqpar.hf.verify(model, given)
+    model.config.use_cache = False  # as a Trainer does
+    with pytest.raises(
+        ValueError, match=r"token 1 has id 0 after id 0, which is no restart.*pass an attention_mask of o"
+    ):
+        model(**batch, position_ids=repeats.expand(2, -1))
+    return errors
+
+
+def test_jumps_and_repeats_keep_one_document(pool: Pool) -> None:
+    for errors in pool.run(2, jumped, "sdpa"):
+        is_equal(None, errors)
+
+
+def test_another_attention_after_parallelize() -> None:
+    model = seqpar.hf.parallelize(make_text_model("llama"), strategy="local")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"'sdpa': it was set after parallelize, .* call seqpar.hf.restore\(model\)"):
+        model(**make_batch("plain"))
+    seqpar.hf.restore(model)
+    model.set_attn_implementation("sdpa")
+    expected = model(**make_batch("plain")).loss.item()
+    loss = seqpar.hf.parallelize(model, strategy="local")(**make_batch("plain")).loss.item()
+    assert abs(loss - expected) < LOSS

@@ -59,6 +59,8 @@ class BatchShard:
             their ``num_items``. None without labels, or if the caller set ``shift_labels``.
         sharding: the sharding of the sequence. ``add_sharding`` sets it when the model's forward starts.
         seed_on_host: ``seed`` as an int64 tensor ``[]`` on the CPU. ``add_sharding`` sets it too.
+        jump: where ``position_ids`` neither go up by 1 nor restart, in words. None if they do not, and if the batch has
+            an ``attention_mask``.
         unmasked: whether the batch has neither padding nor several documents.
     """
 
@@ -74,6 +76,7 @@ class BatchShard:
     sharding: Sharding | None = None
     seed_on_host: Tensor | None = None
     block_masks: dict[str, Mask] = field(default_factory=dict)
+    jump: str | None = None
     unmasked: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,7 +126,8 @@ def shard_batch(
 
             * ``input_ids [batch, seq]`` or ``inputs_embeds [batch, seq, hidden]``.
             * ``labels`` or ``shift_labels``, int64 ``[batch, seq]``, optional.
-            * ``position_ids``, int64 ``[batch, seq]``, optional. A document starts wherever they restart.
+            * ``position_ids``, int64 ``[batch, seq]``, optional. A document starts wherever they restart: where an id
+              is smaller than the one before it, or where the first id of the row is repeated. Jumps start none.
             * ``cu_seq_lens``, or ``cu_seq_lens_q`` as in transformers' ``DataCollatorWithFlattening``: the boundaries
               of the documents, optional.
             * ``attention_mask [batch, seq]``, optional: 0 for padding, at the start or the end of a row.
@@ -265,7 +269,8 @@ class _BatchSpec:
         ranges = None if attention_mask is None else token_ranges(attention_mask)
         if attention_mask is not None and tuple(attention_mask.shape) != (self.rows, self.seq_len):
             raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {self.rows, self.seq_len}")
-        documents = self._parse_positions(rest, tokens.device, ranges)
+        self.jump: str | None = None
+        documents = self._parse_positions(rest, tokens.device, ranges, attention_mask is not None)
         self.mask = batch_mask(documents, ranges, self.seq_len)
         if planned == self.mask:  # otherwise the batch was changed after it was planned
             self.mask = planned
@@ -278,7 +283,7 @@ class _BatchSpec:
         return isinstance(x, Tensor) and tuple(x.shape[:2]) == (self.rows, self.seq_len)
 
     def _parse_positions(
-        self, rest: dict[str, Any], device: torch.device, ranges: TokenRanges | None
+        self, rest: dict[str, Any], device: torch.device, ranges: TokenRanges | None, masked: bool
     ) -> Documents | None:
         """Return the documents' boundaries, and write ``position_ids [batch, seq]`` to ``rest``."""
         given = [rest.pop(name) for name in BOUNDARY_NAMES if name in rest]
@@ -299,8 +304,11 @@ class _BatchSpec:
             if ids is None:
                 ids = restarting_positions(documents, self.seq_len).to(device)
         else:
-            documents = documents_from_positions(ids, ranges) if ids is not None else None
-            if ids is None:
+            documents = None
+            if ids is not None:
+                documents = documents_from_positions(ids, ranges)
+                self.jump = None if masked else _jump(ids)
+            else:
                 ids = torch.arange(self.seq_len, device=device)[None]
         rest["position_ids"] = ids.expand(self.rows, -1)
         self.max_position = int(ids.max())
@@ -354,6 +362,7 @@ class _BatchSpec:
             seed=self.checksum if seed is None else seed,
             valid=None if self.valid is None else select_tokens(self.valid),
             in_place=in_place,
+            jump=self.jump,
         )
         return {**self.others, **local}
 
@@ -454,7 +463,7 @@ def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
 
 
 def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -> Documents | None:
-    """The documents in ``position_ids [batch, seq]``. One starts at each id that is not the previous id plus 1.
+    """The documents in ``position_ids [batch, seq]``. One starts wherever the ids restart (see ``restarts``).
 
     Args:
         position_ids: int64 ``[batch, seq]``.
@@ -465,13 +474,33 @@ def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -
     """
     ids = position_ids.detach().cpu()
     length = ids.shape[1]
-    jumps = torch.zeros(ids.shape, dtype=torch.bool)  # [batch, seq]
-    jumps[:, 1:] = ids.diff(dim=1) != 1
     rows = []
-    for row, (start, stop) in zip(jumps, ranges or [(0, length)] * len(ids), strict=True):
-        inner = row[start + 1 : stop].nonzero().flatten() + start + 1
+    for row, (start, stop) in zip(ids, ranges or [(0, length)] * len(ids), strict=True):
+        inner = restarts(row[start:stop]).nonzero().flatten() + start
         rows.append((0, *inner.tolist(), length))
     return rows if any(len(row) > 2 for row in rows) else None
+
+
+def restarts(ids: Tensor) -> Tensor:
+    """Where the position ids of a row restart, bool ``[seq]``: wherever an id is smaller than the one before it.
+
+    The row's smallest id restarts after itself too, because a document may have one token, unless the row also repeats
+    other ids.
+    """
+    step = F.pad(ids.diff(), (1, 0), value=1)[: len(ids)]
+    down, same = step < 0, step == 0
+    one_token = bool(same.any()) and bool((ids[same] == ids.min()).all())
+    return down | same if one_token else down
+
+
+def _jump(position_ids: Tensor) -> str | None:
+    """The first place where the ids neither go up by 1 nor restart, in words; None if there is none."""
+    for r, row in enumerate(position_ids.detach().cpu()):
+        step = F.pad(row.diff(), (1, 0), value=1)
+        jumps = ((step != 1) & ~restarts(row)).nonzero().flatten().tolist()
+        if jumps:
+            return f"in row {r} token {jumps[0]} has id {int(row[jumps[0]])} after id {int(row[jumps[0] - 1])}"
+    return None
 
 
 def documents_from_boundaries(cu_seq_lens: Any, batch: int, length: int) -> Documents:

@@ -141,8 +141,7 @@ class FullBatch:
             self.valid = torch.stack([index < row[-1] for row in edges]).expand(shape)
             ids = (index - starts).to(tokens.device) if ids is None else ids
         elif ids is not None:
-            documents = _restarts((ids[None] if ids.dim() == 1 else ids).expand(shape))
-            documents = documents if bool(documents.any()) else None
+            documents = _documents((ids[None] if ids.dim() == 1 else ids).expand(shape))
         self.documents = None if documents is None else documents.to(tokens.device)
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
         self.position_ids = ids.expand(shape)
@@ -152,6 +151,8 @@ class FullBatch:
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all()):
             self.valid = self.valid & (mask != 0).cpu()
             rest["attention_mask"] = mask
+        else:  # transformers then does not look for documents in ``position_ids`` itself, nor find any in jumps
+            rest["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
         self.in_place = predicts_in_place(root)
         self.given = dict(batch)
         self.labels: Tensor | None = None
@@ -188,13 +189,16 @@ class FullBatch:
         return value
 
 
-def _restarts(ids: Tensor) -> Tensor:
-    """How often the position ids ``ids [b, s]`` have restarted up to each token: at 0 or below the id before it.
+def _documents(ids: Tensor) -> Tensor | None:
+    """The documents in the position ids ``[b, s]``: int ``[b, s]``, or None if each row is one document.
 
-    This is the reference for ``documents_from_positions`` in batch.py. It does not share code with it.
+    A document starts where the ids come back to the row's smallest id.
     """
-    restarts = (ids[:, 1:] == 0) | (ids[:, 1:] < ids[:, :-1])
-    return F.pad(restarts.cumsum(1), (1, 0))
+    step = F.pad(ids.diff(dim=1), (1, 0), value=1)
+    smallest = ids == ids.amin(1, keepdim=True)
+    repeats = ((step == 0) & ~smallest).any(1, keepdim=True)  # then the smallest id may be repeated as well
+    starts = smallest & ((step < 0) | ((step == 0) & ~repeats))
+    return starts.cumsum(1) if bool(starts.any()) else None
 
 
 def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: Patch) -> list[Difference]:

@@ -30,7 +30,7 @@ from .loss import (
     version_of,
 )
 from .multimodal import has_more_than_text, merges, shard_merged_call
-from .state import Forward, Patch, current_forward, pop_forward, push_forward
+from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import computes_cross_entropy, parameters_of, predicts_in_place
 from .whole import gather_outputs, generates, shard_call
 
@@ -53,6 +53,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     patch = cast(Patch, model._seqpar)
     if not patch.sharded:
         return args, kwargs
+    _check_unchanged(model)
     _check_wrapper(model, patch)
     replace_loss_function(model, patch, model)  # the user may have set another one
     parameters = parameters_of(model)
@@ -75,6 +76,12 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
     forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole, cut=cut, keep=keep_logits)
     if shard is not None:
+        if shard.jump is not None and "use_cache" in parameters and not _caches(model, kwargs):
+            raise ValueError(
+                f"position_ids: {shard.jump}, which is no restart. Without an attention_mask and without a cache, "
+                "transformers starts a document there, and otherwise it does not; pass an attention_mask of ones if "
+                "the row is one document, or the boundaries of its documents as cu_seq_lens"
+            )
         if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
             shard.add_sharding(patch.mesh, patch.given_group)
         keep = kwargs.get("logits_to_keep", 0)
@@ -137,6 +144,26 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
     if alpha is not None:
         forward.noise = embedding, alpha
         setattr(embedding, _NOISE, alpha * (tokens.shape[1] / shard.seq_len) ** 0.5)
+
+
+def _check_unchanged(model: nn.Module) -> None:
+    """Raise an error if what ``parallelize`` has set was changed since."""
+    chosen = cast(Any, model.config).get_text_config()._attn_implementation
+    if chosen != NAME:
+        raise ValueError(
+            f"attn_implementation={chosen!r}: it was set after parallelize, so that each rank would attend to its own "
+            "tokens only; call seqpar.hf.restore(model), set it, and call parallelize again"
+        )
+
+
+def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether transformers would make a cache in a call with these arguments."""
+    if getattr(model, "is_gradient_checkpointing", False) and model.training:
+        return False
+    use_cache = kwargs.get("use_cache")
+    return bool(
+        getattr(cast(Any, model.config).get_text_config(), "use_cache", False) if use_cache is None else use_cache
+    )
 
 
 @no_compile

@@ -124,14 +124,15 @@ def _one_device(patch: Patch) -> Iterator[None]:
     latent_layers = [module for module in patch.modules if hands_on_latents(module)]
     for layer in latent_layers:
         hand_on_keys(layer)
+    before = [(ours, ours._attn_implementation) for _, ours, _ in patch.config_copies]
     for original, ours, _ in patch.config_copies:
         implementation = original._attn_implementation
         ours._attn_implementation = "sdpa" if implementation == NAME else implementation
     try:
         yield
     finally:
-        for _, ours, _ in patch.config_copies:
-            ours._attn_implementation = NAME
+        for ours, implementation in before:
+            ours._attn_implementation = implementation
         for layer in latent_layers:
             hand_on_latents(layer)
         patch.sharded = True
