@@ -1,4 +1,4 @@
-# make demo | test | test-fast | gate | compat | lint | docs | scale | format | bench | peers | clean
+# make demo | test | test-fast | gate | compat | families | lint | docs | scale | format | bench | peers | clean
 #
 # The first target that runs creates .venv and installs everything: about two minutes with a warm pip cache.
 
@@ -15,7 +15,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast gate compat lint docs scale format bench peers clean
+.PHONY: demo test test-fast gate compat families lint docs scale format bench peers clean
 
 # Train a small model on one process and under every strategy on four, and compare the losses.
 demo: $(READY)
@@ -38,6 +38,12 @@ gate: $(READY)
 # an environment of its own. Writes the table in docs/huggingface.md.
 compat: $(READY)
 	TORCH="$(TORCH)" CPU_INDEX="$(CPU_INDEX)" $(BIN)/python tests/compat.py
+
+# Compare a tiny random model of every causal, masked and image-text class of the installed transformers with one
+# process, on two ranks. Writes the table in docs/families.md. Takes about five minutes. ONLY=llama,gemma3 prints the rows
+# of some models and writes nothing.
+families: $(READY)
+	$(BIN)/python -m tests.families $(if $(ONLY),--only $(ONLY))
 
 # Style, formatting and types.
 lint: $(READY)

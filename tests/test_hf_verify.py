@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -23,10 +26,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import seqpar
 import seqpar.hf
-from seqpar.hf import VerificationError, VerificationReport
+from seqpar.hf import VerificationError, VerificationReport, verification
 from seqpar.hf import attention as hf_attention
 from seqpar.hf import batch as hf_batch
+from seqpar.hf import loss as hf_loss
 from seqpar.hf import masks as hf_masks
+from seqpar.hf.loss import TokenLoss
+from seqpar.hf.monitoring import foreign_code
+from seqpar.hf.recording import PinnedExperts
 from seqpar.hf.state import current_forward, patch_of
 from seqpar.mask import Mask
 
@@ -303,9 +310,15 @@ def loss_of_its_own(group: ProcessGroup) -> VerificationReport:
     """On one device, the model's loss is another one than the loss of this package."""
     model = tiny("llama")
     loss = model.loss_function
-    seqpar.hf.parallelize(model, group=group)
-    patch_of(model).loss_functions[0] = (model, lambda *args, **kwargs: 3 * loss(*args, **kwargs))
-    return report_on(model)
+
+    class Forgetful(TokenLoss):
+        own = property(lambda self: None if current_forward() else lambda *x, **kwargs: 3 * loss(*x, **kwargs))
+
+        def __init__(self, patch: Any, model: Any, own: Any = None) -> None:
+            self.patch, self.model = patch, model
+
+    with mock.patch.object(hf_loss, "TokenLoss", Forgetful):
+        return report_on(seqpar.hf.parallelize(model, group=group))
 
 
 def replaced_forward(group: ProcessGroup) -> VerificationReport:
@@ -508,6 +521,50 @@ def test_planted_faults(pool_of_two: Pool, fault: str) -> None:
 
 
 @on_ranks
+def around_model(group: ProcessGroup) -> tuple[list[bool], str]:
+    """Reports on modules that contain the model: with a loss of whole outputs, with the model's loss, with neither."""
+
+    class Around(nn.Module):
+        def __init__(self, outputs: Callable[[Any, Tensor], Any]) -> None:
+            super().__init__()
+            self.lm, self.outputs = parallel(group, "mistral"), outputs
+
+        def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:
+            return self.outputs(partial(self.lm, input_ids, attention_mask), labels)
+
+    modules = [
+        Around(lambda lm, labels: (lm().logits[..., 0] - labels / 50).square().mean()),
+        Around(lambda lm, labels: {"loss": 3 * lm(labels=labels).loss}),
+        Around(lambda lm, labels: lm().logits.relu()),
+    ]
+    # The loss of the first module counts padding too, whose outputs depend on the attention implementation.
+    ok = [report_on(module, how).ok for module, how in zip(modules, ("plain", "left", "left"), strict=True)]
+    return ok, str(report_on(Around(lambda lm, labels: [lm().logits.mean().item()])))
+
+
+def test_modules_around_the_model(pool: Pool) -> None:
+    for ok, unsupported in pool.run(2, around_model):
+        assert all(ok)
+        assert "model=Around: its output has no loss" in unsupported
+
+
+@on_ranks
+def with_half_precision(group: ProcessGroup) -> tuple[bool, bool]:
+    """Whether the reports are right, with and without pinned experts, on a model whose routing rounding changes."""
+    ok = []
+    for pinned in (PinnedExperts, lambda pins, **arguments: PinnedExperts(False, **arguments)):
+        model = seqpar.hf.parallelize(tiny("qwen3_moe", seed=3).to(torch.bfloat16), group=group)
+        with mock.patch.object(verification, "PinnedExperts", pinned):
+            batch = make_batch("plain", length=120, seed=3)
+            ok.append(seqpar.hf.verify(model, batch, False, tolerance=0.15).ok)
+    return ok[0], ok[1]
+
+
+def test_experts_are_pinned(pool: Pool) -> None:
+    assert pool.run(2, with_half_precision) == [(True, False)] * 2
+
+
+@on_ranks
 def in_another_collective(group: ProcessGroup) -> str:
     """Rank 1 leaves out the messages of the second layer, for which rank 0 waits."""
     model = parallel(group)
@@ -629,6 +686,60 @@ def test_every_n_steps(pool: Pool) -> None:
     assert pool.run(2, while_training, False) == [(2, "")] * 2
     for checked, said in pool.run(2, while_training, True):
         assert checked == 1 and "were not summed" in said
+
+
+class OwnForCausalLM(transformers.MistralForCausalLM):
+    """A class that is not of transformers."""
+
+
+@on_ranks
+def by_itself(group: ProcessGroup, setting: str, own: bool, fault: bool) -> tuple[list[str], str]:
+    """What is logged in two steps of training, and the error."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("seqpar")
+    logger.addHandler(handler)
+    model = tiny("mistral")
+    if own:
+        model.__class__ = OwnForCausalLM
+    with ExitStack() as stack:
+        stack.callback(logger.removeHandler, handler)
+        stack.enter_context(mock.patch.dict(os.environ, {"SEQPAR_VERIFY": setting}))
+        if fault:
+            stack.enter_context(mock.patch.object(hf_attention, "window_and_chunk", return_value=(None, None)))
+        seqpar.hf.parallelize(model, group=group)
+        stack.callback(seqpar.hf.restore, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        try:
+            for _ in range(2):
+                model(**make_batch("left", length=160)).loss.backward()
+                seqpar.sync_gradients(model, group=group)
+                optimizer.step()
+                optimizer.zero_grad()
+        except VerificationError as error:
+            return said, str(error)
+    return said, ""
+
+
+def test_own_code_is_verified_once(pool: Pool) -> None:
+    rank0, rank1 = pool.run(2, by_itself, "", own=True, fault=False)
+    assert len(rank0[0]) == 1 and rank0[1] == "" and rank1 == ([], "")
+    assert "OwnForCausalLM" in rank0[0][0] and "on 128 tokens" in rank0[0][0] and "SEQPAR_VERIFY=0" in rank0[0][0]
+    for said, error in pool.run(2, by_itself, "", own=True, fault=True):
+        assert not said and "model.layers.0.self_attn" in error and "without its sliding window" in error
+    for setting, own in (("0", True), ("", False)):
+        assert pool.run(2, by_itself, setting, own=own, fault=True) == [([], "")] * 2
+
+
+def test_code_of_known_libraries() -> None:
+    patch = patch_of(seqpar.hf.parallelize(tiny("llama"), strategy="local"))
+    model = tiny("llama")
+    assert foreign_code(model, patch) == ""
+    model.model.layers[1].mlp.forward = lambda x: x
+    assert "model.layers.1.mlp (LlamaMLP)" in foreign_code(model, patch)
+    patch.loss_functions[0] = (model, lambda *args, **kwargs: None)
+    assert "the loss_function of LlamaForCausalLM" in foreign_code(model, patch)
 
 
 def test_refused_arguments() -> None:
