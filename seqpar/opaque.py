@@ -60,7 +60,8 @@ def constant(*fields: type[Any]) -> Callable[[Type], Type]:
             return repr(self), names
 
         cls.__fx_repr__ = fx_repr
-        _register(cls, typ=_BY_VALUE)
+        members = dict.fromkeys((name for name in (*cls.__annotations__, *vars(cls))), MemberType.USE_REAL)
+        _register(cls, typ=_BY_VALUE, members=members)  # torch 2.11 refuses members that are not registered
         return cls
 
     return register
