@@ -26,6 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed import ProcessGroup
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
@@ -175,6 +176,7 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     leaves: list[tuple[Any, Region]] = []
     boundaries = [node.boundary] if hasattr(node, "boundary") else []
     hidden = False
+    tensor_ranks: set[int] = set()  # of the tensor-parallel layers
     stack: list[tuple[Any, Region]] = [(below, region) for below, _ in node.next_functions]
     seen: set[tuple[Any, Region]] = set()
     while stack:
@@ -187,6 +189,8 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
             leaf = getattr(below, "variable", None)
             if id(leaf) in owned:
                 found.update(r for r, _ in owned[id(leaf)] if len(r.ranks) > 1)
+            if isinstance(leaf, DTensor):
+                tensor_ranks.update(leaf.device_mesh.mesh.flatten().tolist())
             if isinstance(leaf, nn.Parameter):
                 leaves.append((leaf, region))
         elif isinstance(below, BackwardCFunction):
@@ -197,7 +201,7 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
             hidden |= type(below).__name__ == "CheckpointFunctionBackward"
         stack.extend((deeper, region) for deeper, _ in following)
     if gradients == "auto":
-        factor = _factor(found, ranks)
+        factor = _factor(found, ranks, tensor_ranks)
         if hidden and not found and (other := _any_wrapper()):
             raise ValueError(
                 "gradients='auto': reentrant activation checkpointing hides the parameters, so that it is not known "
@@ -232,17 +236,19 @@ def _any_wrapper() -> str:
     return next((r.name for owned in owners().values() for r, _ in owned if len(r.ranks) > 1), "")
 
 
-def _factor(found: Iterable[Reduction], ranks: frozenset[int]) -> int:
+def _factor(found: Iterable[Reduction], ranks: frozenset[int], tensor_ranks: set[int]) -> int:
     factors = set()
     for r in found:
         if r.divisor is None:
             raise ValueError(f"gradients='auto': DeepSpeed's configuration decides what it divides by; {_EXPLICIT}")
-        if 1 < len(r.ranks & ranks) < len(ranks):
+        shared = len(r.ranks & ranks)
+        # Under tensor parallelism, fully_shard reduces over the ring, and sync_gradients over the tensor-parallel ranks.
+        if 1 < shared < len(ranks) and not (tensor_ranks < ranks and len(r.ranks & tensor_ranks) == 1):
             raise ValueError(
                 f"gradients='auto': {r.name} averages over ranks {sorted(r.ranks)}, which are some but not all of the "
                 f"ranks of the sequence, {sorted(ranks)}; wrap the model over all of them, or over dp only"
             )
-        factors.add(len(ranks) if ranks <= r.ranks else 1)
+        factors.add(shared)
     if len(factors) > 1:
         raise ValueError(
             "gradients='auto': a part of the model is wrapped over the ranks of the sequence, another over dp only; "

@@ -267,10 +267,11 @@ def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> 
         fully_shard(module, mesh=mesh["ring"])
     x = torch.randn(1, 30, HIDDEN, dtype=torch.float64)
     attention, norm = local
-    norm(attention(x, mask=MASK)).square().sum().backward()
+    norm(attention(x, mask=MASK)).square().sum(-1).mean().backward()
     attention, norm = parallel
     x_local = seqpar.shard(x, mesh=mesh, layout="zigzag", strategy="tp_sp")
-    (2 * norm(attention(x_local, mask=MASK)).square().sum()).backward()  # FSDP averages over two ranks
+    losses = norm(attention(x_local, mask=MASK)).square().sum(-1)  # [b, s]
+    seqpar.token_loss(losses, torch.zeros_like(losses, dtype=torch.int64), mesh=mesh, strategy="tp_sp").backward()
     seqpar.sync_gradients(parallel, mesh=mesh)
     with pytest.raises(ValueError, match="summed this gradient already"):
         seqpar.sync_gradients(parallel, mesh=mesh)

@@ -174,9 +174,7 @@ def _share(
         return grad / count * (sequence.size() if gradients == "mean" else 1)
     ranks = frozenset(dist.get_process_group_ranks(sequence))
     if reduction.ranks != ranks:
-        if ranks < reduction.ranks:
-            count = (labels != ignore_index).sum().to(count.dtype)  # of this rank
-        count = count.clone()
+        count = count / len(reduction.ranks & ranks)  # which have the same count
         for group in reduction.groups:
             dist.all_reduce(count, group=group)
     assert reduction.divisor is not None
