@@ -32,7 +32,7 @@ from .loss import (
 from .multimodal import has_more_than_text, merges, shard_merged_call
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import computes_cross_entropy, parameters_of, predicts_in_place
-from .whole import gather_outputs, generates, shard_call
+from .whole import FUSED, gather_outputs, generates, shard_call
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _NOISE = "neftune_noise_alpha"
@@ -139,7 +139,10 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
     tokens, shard = kwargs.get("input_ids"), forward.batch_shard
     if forward.cut is not None or tokens is None or shard is None:
         return  # the embedding gets all tokens, or none
-    embedding: Any = cast(Any, forward.model).get_input_embeddings()
+    try:
+        embedding = cast(Any, forward.model).get_input_embeddings()
+    except NotImplementedError:
+        return  # a pipeline stage without an embedding
     alpha = getattr(embedding, _NOISE, None)
     if alpha is not None:
         forward.noise = embedding, alpha
@@ -184,7 +187,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             output = LogProbsOutput(label_log_probs(output.logits, forward.targets, forward.patch.loss_chunk))
         elif forward.labels is not None and output is not None:
             output = _add_loss(output, forward, forward.labels)
-        elif output is not None and not (forward.whole is not None and forward.whole.fused):
+        elif output is not None and not (kwargs.get(FUSED) and (forward.whole or forward.patch.batches == "own")):
             _check_loss_of(output, forward)
         if forward.scores is not None and output is not None:
             output = _with_scores(output, forward.scores)

@@ -28,7 +28,7 @@ OUTPUTS: tuple[str, ...] = get_args(Outputs)
 _CHECKED_FIRST, _CHECKED_EVERY = 4, 64
 _SEED_STEP = 0x9E3779B97F4A7C15  # an odd number: the seeds of successive calls differ in many bits
 # The argument of a call of a model with TRL's add_fused_lm_head, which returns a FusedCausalLMOutput.
-_FUSED = "fused_lm_head"
+FUSED = "fused_lm_head"
 _FUSED_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 # The outputs that have a value for each token. They are listed by name and not recognized by their shapes, because all
 # ranks must all-gather the same outputs, and the shapes differ between the ranks.
@@ -39,7 +39,7 @@ def generates(kwargs: dict[str, Any]) -> bool:
     """Whether a call with these arguments, which hold full tokens, generates: it fills or uses a cache."""
     if kwargs.get("past_key_values") is not None:
         return True
-    return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(_FUSED)
+    return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
 
 
 def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], Whole]:
@@ -62,7 +62,7 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
     batch = {name: x for name, x in kwargs.items() if x is not None}
     pools = pools_last_token(model)
     row_labels = batch.pop("labels", None) if pools else None
-    fused, shifted = bool(batch.get(_FUSED)), "shift_labels" in batch
+    fused, shifted = bool(batch.get(FUSED)), "shift_labels" in batch
     keep = batch.pop("logits_to_keep", 0)
     keeps_some = isinstance(keep, Tensor) or keep != 0
     if keeps_some and ("labels" in batch or shifted):
