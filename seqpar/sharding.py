@@ -475,7 +475,7 @@ def _compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None) ->
 
     def header() -> _FullHeader:
         check()
-        data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        data: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         return _FullHeader(Fingerprint(zlib.crc32(data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))))
 
     contents = [header.content for header in all_gather_header(header, group)]

@@ -114,11 +114,12 @@ def collectives_of_wrong_sizes(group: ProcessGroup) -> list[str]:
     two, three = torch.zeros(2), torch.zeros(3)
     errors = []
     for each in (group, communicator(group, CPU), communicator(group, CPU, "handshake")):
-        for call in (
+        calls: list[Callable[[], Any]] = [
             lambda: collectives.all_gather_single(three, two, group=each),  # noqa: B023
             lambda: collectives.reduce_scatter_single(two, three, group=each),  # noqa: B023
             lambda: collectives.all_to_all_single(two, three, [1, 1], [1, 1], group=each),  # noqa: B023
-        ):
+        ]
+        for call in calls:
             try:
                 call()
             except Exception as error:

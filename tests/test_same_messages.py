@@ -106,6 +106,9 @@ def calls(group: ProcessGroup) -> Iterator[tuple[str, Callable[[], Any]]]:
     def backward(y: Any, *inputs: Any) -> None:
         y.sum().backward()
 
+    def then_backward(call: Callable[..., Tensor]) -> None:
+        backward(call())
+
     def attend(**options: Any) -> None:
         q_local = q.clone().requires_grad_()
         backward(seqpar.attention(q_local, q_local, q_local, mask=MASK, **options))
@@ -139,20 +142,19 @@ def calls(group: ProcessGroup) -> Iterator[tuple[str, Callable[[], Any]]]:
     mlp = seqpar.MegatronMLP(HIDDEN, 24, group=group)
     embedding = seqpar.VocabParallelEmbedding(VOCAB, HIDDEN, group=group)
     head = seqpar.VocabParallelHead(HIDDEN, VOCAB, group=group)
-    for how, length in (("sharding", {"sharding": of_tp}), ("handshake", {})):
+    logits = head(x).detach().requires_grad_()
+    of_logits = functools.partial(seqpar.vocab_parallel_cross_entropy, logits, ids, VOCAB)
+    given: list[tuple[str, dict[str, Any]]] = [("sharding", {"sharding": of_tp}), ("handshake", {})]
+    for how, length in given:
         yield f"mlp, {how}", functools.partial(run, mlp, **length)
-        yield f"embedding, {how}", lambda length=length: backward(embedding(ids, **length))
-        yield f"head, {how}", lambda length=length: backward(head(x, **length))
-        yield f"head with labels, {how}", lambda length=length: backward(head(x, ids, **length))
-        logits = head(x).detach()
-        yield (
-            f"vocabulary loss, {how}",
-            lambda length=length, logits=logits: backward(
-                seqpar.vocab_parallel_cross_entropy(
-                    logits.clone().requires_grad_(), ids, VOCAB, **(length or {"group": group})
-                )
-            ),
-        )
+        named: dict[str, Callable[..., Tensor]] = {
+            "embedding": functools.partial(embedding, ids, **length),
+            "head": functools.partial(head, x, **length),
+            "head with labels": functools.partial(head, x, ids, **length),
+            "vocabulary loss": functools.partial(of_logits, **(length or {"group": group})),
+        }
+        for name, call in named.items():
+            yield f"{name}, {how}", functools.partial(then_backward, call)
 
     def token_loss(**ranks: Any) -> None:
         losses = F.cross_entropy(torch.randn(1, ids.shape[1], VOCAB, requires_grad=True).mT, ids, reduction="none")

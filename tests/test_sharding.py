@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -202,8 +202,8 @@ def calls_without_a_layout(group: ProcessGroup) -> list[tuple[str, int]]:
         lambda: seqpar.attention(x, x, x, group=group, seq_len=4 * group.size()),
     ]
     for row in STRATEGIES.values():
-        calls.append(lambda row=row: seqpar.attention(x, x, x, group=group, **row))
-        calls.append(lambda row=row: seqpar.ParallelAttention(hidden_size=32, num_heads=4, group=group, **row)(hidden))
+        calls.append(partial(seqpar.attention, x, x, x, group=group, **row))
+        calls.append(partial(seqpar.ParallelAttention(hidden_size=32, num_heads=4, group=group, **row), hidden))
     mesh = mesh_of(1, 1, 1, -1) if group.size() == 8 else None
     if mesh is not None:  # a layer that does not know that it is alone on tp
         calls.append(lambda: seqpar.attention(x, x, x, mesh=mesh))
@@ -231,6 +231,7 @@ def layouts_that_are_known(group: ProcessGroup) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 16, 4, 8)  # [b, s, h, d]
     mesh = mesh_of(1, 1, 1, -1)
+    where: dict[str, Any]
     for where in ({"mesh": mesh}, {"mesh": mesh, "strategy": "tp_sp"}, {"group": group, "strategy": "tp_sp"}):
         local = seqpar.shard(x, **where)
         assert torch.equal(local, seqpar.shard(x, layout="contiguous", **where))
