@@ -242,7 +242,7 @@ def _factor(found: Iterable[Reduction], ranks: frozenset[int], tensor_ranks: set
         if r.divisor is None:
             raise ValueError(f"gradients='auto': DeepSpeed's configuration decides what it divides by; {_EXPLICIT}")
         shared = len(r.ranks & ranks)
-        # Under tensor parallelism, fully_shard reduces over the ring, and sync_gradients over the tensor-parallel ranks.
+        # Under tensor parallelism, fully_shard reduces over the ring, and sync_gradients over the ranks of tp.
         if 1 < shared < len(ranks) and not (tensor_ranks < ranks and len(r.ranks & tensor_ranks) == 1):
             raise ValueError(
                 f"gradients='auto': {r.name} averages over ranks {sorted(r.ranks)}, which are some but not all of the "
