@@ -39,8 +39,7 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
 
     Weights that tensor-parallel layers shard are summed over the mesh's ring and ulysses dimensions only. All others
     are summed over the whole sequence group, which includes tp if the module has such layers. In a module with such
-    layers, dimensions over which ``fully_shard`` has reduced a gradient are left out. ``fully_shard`` divides by its
-    number of ranks, so the loss has to be multiplied by it.
+    layers, dimensions over which ``fully_shard`` has reduced a gradient are left out.
 
     Half-precision gradients are summed in float32 and rounded once. If a parameter has a gradient on some ranks only,
     the other ranks contribute zeros, and afterwards every rank has the sum. A parameter without a gradient on any rank
