@@ -108,7 +108,8 @@ def save_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None:
     model = model_on(tp, fsdp)
     weights, state = get_state_dict(model, trained(model))
     for name, p in model.named_parameters():  # nothing is gathered
-        assert not isinstance(p, DTensor) or weights[name].to_local().shape == p.to_local().shape
+        saved: Any = weights[name]
+        assert not isinstance(p, DTensor) or saved.to_local().shape == p.to_local().shape
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=group)
 
 
@@ -147,9 +148,9 @@ def new_weights(group: ProcessGroup) -> None:
         for layer in (local, parallel):
             randomize(layer)
             torch.manual_seed(4)
-            for module in layer.modules():
-                if module is not layer.rope and hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
+            for module in (layer, layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj, layer.q_norm, layer.k_norm):
+                assert module is not None
+                module.reset_parameters()
         for (name, p), want in zip(parallel.named_parameters(), local.parameters(), strict=True):
             assert torch.equal(full(p), want), name
         half = layer.q_proj.weight.shape[0] // 2

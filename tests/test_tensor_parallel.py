@@ -238,7 +238,7 @@ def fully_sharded(group: ProcessGroup, heads: tuple[int, int], path: str) -> Non
     local(x.flatten(0, 1), mask=MASK).square().sum().backward()
     for p in parallel.parameters():
         assert isinstance(p.grad, DTensor)
-        p.grad *= 2  # FSDP averages over dp
+        p.grad.mul_(2)  # FSDP averages over dp
     check_gradients(parallel, local)
     dcp.save({"layer": parallel.state_dict()}, checkpoint_id=path, process_group=group)
     loaded = attention_layer(heads, "tp_sp", mesh=mesh)
@@ -276,7 +276,7 @@ def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> 
     with pytest.raises(ValueError, match="summed this gradient already"):
         seqpar.sync_gradients(parallel, mesh=mesh)
     check_gradients(parallel, local)
-    found, expected = (nn.utils.get_total_norm([p.grad for p in layer.parameters()]) for layer in (attention, local[0]))
+    found, expected = (nn.utils.clip_grad_norm_(layer.parameters(), 1.0) for layer in (attention, local[0]))
     assert_close(full(found), expected, torch.float64, "norm")
 
 
@@ -289,11 +289,10 @@ def test_fsdp_over_the_ring(pool: Pool, heads: tuple[int, int]) -> None:
 def bad_wrappers(group: ProcessGroup) -> None:
     mesh = mesh_of(4, 1, 1, 2)
     layer = seqpar.MegatronMLP(8, 16, mesh=mesh)
-    dp = mesh["dp"].get_group()
     with pytest.raises(ValueError, match=r"DistributedDataParallel: .*tensor-parallel layers.*fully_shard"):
-        DistributedDataParallel(nn.Sequential(layer), process_group=dp)
+        DistributedDataParallel(nn.Sequential(layer), process_group=mesh["dp"].get_group())
     with pytest.raises(ValueError, match=r"FullyShardedDataParallel: .*tensor-parallel layers.*fully_shard"):
-        FullyShardedDataParallel(nn.Sequential(layer), process_group=dp, device_id=torch.device("cpu"))
+        FullyShardedDataParallel(nn.Sequential(layer), device_mesh=mesh["dp"], device_id=torch.device("cpu"))
     fully_shard(layer.up_proj, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"weight: fully_shard .* call fully_shard on the whole tensor-parallel layer"):
         layer(torch.zeros(1, 2, 8))

@@ -62,6 +62,10 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     """
 
     strategy = "tp_sp"
+    q_proj: ShardedLinear
+    k_proj: ShardedLinear
+    v_proj: ShardedLinear
+    o_proj: ShardedLinear
 
     def __init__(
         self,
@@ -321,9 +325,8 @@ def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], chunks: Chunks)
         outs = traced_all_gather_linear(x, weights, chunks)
     else:
         outs = all_gather_linear(x, weights, chunks)
-    return [
-        y if linear.bias is None else y + linear.local_weight("bias") for y, linear in zip(outs, linears, strict=True)
-    ]
+    biases = [linear.local_weight("bias") for linear in linears]
+    return [y if bias is None else y + bias for y, bias in zip(outs, biases, strict=True)]
 
 
 def row_linear(x: Tensor, linear: ShardedLinear, chunks: Chunks) -> Tensor:
@@ -335,7 +338,8 @@ def row_linear(x: Tensor, linear: ShardedLinear, chunks: Chunks) -> Tensor:
         y = traced_linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
     else:
         y = linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
-    return y if linear.bias is None else y + linear.local_weight("bias")
+    bias: Tensor | None = linear.local_weight("bias")
+    return y if bias is None else y + bias
 
 
 def _default_context(mesh: DeviceMesh | None) -> str:

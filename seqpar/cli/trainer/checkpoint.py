@@ -1,9 +1,8 @@
 """Checkpoints of a training run. A checkpoint is one file, which is written completely or not at all.
 
-torch.distributed.checkpoint, which the state dicts of the layers support, is not used here for three reasons. It writes
-a folder of files, which a crash may leave half written. It reads into existing tensors, but only the checkpoint knows
-the lengths of the losses and of the text. And AdamW's moments of a weight that tp_sp shards are plain tensors, which
-would have to be gathered or made into DTensors in any case. For a model that fits on one rank, torch.save is simpler.
+torch.distributed.checkpoint, which the state dicts of the layers support, is not used here for two reasons. It writes a
+folder of files, which a crash may leave half written. And it reads into existing tensors, but only the checkpoint knows
+the lengths of the losses and of the text. For a model that fits on one rank, torch.save is simpler.
 """
 
 from __future__ import annotations
