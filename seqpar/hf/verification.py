@@ -319,7 +319,7 @@ class _Verification:
         with torch.enable_grad(), recording(self.root) as record:
             run.record = record
             output = self.model(**arguments)
-            loss = getattr(output, "loss", None)
+            loss = output if isinstance(output, Tensor) and output.dim() == 0 else getattr(output, "loss", None)
             if not isinstance(loss, Tensor):
                 loss = self._artificial_loss(output, alone)
             if loss.requires_grad:
@@ -337,8 +337,14 @@ class _Verification:
 
     def _artificial_loss(self, output: Any, alone: bool) -> Tensor:
         """A loss for a model without one: a weighted sum of its first output, with a different weight per value."""
-        values = output if isinstance(output, tuple) else tuple(output.values())
-        x = next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3))
+        values = output if isinstance(output, tuple) else tuple(output.values()) if hasattr(output, "values") else ()
+        x = next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() in (2, 3)), None)
+        if x is None:
+            raise ValueError(
+                f"model={type(self.model).__name__}: it returned {type(output).__name__} without a loss; verify needs "
+                "a model that returns a loss (a scalar tensor, or an output with .loss) or an output of transformers, "
+                "such as the transformers model inside it"
+            )
         if x.dim() == 2:  # [batch, labels]: one prediction per row, on every rank
             return (x.float() * torch.cos(torch.arange(x.numel(), device=x.device)).view(x.shape)).sum() / len(x)
         alone = alone or x.shape[1] == self.batch.seq_len  # an all-gathered output has all tokens on every rank
