@@ -161,6 +161,11 @@ class Watch:
 
 def missing_message(missing: Sequence[int], purpose: str, timeout: timedelta) -> str:
     """The message of the error that the waiting ranks raise."""
+    if not missing:
+        return (
+            f"{purpose}: all ranks of the group arrived, but it did not end within {timeout.total_seconds():.0f} s; "
+            f"one of them called another collective of this group before it that the others did not call; {ADVICE}"
+        )
     return (
         f"{purpose}: rank(s) {list(missing)} of the group did not arrive within {timeout.total_seconds():.0f} s; "
         f"{ADVICE}"

@@ -35,6 +35,7 @@ from ..sharding import unshard
 from .batch import BatchShard, batch_mask, token_ranges
 from .shared_keys import storing_layer
 from .state import DecodeShard, GenerationStep, Patch
+from .support import recomputes
 
 _GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather in ``decode``
 _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image, video and audio arguments begin
@@ -57,13 +58,21 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merg
 
     Raises:
         TypeError: ``past_key_values`` is not a transformers Cache.
-        ValueError: the call has labels; the cache cannot be sharded; the prompt has padding on the right; the ranks
-            pass different tokens; or images are passed after the prefill.
+        ValueError: the call has labels; the model recomputes activations; the cache cannot be sharded; the prompt has
+            padding on the right; the ranks pass different tokens; or images are passed after the prefill.
         RuntimeError: another rank raised on its arguments.
     """
     cache = kwargs.get("past_key_values")
     if kwargs.get("labels") is not None:
-        raise ValueError("past_key_values: with labels the model trains, and does not fill a cache; leave it out")
+        raise ValueError(
+            "past_key_values: with labels the model trains, and does not fill a cache; leave it out (peft's prefix "
+            "tuning passes one: use LoRA or prompt tuning)"
+        )
+    if recomputes(model):
+        raise ValueError(
+            "use_cache: with gradient checkpointing in train mode transformers fills no cache; call model.eval() or "
+            "model.gradient_checkpointing_disable() before you generate"
+        )
     config = cast(Any, model.config).get_text_config()
     if cache is None:
         cache = kwargs["past_key_values"] = DynamicCache(config=config)

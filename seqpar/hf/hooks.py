@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -31,13 +32,42 @@ from .loss import (
 )
 from .multimodal import has_more_than_text, merges, shard_merged_call
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
-from .support import computes_cross_entropy, parameters_of, predicts_in_place
+from .support import check_adapters, computes_cross_entropy, parameters_of, predicts_in_place, recomputes
 from .whole import FUSED, gather_outputs, generates, shard_call
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _NOISE = "neftune_noise_alpha"
 _ROUTER_LOSS = "load_balancing_loss_func"
 _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
+
+
+def take_over_forward(model: nn.Module) -> None:
+    """Make ``model.forward(...)`` run the hooks too, as ``model(...)`` does: sentence-transformers calls it directly.
+
+    A forward that was replaced before, by another package, is left as it is.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs) if _is_direct_call(self) else type(self).forward(self, *args, **kwargs)
+
+    if "forward" not in vars(model):
+        vars(forward)["__signature__"] = inspect.signature(type(model).forward)
+        vars(model)["forward"] = MethodType(forward, model)  # a bound method is deep-copied together with the model
+
+
+def give_forward_back(model: nn.Module) -> None:
+    """Undo ``take_over_forward``."""
+    if getattr(vars(model).get("forward"), "__module__", None) == __name__:
+        del vars(model)["forward"]
+
+
+@no_compile
+def _is_direct_call(model: nn.Module) -> bool:
+    """Whether the forward of ``model`` was called without its hooks, although it has them."""
+    forward = current_forward()
+    if before_forward not in model._forward_pre_hooks.values() or not cast(Patch, model._seqpar).sharded:
+        return False
+    return forward is None or forward.model is not model
 
 
 @no_compile
@@ -157,11 +187,12 @@ def _check_unchanged(model: nn.Module) -> None:
             f"attn_implementation={chosen!r}: it was set after parallelize, so that each rank would attend to its own "
             "tokens only; call seqpar.hf.restore(model), set it, and call parallelize again"
         )
+    check_adapters([model])
 
 
 def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether transformers would make a cache in a call with these arguments."""
-    if getattr(model, "is_gradient_checkpointing", False) and model.training:
+    if recomputes(model):
         return False
     use_cache = kwargs.get("use_cache")
     return bool(

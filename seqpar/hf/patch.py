@@ -27,7 +27,7 @@ from .monitoring import verify_while_training
 from .multimodal import before_text_model
 from .own import give_calls_back, take_over_calls
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
-from .support import attention_layers, check_model, pools_last_token, text_model
+from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
 from .tracing import Trace
 from .whole import OUTPUTS
 
@@ -123,6 +123,7 @@ def parallelize(
     roots = _root_models(model)
     if not roots:
         raise TypeError(f"model={type(model).__name__}: it holds no transformers model (PreTrainedModel)")
+    check_adapters(model.modules())
     layers = attention_layers(model)
     traces = {root: check_model(root, layers) for root in roots}
     sequence = groups.sequence
@@ -160,6 +161,7 @@ def restore(model: Model) -> Model:
     for module in patch.loss_functions:
         hooks.unpatch_router_loss(module)
         give_calls_back(module)
+        hooks.give_forward_back(module)
         restore_loss_function(module)
     for original, ours, values_at_first in patch.config_copies:
         for name, value in vars(ours).items():
@@ -227,6 +229,7 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
 def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     """Register the hooks of ``root``, and replace its loss functions. ``patch`` records both."""
     handles = patch.handles
+    hooks.take_over_forward(root)
     handles.append(root.register_forward_pre_hook(hooks.before_forward, with_kwargs=True))
     # always_call, because the ``Forward`` must end even if the model's forward raises an error.
     handles.append(root.register_forward_hook(hooks.after_forward, prepend=True, with_kwargs=True, always_call=True))

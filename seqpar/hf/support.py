@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from collections.abc import Iterable
 from inspect import Parameter
 from typing import Any, cast
 
@@ -36,7 +37,32 @@ _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predic
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _TOWERS = ("vision_config", "audio_config")
+# Methods of peft that cannot be sharded, and why.
+_ADAPTERS = {
+    "PREFIX_TUNING": "it hands every layer keys and values of its own, as a cache",
+    "CARTRIDGE": "it hands every layer keys and values of its own, as a cache",
+    "ADAPTION_PROMPT": "its layers attend to keys of their own, outside transformers' attention interface",
+    "CPT": "its loss is its own, and needs the logits of all tokens",
+    "XLORA": "it scales each token by a forward on all tokens",
+    "SHADOW": "it runs a second model on all tokens",
+}
 _ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
+
+
+def check_adapters(modules: Iterable[nn.Module]) -> None:
+    """Raise a ValueError if one of the modules has an adapter of peft that cannot be sharded."""
+    for module in modules:
+        adapters = getattr(module, "peft_config", None)
+        for name, config in adapters.items() if isinstance(adapters, dict) else ():
+            method = str(getattr(config.peft_type, "value", config.peft_type))
+            why = _ADAPTERS.get(method)
+            if getattr(config, "alora_invocation_tokens", None):
+                method, why = "activated LoRA (alora_invocation_tokens)", "it counts tokens from the end of the row"
+            if why is not None:
+                raise ValueError(
+                    f"model: its adapter {name!r} is peft's {method}, which cannot be sharded: {why}; use LoRA, prompt "
+                    "tuning or p-tuning instead, or train without seqpar"
+                )
 
 
 def text_model(root: PreTrainedModel) -> PreTrainedModel:
@@ -57,6 +83,12 @@ def text_model(root: PreTrainedModel) -> PreTrainedModel:
         f"model={type(root).__name__}: it has a {towers[0]}, but does not merge images or sound into the embeddings of "
         "a text model; parallelize its language model alone"
     )
+
+
+def recomputes(model: Any) -> bool:
+    """Whether ``model`` recomputes activations in backward. transformers then makes no cache."""
+    decoder = text_model(model).base_model
+    return bool(model.training and getattr(decoder, "gradient_checkpointing", False))
 
 
 def parameters_of(module: nn.Module) -> list[str]:

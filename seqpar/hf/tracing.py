@@ -31,10 +31,10 @@ from transformers.modeling_utils import AttentionInterface
 from .latent import expand, hands_on_latents
 from .state import NAME
 
-_CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]
-_ROWS = len(_CHANGED) + 1
-# The sequence has one of these lengths, one that is not also the size of a parameter's dimension. The dimension of
-# tokens can then be recognized by its size.
+_CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
+# The batch has the first number of rows, and the sequence the first length, that is neither the size of a parameter's
+# dimension nor a number in a config. The dimensions of rows and of tokens can then be recognized by their sizes.
+_ROWS = (4, 5, 7, 9, 10)
 _LENGTHS = (11, 13, 17, 19, 23, 29)
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
 _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly spaced
@@ -108,14 +108,14 @@ def trace_tokens(root: PreTrainedModel) -> Trace:
             # With so few tokens, several threads would be slower than one.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-            ids = _token_ids(root, tracer.length)
+            ids = _token_ids(root, tracer.rows, tracer.length)
             for module in root.modules():
                 stack.callback(module.register_forward_pre_hook(tracer.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(tracer.after).remove)
             same_kind = _run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(lambda name, default: tracer.attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
-            positions = torch.arange(tracer.length)[None].expand(_ROWS, -1)
+            positions = torch.arange(tracer.length)[None].expand(tracer.rows, -1)
             output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
             attends = set(trace.attends)
             for layer, first in same_kind:
@@ -134,7 +134,9 @@ class _Tracer:
         self.trace = Trace()
         self.root = root
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
-        self.trace.tokens = self.length = next((n for n in _LENGTHS if n not in sizes), _LENGTHS[0])
+        sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
+        self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
+        self.trace.tokens = self.length
         self._names = {module: name for name, module in root.named_modules()}
         self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
         self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
@@ -148,7 +150,7 @@ class _Tracer:
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """The hook after the forward of each module."""
         self._running.pop()
-        self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == _ROWS]
+        self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
         self._check(output, module)
 
     def attend(
@@ -176,7 +178,7 @@ class _Tracer:
 
     def _check(self, values: Any, module: nn.Module) -> None:
         """Report ``module`` as the one that mixes tokens if ``values`` are mixed, and nothing has been reported yet."""
-        if self.trace.mixes is None and any(_depends_on_others(x, self.length) for x in _tensors(values)):
+        if self.trace.mixes is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
             self.trace.mixes = self._names.get(module, ""), type(module).__name__
 
 
@@ -248,15 +250,15 @@ def _without_cache(root: PreTrainedModel) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in inspect.signature(root.forward).parameters else {}
 
 
-def _token_ids(root: PreTrainedModel, length: int) -> Tensor:
-    """int64 ``[_ROWS, length]``. Each row differs from row 0 in one token, and none has special tokens."""
+def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
+    """int64 ``[rows, length]``. Each of rows 1 to 3 differs from row 0 in one token, and none has special tokens."""
     config = root.config.get_text_config()
     special: set[int | None] = set()
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         ids = getattr(config, name, None)
         special.update(ids if isinstance(ids, list) else [ids])
     ordinary = [i for i in range(min(config.vocab_size, 1000)) if i not in special][3 : length + 4]
-    tokens = torch.tensor([ordinary[i % (len(ordinary) - 1)] for i in range(length)]).repeat(_ROWS, 1)
+    tokens = torch.tensor([ordinary[i % (len(ordinary) - 1)] for i in range(length)]).repeat(rows, 1)
     for row, token in enumerate(_CHANGED, start=1):
         tokens[row, token] = ordinary[-1]
     return tokens
@@ -275,17 +277,18 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(x)
 
 
-def _depends_on_others(x: Tensor, length: int) -> bool:
+def _depends_on_others(x: Tensor, rows: int, length: int) -> bool:
     """Whether changing one token of the input has changed the values of another token in ``x``.
 
     Args:
-        x: ``[_ROWS, ..., length, ...]``. For any other shape the result is False, because it is not known which values
+        x: ``[rows, ..., length, ...]``. For any other shape the result is False, because it is not known which values
             belong to which token. For example, the inputs of experts have the tokens in another order.
+        rows: the number of rows of the batch.
         length: the number of tokens.
     """
-    if x.dim() < 2 or x.shape[0] != _ROWS or list(x.shape[1:]).count(length) != 1:
+    if x.dim() < 2 or x.shape[0] != rows or list(x.shape[1:]).count(length) != 1:
         return False
-    x = x.movedim(x.shape[1:].index(length) + 1, 1).reshape(_ROWS, length, -1)
+    x = x.movedim(x.shape[1:].index(length) + 1, 1).reshape(rows, length, -1)[: len(_CHANGED) + 1]
     x = x[:, :, :: -(-x.shape[2] // _CHANNELS) or 1]
     change = (x[1:] - x[:1]).abs().amax(2) if x.shape[2] else x.new_zeros(len(_CHANGED), length)  # [rows - 1, length]
     change[range(len(_CHANGED)), _CHANGED] = 0.0
@@ -332,11 +335,12 @@ def _substitutes(root: PreTrainedModel, asked: list[dict[str, Any]]) -> Iterator
                 for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
                         store[name] = shared.setdefault(id(x), _substitute(x))
+            # transformers installs the hooks that record outputs in a model's first forward, and again without this.
+            vars(module).pop("_output_capturing_hooks_installed", None)
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
             module.training = False
-        configs = {id(x): x for m in root.modules() for x in vars(m).values() if isinstance(x, PreTrainedConfig)}
-        for config in configs.values():
+        for config in _configs(root):
             for name, value in (("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")):
                 if hasattr(config, name):
                     stack.callback(setattr, config, name, getattr(config, name))
@@ -344,6 +348,11 @@ def _substitutes(root: PreTrainedModel, asked: list[dict[str, Any]]) -> Iterator
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
         ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: asked.append(kwargs)
         yield
+
+
+def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
+    configs = {id(x): x for m in root.modules() for x in vars(m).values() if isinstance(x, PreTrainedConfig)}
+    return list(configs.values())
 
 
 def _restore(values: dict[Any, Any], before: dict[Any, Any]) -> None:
