@@ -16,7 +16,7 @@ import gc
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -168,34 +168,35 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     if not _any_boundary[0] and gradients != "auto":
         return set()
     owned = owners()
-    if not _any_boundary[0] and not owned:
+    if not _any_boundary[0] and not owned.reductions:
         return set()
     task = torch._C._current_graph_task_id()
-    found: set[Reduction] = set()
     leaves: list[tuple[Any, Region]] = []
     boundaries = [node.boundary] if hasattr(node, "boundary") else []
     hidden = False
-    stack: list[tuple[Any, Region]] = [(below, region) for below, _ in node.next_functions]
-    seen: set[tuple[Any, Region]] = set()
-    while stack:
-        at = below, region = stack.pop()
-        if below is None or at in seen:
-            continue
-        seen.add(at)
-        following = below.next_functions
-        if not following:
-            leaf = getattr(below, "variable", None)
-            if id(leaf) in owned:
-                found.update(r for r, _ in owned[id(leaf)] if len(r.ranks) > 1)
-            if isinstance(leaf, nn.Parameter):
-                leaves.append((leaf, region))
-        elif isinstance(below, BackwardCFunction):
-            boundary = getattr(below, "boundary", None)
-            if boundary is not None and boundary.ranks == ranks:
-                boundaries.append(boundary)
-                region = boundary.region
-            hidden |= type(below).__name__ == "CheckpointFunctionBackward"
-        stack.extend((deeper, region) for deeper, _ in following)
+    starts = [(below, region) for below, _ in node.next_functions]
+    seen: dict[Region, set[Any]] = {"whole": {None}, "partial": {None}}
+    while starts:
+        below, region = starts.pop()
+        stack, known = [below], seen[region]
+        while stack:  # a model has thousands of nodes
+            below = stack.pop()
+            if below in known:
+                continue
+            known.add(below)
+            following = below.next_functions
+            if not following:
+                leaves.append((getattr(below, "variable", None), region))
+            elif isinstance(below, BackwardCFunction):
+                hidden |= type(below).__name__ == "CheckpointFunctionBackward"
+                boundary = getattr(below, "boundary", None)
+                if boundary is not None and boundary.ranks == ranks:
+                    boundaries.append(boundary)
+                    starts += [(deeper, boundary.region) for deeper, _ in following]
+                    continue
+            stack += [deeper for deeper, _ in following]
+    by_id = {id(of): of for leaf, _ in leaves if (of := owned.reductions.get(id(leaf)))}
+    found = {r for of in by_id.values() for r in of if len(r.ranks) > 1}
     if gradients == "auto":
         factor = _factor(found, ranks)
         if hidden and not found and (other := _any_wrapper()):
@@ -216,8 +217,8 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     # Gradients that a wrapper averages over the sequence never reach sync_gradients.
     wrapper = next((r.name for r in found), "") if factor > 1 else ""
     for leaf, region in leaves if _any_boundary[0] or wrapper else ():
-        if not wrapper or id(leaf) not in owned:
-            for p in owned[id(leaf)][0][1] if id(leaf) in owned else (leaf,):
+        if isinstance(leaf, nn.Parameter) and not (wrapper and id(leaf) in owned.reductions):
+            for p in owned.parameters.get(id(leaf), (leaf,)):
                 use = _use(p, ranks, task)
                 setattr(use, region, True)
                 use.unsharded |= unsharded
@@ -227,9 +228,9 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
 
 def _any_wrapper() -> str:
     """The name of a wrapper in this process that is still used, if there is one."""
-    if owners():
+    if owners().reductions:
         gc.collect()
-    return next((r.name for owned in owners().values() for r, _ in owned if len(r.ranks) > 1), "")
+    return next((r.name for of in owners().reductions.values() for r in of if len(r.ranks) > 1), "")
 
 
 def _factor(found: Iterable[Reduction], ranks: frozenset[int]) -> int:
@@ -305,39 +306,48 @@ def gradient_kinds(
     return kinds
 
 
-def owners() -> dict[int, list[tuple[Reduction, tuple[nn.Parameter, ...]]]]:
-    """Who reduces which parameters in this process.
+class Owners(NamedTuple):
+    """Who reduces the gradients of which parameters in this process.
 
-    Returns:
-        By the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place: each reduction, and the
-        parameters themselves.
+    Attributes:
+        reductions: by the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place.
+        parameters: by the ``id`` of such a tensor: the parameters that it stands for.
     """
-    owned: dict[int, list[tuple[Reduction, tuple[nn.Parameter, ...]]]] = {}
+
+    reductions: dict[int, tuple[Reduction, ...]]
+    parameters: dict[int, tuple[nn.Parameter, ...]]
+
+
+def owners() -> Owners:
+    """The owners of all parameters. This runs in every backward, so it creates few objects."""
+    owned = Owners({}, {})
     for wrapper in known_wrappers():
-        for reduction, in_graph, parameters in _reduced(wrapper):
-            for x in {id(y): y for y in (in_graph, *parameters) if y is not None}:
-                owned.setdefault(x, []).append((reduction, parameters))
+        if isinstance(wrapper, FSDPModule):
+            for reduction, group in zip(reductions(wrapper), parameter_groups(wrapper), strict=True):
+                for p in group.fsdp_params:
+                    _add(owned, (reduction,), (p.sharded_param,), getattr(p, "_unsharded_param", None))
+            continue
+        in_graph: Any = None
+        # A wrapper whose constructor has raised an error may lack its attributes.
+        if isinstance(wrapper, DistributedDataParallel):
+            parameters = tuple(vars(wrapper).get("_module_parameters", ()))
+        elif isinstance(wrapper, FullyShardedDataParallel):
+            in_graph = getattr(vars(wrapper).get("_handle"), "flat_param", None)
+            parameters = () if in_graph is None else tuple(in_graph._params or [in_graph])
+        else:
+            parameters = tuple(wrapper.parameters())
+        if parameters:
+            _add(owned, tuple(reductions(wrapper)), parameters, in_graph)
     return owned
 
 
-def _reduced(wrapper: nn.Module) -> Iterator[tuple[Reduction, Any, tuple[nn.Parameter, ...]]]:
-    """For each parameter or flat parameter of a wrapper: its reduction, the tensor in autograd's graph, itself."""
-    if isinstance(wrapper, FSDPModule):
-        for reduction, group in zip(reductions(wrapper), parameter_groups(wrapper), strict=True):
-            for p in group.fsdp_params:
-                yield reduction, getattr(p, "_unsharded_param", None), (p.sharded_param,)
-        return
-    # A wrapper whose constructor has raised an error may lack its attributes.
-    if isinstance(wrapper, FullyShardedDataParallel):
-        handle = vars(wrapper).get("_handle")
-        flat = [] if handle is None else [(handle.flat_param, tuple(handle.flat_param._params or [handle.flat_param]))]
-    elif isinstance(wrapper, DistributedDataParallel):
-        flat = [(p, (p,)) for p in vars(wrapper).get("_module_parameters", ())]
-    else:
-        flat = [(p, (p,)) for p in wrapper.parameters()]
-    for reduction in reductions(wrapper) if flat else ():
-        for in_graph, parameters in flat:
-            yield reduction, in_graph, parameters
+def _add(owned: Owners, found: tuple[Reduction, ...], parameters: Sequence[nn.Parameter], in_graph: Any) -> None:
+    """Add the owners of some parameters. ``in_graph`` stands for all of them in autograd's graph, unless it is None."""
+    for p in parameters:
+        owned.reductions[id(p)] = owned.reductions[id(p)] + found if id(p) in owned.reductions else found
+    if in_graph is not None:
+        owned.reductions[id(in_graph)] = found
+        owned.parameters[id(in_graph)] = tuple(parameters)
 
 
 def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
@@ -351,7 +361,8 @@ def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
         for group in parameter_groups(wrapper):
             info = group.mesh_info
             groups = [getattr(info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
-            found = _average("fully_shard", groups, frozenset(info.mesh.mesh.flatten().tolist()))
+            hybrid = None not in groups
+            found = _average("fully_shard", groups, frozenset(info.mesh.mesh.flatten().tolist()) if hybrid else None)
             by_hand = group.gradient_divide_factor
             yield found if by_hand is None else replace(found, divisor=by_hand)
     else:

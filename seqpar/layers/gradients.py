@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,7 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, fro
     known: list[list[int]] = []  # for each parameter: has it a gradient, and the values of gradient_kinds
 
     def header() -> _GradientHeader:
-        owned = owners()
+        owned = owners().reductions
         for name, p in named:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(
@@ -267,14 +267,14 @@ def _differs(g: Tensor, mean: Tensor) -> Tensor:
 
     Gradients of different tokens differ by about their own norm. NaN and infinite gradients count as equal.
     """
-    error: Tensor = torch.linalg.vector_norm(g.to(mean.dtype) - mean)
-    return (error > 1e-2 * torch.linalg.vector_norm(mean)).to(torch.int32)
+    differs: Tensor = torch.linalg.vector_norm(g.to(mean.dtype) - mean) > 1e-2 * torch.linalg.vector_norm(mean)
+    return differs.to(torch.int32)
 
 
-def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: Iterable[tuple[Reduction, Any]]) -> None:
+def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: Iterable[Reduction]) -> None:
     """Raise if a gradient has been reduced over ranks of ``group`` already, by a wrapper or by ``sync_gradients``."""
     ranks = frozenset(dist.get_process_group_ranks(group))
-    for reduction, _ in owned:
+    for reduction in owned:
         if reduction.divisor is not None and len(reduction.ranks & ranks) > 1:
             raise ValueError(
                 f"{name}: {reduction.name} over the ranks of the sequence reduces its gradient; leave sync_gradients "
