@@ -13,10 +13,10 @@ and averages whole ones. For that, the backward notes here which parameters were
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -67,10 +67,12 @@ class Boundary:
         region: what the gradients of parameters are that are used for the node's input.
         backward: the number of the backward that has set ``factor``.
         factor: by how much larger than without a wrapper the gradients between ``shard`` and ``unshard`` are.
+        open: whether modules with the same parameters may follow the node, as they may follow ``unshard``.
     """
 
     ranks: frozenset[int]
     region: Region
+    open: bool = False
     backward: int = -1
     factor: int = 1
 
@@ -83,6 +85,7 @@ class _Use:
         backward: the number of the last backward.
         whole, partial: the regions.
         unsharded: whether an ``unshard`` followed.
+        open: whether an ``unshard`` followed that modules with the same parameter may follow.
         wrapper: the wrapper whose factor its gradient has, although the wrapper does not hold it.
     """
 
@@ -90,6 +93,7 @@ class _Use:
     whole: bool = False
     partial: bool = False
     unsharded: bool = False
+    open: bool = False
     wrapper: str = ""
 
 
@@ -99,11 +103,11 @@ _any_boundary = [False]  # whether ``shard`` or ``unshard`` has been called in t
 _frozen: set[frozenset[int]] = set()  # the ranks over which tensors without a gradient have been unsharded
 
 
-def mark(node: Any, group: ProcessGroup, region: Region) -> None:
+def mark(node: Any, group: ProcessGroup, region: Region, open: bool = False) -> None:
     """Give ``node``, in the forward of its Function, a ``Boundary``."""
     if any(node.needs_input_grad):
         _any_boundary[0] = True
-        node.boundary = Boundary(frozenset(dist.get_process_group_ranks(group)), region)
+        node.boundary = Boundary(frozenset(dist.get_process_group_ranks(group)), region, open)
 
 
 def note_frozen(x_local: Tensor, group: ProcessGroup) -> None:
@@ -169,37 +173,37 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     if not _any_boundary[0] and gradients != "auto":
         return set()
     owned = owners()
-    if not _any_boundary[0] and not owned:
+    if not _any_boundary[0] and not owned.reductions:
         return set()
     task = torch._C._current_graph_task_id()
-    found: set[Reduction] = set()
     leaves: list[tuple[Any, Region]] = []
     boundaries = [node.boundary] if hasattr(node, "boundary") else []
     hidden = False
-    tensor_ranks: set[int] = set()  # of the tensor-parallel layers
-    stack: list[tuple[Any, Region]] = [(below, region) for below, _ in node.next_functions]
-    seen: set[tuple[Any, Region]] = set()
-    while stack:
-        at = below, region = stack.pop()
-        if below is None or at in seen:
-            continue
-        seen.add(at)
-        following = below.next_functions
-        if not following:
-            leaf = getattr(below, "variable", None)
-            if id(leaf) in owned:
-                found.update(r for r, _ in owned[id(leaf)] if len(r.ranks) > 1)
-            if isinstance(leaf, DTensor):
-                tensor_ranks.update(leaf.device_mesh.mesh.flatten().tolist())
-            if isinstance(leaf, nn.Parameter):
-                leaves.append((leaf, region))
-        elif isinstance(below, BackwardCFunction):
-            boundary = getattr(below, "boundary", None)
-            if boundary is not None and boundary.ranks == ranks:
-                boundaries.append(boundary)
-                region = boundary.region
-            hidden |= type(below).__name__ == "CheckpointFunctionBackward"
-        stack.extend((deeper, region) for deeper, _ in following)
+    starts = [(below, region) for below, _ in node.next_functions]
+    seen: dict[Region, set[Any]] = {"whole": {None}, "partial": {None}}
+    while starts:
+        below, region = starts.pop()
+        stack, known = [below], seen[region]
+        while stack:  # a model has thousands of nodes
+            below = stack.pop()
+            if below in known:
+                continue
+            known.add(below)
+            following = below.next_functions
+            if not following:
+                leaves.append((getattr(below, "variable", None), region))
+            elif isinstance(below, BackwardCFunction):
+                hidden |= type(below).__name__ == "CheckpointFunctionBackward"
+                boundary = getattr(below, "boundary", None)
+                if boundary is not None and boundary.ranks == ranks:
+                    boundaries.append(boundary)
+                    starts += [(deeper, boundary.region) for deeper, _ in following]
+                    continue
+            stack += [deeper for deeper, _ in following]
+    by_id = {id(of): of for leaf, _ in leaves if (of := owned.reductions.get(id(leaf)))}
+    found = {r for of in by_id.values() for r in of if len(r.ranks) > 1}
+    tensor_parallel = [leaf for leaf, _ in leaves if isinstance(leaf, DTensor)]
+    tensor_ranks = {rank for p in tensor_parallel for rank in p.device_mesh.mesh.flatten().tolist()}
     if gradients == "auto":
         factor = _factor(found, ranks, tensor_ranks)
         if hidden and not found and (other := _any_wrapper()):
@@ -217,23 +221,25 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
             )
         boundary.backward, boundary.factor = task, factor
     unsharded = any(boundary.region == "partial" for boundary in boundaries)
+    is_open = any(boundary.open for boundary in boundaries)
     # Gradients that a wrapper averages over the sequence never reach sync_gradients.
     wrapper = next((r.name for r in found), "") if factor > 1 else ""
     for leaf, region in leaves if _any_boundary[0] or wrapper else ():
-        if not wrapper or id(leaf) not in owned:
-            for p in owned[id(leaf)][0][1] if id(leaf) in owned else (leaf,):
+        if isinstance(leaf, nn.Parameter) and not (wrapper and id(leaf) in owned.reductions):
+            for p in owned.parameters.get(id(leaf), (leaf,)):
                 use = _use(p, ranks, task)
                 setattr(use, region, True)
                 use.unsharded |= unsharded
+                use.open |= is_open and region == "partial"
                 use.wrapper = use.wrapper or wrapper
     return found
 
 
 def _any_wrapper() -> str:
     """The name of a wrapper in this process that is still used, if there is one."""
-    if owners():
+    if owners().reductions:
         gc.collect()
-    return next((r.name for owned in owners().values() for r, _ in owned if len(r.ranks) > 1), "")
+    return next((r.name for of in owners().reductions.values() for r in of if len(r.ranks) > 1), "")
 
 
 def _factor(found: Iterable[Reduction], ranks: frozenset[int], tensor_ranks: set[int]) -> int:
@@ -267,7 +273,7 @@ def _use(p: nn.Parameter, ranks: frozenset[int], task: int) -> _Use:
 
 
 def gradient_kinds(
-    named: Sequence[tuple[str, nn.Parameter]], group: ProcessGroup, frozen: bool
+    named: Sequence[tuple[str, nn.Parameter]], group: ProcessGroup, frozen: bool, tied: Collection[nn.Parameter]
 ) -> list[tuple[bool, bool, bool]]:
     """For each parameter: is its gradient known to be whole, is it known to be partial, or have its values to tell?
 
@@ -280,9 +286,11 @@ def gradient_kinds(
         group: the ranks that their gradients are reduced over.
         frozen: whether the module has frozen parameters too. What comes before ``unshard`` may then be frozen, so that
             ``unshard`` has no backward.
+        tied: the parameters that the module holds under several names.
 
     Raises:
-        ValueError: a gradient is whole on other ranks than those of ``group``, or has the factor of a wrapper.
+        ValueError: a gradient is whole on other ranks than those of ``group``, or has the factor of a wrapper; or a
+            tied parameter was used before ``unshard``.
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
     unsharded_over = {
@@ -298,6 +306,12 @@ def gradient_kinds(
                     f"ranks of the sequence, but {use.wrapper} does not hold it; wrap the model as a whole, and leave "
                     "sync_gradients out"
                 )
+        if p in tied and any(use.open for use in uses.values()):
+            raise ValueError(
+                f"{name}: a tied weight that was used before unshard. If it was used after unshard too, that part of its "
+                "gradient is whole and must not be summed, which its values cannot tell; compute the loss from sharded "
+                "tokens (token_loss), or wrap the model in DDP or FSDP over the ranks of the sequence"
+            )
         whole_over = {over for over, use in uses.items() if use.whole} if uses else unsharded_over
         for over in whole_over - {ranks}:
             if len(over & ranks) > 1:
@@ -311,39 +325,48 @@ def gradient_kinds(
     return kinds
 
 
-def owners() -> dict[int, list[tuple[Reduction, tuple[nn.Parameter, ...]]]]:
-    """Who reduces which parameters in this process.
+class Owners(NamedTuple):
+    """Who reduces the gradients of which parameters in this process.
 
-    Returns:
-        By the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place: each reduction, and the
-        parameters themselves.
+    Attributes:
+        reductions: by the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place.
+        parameters: by the ``id`` of such a tensor: the parameters that it stands for.
     """
-    owned: dict[int, list[tuple[Reduction, tuple[nn.Parameter, ...]]]] = {}
+
+    reductions: dict[int, tuple[Reduction, ...]]
+    parameters: dict[int, tuple[nn.Parameter, ...]]
+
+
+def owners() -> Owners:
+    """The owners of all parameters. This runs in every backward, so it creates few objects."""
+    owned = Owners({}, {})
     for wrapper in known_wrappers():
-        for reduction, in_graph, parameters in _reduced(wrapper):
-            for x in {id(y): y for y in (in_graph, *parameters) if y is not None}:
-                owned.setdefault(x, []).append((reduction, parameters))
+        if isinstance(wrapper, FSDPModule):
+            for reduction, group in zip(reductions(wrapper), parameter_groups(wrapper), strict=True):
+                for p in group.fsdp_params:
+                    _add(owned, (reduction,), (p.sharded_param,), getattr(p, "_unsharded_param", None))
+            continue
+        in_graph: Any = None
+        # A wrapper whose constructor has raised an error may lack its attributes.
+        if isinstance(wrapper, DistributedDataParallel):
+            parameters = tuple(vars(wrapper).get("_module_parameters", ()))
+        elif isinstance(wrapper, FullyShardedDataParallel):
+            in_graph = getattr(vars(wrapper).get("_handle"), "flat_param", None)
+            parameters = () if in_graph is None else tuple(in_graph._params or [in_graph])
+        else:
+            parameters = tuple(wrapper.parameters())
+        if parameters:
+            _add(owned, tuple(reductions(wrapper)), parameters, in_graph)
     return owned
 
 
-def _reduced(wrapper: nn.Module) -> Iterator[tuple[Reduction, Any, tuple[nn.Parameter, ...]]]:
-    """For each parameter or flat parameter of a wrapper: its reduction, the tensor in autograd's graph, itself."""
-    if isinstance(wrapper, FSDPModule):
-        for reduction, group in zip(reductions(wrapper), parameter_groups(wrapper), strict=True):
-            for p in group.fsdp_params:
-                yield reduction, getattr(p, "_unsharded_param", None), (p.sharded_param,)
-        return
-    # A wrapper whose constructor has raised an error may lack its attributes.
-    if isinstance(wrapper, FullyShardedDataParallel):
-        handle = vars(wrapper).get("_handle")
-        flat = [] if handle is None else [(handle.flat_param, tuple(handle.flat_param._params or [handle.flat_param]))]
-    elif isinstance(wrapper, DistributedDataParallel):
-        flat = [(p, (p,)) for p in vars(wrapper).get("_module_parameters", ())]
-    else:
-        flat = [(p, (p,)) for p in wrapper.parameters()]
-    for reduction in reductions(wrapper) if flat else ():
-        for in_graph, parameters in flat:
-            yield reduction, in_graph, parameters
+def _add(owned: Owners, found: tuple[Reduction, ...], parameters: Sequence[nn.Parameter], in_graph: Any) -> None:
+    """Add the owners of some parameters. ``in_graph`` stands for all of them in autograd's graph, unless it is None."""
+    for p in parameters:
+        owned.reductions[id(p)] = owned.reductions[id(p)] + found if id(p) in owned.reductions else found
+    if in_graph is not None:
+        owned.reductions[id(in_graph)] = found
+        owned.parameters[id(in_graph)] = tuple(parameters)
 
 
 def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
@@ -357,7 +380,8 @@ def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
         for group in parameter_groups(wrapper):
             info = group.mesh_info
             groups = [getattr(info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
-            found = _average("fully_shard", groups, frozenset(info.mesh.mesh.flatten().tolist()))
+            hybrid = None not in groups
+            found = _average("fully_shard", groups, frozenset(info.mesh.mesh.flatten().tolist()) if hybrid else None)
             by_hand = group.gradient_divide_factor
             yield found if by_hand is None else replace(found, divisor=by_hand)
     else:

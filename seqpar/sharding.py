@@ -591,7 +591,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, dim: int, sharding: Sharding, group: ProcessGroup) -> Tensor:
         ctx.spec = dim, sharding
-        mark(ctx, group, "partial")
+        mark(ctx, group, "partial", open=True)
         return _all_gather_shards(x_local, dim, sharding)
 
     @staticmethod

@@ -391,7 +391,9 @@ def refused(group: ProcessGroup, case: str) -> str:
     try:
         if case == "tied":  # before shard and after it
             loss_of(outside(sharding.shard(outside(x[..., :1])))).backward()
-        elif case == "own loss":  # the same, with a loss that seqpar does not know
+        elif case == "tied after unshard":
+            outside(sharding.unshard(outside(x_local[..., :1]))).square().sum().backward()
+        elif case == "own loss":  # as "tied", with a loss that seqpar does not know
             outside(sharding.shard(outside(x[..., :1] + torch.arange(TOKENS)[:, None]))).square().sum().backward()
         elif case == "dropout":  # every rank drops other elements of what should be the same
             sharding.unshard(sharding.shard(model(x))).square().sum().backward()
@@ -404,7 +406,8 @@ def refused(group: ProcessGroup, case: str) -> str:
         elif case == "other ranks":
             half = Sharding(TOKENS, "zigzag", mesh=mesh)
             half.unshard(half.shard(outside(x[..., :1]))).sum().backward()
-        seqpar.sync_gradients(outside if case == "outside" else nn.Sequential(model, outside), group=group)
+        other = {"outside": outside, "tied after unshard": nn.Sequential(outside, outside)}
+        seqpar.sync_gradients(other.get(case, nn.Sequential(model, outside)), group=group)
     except ValueError as error:
         return str(error)
     return ""
@@ -427,6 +430,7 @@ class DeepSpeedEngine(nn.Module):
     ("case", "words"),
     [
         ("tied", "used before shard, where its gradient is whole, and between shard and unshard"),
+        ("tied after unshard", "0.weight: a tied weight that was used before unshard"),
         ("own loss", "used before shard, so that every rank should have the same gradient, but the ranks' gradients"),
         ("dropout", "every rank should have the same gradient, but the ranks' gradients differ"),
         ("outside", "but DistributedDataParallel does not hold it; wrap the model as a whole"),

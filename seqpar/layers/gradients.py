@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,16 +66,18 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     check_module("module", module)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     frozen = any(not p.requires_grad for p in module.parameters())
+    times = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+    tied = {p for p, count in times.items() if count > 1}
     tensor_parallel = tensor_parallel_parameters(module)
     if not tensor_parallel:
-        _sync(named, sequence_group(mesh, group), frozen)
+        _sync(named, sequence_group(mesh, group), frozen, tied)
         return
     by_groups: dict[tuple[ProcessGroup, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
         by_groups.setdefault(_groups_left(p, p in tensor_parallel, mesh, group), []).append((name, p))
     for groups, some in by_groups.items():  # in the same order on every rank
         for one in groups:
-            _sync(some, one, frozen)
+            _sync(some, one, frozen, tied)
 
 
 def _groups_left(
@@ -185,21 +188,23 @@ class _GradientHeader(NamedTuple):
     gradients: Fingerprint
 
 
-def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, frozen: bool) -> None:
-    """Reduce the gradients of these parameters over ``group``. ``frozen``: whether the module has frozen ones too."""
+def _sync(
+    named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, frozen: bool, tied: Collection[nn.Parameter]
+) -> None:
+    """Reduce the gradients of these parameters over ``group``. ``frozen`` and ``tied``: as in ``gradient_kinds``."""
     if group is None or group.size() == 1:
         return
     known: list[list[int]] = []  # for each parameter: has it a gradient, and the values of gradient_kinds
 
     def header() -> _GradientHeader:
-        owned = owners()
+        owned = owners().reductions
         for name, p in named:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
                 )
             _check_not_reduced(name, p, group, owned.get(id(p), ()))
-        for (_, p), kind in zip(named, gradient_kinds(named, group, frozen), strict=True):
+        for (_, p), kind in zip(named, gradient_kinds(named, group, frozen, tied), strict=True):
             known.append([int(p.grad is not None), *map(int, kind)])
         described = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
         return _GradientHeader(len(named), fingerprint(described), fingerprint(str(known)))
@@ -277,14 +282,14 @@ def _differs(g: Tensor, mean: Tensor) -> Tensor:
 
     Gradients of different tokens differ by about their own norm. NaN and infinite gradients count as equal.
     """
-    error: Tensor = torch.linalg.vector_norm(g.to(mean.dtype) - mean)
-    return (error > 1e-2 * torch.linalg.vector_norm(mean)).to(torch.int32)
+    differs: Tensor = torch.linalg.vector_norm(g.to(mean.dtype) - mean) > 1e-2 * torch.linalg.vector_norm(mean)
+    return differs.to(torch.int32)
 
 
-def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: Iterable[tuple[Reduction, Any]]) -> None:
+def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: Iterable[Reduction]) -> None:
     """Raise if a gradient has been reduced over ranks of ``group`` already, by a wrapper or by ``sync_gradients``."""
     ranks = frozenset(dist.get_process_group_ranks(group))
-    for reduction, _ in owned:
+    for reduction in owned:
         if reduction.divisor is not None and len(reduction.ranks & ranks) > 1:
             raise ValueError(
                 f"{name}: {reduction.name} over the ranks of the sequence reduces its gradient; leave sync_gradients "
