@@ -308,9 +308,9 @@ def gradient_kinds(
                 )
         if p in tied and any(use.open for use in uses.values()):
             raise ValueError(
-                f"{name}: a tied weight that was used before unshard. If it was used after unshard too, that part of its "
-                "gradient is whole and must not be summed, which its values cannot tell; compute the loss from sharded "
-                "tokens (token_loss), or wrap the model in DDP or FSDP over the ranks of the sequence"
+                f"{name}: a tied weight that was used before unshard. If it was used after unshard too, that part of "
+                "its gradient is whole and must not be summed, which its values cannot tell; compute the loss from "
+                "sharded tokens (token_loss), or wrap the model in DDP or FSDP over the ranks of the sequence"
             )
         whole_over = {over for over, use in uses.items() if use.whole} if uses else unsharded_over
         for over in whole_over - {ranks}:
