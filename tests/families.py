@@ -305,7 +305,8 @@ def make_batch(how: str, causal: bool, model: nn.Module) -> dict[str, Tensor]:
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in parameters and causal and hasattr(model.config, "vision_config"):
             # In PaliGemma the tokens of type 0 see one another. In the other models these are text.
-            prefix = 12 if model.config.model_type == "paligemma" else ids.shape[1]
+            config: Any = model.config
+            prefix = 12 if config.model_type == "paligemma" else ids.shape[1]
             batch[name] = (torch.arange(ids.shape[1]) >= prefix).long().expand(ids.shape)
     return batch
 

@@ -129,9 +129,9 @@ class PredictsTwo(Llama):  # type: ignore[misc,valid-type]
 class Masks(PassesOn):
     """Ignores some labels."""
 
-    def forward(self, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs["labels"][kwargs["labels"] == 5] = -100
-        return super().forward(**kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def replaced(self: Any, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:

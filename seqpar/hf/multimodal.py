@@ -98,7 +98,7 @@ def shard_merged_call(
         given.pop(name, None)
     given.update({name: local[name] for name in (*_LABELS, "num_items_in_batch") if name in local})
     if given.get("attention_mask") is None:  # with one, transformers does not look for documents, which ``shard`` has
-        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
         given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
     return given, whole, shard, keep
 
