@@ -293,6 +293,7 @@ def bad_wrappers(group: ProcessGroup) -> None:
         DistributedDataParallel(nn.Sequential(layer), process_group=mesh["dp"].get_group())
     with pytest.raises(ValueError, match=r"FullyShardedDataParallel: .*tensor-parallel layers.*fully_shard"):
         FullyShardedDataParallel(nn.Sequential(layer), device_mesh=mesh["dp"], device_id=torch.device("cpu"))
+    layer = seqpar.MegatronMLP(8, 16, mesh=mesh)
     fully_shard(layer.up_proj, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"weight: fully_shard .* call fully_shard on the whole tensor-parallel layer"):
         layer(torch.zeros(1, 2, 8))
