@@ -131,7 +131,7 @@ class FullBatch:
         for name in UNUSED_NAMES:
             rest.pop(name, None)
         self.merges = merges(root) and has_more_than_text(dict(batch))
-        ids, documents = rest.get("position_ids"), None
+        ids, documents, jumps = rest.get("position_ids"), None, False
         if self.merges and isinstance(ids, Tensor) and ids.dim() == 3:
             ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: row 0 counts the tokens, the others are for images
         if boundaries and boundaries[0] is not None:
@@ -141,7 +141,7 @@ class FullBatch:
             self.valid = torch.stack([index < row[-1] for row in edges]).expand(shape)
             ids = (index - starts).to(tokens.device) if ids is None else ids
         elif ids is not None:
-            documents = _documents((ids[None] if ids.dim() == 1 else ids).expand(shape))
+            documents, jumps = _documents((ids[None] if ids.dim() == 1 else ids).expand(shape))
         self.documents = None if documents is None else documents.to(tokens.device)
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
         self.position_ids = ids.expand(shape)
@@ -151,7 +151,7 @@ class FullBatch:
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all()):
             self.valid = self.valid & (mask != 0).cpu()
             rest["attention_mask"] = mask
-        else:  # transformers then does not look for documents in ``position_ids`` itself, nor find any in jumps
+        elif jumps:  # transformers would take jumps for documents
             rest["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
         self.in_place = predicts_in_place(root)
         self.given = dict(batch)
@@ -189,16 +189,19 @@ class FullBatch:
         return value
 
 
-def _documents(ids: Tensor) -> Tensor | None:
-    """The documents in the position ids ``[b, s]``: int ``[b, s]``, or None if each row is one document.
+def _documents(ids: Tensor) -> tuple[Tensor | None, bool]:
+    """The documents in the position ids ``[b, s]``, and whether the ids jump or repeat elsewhere.
 
     A document starts where the ids come back to the row's smallest id.
+
+    Returns:
+        int ``[b, s]``, or None if each row is one document; and whether they jump.
     """
     step = F.pad(ids.diff(dim=1), (1, 0), value=1)
     smallest = ids == ids.amin(1, keepdim=True)
     repeats = ((step == 0) & ~smallest).any(1, keepdim=True)  # then the smallest id may be repeated as well
     starts = smallest & ((step < 0) | ((step == 0) & ~repeats))
-    return starts.cumsum(1) if bool(starts.any()) else None
+    return starts.cumsum(1) if bool(starts.any()) else None, bool(((step != 1) & ~starts).any())
 
 
 def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: Patch) -> list[Difference]:
