@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -172,6 +172,35 @@ def trained_outside(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
         seqpar.sync_gradients(model, mesh=mesh)
     ours = {name: (p.grad.full_tensor() if wrapper == "fsdp" else p.grad) for name, p in model.named_parameters()}
     return abs(loss.item() - expected), worst(ours, grads)
+
+
+@on_ranks
+def value_head(group: ProcessGroup, frozen: bool) -> float:
+    """The error of the gradients of a head on whole outputs, outside of the parallelized model, and of the model."""
+    torch.manual_seed(3)
+    model, head = tiny("llama"), nn.Linear(32, 1)
+    model.model.requires_grad_(not frozen)
+    both = nn.ModuleList([model, head])
+    batch = make_batch("plain")
+    batch.pop("labels")
+
+    def both_gradients() -> dict[str, Tensor]:
+        both.zero_grad()
+        head(model(**batch, output_hidden_states=True).hidden_states[-1]).square().mean().backward()
+        if parallel:
+            seqpar.sync_gradients(both, group=group)
+        return {name: p.grad.clone() for name, p in both.named_parameters() if p.grad is not None}
+
+    parallel = False
+    expected = both_gradients()
+    seqpar.hf.parallelize(model, group=group)
+    parallel = True
+    return worst(both_gradients(), expected)
+
+
+def test_gradients_of_a_head_on_whole_outputs(pool: Pool) -> None:
+    for frozen in (False, True):
+        assert max(pool.run(2, value_head, frozen)) < GRADIENT
 
 
 @pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp"])

@@ -85,6 +85,12 @@ def test_bad_input(arguments: tuple[Any, Any], error: type[Exception], words: st
         seqpar.token_loss(*arguments)
 
 
+def test_gradients_that_are_no_choice() -> None:
+    how: Any = "average"
+    with pytest.raises(ValueError, match="gradients='average': did you mean"):
+        seqpar.token_loss(torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.int64), gradients=how)
+
+
 @on_ranks
 def compute_unlike(group: ProcessGroup, what: str) -> str:
     odd = group.rank() == 1
