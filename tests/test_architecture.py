@@ -9,20 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # From the lowest floor up; docs/architecture.md describes them.
 FLOORS = (
-    (
-        "cache",
-        "checks",
-        "keys",
-        "layout",
-        "heads",
-        "mask",
-        "mesh",
-        "opaque",
-        "reductions",
-        "rendezvous",
-        "runs",
-        "triton_kernels",
-    ),
+    tuple("cache checks keys layout heads mask mesh opaque reductions rendezvous runs triton_kernels".split()),
     ("schedule", "comm", "kernels"),
     ("strategies", "planner", "functional", "sharding"),
     ("layers",),
