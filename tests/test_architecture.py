@@ -9,7 +9,20 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # From the lowest floor up; docs/architecture.md describes them.
 FLOORS = (
-    tuple("cache checks keys layout heads mask mesh opaque reductions rendezvous runs triton_kernels".split()),
+    (
+        "cache",
+        "checks",
+        "keys",
+        "layout",
+        "heads",
+        "mask",
+        "mesh",
+        "opaque",
+        "reductions",
+        "rendezvous",
+        "runs",
+        "triton_kernels",
+    ),
     ("schedule", "comm", "kernels"),
     ("strategies", "planner", "functional", "sharding"),
     ("layers",),
