@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -27,7 +28,8 @@ TOKENS, BATCH, HIDDEN, HEADS, HEAD_DIM = 64, 2, 32, 8, 4
 
 def saved_bytes(module: nn.Module, x: Tensor, recompute: bool = False) -> int:
     """Bytes that autograd keeps of a forward; each storage counts once, weights do not count."""
-    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    weights = {p.untyped_storage().data_ptr() for p in held}
     saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
