@@ -172,6 +172,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         prepare_models(accelerator, config._parallelize)
         if batches == "shared":
             share_sequences(accelerator, config.sequence_ranks)
+            config._multiplier = ""
             if trainer is not None and divides_by_tp_size(trainer):
                 vars(trainer)["get_tp_size"] = lambda: config.sequence_ranks
             elif trainer is not None and trainer.args.average_tokens_across_devices:
