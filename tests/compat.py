@@ -22,9 +22,12 @@ TORCH = os.environ.get("TORCH", "torch==2.13.0")
 CPU_INDEX = os.environ.get("CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 # For each set, the versions and an expression for the tests that cannot pass with them. transformers 5.0 has another
 # ModernBERT, for which parallelize raises an error. It resumes on several processes only on GPUs. Its Trainer requires
-# accelerate 1.12 for a ParallelismConfig.
+# accelerate 1.12 for a ParallelismConfig, and multiplies losses by the number of all processes.
 SETS = {
-    "oldest": (("transformers==5.0.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"), "modernbert or resume"),
+    "oldest": (
+        ("transformers==5.0.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"),
+        "modernbert or resume or division or classified",
+    ),
     "oldest, without Trainer": (
         ("transformers==5.0.0", "accelerate==1.10.0", "peft==0.18.0"),
         "modernbert or resume or trainer or verify_while_training",

@@ -358,6 +358,13 @@ class DividesByItems(transformers.Trainer):  # type: ignore[misc]
         return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
 
+class MultipliesByProcesses(transformers.Trainer):  # type: ignore[misc]
+    """The factor of losses in earlier versions of transformers."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * self.accelerator.num_processes
+
+
 def with_changes(config: Any, folder: str, what: str) -> Run:
     """The losses and the last gradient norm of a training that differs from the usual one in ``what``."""
     kind, rows = "llama", sequences(20)
@@ -424,8 +431,12 @@ def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
             call = partial(model, **make_batch("plain"))
         else:
             arguments = transformers.TrainingArguments(parallelism_config=config, **settings(folder, 1))
-            trainer = transformers.Trainer(tiny("llama"), arguments, compute_metrics=accuracy)
-            call = partial(getattr(trainer, what), sequences(4))
+            if what == "a division":
+                model = tiny("llama", auto=transformers.AutoModelForSequenceClassification, num_labels=3)
+                call = MultipliesByProcesses(model, arguments, train_dataset=sequences(4)).train
+            else:
+                trainer = transformers.Trainer(tiny("llama"), arguments, compute_metrics=accuracy)
+                call = partial(getattr(trainer, what), sequences(4))
         try:
             call()
         except ValueError as error:
@@ -437,6 +448,7 @@ def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
     ("what", "message"),
     [
         ("a wrapper", "it is trained without a wrapper"),
+        ("a division", "its loss is a mean, which MultipliesByProcesses multiplies by the number of processes"),
         ("evaluate", "pass outputs='whole' to"),
         ("predict", "pass outputs='whole' to"),
     ],

@@ -48,6 +48,7 @@ from ..strategies import STRATEGIES, StrategyName, strategy_options
 from .loss import GRADIENTS
 from .patch import BATCHES, parallelize
 from .state import Batches, Gradients, Outputs, Patch, patch_of
+from .support import ignores_num_items
 from .whole import OUTPUTS
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         self.sequence_ranks = 1  # the number of ranks that share a sequence
         self._original = self  # the config that the copy was made from
         self._group: ProcessGroup | None = None  # the ranks that share this rank's sequence
+        self._multiplier = ""  # the class of a Trainer that multiplies losses by the number of all processes
 
     def __repr__(self) -> str:
         return f"ParallelismConfig({', '.join(f'{name}={value!r}' for name, value in self.to_json().items())})"
@@ -170,8 +172,11 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         prepare_models(accelerator, config._parallelize)
         if batches == "shared":
             share_sequences(accelerator, config.sequence_ranks)
+            config._multiplier = ""
             if trainer is not None and divides_by_tp_size(trainer):
                 vars(trainer)["get_tp_size"] = lambda: config.sequence_ranks
+            elif trainer is not None and trainer.args.average_tokens_across_devices:
+                config._multiplier = type(trainer).__name__
 
     def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
         """The config that ``accelerator`` keeps: a copy with the mesh and the sizes of ``accelerator``.
@@ -227,9 +232,18 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         """Parallelize ``model``, unless it is parallelized already or contains no transformers model.
 
         Raises:
-            ValueError: ``model`` is parallelized over another number of ranks, or with another value of ``batches``.
+            ValueError: ``model`` is parallelized over another number of ranks, or with another value of ``batches``;
+                or the Trainer would multiply its loss by the number of processes.
         """
         ranks, batches = self.sequence_ranks, self.arguments["batches"]
+        if self._multiplier and ranks > 1:
+            for root in model.modules():
+                if isinstance(root, PreTrainedModel) and ignores_num_items(root):
+                    raise ValueError(
+                        f"model={type(root).__name__}: its loss is a mean, which {self._multiplier} multiplies by the "
+                        f"number of processes, although {ranks} of them share a sequence; set "
+                        "average_tokens_across_devices=False, or install transformers 5.19 or later"
+                    )
         patch = next((p for m in model.modules() if isinstance(p := getattr(m, "_seqpar", None), Patch)), None)
         if patch is None:
             if any(isinstance(m, PreTrainedModel) for m in model.modules()):
@@ -296,7 +310,7 @@ def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
             evaluated.remove(model)
             accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # the forward without mixed precision
             accelerator._models = [m for m in accelerator._models if m is not model]
-            del model._is_accelerate_prepared
+            vars(model).pop("_is_accelerate_prepared", None)
         return original_prepare_model(model, device_placement, evaluation_mode)
 
     accelerator.prepare, accelerator.prepare_model = prepare_all, prepare_model

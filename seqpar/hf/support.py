@@ -277,6 +277,11 @@ def computes_cross_entropy(model: nn.Module) -> bool:
     return forward.__module__.startswith("transformers.") and "loss_function(" not in _forward_source(type(model))
 
 
+def ignores_num_items(model: nn.Module) -> bool:
+    """Whether the loss of ``model`` is a mean even if its forward is given ``num_items_in_batch``."""
+    return computes_cross_entropy(model) or str(getattr(model, "loss_type", None)).endswith("Classification")
+
+
 def pools_last_token(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers decoder that classifies a sequence, by the scores of its last token."""
     generic = inspect.unwrap(GenericForSequenceClassification.forward)
