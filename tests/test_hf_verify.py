@@ -679,7 +679,7 @@ def test_every_n_steps(pool: Pool) -> None:
         assert checked == 1 and "were not summed" in said
 
 
-class OwnForCausalLM(transformers.MistralForCausalLM):
+class OwnForCausalLM(transformers.MistralForCausalLM):  # type: ignore[misc]
     """A class that is not of transformers."""
 
 
