@@ -1,4 +1,4 @@
-"""Streaming datasets under ``ShardedLoader``, packed rows, and plans that workers make."""
+"""Streaming datasets under ``ShardedLoader``, packed by TRL too, and plans that workers make."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, IterableDataset
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
+pytest.importorskip("trl")
 
 import datasets
+from trl import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import seqpar.hf
-from seqpar.hf.packing import pack
 from seqpar.schedule import AttentionPlan
 
 from .hf_workers import tiny
@@ -75,24 +75,28 @@ class Sharding(IterableDataset[Any]):
 
 def make_loader(kind: str, values: list[int], workers: int) -> Any:
     dataset: Any
-    if kind.startswith("packed"):
-        documents = [{"input_ids": [value] * (1 + value % 11)} for value in values]
-        source: Any = documents
-        if kind == "packed stream":
-            rows = {"input_ids": [document["input_ids"] for document in documents]}
-            source = datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=4)
-        dataset = seqpar.hf.PackedDataset(source, LENGTH, buffer=5)
+    if kind == "packed":
+        documents = {"input_ids": [[value] * (1 + value % 11) for value in values]}
+        dataset = pack_dataset(
+            datasets.Dataset.from_dict(documents).to_iterable_dataset(num_shards=4),
+            LENGTH,
+            "bfd_split",
+            map_kwargs={"batch_size": 5},
+        )
     elif kind == "shard":
         dataset = Sharding(values)
     else:
         dataset = stream(values, 4 if "whole" in kind else 3)
         dataset = dataset.shuffle(seed=3, buffer_size=4) if "shuffled" in kind else dataset
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True) if kind == "packed" else None
     if not workers and "stateful" not in kind:
-        return DataLoader(dataset, batch_size=2)
+        return DataLoader(dataset, batch_size=2, collate_fn=collate)
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     context = "fork" if workers else None
-    return StatefulDataLoader(dataset, batch_size=2, num_workers=workers, multiprocessing_context=context)
+    return StatefulDataLoader(
+        dataset, batch_size=2, num_workers=workers, multiprocessing_context=context, collate_fn=collate
+    )
 
 
 def seen(batches: Any, count: int | None = None) -> list[list[int]]:
@@ -132,9 +136,8 @@ def resumed(group: ProcessGroup, kind: str, dp: int, workers: int, scatter: bool
         ("examples", 4, 0, True),
         ("examples shuffled", 2, 0, False),
         ("shard", 2, 0, True),
-        ("packed", 2, 0, False),
-        ("packed stream", 2, 1, False),
-        ("packed stream", 4, 0, False),
+        ("packed", 2, 1, False),
+        ("packed", 4, 0, False),
     ],
 )
 def test_streams_are_dealt_and_resumed(pool: Pool, kind: str, dp: int, workers: int, scatter: bool) -> None:
@@ -145,7 +148,7 @@ def test_streams_are_dealt_and_resumed(pool: Pool, kind: str, dp: int, workers: 
         assert ours == [batch for epoch in epochs for batch in epoch], f"values={values}"
         assert [len(e) for e in epochs] == [len(e) for e in results[0][0]] and len(epochs[0]) > 2
         same = results[rank // ranks * ranks][0]
-        if not kind.startswith("packed"):  # every token of a row is the row's value
+        if kind != "packed":  # every token of a row is the row's value
             assert [sorted({*b}) for e in epochs for b in e] == [sorted({*b}) for e in same for b in e]
     for epoch in range(3):  # dp ranks see different values, and most of all
         per_dp = [{x for batch in results[d * ranks][0][epoch] for x in batch} - {0} for d in range(dp)]
@@ -194,81 +197,6 @@ def read_failing(group: ProcessGroup, scatter: bool) -> str:
 def test_a_dataset_that_raises_stops_all_ranks(pool: Pool, scatter: bool) -> None:
     errors = pool.run(8, read_failing, scatter, deadline_s=20)
     assert all("the disk is gone" in e or "raised an error" in e for e in errors), errors
-
-
-def rows_of(dataset: Any) -> list[list[list[int]]]:
-    """The documents of each row."""
-    result = []
-    for row in dataset:
-        kept = row["attention_mask"].bool()
-        starts = (row["position_ids"][kept] == 0).nonzero().flatten().tolist()
-        tokens = row["input_ids"][kept].tolist()
-        result.append([tokens[a:b] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True)])
-        assert len(row["input_ids"]) == dataset.length and not kept[len(tokens) :].any()
-        labels = row["labels"]
-        inner = kept & (row["position_ids"] > 0)
-        assert torch.equal(labels != -100, inner) and torch.equal(labels[inner], row["input_ids"][inner])
-    return result
-
-
-@given(
-    lengths=st.lists(st.integers(0, 25), max_size=40),
-    length=st.integers(1, 12),
-    buffer=st.integers(1, 50),
-    too_long=st.sampled_from(["split", "truncate"]),
-)
-def test_rows_hold_every_document_once(lengths: list[int], length: int, buffer: int, too_long: str) -> None:
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    documents = [list(range(a, a + n)) for a, n in zip(starts, lengths, strict=False)]
-    dataset = seqpar.hf.PackedDataset(
-        [{"input_ids": document} for document in documents], length, buffer=buffer, too_long=too_long
-    )
-    rows = rows_of(dataset)
-    if too_long == "truncate":
-        expected = [document[:length] for document in documents if document]
-    else:
-        expected = [document[i : i + length] for document in documents for i in range(0, len(document), length)]
-    assert sorted(document for row in rows for document in row) == sorted(expected)
-    assert dataset.fill_rate == (sum(map(len, expected)) / (len(rows) * length) if rows else 1.0)
-    if buffer >= len(expected) + 1:
-        assert len(rows) <= first_fit(list(map(len, expected)), length)
-        assert len(rows) == len(pack(list(map(len, expected)), length))
-    for at in range(len(rows)):  # from every row on
-        rest = islice(again := seqpar.hf.PackedDataset(dataset.documents, length, buffer=buffer, too_long=too_long), at)
-        assert len(list(rest)) == at
-        dataset.load_state_dict(again.state_dict())
-        assert rows_of(dataset) == rows[at:]
-
-
-def first_fit(lengths: list[int], capacity: int) -> int:
-    rows: list[int] = []
-    for n in lengths:
-        for i, used in enumerate(rows):
-            if used + n <= capacity:
-                rows[i] += n
-                break
-        else:
-            rows.append(n)
-    return len(rows)
-
-
-def test_best_fit_decreasing_and_where_first_fit_is_better() -> None:
-    assert pack([1, 2, 5, 4, 3, 5], 5) == [[0, 3], [1, 4], [2], [5]]
-    assert pack([4, 3, 3, 4, 3, 3], 10) == [[0, 1, 2], [3, 4, 5]]  # decreasing: 4 + 4, 3 + 3 + 3, 3
-
-
-def test_bad_documents() -> None:
-    packed = seqpar.hf.PackedDataset
-    with pytest.raises(TypeError, match="documents=generator: expected an iterable that can be iterated several times"):
-        packed((x for x in [{"input_ids": [1]}]), 4)
-    with pytest.raises(ValueError, match="length=0: expected at least 1"):
-        packed([], 0)
-    with pytest.raises(ValueError, match="too_long='drop'"):
-        packed([], 4, too_long="drop")
-    with pytest.raises(ValueError, match="expected dicts with 'input_ids'"):
-        list(packed([{"text": "a"}], 4))
-    with pytest.raises(ValueError, match="3 input_ids, but 1 labels"):
-        list(packed([{"input_ids": [1, 2, 3], "labels": [1]}], 4))
 
 
 class Documents:
