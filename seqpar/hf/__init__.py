@@ -14,7 +14,7 @@ except ImportError as error:
     raise ImportError("seqpar.hf requires transformers 5: pip install 'seqpar[hf]'") from error
 
 from .batch import BatchShard, shard_batch
-from .loader import PlanCollator, ShardCollator, ShardedLoader
+from .data import PlanCollator, ShardCollator, ShardedLoader
 from .log_probs import token_log_probs
 from .patch import parallelize, restore
 from .verification import VerificationError, VerificationReport, verify
