@@ -8,11 +8,8 @@ from typing import Any
 
 from ..trainer.report import pyplot_without_display, save_figure
 from .results import BOTH, PASSES, CaseResult, Row, rows_of
-from .timeline import Span, Timeline
 
 _MARKERS = "osD^vP*X<>"
-_COMPUTE, _SENDS, _WAITS = "#1f5fa8", "#e0903a", "#c9c9c9"
-_MOST_RANKS = 8  # ranks of each attempt in the chart of timelines
 
 Value = Callable[[Row], float | None]
 
@@ -58,9 +55,6 @@ def draw_charts(results: Sequence[CaseResult], folder: Path, title: str) -> list
             _lines(longest, folder / "ranks.png", f"{title}, {lengths[-1]:,} tokens", "ranks", "ranks",
                    lambda r: r.median_s, "seconds", True)
         )  # fmt: skip
-    drawn = [result for result in results if result.timelines]
-    if drawn:
-        charts.append(_timelines(drawn[-1], folder / "timeline.png"))
     return [chart for chart in charts if chart is not None]
 
 
@@ -125,40 +119,3 @@ def _lines(
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     save_figure(figure, path)
     return path
-
-
-def _timelines(result: CaseResult, path: Path) -> Path:
-    """Draw one step of each attempt and rank: a bar of computation and waits, and above it a thin bar of transfers."""
-    pyplot = pyplot_without_display()
-    lanes: list[tuple[str, Timeline]] = []
-    for name, by_rank in result.timelines.items():
-        lanes += [(f"{name}, rank {rank}", timeline) for rank, timeline in enumerate(by_rank[:_MOST_RANKS])]
-    figure, axes = pyplot.subplots(figsize=(10, 1.4 + 0.34 * len(lanes)), layout="constrained")
-    # The axis ends at 2.5 times the median of the ends, because one slow package would make all other bars too short.
-    ends = sorted(_end(timeline) for _, timeline in lanes)
-    limit = min(ends[-1], 2.5 * ends[len(ends) // 2])
-    for i, (_, timeline) in enumerate(lanes):
-        for spans, color, bottom, height in (
-            (timeline.compute, _COMPUTE, i - 0.15, 0.5),
-            (timeline.waits, _WAITS, i - 0.15, 0.5),
-            (timeline.sends, _SENDS, i - 0.38, 0.18),
-        ):
-            axes.broken_barh([(1e3 * a, 1e3 * (b - a)) for a, b in spans], (bottom, height), color=color, linewidth=0)
-        if _end(timeline) > limit:
-            axes.text(1e3 * limit, i + 0.1, f"to {1e3 * _end(timeline):,.0f} ms ", ha="right", va="center",
-                      fontsize=7, color="white")  # fmt: skip
-    axes.set_xlim(0, 1e3 * limit * 1.01)
-    axes.set_yticks(range(len(lanes)), [name for name, _ in lanes], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds since the step began, under the profiler")
-    for color, label in ((_COMPUTE, "computes"), (_SENDS, "transfers"), (_WAITS, "waits for messages")):
-        axes.plot([], [], color=color, linewidth=6, label=label)
-    figure.legend(loc="outside lower right", ncols=3, fontsize=8)
-    axes.set_title(f"One step, forward + backward: {result.case}", fontsize=10)
-    save_figure(figure, path)
-    return path
-
-
-def _end(timeline: Timeline) -> float:
-    last: list[Span] = [spans[-1] for spans in (timeline.compute, timeline.sends, timeline.waits) if spans]
-    return max((end for _, end in last), default=0.0)

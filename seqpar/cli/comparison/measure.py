@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.profiler import ProfilerActivity, profile
 
 from ...mesh import ranks_by_host
 from ..launch import cores
@@ -35,7 +36,6 @@ from .cases import BenchConfig, Case
 from .machine import Clock
 from .peers import RefusalError, Setting
 from .results import BOTH, FORWARD, CaseResult, Sample
-from .timeline import record
 
 _FEWEST_ROUNDS = 3
 _TIMEOUT = timedelta(hours=4)  # ranks that a case does not use wait for its end
@@ -244,21 +244,20 @@ class CaseMeasurement:
                 mine, _ = attempt.run()
         return [t for t in self._groups.gather(mine) if t is not None]
 
-    def profile(self, folder: Path | None) -> None:
-        """Record one step of every attempt on several ranks, and write Chrome traces to ``folder`` if it is given."""
+    def write_traces(self, folder: Path) -> None:
+        """Write a Chrome trace of one step of every attempt on several ranks to ``folder``, on each rank."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         for attempt, sample in self._attempts:
             if sample.kind == "ideal" or attempt is None:
                 continue
-            self._show(f"{sample.name}: profile")
+            self._show(f"{sample.name}: trace")
             self._use_threads(False)
-            chrome = None
-            if folder is not None:
-                word = sample.name.replace(" ", "-").replace(",", "").replace("+", "and")
-                chrome = folder / f"{self.case.preset}-{self.case.seq_len}-{word}-rank{self._rank}.json"
+            word = sample.name.replace(" ", "-").replace(",", "").replace("+", "and")
             dist.barrier(self._groups.control)
-            timeline, _ = self._groups.together(partial(record, attempt.run, self.device, chrome))
-            if timeline is not None:
-                self.result.timelines[sample.name] = self._groups.gather(timeline)
+            with profile(activities=activities) as profiler:
+                self._groups.together(attempt.run)
+            file = folder / f"{self.case.preset}-{self.case.seq_len}-{word}-rank{self._rank}.json"
+            profiler.export_chrome_trace(str(file))
 
 
 def _relative_errors(by_rank: list[list[tuple[float, float]]]) -> dict[str, float]:
@@ -298,8 +297,8 @@ def measure(
             one = CaseMeasurement(case, groups[case.ranks], device, config, partial(_show_of, case, show))
             one.prepare(peers)
             one.rounds(until)
-            if config.trace or (config.charts and i + 1 == len(cases)):
-                one.profile(out if config.trace else None)
+            if config.trace:
+                one.write_traces(out)
             results.append(one.result)
             torch.cuda.empty_cache()
         groups[world].gather(None)

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from ..trainer.report import human_bytes
 from .cases import Case
-from .timeline import Timeline
 
 FORWARD, BOTH = "forward", "forward + backward"
 PASSES = (FORWARD, BOTH)
@@ -63,7 +62,6 @@ class CaseResult:
         divisor: the ideal time is that of one process divided by this number. On CUDA it is the number of ranks, since
             each has its own device. On a CPU it is the number of hosts, since one process had all cores of its host.
         busy_share: the share of the cores that other programs used during the rounds.
-        timelines: one step on each rank, by the name of the attempt.
     """
 
     case: Case
@@ -71,7 +69,6 @@ class CaseResult:
     refused: dict[str, str]
     divisor: int
     busy_share: float = 0.0
-    timelines: dict[str, list[Timeline]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
