@@ -5,6 +5,7 @@ All ranks of a case make and run its attempts together. If an attempt fails on o
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from .attempts import (
     strategy_attempt,
 )
 from .cases import BenchConfig, Case
-from .machine import Clock
+from .machine import busy_seconds
 from .peers import RefusalError, Setting
 from .results import BOTH, FORWARD, CaseResult, Sample
 
@@ -202,7 +203,7 @@ class CaseMeasurement:
 
     def rounds(self, until: float) -> None:
         """Run at least three rounds, and more until rank 0's ``time.monotonic()`` would pass ``until``."""
-        clock, cpu = Clock.now(), time.process_time()
+        start, busy, cpu = time.perf_counter(), busy_seconds(), time.process_time()
         for number in range(self._config.rounds):
             turn = number % max(1, len(self._attempts))
             begun = time.monotonic()
@@ -214,7 +215,8 @@ class CaseMeasurement:
                 break
         by_rank = self._groups.gather(time.process_time() - cpu)
         spent = sum(by_rank[rank] for rank in self._hosts[0])
-        self.result.busy_share = Clock.now().busy_share_since(clock, spent)
+        others = (busy_seconds() - busy - spent) / (time.perf_counter() - start)
+        self.result.busy_share = max(0.0, others / (os.cpu_count() or 1))
 
     def _once(self, attempt: Attempt | None, sample: Sample) -> None:
         """Run an attempt once with and once without messages, and append the times to ``sample``."""
