@@ -32,7 +32,7 @@ test-fast: $(READY)
 # Compile every configuration of the Triton kernels for seven GPU architectures, and check registers, memory and matrix
 # instructions. Needs no GPU; takes about ten minutes. `make test` compiles a few of them.
 gate: $(READY)
-	$(BIN)/python -m seqpar.triton_kernels.inspect --what all
+	$(BIN)/python tools/gate.py --what all
 
 # The core Hugging Face tests with the oldest and the newest versions of transformers, accelerate, peft and TRL, each in
 # an environment of its own. Writes the table in docs/huggingface.md.

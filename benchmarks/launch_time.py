@@ -14,8 +14,10 @@ allocation of outputs and everything else around the launches.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
@@ -30,9 +32,12 @@ import seqpar.triton_kernels.forward as forward
 from seqpar.kernels.base import Score
 from seqpar.keys import KeyIntervals
 from seqpar.triton_kernels import attention_backward, attention_forward, delta
-from seqpar.triton_kernels.compiled import StubDriver
 from seqpar.triton_kernels.configs import table_config
 from seqpar.triton_kernels.launch import Repeated
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from tools.compiled import StubDriver
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM = 1024, 8, 2, 128
 

@@ -1,7 +1,7 @@
 """A hook of mkdocs: files of the repository that pages link to become files of the site.
 
-A page links to a file outside ``docs/`` as a reader of the repository sees it, for example ``../examples/lora.py``. The
-site has no parent folder, so the file is added to the site and the link loses its ``../``.
+A page links to a file outside ``docs/`` as a reader of the repository sees it, for example ``../examples/fsdp2.py``.
+The site has no parent folder, so the file is added to the site and the link loses its ``../``.
 """
 
 from __future__ import annotations

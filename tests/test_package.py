@@ -48,7 +48,8 @@ def test_the_wheel_installs_no_other_top_level_name(wheel: Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_is_complete(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "seqpar").rglob("*.py")}
+    files = (path for suffix in ("py", "json") for path in (ROOT / "seqpar").rglob(f"*.{suffix}"))
+    expected = {str(path.relative_to(ROOT)) for path in files}
     expected |= {f"seqpar/{path.relative_to(ROOT)}" for path in (ROOT / "triton_kernels").rglob("*.py")}
     expected |= {f"seqpar/peers/{path.name}" for path in (ROOT / "benchmarks" / "peers").glob("*.py")}
     assert {name for name in names if name.startswith("seqpar/")} == expected | {"seqpar/py.typed"}

@@ -59,7 +59,7 @@ PARTS = {
 
 @cache
 def _inspection(part: str) -> CompletedProcess[str]:
-    return _run(["-m", "seqpar.triton_kernels.inspect", "--json", *PARTS[part][1].split()], interpreted=False)
+    return _run(["tools/gate.py", "--json", *PARTS[part][1].split()], interpreted=False)
 
 
 def _rows(run: CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def test_the_products_of_the_backward() -> None:
 
 
 def test_compiling_raises_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "seqpar.triton_kernels.inspect", "--target", "sm_90", "--what", "small"]
+    command = [sys.executable, "tools/gate.py", "--target", "sm_90", "--what", "small"]
     run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=120)
     assert run.returncode != 0 and "unset it to compile" in run.stderr
 

@@ -28,7 +28,7 @@ import seqpar.triton_kernels.rotary as rotary
 from seqpar.kernels.base import Score
 from seqpar.keys import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
-from seqpar.triton_kernels.compiled import StubDriver
+from tools.compiled import StubDriver
 
 LENGTH, HEADS, KV_HEADS = 128, 2, 1
 TILES, SCORE = Config(16, 32, 4, 1), Score(0.1)

@@ -7,7 +7,7 @@
 
 Read ``tiles.py`` first (names, softmax in base 2), then ``forward.py`` (the carry), then ``backward.py``. A ``Launch``
 (``launch.py``) is a kernel with its arguments. ``configs.py`` has the tile sizes, and ``tune.py`` measures others.
-``python -m seqpar.triton_kernels.inspect`` compiles everything ahead of time, for GPUs that this machine does not have,
+``python tools/gate.py`` compiles everything ahead of time, for GPUs that this machine does not have,
 and prints registers, spills, shared memory and matrix instructions.
 
 Zigzag and striped packing (``torch.cat`` of the ranges, ``index_select``), their inverse, and the permutations around

@@ -5,7 +5,7 @@ float32 at head_dim 256: tf32x3 keeps a high and a low half of each operand, whi
 float32 spills up to 48 bytes on sm_86 and sm_120, because every tile size that was tried spills on some GPU. At head_dim
 512 and above, the forward with a carry spills up to 104 bytes outside its loops on sm_90 and sm_100. There, the tiles of
 the backward are too small for Hopper's asynchronous products, because ``dk`` and ``dv`` of 64 keys alone would fill the
-registers. ``python -m seqpar.triton_kernels.inspect`` prints the resources of each configuration. A call uses the
+registers. ``python tools/gate.py`` prints the resources of each configuration. A call uses the
 configuration that these rules select:
 
 * The head_dims of q and k and of v are rounded up to 64, 128, 256, or 512 for both, to 256 and 128, or to 576 and 512

@@ -14,9 +14,8 @@ except ImportError as error:
     raise ImportError("seqpar.hf requires transformers 5: pip install 'seqpar[hf]'") from error
 
 from .batch import BatchShard, shard_batch
-from .loader import PlanCollator, ShardCollator, ShardedLoader
+from .data import PlanCollator, ShardCollator, ShardedLoader
 from .log_probs import token_log_probs
-from .packing import PackedDataset
 from .patch import parallelize, restore
 from .verification import VerificationError, VerificationReport, verify
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchShard",
-    "PackedDataset",
     "ParallelismConfig",
     "PlanCollator",
     "SequenceParallelMixin",

@@ -15,8 +15,7 @@ from .hardware import Hardware, hardware_of
 from .memory import RECOMPUTE, Switches, longest_sequence, memory, paper_activations
 from .model import ModelShape, model_of
 from .pairs import all_pairs
-from .reasons import AS_FAST, reason_of
-from .setting import STATE_BYTES, Setting
+from .setting import BETWEEN, LEVELS, STATE_BYTES, WITHIN, Setting
 from .step import Choice, StepCost, step
 
 _MOST_TOKENS = 2**31 - 1  # kernels count positions in 32-bit integers
@@ -26,6 +25,16 @@ _LONGEST_RING = 4096
 # The slowest rank's share of the work, relative to the mean.
 _BALANCED = 1.01  # a layout with less imbalance needs no comparison with the layouts after it
 _WORTH_COMPARING = 1.3  # a layout with more than this times the least imbalance is left out
+_AS_FAST = 0.005  # a choice whose throughput is within this share of the best one's counts as fast as the best
+_HIDDEN = 0.005  # below this share of a step, waits for transfers count as hidden
+_LEVEL_WORDS = {WITHIN: "inside hosts", BETWEEN: "between hosts"}
+_MEMORY_WORDS = {
+    "activations": "what autograd keeps",
+    "states": "weights and optimizer",
+    "working": "one layer's backward",
+    "gathered": "gathered weights",
+    "logits": "the logits",
+}
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,7 @@ def plan(
     ordered = _fastest_first(_best_of_each_split(base, ranks, replicas, switches, pairs))
     best = ordered[0][0]
     choices = tuple(
-        replace(choice, reason=reason_of(choice, best, gpus), longest_seq_len=_longest(setting, switches))
+        replace(choice, reason=_reason(choice, best, gpus), longest_seq_len=_longest(setting, switches))
         for choice, setting in ordered
     )
     paper = {name: paper_activations(shape, seq_len, batch, recompute=name) for name in ("none", "selective", "full")}
@@ -297,7 +306,7 @@ def _fastest_first(found: list[tuple[Choice, Setting]]) -> list[tuple[Choice, Se
     ordered = sorted(found, key=lambda x: _order(x[0]))
     fastest = ordered[0][0]
     if fastest.fits:
-        as_fast = [x for x in ordered if x[0].fits and x[0].tokens_per_s > (1 - AS_FAST) * fastest.tokens_per_s]
+        as_fast = [x for x in ordered if x[0].fits and x[0].tokens_per_s > (1 - _AS_FAST) * fastest.tokens_per_s]
         first = min(as_fast, key=lambda x: (_dimensions(x[0]), x[0].memory_bytes))
         ordered.remove(first)
         ordered.insert(0, first)
@@ -314,3 +323,49 @@ def _order(choice: Choice) -> tuple[bool, float, float, int]:
 def _dimensions(choice: Choice) -> int:
     """The number of dimensions that a sequence is sharded over."""
     return sum(choice.degrees[name] > 1 for name in ("ring", "ulysses", "tp"))
+
+
+# Why a choice has its place
+
+
+def _reason(choice: Choice, best: Choice, hardware: Hardware) -> str:
+    """Why ``choice`` is the best, or why it is slower than ``best`` or does not fit."""
+    if not choice.fits:
+        return f"does not fit: {_missing_memory(choice, hardware)}"
+    saved = f"; {choice.switches}" if str(choice.switches) else ""
+    waits = choice.exposed_s / choice.seconds
+    waits_words = f"waits {waits:.0%} of the step {_awaited(choice, hardware)}"
+    if choice is best:
+        return f"fastest that fits: {waits_words if waits >= _HIDDEN else 'all transfers are hidden'}{saved}"
+    slower = best.tokens_per_s / choice.tokens_per_s
+    if slower < 1 + _AS_FAST:
+        return f"as fast as the best{saved}"
+    more_waits = choice.exposed_s / choice.tokens_per_step - best.exposed_s / best.tokens_per_step
+    more_compute = choice.compute_s / choice.tokens_per_step - best.compute_s / best.tokens_per_step
+    cause = waits_words if more_waits > more_compute else _more_compute(choice, best)
+    return f"{slower - 1:.0%} slower: {cause}{saved}"
+
+
+def _missing_memory(choice: Choice, hardware: Hardware) -> str:
+    """Which memory is too small, and what needs most of it."""
+    if choice.memory.host > hardware.host_memory:
+        return f"offloads {choice.memory.host / 1e9:.0f} of {hardware.host_memory / 1e9:.0f} GB of the host"
+    needed, available = choice.memory_bytes / 1e9, hardware.memory_bytes / 1e9
+    largest = max(_MEMORY_WORDS, key=lambda part: getattr(choice.memory, part))
+    return f"needs {needed:.0f} of {available:.0f} GB, most of it for {_MEMORY_WORDS[largest]}"
+
+
+def _awaited(choice: Choice, hardware: Hardware) -> str:
+    """Which transfers a rank waits for."""
+    if choice.parameters_s > choice.compute_s:
+        return "for weights and gradients, whose transfers take longer than the computation"
+    bandwidth = {WITHIN: hardware.p2p, BETWEEN: hardware.network}
+    busiest = max(LEVELS, key=lambda level: choice.bytes_sent[level] / bandwidth[level])
+    return f"for transfers {_LEVEL_WORDS[busiest]}"
+
+
+def _more_compute(choice: Choice, best: Choice) -> str:
+    """Why the slowest rank of a choice computes longer than that of the best one."""
+    if choice.switches.recompute != best.switches.recompute:
+        return "it recomputes more"
+    return "its kernels are smaller, or its ranks' work is less equal"

@@ -1,25 +1,10 @@
-"""The rates of GPUs and links: a table of five GPUs with the source of each number, and hardware that users describe.
-
-The comments below name their sources as follows:
-
-* sheet: the vendors' data sheets, as collected in stas00/ml-engineering (compute/accelerator, network). Rates without
-  sparsity.
-* MAMF: the fastest bfloat16 matrix product that ml-engineering's mamf-finder has measured.
-* FA2: Dao-AILab/flash-attention, assets/flash2_{a100,h100}_fwd_bwd_benchmark.png: head_dim 128, causal, 16k tokens.
-* FA3: the same repository, assets/flash3_fp16_fwd.png (arXiv 2407.08608, figure 5): head_dim 128, causal, 16k tokens.
-* cuDNN: NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training, cuDNN 9.19 on H200: Llama 3.1, causal, 32k tokens.
-* NCCL slide: NVIDIA GTC25 S72583, nccl-tests all-to-all, bus bandwidth.
-
-Rates of attention count visible pairs of a query and a key only: 4 FLOPs per pair and element of head_dim in forward,
-10 in backward. Where only the rate r of forward and backward together was published, the backward rate b follows from
-it and the forward rate f by ``1 / r = (1 / f + 2.5 / b) / 3.5``.
-"""
+"""The rates of GPUs and links: ``hardware.json``, with a source for each number, and hardware that users describe."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -103,113 +88,6 @@ class Hardware:
         return self.attention[kernel]
 
 
-# Hosts with one 400 Gb/s network card per GPU: 46 to 48 of 50 GB/s (nccl-tests #290; 48 on the NCCL slide at 32 GPUs).
-_NDR = 48e9
-# nccl-tests: 15.2 us for 8 bytes on 8 H200; 15.6 to 20.5 us for 1 KiB on 8 B200 (ml-engineering, network). For the
-# other GPUs ml-engineering has no figure; the same latency is assumed.
-_LATENCY = 20e-6
-# cuDNN on H200, causal: 0.142 ms for 2,048 tokens, of which 0.100 ms follow from the rate at 32k tokens.
-_KERNEL = 40e-6
-# PCIe 5 x16, measured on H200: 55.4 of 63 GB/s, 88 % (ml-engineering). PCIe 4 x16: 88 % of 31.
-_PCIE5, _PCIE4 = 55e9, 27e9
-# Hosts of 8 GPUs have 1.9 TB (ALST, arXiv 2506.13996). According to the same paper CUDA takes about 1 GiB and NCCL
-# several GiB of each GPU's memory, hence the default of ``reserved_bytes``.
-_HOST_MEMORY = 1.9e12 / 8
-
-_H100 = Hardware(
-    "h100",
-    peak_flops=989e12,  # sheet
-    gemm_flops=794.5e12,  # MAMF
-    attention={
-        # Forward: FA3. Backward: 561 at 8k tokens, pytorch-labs/tritonbench #1256.
-        "flash3": AttentionRate(616e12, 561e12),
-        # Forward: cuDNN 9.1 in the FA3 chart. Backward: cuDNN 9.19 on H200, which has the same multiprocessors.
-        "cudnn": AttentionRate(539e12, 581e12),
-        # Forward 335 (FA3 chart); forward and backward together 328 (FA2).
-        "flash2": AttentionRate(335e12, 325e12),
-    },
-    memory_bytes=80e9,  # sheet
-    memory_bandwidth=3.35e12,  # sheet
-    p2p=376e9,  # p2pBandwidthLatencyTest, of 450 (ml-engineering)
-    peer=376e9,
-    all_to_all=320e9,  # NCCL slide
-    all_gather=361e9,  # nccl-tests on H200, which has the same links (ml-engineering)
-    network=_NDR,
-    host_link=_PCIE5,
-    host_memory=_HOST_MEMORY,
-    latency=_LATENCY,
-    kernel=_KERNEL,
-)
-
-HARDWARE: dict[str, Hardware] = {
-    "a100": Hardware(
-        "a100",
-        peak_flops=312e12,  # sheet, SXM 80 GB
-        gemm_flops=271.2e12,  # MAMF
-        # Forward 205 (ring-flash-attention on one GPU, 8k tokens); forward and backward together 189 (FA2).
-        attention={"flash2": AttentionRate(205e12, 183e12)},
-        memory_bytes=80e9,  # sheet
-        memory_bandwidth=2.0e12,  # sheet
-        p2p=274e9,  # p2pBandwidthLatencyTest, of 300 (ml-engineering)
-        peer=274e9,
-        all_to_all=210e9,  # NCCL slide
-        all_gather=235e9,  # all-reduce bus bandwidth at 16 GiB (ml-engineering)
-        network=24e9,  # 200 Gb/s a GPU: NCCL slide, 32 GPUs
-        host_link=_PCIE4,
-        host_memory=_HOST_MEMORY,
-        latency=_LATENCY,
-        kernel=_KERNEL,
-    ),
-    "h100": _H100,
-    "h200": replace(
-        _H100,
-        name="h200",
-        attention={"cudnn": AttentionRate(688e12, 581e12), **_H100.attention, },
-        memory_bytes=141e9,  # sheet
-        memory_bandwidth=4.8e12,  # sheet
-        p2p=396e9,  # nvbandwidth (ml-engineering)
-        peer=396e9,
-    ),
-    "b200": Hardware(
-        "b200",
-        peak_flops=2250e12,  # sheet
-        gemm_flops=1745e12,  # MAMF
-        # Dao-AILab/flash-attention #2280: B200, head_dim 128, 8k, causal.
-        attention={"flash4": AttentionRate(1418e12, 1209e12)},
-        memory_bytes=180e9,  # sheet, usable
-        memory_bandwidth=8.0e12,  # sheet
-        p2p=659e9,  # batch_isend_irecv on 8 B200, 16 GiB (ml-engineering)
-        peer=659e9,
-        all_to_all=660e9,  # the same, all-to-all
-        all_gather=668e9,  # the same, all-gather
-        network=_NDR,
-        host_link=_PCIE5,
-        host_memory=_HOST_MEMORY,
-        latency=_LATENCY,
-        kernel=_KERNEL,
-    ),
-    "mi300x": Hardware(
-        "mi300x",
-        peak_flops=1307e12,  # sheet
-        gemm_flops=668.4e12,  # MAMF
-        # Forward: the only absolute figure found is AITER's 273 (from 1.008 ms) at head_dim 256, 4k tokens, causal.
-        # Backward: in the ratio of AITER on MI355X at 16k tokens, 1109 / 1247 (HazyResearch/HipKittens).
-        attention={"aiter": AttentionRate(273e12, 243e12)},
-        memory_bytes=192e9,  # sheet
-        memory_bandwidth=5.3e12,  # sheet
-        p2p=313e9,  # RCCL all-reduce bus bandwidth on 8 GPUs (ml-engineering), of 448 of all links
-        peer=48e9,  # what RCCL counts as usable of one 64 GB/s link (ROCm/rccl #1210)
-        all_to_all=313e9,  # no published figure was found: the same as p2p
-        all_gather=313e9,  # no published figure was found: the same as p2p
-        network=_NDR,
-        host_link=_PCIE5,
-        host_memory=_HOST_MEMORY,
-        latency=_LATENCY,
-        kernel=_KERNEL,
-    ),
-}  # fmt: skip
-
-
 def hardware_of(value: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
     """The ``Hardware`` that a user has named or described.
 
@@ -264,31 +142,25 @@ def read_mapping(argument: str, path: Path) -> dict[str, Any]:
     return value
 
 
-def _of_mapping(value: Mapping[str, Any]) -> Hardware:
-    """The hardware with the fields in ``value``, after checking them."""
+def _of_mapping(value: Mapping[str, Any], known: Mapping[str, Hardware] | None = None) -> Hardware:
+    """The hardware with the fields in ``value``, after checking them. ``known`` has the allowed bases."""
+    known = HARDWARE if known is None else known
     values = dict(value)
     base = values.pop("base", None)
-    names = [f.name for f in fields(Hardware)]
-    for name in values:
-        check_choice("hardware field", name, names)
-    if "attention" in values:
-        values["attention"] = _rates(values["attention"])
-    if "name" in values:
-        values["name"] = str(values["name"])
-    if "device" in values:
-        check_choice("hardware: device", values["device"], ("cuda", "cpu"))
-    for name in values.keys() - {"name", "attention", "device"}:
-        values[name] = _number(
-            f"hardware: {name}",
-            values[name],
-            may_be_zero=name in ("latency", "kernel", "reserved_bytes"),
-            whole=name in ("gpus_per_host", "tile"),
-        )
+    required = {f.name: f.default is MISSING for f in fields(Hardware)}
+    for name, x in values.items():
+        check_choice("hardware field", name, required)
+        if name == "attention":
+            values[name] = _rates(x)
+        elif name == "device":
+            check_choice("hardware: device", x, ("cuda", "cpu"))
+        else:
+            values[name] = str(x) if name == "name" else _number(f"hardware: {name}", x, name)
     if base is not None:
-        return replace(hardware_of(base), **values)
-    optional = {"tile", "gpus_per_host", "reserved_bytes", "device"}
-    if missing := [name for name in names if name not in values and name not in optional]:
-        raise ValueError(f"hardware: {', '.join(missing)} missing; give them, or name a base: {', '.join(HARDWARE)}")
+        check_choice("hardware: base", base, known)
+        return replace(known[base], **values)
+    if missing := [name for name, is_required in required.items() if is_required and name not in values]:
+        raise ValueError(f"hardware: {', '.join(missing)} missing; give them, or name a base: {', '.join(known)}")
     return Hardware(**values)
 
 
@@ -302,22 +174,36 @@ def _rates(value: Any) -> dict[str, AttentionRate]:
             name = f"hardware: attention: {kernel}"
             if not isinstance(rate, list | tuple) or len(rate) not in (2, 3):
                 raise ValueError(f"{name}={rate!r}: expected FLOP/s forward and backward, such as {_EXAMPLE_RATES}")
-            carries = rate[2] if len(rate) == 3 else False
+            forward, backward, carries = (*rate, False)[:3]
             check_bool(f"{name}: the third value, whether it carries,", carries)
-            rate = AttentionRate(_number(name, rate[0]), _number(name, rate[1]), carries)
+            rate = AttentionRate(_number(name, forward), _number(name, backward), carries)
         found[str(kernel)] = rate
     return found
 
 
-def _number(name: str, value: Any, may_be_zero: bool = False, whole: bool = False) -> Any:
+def _number(name: str, value: Any, field: str = "") -> Any:
     """``value`` as a number, after checking it. It may be a string, because YAML reads 48e9 as one."""
-    kind = "a whole number" if whole else "a number"
+    whole, may_be_zero = field in ("gpus_per_host", "tile"), field in ("latency", "kernel", "reserved_bytes")
+    expected = "a whole number" if whole else "a number"
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={value!r}: expected {kind}") from error
+        raise ValueError(f"{name}={value!r}: expected {expected}") from error
     if not isfinite(number) or number < 0 or (number == 0 and not may_be_zero):
         raise ValueError(f"{name}={value!r}: expected a positive number")
     if whole and number != int(number):
-        raise ValueError(f"{name}={value!r}: expected {kind}")
+        raise ValueError(f"{name}={value!r}: expected {expected}")
     return int(number) if whole else number
+
+
+def _table() -> dict[str, Hardware]:
+    """The GPUs of ``hardware.json``, whose entries are ``[value, source]``."""
+    table: dict[str, Hardware] = {}
+    for name, row in json.loads(Path(__file__).with_suffix(".json").read_text())["gpus"].items():
+        attention = {kernel: entry[0] for kernel, entry in row.pop("attention").items()}
+        values = {field: entry if field == "base" else entry[0] for field, entry in row.items()}
+        table[name] = _of_mapping({"name": name, "attention": attention, **values}, table)
+    return table
+
+
+HARDWARE = _table()

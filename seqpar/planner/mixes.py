@@ -1,30 +1,19 @@
-"""Document lengths of packed training data: published histograms, and a sequence packed from one."""
+"""Masks by name: those of ``--mask``, with document lengths drawn from the published histograms in ``mixes.json``."""
 
 from __future__ import annotations
 
+import json
 from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..checks import check_choice
 from ..mask import Mask
 
-# Histograms by name: the borders of the bins in tokens, and the number of documents in each bin.
-MIXES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    # MagiAttention's benchmark of distributed attention, 13.5 million documents: SandAI-org/MagiAttention,
-    # exps/dist_attn/benchmark/datasets/default/doc_length_distribution.csv.
-    "magi": (
-        (1, 11, 51, 101, 201, 501, 1025, 2049, 4097, 8193, 16385, 32769, 65537, 131073, 196609),
-        (30254, 391188, 699596, 1377757, 3794735, 3316785, 2106566, 988525, 410002, 173574, 115007, 18428, 22513,
-         18284),
-    ),
-    # WLB-LLM's production data in bins of 6,250 tokens (arXiv 2503.17924), as redistributed by hao-ai-lab/DistCA,
-    # distca/simulator/data/dist_wlbllm.json.
-    "wlb": (
-        tuple(range(1, 125002, 6250)),
-        (96764, 1220, 350, 170, 110, 100, 80, 70, 60, 50, 40, 70, 60, 30, 80, 70, 40, 20, 10, 125),
-    ),
-}  # fmt: skip
+# Histograms of document lengths by name.
+MIXES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())["mixes"]
 
 
 def document_mix(name: str, seq_len: int, seed: int = 0) -> Mask:
@@ -41,7 +30,7 @@ def document_mix(name: str, seq_len: int, seed: int = 0) -> Mask:
         ValueError: ``name`` is not a mix.
     """
     check_choice("mix", name, MIXES)
-    borders, counts = MIXES[name]
+    borders, counts = MIXES[name]["borders"], MIXES[name]["counts"]
     generator = np.random.default_rng(seed)
     shares = np.array(counts) / sum(counts)
     lengths: list[int] = []
@@ -49,11 +38,9 @@ def document_mix(name: str, seq_len: int, seed: int = 0) -> Mask:
     while total < seq_len:
         bins = generator.choice(len(counts), size=256, p=shares)
         for i in bins:
-            length = min(int(generator.integers(borders[i], borders[i + 1])), seq_len - total)
-            if length:
-                lengths.append(length)
-            total += length
-    return Mask.documents(list(accumulate(lengths, initial=0)))
+            lengths.append(min(int(generator.integers(borders[i], borders[i + 1])), seq_len - total))
+            total += lengths[-1]
+    return Mask.documents(sorted(set(accumulate(lengths, initial=0))))
 
 
 def mask_of(text: str, seq_len: int) -> Mask:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, new_message
-from ..comm.pulls import shared_memory, start_pulls
 from ..keys import GatheredKeys, Selection
 from ..mesh import AttentionGroups, Ranks
 from ..schedule import AttentionPlan, Exchange, Step, Transfer
@@ -261,12 +260,7 @@ class _Collectives:
     def start_step(self, step: Step, own: KeyValues, fetched: Tensor | None) -> Callable[[], KV]:
         assert self._groups.within is not None
         by_host = self._message(own)[None] if fetched is None else fetched  # [hosts, elements]
-        memory = shared_memory(self._groups.within, by_host.device)
-        gathered, pending = (  # [ranks of a host, hosts, elements]
-            start_all_gather(by_host, self._groups.within)
-            if memory is None
-            else start_pulls(by_host, self._groups.within, memory)
-        )
+        gathered, pending = start_all_gather(by_host, self._groups.within)  # [ranks of a host, hosts, elements]
         views = [self._rank_of(gathered, t, own.kv).narrow(0, len(t.rows)) for t in step.receives]
         del by_host, fetched, gathered
 

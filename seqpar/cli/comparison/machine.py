@@ -1,12 +1,10 @@
-"""The machine that a comparison was measured on, and the share of it that other programs used meanwhile."""
+"""The machine that a comparison was measured on, and the time that its cores are busy."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-import time
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,33 +13,6 @@ import torch
 
 from ...planner.costs import device_name
 from ..launch import cores
-
-
-@dataclass(frozen=True)
-class Clock:
-    """A moment.
-
-    Attributes:
-        wall: ``time.perf_counter()``, in seconds.
-        machine: CPU seconds that all processes of this machine have used so far.
-    """
-
-    wall: float
-    machine: float
-
-    @staticmethod
-    def now() -> Clock:
-        return Clock(time.perf_counter(), busy_seconds())
-
-    def busy_share_since(self, start: Clock, own: float) -> float:
-        """The share of this machine's cores that other processes have used since ``start``.
-
-        Args:
-            start: an earlier moment.
-            own: CPU seconds that the ranks on this machine have used since then.
-        """
-        others = max(0.0, self.machine - start.machine - own)
-        return others / max(1e-9, self.wall - start.wall) / (os.cpu_count() or 1)
 
 
 def busy_seconds() -> float:

@@ -5,6 +5,7 @@ All ranks of a case make and run its attempts together. If an attempt fails on o
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.profiler import ProfilerActivity, profile
 
 from ...mesh import ranks_by_host
 from ..launch import cores
@@ -32,10 +34,9 @@ from .attempts import (
     strategy_attempt,
 )
 from .cases import BenchConfig, Case
-from .machine import Clock
+from .machine import busy_seconds
 from .peers import RefusalError, Setting
 from .results import BOTH, FORWARD, CaseResult, Sample
-from .timeline import record
 
 _FEWEST_ROUNDS = 3
 _TIMEOUT = timedelta(hours=4)  # ranks that a case does not use wait for its end
@@ -202,7 +203,7 @@ class CaseMeasurement:
 
     def rounds(self, until: float) -> None:
         """Run at least three rounds, and more until rank 0's ``time.monotonic()`` would pass ``until``."""
-        clock, cpu = Clock.now(), time.process_time()
+        start, busy, cpu = time.perf_counter(), busy_seconds(), time.process_time()
         for number in range(self._config.rounds):
             turn = number % max(1, len(self._attempts))
             begun = time.monotonic()
@@ -214,7 +215,8 @@ class CaseMeasurement:
                 break
         by_rank = self._groups.gather(time.process_time() - cpu)
         spent = sum(by_rank[rank] for rank in self._hosts[0])
-        self.result.busy_share = Clock.now().busy_share_since(clock, spent)
+        others = (busy_seconds() - busy - spent) / (time.perf_counter() - start)
+        self.result.busy_share = max(0.0, others / (os.cpu_count() or 1))
 
     def _once(self, attempt: Attempt | None, sample: Sample) -> None:
         """Run an attempt once with and once without messages, and append the times to ``sample``."""
@@ -244,21 +246,20 @@ class CaseMeasurement:
                 mine, _ = attempt.run()
         return [t for t in self._groups.gather(mine) if t is not None]
 
-    def profile(self, folder: Path | None) -> None:
-        """Record one step of every attempt on several ranks, and write Chrome traces to ``folder`` if it is given."""
+    def write_traces(self, folder: Path) -> None:
+        """Write a Chrome trace of one step of every attempt on several ranks to ``folder``, on each rank."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         for attempt, sample in self._attempts:
             if sample.kind == "ideal" or attempt is None:
                 continue
-            self._show(f"{sample.name}: profile")
+            self._show(f"{sample.name}: trace")
             self._use_threads(False)
-            chrome = None
-            if folder is not None:
-                word = sample.name.replace(" ", "-").replace(",", "").replace("+", "and")
-                chrome = folder / f"{self.case.preset}-{self.case.seq_len}-{word}-rank{self._rank}.json"
+            word = sample.name.replace(" ", "-").replace(",", "").replace("+", "and")
             dist.barrier(self._groups.control)
-            timeline, _ = self._groups.together(partial(record, attempt.run, self.device, chrome))
-            if timeline is not None:
-                self.result.timelines[sample.name] = self._groups.gather(timeline)
+            with profile(activities=activities) as profiler:
+                self._groups.together(attempt.run)
+            file = folder / f"{self.case.preset}-{self.case.seq_len}-{word}-rank{self._rank}.json"
+            profiler.export_chrome_trace(str(file))
 
 
 def _relative_errors(by_rank: list[list[tuple[float, float]]]) -> dict[str, float]:
@@ -298,8 +299,8 @@ def measure(
             one = CaseMeasurement(case, groups[case.ranks], device, config, partial(_show_of, case, show))
             one.prepare(peers)
             one.rounds(until)
-            if config.trace or (config.charts and i + 1 == len(cases)):
-                one.profile(out if config.trace else None)
+            if config.trace:
+                one.write_traces(out)
             results.append(one.result)
             torch.cuda.empty_cache()
         groups[world].gather(None)

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from ..trainer.report import human_bytes
 from .cases import Case
-from .timeline import Timeline
 
 FORWARD, BOTH = "forward", "forward + backward"
 PASSES = (FORWARD, BOTH)
@@ -63,7 +62,6 @@ class CaseResult:
         divisor: the ideal time is that of one process divided by this number. On CUDA it is the number of ranks, since
             each has its own device. On a CPU it is the number of hosts, since one process had all cores of its host.
         busy_share: the share of the cores that other programs used during the rounds.
-        timelines: one step on each rank, by the name of the attempt.
     """
 
     case: Case
@@ -71,23 +69,12 @@ class CaseResult:
     refused: dict[str, str]
     divisor: int
     busy_share: float = 0.0
-    timelines: dict[str, list[Timeline]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. Values that were not measured are None."""
+class Row(Case):
+    """One line of the table: the columns of its case, and what was measured. A value that was not measured is None."""
 
-    preset: str
-    mask: str
-    seq_len: int
-    ranks: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
     what: str
     kind: str
     layout: str
@@ -133,12 +120,10 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> Row:
     median = statistics.median(seconds)
     pairs = zip(ideal.seconds[run], seconds, strict=True)
     exposed = [s - t for s, t in zip(seconds, sample.silent[run], strict=False)]
-    settings = asdict(case)
-    settings.pop("seed")
     operations = case.operations(backward=False) + (case.operations(backward=True) if run == BOTH else 0.0)
     both = run == BOTH or not sample.seconds[BOTH]  # bytes and memory were measured for forward and backward together
     return Row(
-        **(settings | {"ranks": 1 if alone else case.ranks}),
+        **(asdict(case) | {"ranks": 1 if alone else case.ranks}),
         what=sample.name,
         kind=sample.kind,
         layout=sample.layout,

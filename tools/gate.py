@@ -1,9 +1,10 @@
-"""``python -m seqpar.triton_kernels.inspect``: compile every configuration, for GPUs that this machine does not have.
+"""``python tools/gate.py``: compile every configuration of the kernels, for GPUs that this machine does not have.
 
 Prints registers, spills, shared memory, matrix instructions, products of tiles, tiles that go through registers into a
 product, and how many blocks fit a processor. Exits with 1 if a kernel spills more than ``SPILLS`` allows, exceeds the
-memory of its GPU, does not use the matrix unit, or on sm_90 waits for a product at once. ``--json`` prints one object per
-kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core.
+memory of its GPU, does not use the matrix unit, or on sm_90 waits for a product at once. ``--json`` prints one object
+per kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core. PyTorch and Triton
+must be installed; seqpar need not be.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .backward import Operands, dq_launch, keys_launch
-from .compiled import TARGETS, Resources, compile_for, resources
-from .configs import Config, entry, for_split, table, table_config
-from .forward import forward_launch
-from .launch import Launch
-from .merge import merge_launch
-from .preprocess import delta_launch, statistics_launch
-from .rotary import rotary_launch
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools.compiled import TARGETS, Resources, compile_for, resources
+from triton_kernels.backward import Operands, dq_launch, keys_launch
+from triton_kernels.configs import Config, entry, for_split, table, table_config
+from triton_kernels.forward import forward_launch
+from triton_kernels.launch import Launch
+from triton_kernels.merge import merge_launch
+from triton_kernels.preprocess import delta_launch, statistics_launch
+from triton_kernels.rotary import rotary_launch
 
 _NEW = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 # Bytes that CUDA's compiler may spill to local memory, by (kernel, largest head_dim, dtype); 0 for everything else.
@@ -280,7 +284,8 @@ def _print(row: dict[str, Any]) -> None:
     tile = f"{config['block_m']}x{config['block_n']}"
     options = f"{config['num_warps']}w {config['num_stages']}s{' tma' if config['tma'] else ''}"
     print(
-        f"{row['target']:7} {row['kernel']:15} {row['head_dim']:>4} {row['v_head_dim']:>4} {row['dtype']:9} {row['feature']:12} {tile:>8} "
+        f"{row['target']:7} {row['kernel']:15} {row['head_dim']:>4} {row['v_head_dim']:>4} "
+        f"{row['dtype']:9} {row['feature']:12} {tile:>8} "
         f"{options:9} {row['registers']:>5} {row['spilled_bytes']:>7} {row['shared_bytes']:>8} {row['matrix']:8} "
         f"{row['products']:>8} {row['reloaded']:>8} {row['occupancy']:>9} {row['wrong']}",
         flush=True,
@@ -288,7 +293,7 @@ def _print(row: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m seqpar.triton_kernels.inspect", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", action="append", metavar="ARCH", help=", ".join(TARGETS))
     parser.add_argument("--what", default="table", choices=("table", "features", "unaligned", "small", "all"))
     parser.add_argument(
@@ -304,8 +309,8 @@ def main(argv: list[str] | None = None) -> int:
     chosen = {"table": table_cases, "features": feature_cases, "unaligned": unaligned_cases, "small": small_cases}
     if not arguments.json:
         print(
-            "target  kernel      head_dim: q, v dtype     feature          tile options   regs spilled   shared matrix   "
-            "products reloaded occupancy wrong"
+            "target  kernel      head_dim: q, v dtype     feature          tile options   regs spilled   shared "
+            "matrix   products reloaded occupancy wrong"
         )
     wrong = 0
     for name, cases in chosen.items():

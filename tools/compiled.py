@@ -1,4 +1,4 @@
-"""Compile a :class:`Launch` ahead of time, for a GPU that this machine does not have, and read the resources that it uses."""
+"""Compile a :class:`Launch` for a GPU that this machine does not have, and read the resources that it uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Launch
+if TYPE_CHECKING:
+    from triton_kernels.launch import Launch
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 TARGETS = {

@@ -1,0 +1,271 @@
+"""Loaders and collate functions: the ranks of a sequence get their parts of one batch, dp ranks different batches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.utils.data import DistributedSampler, IterableDataset, default_collate
+
+from ..checks import check_choice
+from ..comm.handshake import Fingerprint, all_gather_header
+from ..layout import LAYOUTS, Layout, SequenceSharding
+from ..mask import keep_layer_mask
+from ..mesh import rank_in, sequence_group, size_of
+from ..schedule import MaskPlanner
+from ..strategies import resolve
+from .batch import PLANNED, mask_and_length, shard_batch, shard_for_rank
+from .state import patch_of
+
+
+class _NextBatch(NamedTuple):
+    """What a rank tells the others: whether its loader has another batch, and a checksum of an epoch's first one."""
+
+    follows: bool
+    first: Fingerprint
+
+
+class ShardedLoader:
+    """Iterates over ``loader`` and yields this rank's part of each batch, as ``shard_batch`` returns it.
+
+    All ranks of a sequence load the same batches, and dp ranks load different ones: give the loader a
+    ``DistributedSampler`` with the size and rank of dp, or a dataset that
+    ``datasets.distributed.split_dataset_by_node`` has split by dp. Before each batch the ranks tell one another whether
+    they have one. An epoch ends for all dp ranks as soon as one of them has no batch, and an error that the loader
+    raises on one rank is raised on the others too.
+
+    ``state_dict`` and ``load_state_dict`` are those of the loader, such as torchdata's ``StatefulDataLoader``. They
+    resume at the batch after the last yielded one. Each rank saves and loads its own state.
+
+    Args:
+        loader: yields the full batches of this dp rank. If it shuffles, the ranks of a sequence need the same seed.
+        mesh: as in ``shard_batch``.
+        group: as in ``shard_batch``.
+        layout: as in ``shard_batch``.
+        shift_labels: as in ``shard_batch``.
+        scatter: whether only the first rank of each sequence loads batches and sends the other ranks their parts.
+            The other ranks unpickle what they receive.
+
+    Raises:
+        ValueError: the loader's DistributedSampler, or the split of its dataset, has another size or rank than dp. An
+            iteration raises it if two dp ranks load the same first batch, or if only some ranks of a sequence have
+            another batch.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        layout: Layout = "zigzag",
+        shift_labels: bool | None = None,
+        scatter: bool = False,
+    ) -> None:
+        check_choice("layout", layout, LAYOUTS)
+        self.group = sequence_group(mesh, group)
+        has_dp = mesh is not None and "dp" in (mesh.mesh_dim_names or ())
+        self.dp_group = mesh["dp"].get_group() if mesh is not None and has_dp else None
+        _check_split(loader, size_of(self.dp_group), rank_in(self.dp_group))
+        self.loader: Any = loader
+        self.layout, self.shift_labels, self.scatter = layout, shift_labels, scatter
+        self._loads = not scatter or rank_in(self.group) == 0
+        self._in_epoch = False  # whether the last epoch has yielded a batch and has not ended
+        self._resumes = False  # whether the next epoch starts at a loaded state
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batches = self._batches()
+        batch: Any = None
+        is_first = True
+
+        def load() -> _NextBatch:
+            nonlocal batch
+            batch = next(batches, None)
+            compare = is_first and batch is not None and size_of(self.dp_group) > 1
+            return _NextBatch(batch is not None, Fingerprint(_checksum(batch) if compare else 0))
+
+        def load_on_each_dp_rank() -> _NextBatch:
+            if not self._loads:
+                return _NextBatch(False, Fingerprint(0))
+            by_dp_rank = all_gather_header(load, self.dp_group)
+            follows = all(header.follows for header in by_dp_rank)
+            if follows and is_first:
+                self._check_different([header.first for header in by_dp_rank])
+            return _NextBatch(follows, Fingerprint(0))
+
+        while True:
+            by_rank = [header.follows for header in all_gather_header(load_on_each_dp_rank, self.group)]
+            if not self.scatter and len(set(by_rank)) > 1:
+                raise ValueError(
+                    f"loader: only ranks {[rank for rank, follows in enumerate(by_rank) if follows]} of the sequence "
+                    f"group's {len(by_rank)} have another batch; give all of them the same dataset, sampler and seed"
+                )
+            self._in_epoch = by_rank[0]
+            if not by_rank[0]:
+                return
+            is_first = False
+            yield shard_batch(batch, group=self.group, layout=self.layout, shift_labels=self.shift_labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the iteration, for ``load_state_dict`` on the same rank."""
+        state = {"dp": size_of(self.dp_group)}
+        # A stream ends for all dp ranks when the shortest one ends. The next epoch starts at its beginning.
+        ended = isinstance(getattr(self.loader, "dataset", None), IterableDataset) and not self._in_epoch
+        return {**state, "loader": self._stateful.state_dict()} if self._loads and not ended else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration continue from ``state``, which ``state_dict`` returned.
+
+        A sampler with an epoch needs its ``set_epoch`` first, as without this class.
+
+        Raises:
+            ValueError: the state was saved with another number of dp ranks.
+        """
+        size = size_of(self.dp_group)
+        if state["dp"] != size:
+            raise ValueError(
+                f"state: it was saved with dp={state['dp']}, but this loader has dp={size}; resume with the same size, "
+                "or start the epoch again"
+            )
+        if "loader" in state:
+            self._stateful.load_state_dict(state["loader"])
+            self._in_epoch = self._resumes = True
+
+    @property
+    def _stateful(self) -> Any:
+        if not hasattr(self.loader, "state_dict"):
+            raise TypeError(
+                f"loader={type(self.loader).__name__}: it has no state_dict; use "
+                "torchdata.stateful_dataloader.StatefulDataLoader"
+            )
+        return self.loader
+
+    def _batches(self) -> Iterator[Any]:
+        dataset: Any = getattr(self.loader, "dataset", None)
+        if not self._resumes and hasattr(dataset, "_distributed"):
+            dataset.load_state_dict(None)  # a stream of Hugging Face that has resumed once resumes in every epoch
+        self._resumes = False
+        if self._loads:
+            yield from self.loader
+
+    def _check_different(self, first: list[Fingerprint]) -> None:
+        if len(set(first)) < (size := len(first)):
+            rank = rank_in(self.dp_group)
+            raise ValueError(
+                "loader: two dp ranks load the same batch; give each dp rank its own, by DistributedSampler(dataset, "
+                f"num_replicas={size}, rank={rank}) or split_dataset_by_node(dataset, rank={rank}, world_size={size})"
+            )
+
+
+def _check_split(loader: Any, size: int, rank: int) -> None:
+    """Raise if the loader's sampler, or the stream that it reads, is split for other ranks than those of dp."""
+    sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
+    if isinstance(sampler, DistributedSampler):
+        name, sizes, found = "DistributedSampler has num_replicas", "num_replicas", (sampler.num_replicas, sampler.rank)
+    elif (split := getattr(dataset, "_distributed", None)) is not None:  # a stream of Hugging Face
+        name, sizes, found = "split_dataset_by_node has world_size", "world_size", (split.world_size, split.rank)
+    else:
+        return
+    if found != (size, rank):
+        raise ValueError(
+            f"loader: its {name}={found[0]}, rank={found[1]}, but the mesh has dp={size} and this is dp rank {rank}; "
+            f"make it with {sizes}={size}, rank={rank}"
+        )
+
+
+def _checksum(batch: Any) -> int:
+    """A checksum of the batch's tensors."""
+    value = 0
+    for _, x in sorted(batch.items()) if isinstance(batch, Mapping) else ():
+        if isinstance(x, Tensor):
+            data: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            value = zlib.crc32(data, value)
+    return value
+
+
+class ShardCollator:
+    """A collate function that returns this rank's part of each batch, for a DataLoader of your own.
+
+    It does not communicate, so that it can run in worker processes. It has no state, so that torchdata's
+    ``StatefulDataLoader`` resumes in the middle of an epoch as usual.
+
+    All ranks of a sequence must load the same examples in the same order. This is not checked. A ``DistributedSampler``
+    must therefore have the size and rank of dp, not those of the world.
+
+    Args:
+        collate: makes a full batch from a list of examples.
+        mesh: as in ``shard_batch``.
+        group: as in ``shard_batch``.
+        layout: as in ``shard_batch``.
+        shift_labels: as in ``shard_batch``.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        layout: Layout = "zigzag",
+        shift_labels: bool | None = None,
+    ) -> None:
+        group = sequence_group(mesh, group)
+        check_choice("layout", layout, LAYOUTS)
+        self.collate, self.layout, self.shift_labels = collate, layout, shift_labels
+        # The group itself is not kept, because worker processes cannot unpickle it.
+        self.ranks, self.rank = size_of(group), rank_in(group)
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        """This rank's part of the batch of ``examples``, as ``shard_batch`` returns it."""
+        return shard_for_rank(self.collate(examples), self.ranks, self.rank, self.layout, self.shift_labels)
+
+
+class PlanCollator:
+    """A collate function that plans the attention of ``model`` for each batch in the worker processes.
+
+    The plan says what a rank sends and receives. It depends on the documents and the padding of the batch. Without this
+    collate function, the first attention layer of each step makes the plan.
+
+    The result is the full batch with an additional entry ``seqpar_mask``, which contains the plans. Pass it to the
+    model, to ``shard_batch`` or ``ShardedLoader``, or combine the two collate functions:
+    ``ShardCollator(PlanCollator(...))``. If a batch is changed after it was collated, the step makes a new plan.
+
+    Batches with images are not supported, because their masks are known only inside the model. Each rank makes its own
+    plan. With ``ShardedLoader(scatter=True)``, the ranks that load no batches make it in the step.
+
+    Args:
+        model: a parallelized model. This object does not keep a reference to it.
+        collate: makes a full batch, a dict with ``input_ids``, from a list of examples.
+
+    Raises:
+        ValueError: the model is not parallelized, or it is parallelized with ``strategy="auto"``.
+    """
+
+    def __init__(self, model: nn.Module, collate: Callable[[list[Any]], Any] = default_collate) -> None:
+        patch = patch_of(model)
+        if patch.strategy == "auto":
+            raise ValueError(
+                "model: with strategy='auto' the strategy is chosen in each call; call parallelize with the name of a "
+                "strategy"
+            )
+        groups = resolve(patch.strategy, patch.mesh, patch.given_group, patch.options)
+        sharding = SequenceSharding(patch.ranks, patch.layout, groups.ring_size, groups.ulysses_size)
+        self.collate = collate
+        self.planner = MaskPlanner(sharding, groups.ring_rank, groups.gathers, groups.per_host)
+        self.layer_masks = tuple(patch.layer_masks)
+
+    def __call__(self, examples: list[Any]) -> dict[str, Any]:
+        """The full batch of ``examples``, with the plans of this rank's layers."""
+        batch = self.collate(examples)
+        mask, length = mask_and_length(batch)
+        for layer in self.layer_masks:
+            self.planner(keep_layer_mask(mask, layer), length)
+        return {**batch, PLANNED: mask}
