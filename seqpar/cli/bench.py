@@ -32,7 +32,7 @@ from .comparison.peers import adapters
 from .comparison.results import PASSES, CaseResult, Row, rows_of, table_of, to_json
 from .launch import BAD_OPTION, CommandError, bad_options, cores, follow_launcher, launch, under_launcher
 from .plan import read_tokens
-from .trainer.report import make_folder
+from .tables import make_folder
 
 _DEADLINE_S = 4 * 3600.0  # of the whole command
 _WIDTH = 132  # columns of the tables if stdout is not a terminal

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .launch import BAD_OPTION, CommandError, bad_options, cores, threads_per_rank
+from .tables import human_bytes, make_folder, plot_comparison, write_csv
 from .trainer.config import DeviceName, TrainConfig
 from .trainer.data import read_corpus
-from .trainer.report import human_bytes, make_folder, plot_comparison, write_csv
 from .trainer.worker import launch_training
 
 _ONE_PROCESS = "one process"

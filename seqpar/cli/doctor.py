@@ -31,7 +31,7 @@ from ..kernels import BACKENDS, BackendName, backends
 from ..planner.costs import device_name
 from .checkup import Findings, check_up, synchronize
 from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
-from .trainer.report import human_bytes
+from .tables import human_bytes
 
 _HEADS, _HEAD_DIM = 8, 64
 _LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner import Choice, Plan
-from .trainer.report import make_folder
+from .tables import make_folder
 
 _MOST_CHOICES = 10
 _PARTS = ("states", "gathered", "activations", "working", "reserved")

@@ -27,8 +27,8 @@ from ...functional import attention
 from ...kernels import BACKENDS
 from ...mesh import Ranks
 from ...sharding import Sharding
-from ..trainer.memory import PeakMemory
 from .cases import Contender
+from .machine import PeakMemory
 from .peers import Peer, RefusalError, Setting, make_peer, sdpa
 
 # The largest allowed relative error of an output or a gradient, in the 2-norm. One device has less than a tenth of it.

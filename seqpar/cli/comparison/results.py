@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..trainer.report import human_bytes
+from ..tables import human_bytes
 from .cases import Case
 from .timeline import Timeline
 

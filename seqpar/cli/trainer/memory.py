@@ -1,17 +1,15 @@
-"""The memory that a step needs, the free memory, and the peak of this process's memory."""
+"""The memory that a step needs, and the free memory."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from ..tables import human_bytes
 from .config import DTYPES, TrainConfig
 from .data import BATCH_BYTES
-from .report import human_bytes
 from .world import World
 
 
@@ -60,40 +58,3 @@ def _free_on_host() -> int:
     with suppress(OSError, ValueError):  # "max" where there is no limit
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return free
-
-
-class PeakMemory:
-    """The peak of this process's memory since the object was made, in bytes above the memory at that time.
-
-    On CUDA it is the memory of tensors on the device, as torch counts it. On a CPU torch does not count memory, and it
-    is the resident memory of the process: on Linux ``VmHWM``, which is reset here, elsewhere ``ru_maxrss``, the peak
-    since the process started.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._baseline = torch.cuda.memory_allocated(device)
-            return
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): set the peak to the current resident memory
-        self._baseline = _resident_peak()
-
-    def bytes(self) -> int:
-        """The peak so far."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._baseline
-        return max(0, _resident_peak() - self._baseline)
-
-
-def _resident_peak() -> int:
-    """The peak of resident memory in bytes."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10  # KiB
-    except OSError:  # not Linux
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10  # macOS counts bytes, others KiB

@@ -22,11 +22,11 @@ from ...layers import clip_grad_norm_, sync_gradients
 from ...layers.sharded_weights import weight_shards
 from ...sharding import Sharding
 from ...strategies import STRATEGIES, resolve
+from ..comparison.machine import PeakMemory
 from ..launch import CommandError
 from .checkpoint import check_same_run, save_checkpoint
 from .config import DTYPES, TrainConfig
 from .data import Corpus, MaskChoice, make_batch
-from .memory import PeakMemory
 from .model import ByteLlama, partial_loss
 from .world import World
 

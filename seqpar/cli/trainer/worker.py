@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..launch import INTERRUPTED, CommandError, bad_options, exit_with, follow_launcher, launch, threads_per_rank
+from ..tables import human_bytes, human_count, make_folder, plot_loss, write_csv, write_json
 from .checkpoint import load_checkpoint
 from .config import TrainConfig
 from .data import Corpus, read_corpus
 from .memory import check_memory
-from .report import human_bytes, human_count, make_folder, plot_loss, write_csv, write_json
 from .training import StepResult, Training
 from .world import World
 
