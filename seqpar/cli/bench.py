@@ -30,7 +30,7 @@ from .comparison.machine import machine_facts
 from .comparison.measure import measure
 from .comparison.peers import adapters
 from .comparison.results import PASSES, CaseResult, Row, rows_of, table_of, to_json
-from .launch import BAD_OPTION, CommandError, bad_options, cores, follow_launcher, launch, under_launcher
+from .launch import BAD_OPTION, CommandError, bad_options, cores, launch, under_launcher
 from .plan import read_tokens
 from .tables import make_folder
 
@@ -122,7 +122,7 @@ def bench(
         config.check(nproc)
         adapters(config.peers)
         make_folder(Path(out))
-    launch(["-m", "seqpar.cli.comparison.worker", config.to_json()], nproc, _DEADLINE_S)
+    launch(run_bench, nproc, config, deadline_s=_DEADLINE_S)
 
 
 def run_bench(config: BenchConfig) -> None:
@@ -131,7 +131,6 @@ def run_bench(config: BenchConfig) -> None:
     Raises:
         CommandError: an option is not allowed, or the results of a strategy of seqpar are wrong.
     """
-    follow_launcher()
     start = time.monotonic()
     with bad_options():
         config.check(int(os.environ["WORLD_SIZE"]))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -160,10 +159,3 @@ class TrainConfig:
         MaskChoice.parse(self.mask)
         # The model checks the remaining options. On the meta device its weights take no memory.
         ByteLlama(self.shape, self.strategy, backend=self.backend, device="meta", **self.strategy_options)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> TrainConfig:
-        return TrainConfig(**json.loads(text))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..launch import INTERRUPTED, CommandError, bad_options, exit_with, follow_launcher, launch, threads_per_rank
+from ..launch import bad_options, launch, threads_per_rank
 from ..tables import human_bytes, human_count, make_folder, plot_loss, write_csv, write_json
 from .checkpoint import load_checkpoint
 from .config import TrainConfig
@@ -30,7 +29,7 @@ def launch_training(config: TrainConfig, ranks: int) -> None:
     Raises:
         CommandError: an option is not allowed, or the run failed.
     """
-    launch(["-m", "seqpar.cli.trainer.worker", config.to_json()], ranks, config.deadline)
+    launch(run_training, ranks, config, deadline_s=config.deadline)
 
 
 def run_training(config: TrainConfig) -> None:
@@ -184,18 +183,3 @@ def _report(training: Training, results: list[StepResult], resumed_at: int, peak
     write_json(out / "summary.json", summary)
     if config.plot:
         plot_loss(out / "losses.png", training.losses, f"{title_of(training)}: {config.seq_len:,} tokens per sequence")
-
-
-def main() -> None:
-    """The entry point of the ranks that ``launch_training`` starts. The only argument is the configuration."""
-    follow_launcher()
-    try:
-        run_training(TrainConfig.from_json(sys.argv[1]))
-    except CommandError as error:
-        exit_with(error)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-
-
-if __name__ == "__main__":
-    main()
