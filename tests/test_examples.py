@@ -36,6 +36,8 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "sft.py": (("trl", "datasets"), ["--length", "256"]),
 }
 ELSEWHERE = {
+    "__init__.py",
+    "bytelm.py",  # test_demo.py
     "grpo.py",  # test_hf_trl.py
     "quickstart.py",  # test_docs.py
     "two_hosts.py",  # below

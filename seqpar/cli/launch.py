@@ -98,7 +98,7 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any, deadline_s: 
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the error below is shown instead
-    multiprocessing.set_forkserver_preload([function.__module__])
+    multiprocessing.set_forkserver_preload([function.__module__, "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -151,8 +151,8 @@ def _first_error(failed: ChildFailedError, folder: Path, deadline_s: float) -> C
     if failure.exitcode < 0 or not raised:  # ended by a signal, or by sys.exit
         hint = " (out of memory, perhaps)" if failure.signal_name() == "SIGKILL" else ""
         how = f"was ended by {failure.signal_name()}{hint}" if failure.exitcode < 0 else "failed:"
-        stderr = next(folder.rglob(f"{rank}/stderr.log")).read_text(errors="replace").strip().splitlines()
-        return CommandError("\n".join([f"rank {rank} {how}", *stderr[-_LINES:]]))
+        stderr = "".join(file.read_text(errors="replace") for file in folder.rglob(f"{rank}/stderr.log"))
+        return CommandError("\n".join([f"rank {rank} {how}", *stderr.strip().splitlines()[-_LINES:]]))
     error = json.loads(raised[0].read_text())["message"]
     name, _, message = error["message"].partition(": ")
     if name == CommandError.__name__:
