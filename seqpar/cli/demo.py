@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from ..checks import check_choice, check_int
 from .launch import CommandError, bad_options, cores, launch, threads_per_rank
-from .tables import human_bytes, make_folder, pyplot_without_display, save_figure, write_csv
+from .tables import human_bytes, make_folder, number_table, pyplot_without_display, save_figure, write_csv
 
 _ONE_PROCESS = "one process"
 _BATCH = 2
@@ -110,10 +109,8 @@ def _row(name: str, by_rank: Sequence[Mapping[str, Any]], curves: Mapping[str, A
 
 
 def _print(rows: Sequence[Mapping[str, Any]], first_loss: float, console: Console) -> None:
-    table = Table()
-    table.add_column("run")
-    for heading in ("final\nloss", "largest\ndifference", "tokens/s", "peak memory\nper rank", "sent\nper token"):
-        table.add_column(heading, justify="right")
+    headings = "final\nloss", "largest\ndifference", "tokens/s", "peak memory\nper rank", "sent\nper token"
+    table = number_table("run", *headings)
     for row in rows:
         one = row["run"] == _ONE_PROCESS
         table.add_row(

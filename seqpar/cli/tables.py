@@ -1,4 +1,4 @@
-"""What several commands need: folders, CSV and PNG files, and numbers with units."""
+"""What several commands need: tables, CSV and PNG files and their folders, and numbers with units."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
+
+
+def number_table(*headings: str, **options: Any) -> Table:
+    """A table with texts in its first column and numbers in the others. ``options`` are rich's."""
+    table = Table(**options)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left")
+    return table
 
 
 def make_folder(out: Path, option: str = "--out") -> None:
@@ -21,7 +31,7 @@ def make_folder(out: Path, option: str = "--out") -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows, which have the same keys. Floats are written with all their digits."""
+    """Write rows, at least one, which have the same keys. Floats are written with all their digits."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
@@ -47,6 +57,7 @@ def pyplot_without_display() -> Any:
     return pyplot
 
 
-def save_figure(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> Path:
     figure.savefig(path, dpi=130)
     pyplot_without_display().close(figure)
+    return path

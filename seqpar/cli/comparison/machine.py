@@ -113,11 +113,7 @@ class PeakMemory:
 
 def _resident_peak() -> int:
     """The peak of resident memory in bytes."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10  # KiB
-    except OSError:  # not Linux
-        pass
+    with suppress(OSError):  # not Linux
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10  # KiB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10  # macOS counts bytes, others KiB
