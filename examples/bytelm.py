@@ -15,7 +15,6 @@ import argparse
 import itertools
 import resource
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -175,8 +174,7 @@ def peak_memory(device: str) -> int:
     """Bytes: of tensors on CUDA, of the whole process on a CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux counts KiB
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -200,8 +198,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         dcp.load(state, checkpoint_id=args.resume)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         first = state["step"]
+    if first >= args.steps:
+        raise ValueError(f"--steps {args.steps}: the checkpoint has {first} steps already; choose more")
 
-    losses, seconds, sent_by_attention, sent_of_gradients = [], [], 0, 0
+    losses: list[float] = []
+    seconds: list[float] = []
+    sent_by_attention = sent_of_gradients = 0
     for step in range(first, args.steps):
         start = time.perf_counter()
         full_tokens, full_labels, mask = make_batch(data, starts, step, args)

@@ -123,7 +123,8 @@ def _lines(
         handles.update({label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)})
     figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    return save_figure(figure, path)
+    save_figure(figure, path)
+    return path
 
 
 def _timelines(result: CaseResult, path: Path) -> Path:
@@ -154,7 +155,8 @@ def _timelines(result: CaseResult, path: Path) -> Path:
         axes.plot([], [], color=color, linewidth=6, label=label)
     figure.legend(loc="outside lower right", ncols=3, fontsize=8)
     axes.set_title(f"One step, forward + backward: {result.case}", fontsize=10)
-    return save_figure(figure, path)
+    save_figure(figure, path)
+    return path
 
 
 def _end(timeline: Timeline) -> float:

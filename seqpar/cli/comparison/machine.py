@@ -1,14 +1,11 @@
-"""The machine that a comparison was measured on: its cores, what other programs used of them, and peaks of memory."""
+"""The machine that a comparison was measured on, and the share of it that other programs used meanwhile."""
 
 from __future__ import annotations
 
 import os
 import platform
-import resource
 import subprocess
-import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -84,36 +81,3 @@ def _commit() -> str:
     except OSError:  # no git
         return ""
     return described.stdout.strip()
-
-
-class PeakMemory:
-    """The peak of this process's memory since the object was made, in bytes above the memory at that time.
-
-    On CUDA it is the memory of tensors on the device, as torch counts it. On a CPU torch does not count memory, and it
-    is the resident memory of the process: on Linux ``VmHWM``, which is reset here, elsewhere ``ru_maxrss``, the peak
-    since the process started.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._baseline = torch.cuda.memory_allocated(device)
-            return
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # proc(5): set the peak to the current resident memory
-        self._baseline = _resident_peak()
-
-    def bytes(self) -> int:
-        """The peak so far."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._baseline
-        return max(0, _resident_peak() - self._baseline)
-
-
-def _resident_peak() -> int:
-    """The peak of resident memory in bytes."""
-    with suppress(OSError):  # not Linux
-        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10  # KiB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10  # macOS counts bytes, others KiB
