@@ -2,12 +2,16 @@
 
 ``triton_kernels/`` is installed as ``seqpar.triton_kernels``: a distribution named ``triton_kernels`` exists on PyPI,
 and transformers probes for it. Installing our folder under that top-level name would shadow it. ``benchmarks/peers/``
-is installed as ``seqpar.peers``, for ``seqpar bench``. Everything else about the package is in ``pyproject.toml``.
+is installed as ``seqpar.peers``, for ``seqpar bench``, and ``examples/`` as ``seqpar.examples``, for ``seqpar demo``.
+Everything else about the package is in ``pyproject.toml``.
 """
 
 from setuptools import find_packages, setup
 
-setup(
-    packages=[*find_packages(include=["seqpar", "seqpar.*"]), "seqpar.triton_kernels", "seqpar.peers"],
-    package_dir={"seqpar.triton_kernels": "triton_kernels", "seqpar.peers": "benchmarks/peers"},
-)
+FOLDERS = {
+    "seqpar.triton_kernels": "triton_kernels",
+    "seqpar.peers": "benchmarks/peers",
+    "seqpar.examples": "examples",
+}
+
+setup(packages=[*find_packages(include=["seqpar", "seqpar.*"]), *FOLDERS], package_dir=FOLDERS)

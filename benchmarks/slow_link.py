@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 import seqpar
-from seqpar.cli.launch import CommandError, exit_with, follow_launcher, launch, under_launcher
+from seqpar.cli.launch import under_launcher
 from seqpar.comm import collectives
 from seqpar.layers import AttentionLayer
 from seqpar.strategies import ulysses
@@ -85,34 +85,28 @@ def main() -> None:
         return
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
         sys.exit("error: to make hosts on this machine, slow_link needs root and iproute2 (ip, tc)")
-    try:
-        measure(arguments)
-    except CommandError as error:
-        exit_with(error)
+    measure(arguments)
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Start the ranks, each on its host, and report what rank 0 writes."""
+    """Run torchrun on each host, and report what rank 0 writes."""
     per_host = arguments.per_host
     with hosts(arguments.hosts), tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         options = [f"--{k.replace('_', '-')}={v}" for k in SHAPE if (v := getattr(arguments, k)) is not None]
-        launch(
-            [__file__, *options, *["--one-level"] * arguments.one_level, f"--out={out}"],
-            arguments.hosts * per_host,
-            DEADLINE_S,
-            prefix=lambda rank: ["ip", "netns", "exec", host_name(rank // per_host)],
-            environment=lambda rank: {
-                "LOCAL_RANK": str(rank % per_host),
-                "LOCAL_WORLD_SIZE": str(per_host),
-                "MASTER_ADDR": address(0),
-                "MASTER_PORT": str(PORT),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",  # the launcher's store cannot be reached from the namespaces
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-                "OMP_NUM_THREADS": "1",
-                "SEQPAR_HOST": "all" if arguments.one_level else host_name(rank // per_host),
-            },
-        )
+        script = [__file__, *options, *["--one-level"] * arguments.one_level, f"--out={out}"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={arguments.hosts}"]
+        torchrun += [f"--nproc-per-node={per_host}", f"--master-addr={address(0)}", f"--master-port={PORT}"]
+        with contextlib.ExitStack() as running:
+            processes = []
+            for host, name in enumerate(map(host_name, range(arguments.hosts))):
+                environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+                environment["SEQPAR_HOST"] = "all" if arguments.one_level else name
+                command = ["ip", "netns", "exec", name, *torchrun, f"--node-rank={host}", *script]
+                processes.append(running.enter_context(subprocess.Popen(command, env=os.environ | environment)))
+                running.callback(processes[-1].terminate)
+            if any(process.wait(DEADLINE_S) for process in processes):
+                sys.exit("error: a host failed; see above")
         result = json.loads(out.read_text())
     for overlap, ratios in result["ratios"].items():
         shown = [round(ratio, 2) for ratio in ratios]
@@ -183,7 +177,6 @@ def limit(rate: int | None) -> None:
 
 def worker(arguments: argparse.Namespace) -> None:
     """One of the ranks that ``measure`` starts. Rank 0 writes the result to ``--out``."""
-    follow_launcher()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     variants = VARIANTS[arguments.strategy]

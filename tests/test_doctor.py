@@ -91,6 +91,23 @@ def test_the_command_starts_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert all(check["problem"] is None for check in report["ranks"]["checks"])
 
 
+def test_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("seqpar.cli.doctor._LONG_ENOUGH_S", 0.01)
+    assert run(monkeypatch, "--no-check", "--nproc=1") == 0
+    shown = capsys.readouterr().out
+    torch.set_num_threads(1)
+    for words in ("torch", "gloo yes", "reference", "GFLOP/s"):
+        assert words in shown
+
+
+def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The brackets of an extra are printed, not taken for a style."""
+    monkeypatch.setattr("seqpar.kernels.flash._no_cuda", lambda: None)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run(monkeypatch, "--no-measure", "--no-check") == 0
+    assert "(pip install --pre seqpar[flash4])" in capsys.readouterr().out
+
+
 def test_a_failed_self_check_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

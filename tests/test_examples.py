@@ -43,6 +43,8 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "LoRA": (("peft",), ["--length", "257"]),
 }
 ELSEWHERE = {
+    "__init__.py",
+    "bytelm.py",  # test_demo.py
     "grpo.py",  # test_hf_trl.py
     "quickstart.py",  # test_docs.py
 }

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import seqpar
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "seqpar", "triton_kernels", "benchmarks/peers")
+SOURCES = (
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+    "seqpar",
+    "triton_kernels",
+    "benchmarks/peers",
+    "examples",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _run(command: list[str | Path], **kwargs: object) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str | Path], **kwargs: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **kwargs)
 
 
@@ -52,6 +63,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
     expected = {str(path.relative_to(ROOT)) for path in files}
     expected |= {f"seqpar/{path.relative_to(ROOT)}" for path in (ROOT / "triton_kernels").rglob("*.py")}
     expected |= {f"seqpar/peers/{path.name}" for path in (ROOT / "benchmarks" / "peers").glob("*.py")}
+    expected |= {f"seqpar/{path.relative_to(ROOT)}" for path in (ROOT / "examples").glob("*.py")}
     assert {name for name in names if name.startswith("seqpar/")} == expected | {"seqpar/py.typed"}
     metadata = zipfile.ZipFile(wheel).read(f"seqpar-{seqpar.__version__}.dist-info/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
@@ -61,21 +73,25 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_works_from_anywhere(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked away from the sources: the kernels are inside the package, and nothing is called triton_kernels."""
+    """Unpacked away from the sources: the folders are inside the package, and `seqpar demo` runs."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     program = f"""
 import sys, importlib.util
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
-sys.path.insert(0, {str(tmp_path / "site")!r})
-import seqpar
-assert seqpar.__file__.startswith({str(tmp_path)!r}), seqpar.__file__
-found = importlib.util.find_spec("seqpar.triton_kernels")
-assert found is not None and found.origin.startswith({str(tmp_path)!r}), found
-assert importlib.util.find_spec("triton_kernels") is None
-assert importlib.util.find_spec("tests") is None
+for name in ("triton_kernels", "peers", "examples.bytelm"):
+    found = importlib.util.find_spec("seqpar." + name)
+    assert found is not None and found.origin.startswith({str(tmp_path)!r}), found
+for name in ("triton_kernels", "benchmarks", "tests", "examples"):
+    assert importlib.util.find_spec(name) is None
+from seqpar.cli import demo, main
+demo._STRATEGIES = dict(ulysses=demo._STRATEGIES["ulysses"])
+sys.argv = ["seqpar", "demo", "--nproc=2", "--steps=1", "--seq-len=16"]
+main()
 """
-    done = _run([sys.executable, "-c", program], cwd=tmp_path)
+    # With -S, Python does not run the .pth file that imports the sources of this checkout.
+    path = os.pathsep.join([str(tmp_path / "site"), *(path for path in sys.path if "site-packages" in path)])
+    done = _run([sys.executable, "-S", "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo" / "demo.csv").exists()
 
 
 def test_the_development_install_has_the_kernels() -> None:
@@ -95,6 +111,18 @@ print([name for name in {heavy} if name in sys.modules and name not in before])
 """
     done = _run([sys.executable, "-c", program])
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_the_command_says_what_to_install() -> None:
+    program = """
+import sys
+sys.modules.update(dict.fromkeys(["matplotlib", "rich", "typer"]))  # to import one raises ModuleNotFoundError
+from seqpar.cli import main
+main()
+"""
+    done = _run([sys.executable, "-c", program])
+    needs = "the seqpar command needs matplotlib, rich, typer; install with: pip install 'seqpar[cli]'"
+    assert (done.returncode, done.stderr) == (1, f"error: {needs}\n")
 
 
 def test_versions_agree() -> None:

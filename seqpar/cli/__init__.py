@@ -22,7 +22,6 @@ def main() -> None:
     from .demo import demo
     from .doctor import doctor
     from .plan import plan
-    from .train import train
 
     app = typer.Typer(
         name="seqpar",
@@ -32,7 +31,7 @@ def main() -> None:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for command in (doctor, plan, bench, train, demo):
+    for command in (doctor, plan, bench, demo):
         app.command()(command)
     try:
         app()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -29,10 +28,10 @@ from .comparison.charts import draw_charts
 from .comparison.machine import machine_facts
 from .comparison.measure import measure
 from .comparison.peers import adapters
-from .comparison.results import PASSES, CaseResult, Row, rows_of, table_of, to_json
-from .launch import BAD_OPTION, CommandError, bad_options, cores, follow_launcher, launch, under_launcher
+from .comparison.results import PASSES, CaseResult, rows_of, table_of, to_json
+from .launch import BAD_OPTION, CommandError, bad_options, cores, launch, under_launcher
 from .plan import read_tokens
-from .trainer.report import make_folder
+from .tables import make_folder, write_csv
 
 _DEADLINE_S = 4 * 3600.0  # of the whole command
 _WIDTH = 132  # columns of the tables if stdout is not a terminal
@@ -122,7 +121,7 @@ def bench(
         config.check(nproc)
         adapters(config.peers)
         make_folder(Path(out))
-    launch(["-m", "seqpar.cli.comparison.worker", config.to_json()], nproc, _DEADLINE_S)
+    launch(run_bench, nproc, config, deadline_s=_DEADLINE_S)
 
 
 def run_bench(config: BenchConfig) -> None:
@@ -131,7 +130,6 @@ def run_bench(config: BenchConfig) -> None:
     Raises:
         CommandError: an option is not allowed, or the results of a strategy of seqpar are wrong.
     """
-    follow_launcher()
     start = time.monotonic()
     with bad_options():
         config.check(int(os.environ["WORLD_SIZE"]))
@@ -215,10 +213,8 @@ def report(
         cases = "" if len(where) == len(results) else f" ({'; '.join(where)})"
         console.print(f"[bold]{name}[/] did not run: {why}{cases}", highlight=False)
     rows = [row for result in results for row in rows_of(result)]
-    with (folder / "bench.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*facts, *(f.name for f in fields(Row))])
-        writer.writeheader()
-        writer.writerows({**facts, **asdict(row)} for row in rows)
+    if rows:
+        write_csv(folder / "bench.csv", [{**facts, **asdict(row)} for row in rows])
     (folder / "bench.json").write_text(json.dumps(to_json(results, facts), indent=1) + "\n")
     if charts and results:
         draw_charts(results, folder, f"{facts['device']}, {results[-1].case.ranks} rank(s)")

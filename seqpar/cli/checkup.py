@@ -5,15 +5,12 @@ The command starts the ranks, or torchrun does.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +29,6 @@ from ..planner.costs import cost_file
 from ..planner.costs import measure as measure_costs
 from ..sharding import Sharding
 from ..strategies import STRATEGIES, compared_options
-from .launch import follow_launcher
 
 _TIMEOUT = timedelta(seconds=60)  # of one collective
 _SIZES = (8, 1 << 10, 32 << 10, 1 << 20, 32 << 20)  # bytes that each rank sends
@@ -106,14 +102,6 @@ class Findings:
     links: list[Link]
     checks: list[Check]
     costs: str | None = None
-
-    @staticmethod
-    def from_json(text: str) -> Findings:
-        """The findings that rank 0 has written to a file."""
-        value = json.loads(text)
-        value["links"] = [Link(**x) for x in value["links"]]
-        value["checks"] = [Check(**x) for x in value["checks"]]
-        return Findings(**value)
 
 
 def check_up(measure: bool, check: bool) -> Findings:
@@ -335,22 +323,3 @@ def _judge(
         by_quantity[name] = (total[0] / max(total[1], 1e-300)) ** 0.5
     bad = [f"{name} differs by {x:.1e}" for name, x in by_quantity.items() if not x <= tolerance]
     return Check(what, mask, max(by_quantity.values()), tolerance, "; ".join(bad) or None)
-
-
-def main() -> None:
-    """Run one rank that the command has started. Rank 0 writes its findings to a file.
-
-    The command line is ``python -m seqpar.cli.checkup FILE MEASURE CHECK``, with 0 or 1 for MEASURE and CHECK.
-    """
-    follow_launcher()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    file, measure, check = sys.argv[1:]
-    findings = check_up(measure == "1", check == "1")
-    if dist.get_rank() == 0:
-        Path(file).write_text(json.dumps(asdict(findings)))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,11 +9,9 @@ import importlib.metadata
 import json
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import torch
@@ -31,7 +29,7 @@ from ..kernels import BACKENDS, BackendName, backends
 from ..planner.costs import device_name
 from .checkup import Findings, check_up, synchronize
 from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
-from .trainer.report import human_bytes
+from .tables import human_bytes
 
 _HEADS, _HEAD_DIM = 8, 64
 _LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel
@@ -160,14 +158,10 @@ def _check_ranks(measure: bool, check: bool, nproc: int | None) -> Findings | st
     if not dist.is_gloo_available():
         return "this PyTorch is built without gloo"
     ranks = nproc or max(2, torch.cuda.device_count())
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "findings.json"
-        options = [str(int(x)) for x in (measure, check)]
-        try:
-            launch(["-m", "seqpar.cli.checkup", str(file), *options], ranks, _RANKS_DEADLINE_S)
-        except CommandError as error:
-            return str(error)
-        return Findings.from_json(file.read_text())
+    try:
+        return launch(check_up, ranks, measure, check, deadline_s=_RANKS_DEADLINE_S)[0]
+    except CommandError as error:
+        return str(error)
 
 
 # Tables

@@ -8,10 +8,7 @@ of the measured bandwidth is reported.
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -23,7 +20,7 @@ from ..planner import HARDWARE, Hardware
 from ..planner.costs import Costs, cost_file, measure
 from ..planner.hardware import AttentionRate
 from .doctor import _attention_rate, _copy_rate, _matrix_rate
-from .launch import cores, follow_launcher, launch
+from .launch import cores, launch
 
 _RANKS = 2
 _DEADLINE_S = 120.0
@@ -39,10 +36,7 @@ def measure_machine() -> Hardware:
     torch.set_num_threads(1)
     kernel = next(status.name for status in backends() if status.available)
     gemm = _matrix_rate(device)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "costs.json"
-        launch(["-m", "seqpar.cli.measure", str(file)], _RANKS, _DEADLINE_S)
-        links = Costs.from_json(file.read_text()).hardware
+    links = launch(_measure_costs, _RANKS, deadline_s=_DEADLINE_S)[0].hardware
     scale = 0.5 if device.type == "cpu" else 1.0  # of bandwidths: see the top of this file
     if links.device == device.type:
         attention = links.rate(None)
@@ -83,20 +77,11 @@ def _rate_of_one_gpu(kernel: BackendName, device: torch.device) -> AttentionRate
     return AttentionRate(rate.forward, 2.5 / max(1e-30, 3.5 / rate.forward_backward - 1 / rate.forward))
 
 
-def _worker() -> None:
-    """Run one of the two ranks. Rank 0 writes the costs to the file that the only argument names."""
-    follow_launcher()
+def _measure_costs() -> Costs:
+    """One of the two ranks."""
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= _RANKS
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     init_mesh(ring=-1, device_type="cuda" if cuda else "cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     group = dist.group.WORLD
     assert group is not None
-    costs = measure(group, device, cost_file(device, ranks_by_host(group)))
-    if group.rank() == 0:
-        Path(sys.argv[1]).write_text(costs.to_json())
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    _worker()
+    return measure(group, device, cost_file(device, ranks_by_host(group)))

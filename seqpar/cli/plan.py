@@ -20,7 +20,7 @@ from ..planner.memory import RECOMPUTE
 from ..planner.mixes import MIXES, mask_of
 from ..planner.setting import BETWEEN, WITHIN
 from .launch import BAD_OPTION, CommandError, bad_options
-from .trainer.report import write_csv
+from .tables import write_csv
 
 _NARROWEST = 80  # columns of the table
 _UNITS = {"k": 1 << 10, "m": 1 << 20}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ..planner import Choice, Plan
-from .trainer.report import make_folder
+from .tables import make_folder, pyplot_without_display, save_figure
 
 _MOST_CHOICES = 10
 _PARTS = ("states", "gathered", "activations", "working", "reserved")
@@ -19,11 +18,6 @@ def draw_charts(made: Plan, folder: Path) -> list[Path]:
     Raises:
         ValueError: the folder cannot be made.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     make_folder(folder, "--charts")
     choices = made.choices[:_MOST_CHOICES]
     names = [
@@ -34,7 +28,6 @@ def draw_charts(made: Plan, folder: Path) -> list[Path]:
     title = f"{made.model.name}, {made.seq_len:,} tokens, {made.ranks:,} x {made.hardware.name}"
     return [
         _bars(
-            pyplot,
             folder / "seconds.png",
             title,
             names,
@@ -45,7 +38,6 @@ def draw_charts(made: Plan, folder: Path) -> list[Path]:
             },
         ),
         _bars(
-            pyplot,
             folder / "memory.png",
             title,
             names,
@@ -62,7 +54,6 @@ def _scale(choice: Choice, made: Plan) -> float:
 
 
 def _bars(
-    pyplot: Any,
     path: Path,
     title: str,
     names: list[str],
@@ -73,7 +64,6 @@ def _bars(
     """Draw one stacked horizontal bar for each name.
 
     Args:
-        pyplot: matplotlib's module.
         path: the PNG file.
         title: the title of the chart.
         names: the label of each bar.
@@ -81,7 +71,7 @@ def _bars(
         parts: the parts of the bars by name: one value for each bar.
         limit: the value of a vertical line, the memory of the GPU.
     """
-    figure, axes = pyplot.subplots(figsize=(9, 1.1 + 0.36 * len(names)), layout="constrained")
+    figure, axes = pyplot_without_display().subplots(figsize=(9, 1.1 + 0.36 * len(names)), layout="constrained")
     left = [0.0] * len(names)
     for (name, values), color in zip(parts.items(), _COLORS, strict=False):
         axes.barh(names, values, left=left, label=name, color=color)
@@ -92,6 +82,4 @@ def _bars(
     axes.set_xlabel(unit)
     axes.set_title(f"{title}\nstrategy, and its dp, ring, ulysses and tp ranks; best first", fontsize=10)
     figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, path)

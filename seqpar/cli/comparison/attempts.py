@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +30,6 @@ from ...functional import attention
 from ...kernels import BACKENDS
 from ...mesh import Ranks
 from ...sharding import Sharding
-from ..trainer.memory import PeakMemory
 from .cases import Contender
 from .peers import Peer, RefusalError, Setting, make_peer, sdpa
 
@@ -152,6 +154,39 @@ def _return_freed_memory() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class PeakMemory:
+    """The peak of this process's memory since the object was made, in bytes above the memory at that time.
+
+    On CUDA it is the memory of tensors on the device, as torch counts it. On a CPU torch does not count memory, and it
+    is the resident memory of the process: on Linux ``VmHWM``, which is reset here, elsewhere ``ru_maxrss``, the peak
+    since the process started.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._baseline = torch.cuda.memory_allocated(device)
+            return
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): set the peak to the current resident memory
+        self._baseline = _resident_peak()
+
+    def bytes(self) -> int:
+        """The peak so far."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._baseline
+        return max(0, _resident_peak() - self._baseline)
+
+
+def _resident_peak() -> int:
+    """The peak of resident memory in bytes."""
+    with suppress(OSError):  # not Linux
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10  # KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10  # macOS counts bytes, others KiB
 
 
 def _mark(device: torch.device) -> Any:

@@ -6,8 +6,7 @@ head_dim of v.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -80,14 +79,6 @@ class BenchConfig:
     charts: bool = True
     trace: bool = False
     out: str = "bench"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> BenchConfig:
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
-        return BenchConfig(**values)
 
     def check(self, world: int) -> None:
         """Check every option.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..trainer.report import pyplot_without_display, save_figure
+from ..tables import pyplot_without_display, save_figure
 from .results import BOTH, PASSES, CaseResult, Row, rows_of
 
 _MARKERS = "osD^vP*X<>"

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..trainer.report import human_bytes
+from ..tables import human_bytes, number_table
 from .cases import Case
 
 FORWARD, BOTH = "forward", "forward + backward"
@@ -152,18 +152,14 @@ def table_of(result: CaseResult, run: str) -> Table:
     case = result.case
     rounds = max((len(s.seconds[run]) for s in result.samples), default=0)
     width = str(case.head_dim) if case.head_dim == case.v_head_dim else f"{case.head_dim} (v {case.v_head_dim})"
-    table = Table(
+    table = number_table(
+        "", "seconds", "range", "share of\nthe ideal", "tokens/s", "TFLOP/s", "exposed\nmessages", "sent by\na rank",
+        "to other\nhosts", "peak\nmemory",
         title=f"[bold]{run}[/], {case.preset}: {case.seq_len:,} tokens, {case.ranks} rank(s), {case.heads} heads "
         f"({case.kv_heads} KV) of {width}, mask {case.mask}, {case.dtype}\nmedian of {rounds} rounds; other programs "
         f"took {result.busy_share:.0%} of the cores",
         title_justify="left",
-    )
-    table.add_column("")
-    for heading in (
-        "seconds", "range", "share of\nthe ideal", "tokens/s", "TFLOP/s", "exposed\nmessages", "sent by\na rank",
-        "to other\nhosts", "peak\nmemory",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
+    )  # fmt: skip
     rows = [row for row in rows_of(result) if row.run == run]
     for i, row in enumerate(rows):
         ideal = row.kind == "ideal"

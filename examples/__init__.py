@@ -1,0 +1,1 @@
+"""Examples. They are installed as ``seqpar.examples``; ``seqpar demo`` runs ``bytelm.py``."""
