@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,8 @@ def with_sft(config: Any, folder: str, kind: str, batch: int, packing: bool, **a
     import trl
 
     data = datasets.Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in sequences(40, None)])
+    # Sooner or later rounding, which differs from CPU to CPU, gives a token of gpt-oss another expert.
+    steps = 3 if kind == "gpt_oss" else 10
     trainer = trl.SFTTrainer(
         tiny(kind),
         trl.SFTConfig(
@@ -157,7 +160,7 @@ def with_sft(config: Any, folder: str, kind: str, batch: int, packing: bool, **a
             packing=packing,
             max_length=64,
             bf16=False,
-            **settings(folder, 10, **arguments),
+            **settings(folder, steps, **arguments),
         ),
         train_dataset=data,
         processing_class=tokenizer(),
@@ -397,7 +400,9 @@ def with_changes(config: Any, folder: str, what: str) -> Run:
     trainer.train()
     if config is not None:
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
-        assert trainer.model.forward.__module__.startswith("liger_kernel" if what == "liger" else "transformers")
+        assert unwrap(trainer.model.forward).__module__.startswith(
+            "liger_kernel" if what == "liger" else "transformers"
+        )
         assert "autocast" not in repr(trainer.model.forward) or "bf16" in what
         assert sum(m is trainer.model_wrapped or m is trainer.model for m in trainer.accelerator._models) == 1
     (*_, last) = [entry for entry in trainer.state.log_history if "grad_norm" in entry]

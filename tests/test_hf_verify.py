@@ -706,10 +706,10 @@ def by_itself(group: ProcessGroup, setting: str, own: bool, fault: bool) -> tupl
     with ExitStack() as stack:
         stack.callback(logger.removeHandler, handler)
         stack.enter_context(mock.patch.dict(os.environ, {"SEQPAR_VERIFY": setting}))
-        if fault:
-            stack.enter_context(mock.patch.object(hf_attention, "window_and_chunk", return_value=(None, None)))
         seqpar.hf.parallelize(model, group=group)
         stack.callback(seqpar.hf.restore, model)
+        if fault:
+            stack.enter_context(mock.patch.object(hf_masks, "window_and_chunk", return_value=(None, None)))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         try:
             for _ in range(2):
@@ -738,7 +738,7 @@ def test_code_of_known_libraries() -> None:
     assert foreign_code(model, patch) == ""
     model.model.layers[1].mlp.forward = lambda x: x
     assert "model.layers.1.mlp (LlamaMLP)" in foreign_code(model, patch)
-    patch.loss_functions[0] = (model, lambda *args, **kwargs: None)
+    vars(patch.loss_functions[0])["_loss_function"].own = lambda *args, **kwargs: None
     assert "the loss_function of LlamaForCausalLM" in foreign_code(model, patch)
 
 
