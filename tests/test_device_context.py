@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 
+from .models import full
 from .pool import Pool, on_ranks
 from .strategies import LAYER_STRATEGIES
 
@@ -43,7 +44,7 @@ def layer_under_default_device(
         seqpar.sync_gradients(layer, group=group)
         y = seqpar.unshard(y_local.detach(), group=group, layout="zigzag")
     assert x_local.grad is not None
-    return [y, x_local.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+    return [y, x_local.grad, *(full(p.grad) for p in layer.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
