@@ -36,7 +36,7 @@ _NAMED_OTHERWISE = {
     "enable_gqa": "leave it out: k and v may always have fewer heads than q",
 }
 # No model has more heads. Tensors [batch, heads, seq, head_dim] have as many "heads" as tokens.
-_MOST_HEADS = 256
+_MOST_HEADS = 1024
 TRANSPOSE = "if q, k and v are [batch, heads, seq, head_dim], transpose them to [batch, seq, heads, head_dim]"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -60,7 +60,7 @@ BAD: dict[str, Bad] = {
         ValueError,
         ["8", "transpose"],
     ),
-    "heads first, many": (lambda: attend(*[tensor(1, 4, 512, 2)] * 2), ValueError, ["512 heads", "transpose"]),
+    "heads first, many": (lambda: attend(*[tensor(1, 4, 2048, 2)] * 2), ValueError, ["2048 heads", "transpose"]),
     "tp_sp": (lambda: attend(strategy="tp_sp"), ValueError, ["'tp_sp'", "layer", "seqpar.ParallelAttention"]),
     "scale": (lambda: attend(strategy="ring", scale=0.1), TypeError, ["scale", "softmax_scale"]),
     "enable_gqa": (lambda: attend(enable_gqa=True), TypeError, ["enable_gqa", "leave it out"]),
