@@ -7,7 +7,7 @@ PYTHON ?= python3
 # build, which saves several GB of CUDA libraries. If PyTorch's own index cannot be reached, the default index is used.
 TORCH ?= torch==2.13.0
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-TEST_DEADLINE_S ?= 1500
+TEST_DEADLINE_S ?= 2400
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 

@@ -225,21 +225,6 @@ def test_ranks_differ_in_gradients(pool: Pool) -> None:
             assert mlp[0] == "ValueError" and "requires_gradient" in mlp[1]
 
 
-@on_ranks
-def state_dict_of_some(group: ProcessGroup, port: int) -> tuple[str, str, float]:
-    """Rank 0 alone saves a layer whose heads do not divide by the ranks."""
-    world = start(port, "state dict", group.rank(), group.size(), TIMEOUT_S)
-    layer = seqpar.ParallelAttention("tp_sp", 32, 4, 2, group=world)
-    result = error_of(layer.state_dict) if world.rank() == 0 else ("nothing", "", 0.0)
-    stay_for_the_others(port, "state dict ended", group, [1, 2])
-    return result
-
-
-def test_one_rank_saves_a_state_dict(own: OwnPool) -> None:
-    kind, message, _ = own.pool.run(3, state_dict_of_some, own.port, deadline_s=30)[0]
-    assert kind == "RuntimeError" and "rank(s) [1, 2]" in message and "a call that only some ranks make" in message
-
-
 class FakeCuda:
     """CUDA streams, events and pinned memory on a machine without them; the events of ``late`` are never done."""
 
