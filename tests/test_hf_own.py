@@ -171,14 +171,21 @@ def test_outputs_and_generation(pool: Pool) -> None:
 
 
 @on_ranks
-def classified(group: ProcessGroup, batches: Any) -> tuple[float, float, float]:
+def classified(group: ProcessGroup, batches: Any, own_loss: bool) -> tuple[float, float, float]:
     """Errors of scores, loss and gradients of a model that scores the last token of each row."""
     rank = group.rank()
+
+    def focal(pooled_logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        return (torch.nn.functional.cross_entropy(pooled_logits, labels, reduction="none") ** 2).mean()
+
     config = transformers.AutoConfig.for_model(**{**tiny("llama").config.to_dict(), "num_labels": 3})
 
     def made() -> Any:
         torch.manual_seed(0)
-        return transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+        model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+        if own_loss:
+            model.loss_function = focal
+        return model
 
     def batch_of_rows(rank: int) -> dict[str, Tensor]:
         batch = batch_of(rank, "right")
@@ -197,9 +204,10 @@ def classified(group: ProcessGroup, batches: Any) -> tuple[float, float, float]:
     return scores, abs(output.loss.item() - expected[rank].loss.item()), worst(gradients(model), gradients(plain))
 
 
+@pytest.mark.parametrize("own_loss", [False, True])
 @pytest.mark.parametrize("batches", ["own", "shared"])
-def test_sequence_classification(pool: Pool, batches: str) -> None:
-    for scores, loss, gradient in pool.run(2, classified, batches):
+def test_sequence_classification(pool: Pool, batches: str, own_loss: bool) -> None:
+    for scores, loss, gradient in pool.run(2, classified, batches, own_loss):
         assert scores < OUTPUT and loss < LOSS and gradient < GRADIENT
 
 

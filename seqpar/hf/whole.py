@@ -168,12 +168,14 @@ def finish(named: dict[str, Any], whole: Whole, model: Any) -> dict[str, Any]:
     if whole.drop_last:
         named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
     if whole.last is not None:
-        logits = named["logits"]  # [batch, seq, num_labels]
-        logits = logits[torch.arange(whole.rows, device=logits.device), whole.last.to(logits.device)]
-        named["logits"] = logits  # [batch, num_labels]
+        scores = named["logits"]  # [batch, seq, num_labels]
+        pooled = scores[torch.arange(whole.rows, device=scores.device), whole.last.to(scores.device)]
+        named["logits"] = pooled  # [batch, num_labels]
         if whole.labels is not None:
-            loss = LOSS_MAPPING["ForSequenceClassification"]
-            named = {"loss": loss(labels=whole.labels, pooled_logits=logits, config=model.config), **named}
+            own = getattr(vars(model).get("_loss_function"), "own", None)  # that the user has set
+            loss = own or LOSS_MAPPING["ForSequenceClassification"]
+            value = loss(logits=scores, labels=whole.labels, pooled_logits=pooled, config=model.config)
+            named = {"loss": value, **named}
     return named
 
 
