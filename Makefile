@@ -37,13 +37,13 @@ gate: $(READY)
 # The core Hugging Face tests with the oldest and the newest versions of transformers, accelerate, peft and TRL, each in
 # an environment of its own. Writes the table in docs/huggingface.md.
 compat: $(READY)
-	TORCH="$(TORCH)" CPU_INDEX="$(CPU_INDEX)" $(BIN)/python tests/compat.py
+	TORCH="$(TORCH)" CPU_INDEX="$(CPU_INDEX)" $(BIN)/python tests/hf/compat.py
 
 # Compare a tiny random model of every causal, masked and image-text class of the installed transformers with one
 # process, on two ranks. Writes the table in docs/families.md. Takes about five minutes. ONLY=llama,gemma3 prints the rows
 # of some models and writes nothing.
 families: $(READY)
-	$(BIN)/python -m tests.families $(if $(ONLY),--only $(ONLY))
+	$(BIN)/python -m tests.hf.families $(if $(ONLY),--only $(ONLY))
 
 # Style, formatting and types.
 lint: $(READY)

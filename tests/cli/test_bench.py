@@ -1,0 +1,376 @@
+"""``seqpar bench``: its options, what it computes from recorded seconds, its adapters, and one small comparison."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from importlib import import_module
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from seqpar import Mask
+from seqpar.cli import main
+from seqpar.cli.comparison.attempts import peer_attempt, silence, strategy_attempt
+from seqpar.cli.comparison.cases import PRESETS, BenchConfig, Case, Contender
+from seqpar.cli.comparison.charts import draw_charts
+from seqpar.cli.comparison.machine import busy_seconds
+from seqpar.cli.comparison.measure import CaseMeasurement, Groups
+from seqpar.cli.comparison.peers import Peer, RefusalError, Setting, adapters, make_peer
+from seqpar.cli.comparison.results import BOTH, FORWARD, CaseResult, Sample, rows_of, table_of
+from seqpar.planner.auto import AttentionShape, mask_summary, predict
+from seqpar.planner.costs import measure
+
+from ..pool import Pool, on_ranks
+
+CPU = torch.device("cpu")
+CASE = Case("causal", "causal", 64, 2, 1, 4, 4, 16, 16, "float32")
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BenchConfig(presets=("casual",)), "preset='casual'.*causal"),
+        (BenchConfig(strategies=("ulyses",)), "strategy='ulyses'.*ulysses"),
+        (BenchConfig(layouts=("zig",)), "layout='zig'"),
+        (BenchConfig(backends=("cuda",)), "backend='cuda'"),
+        (BenchConfig(dtype="int8"), "dtype='int8'"),
+        (BenchConfig(masks=("window:0",)), "window:0"),
+        (BenchConfig(rounds=0), "rounds=0"),
+        (BenchConfig(budget=-1.0), "budget=-1.0: expected seconds"),
+        (BenchConfig(seq_lens=(1,)), "seq_len=1: expected at least 2"),
+        (BenchConfig(ranks=(4,)), "ranks=4: expected 1 to 2"),
+        (BenchConfig(heads=0), "heads=0: expected at least 1"),
+        (BenchConfig(kv_heads=0), "kv_heads=0: expected at least 1"),
+        (BenchConfig(head_dim=-4), "head_dim=-4: expected at least 1"),
+        (BenchConfig(heads=8, kv_heads=3), "kv_heads=3: expected a divisor of heads=8"),
+    ],
+)
+def test_a_wrong_option_is_named(config: BenchConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.check(2)
+
+
+def test_an_unknown_peer_is_named() -> None:
+    with pytest.raises(ValueError, match=r"peer='deepspeed'.*deepspeed_ulysses"):
+        adapters(["deepspeed"])
+
+
+def test_cases_are_every_combination() -> None:
+    config = BenchConfig(presets=tuple(PRESETS), seq_lens=(2048, 1024), ranks=(1, 2), heads=8)
+    cases = config.cases(2, CPU)
+    assert len(cases) == len(set(cases)) == len(PRESETS) * 2 * 2
+    assert [case.seq_len for case in cases[:2]] == [1024, 2048]
+    shapes = {case.preset: (case.mask, case.kv_heads, case.head_dim, case.v_head_dim) for case in cases}
+    assert shapes["gqa"] == ("causal", 2, 64, 64)
+    assert shapes["mla"] == ("causal", 8, 96, 64)
+    assert shapes["packed"][0] == "mix:magi"
+    for case in cases:
+        assert case.make_mask().batch >= 1
+
+
+def test_each_strategy_has_the_layout_that_balances_it() -> None:
+    names = [contender.name for contender in BenchConfig().contenders(4)]
+    assert names == ["ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag", "auto zigzag"]
+    config = BenchConfig(strategies=("ring",), layouts=("striped", "zigzag"), backends=("auto", "cpu"))
+    assert len(config.contenders(2)) == 4
+
+
+@pytest.mark.parametrize(("mask", "pairs"), [("causal", 10), ("full", 16), ("window:2", 7), ("documents:2", 6)])
+def test_operations_are_counted_from_the_mask(mask: str, pairs: int) -> None:
+    case = Case("causal", mask, 4, 1, 2, 3, 3, 8, 4, "float32")
+    assert case.visible_pairs() == 2 * pairs
+    assert case.operations(backward=False) == 2 * (2 * pairs) * 3 * (8 + 4)
+    assert case.operations(backward=True) == 2 * (2 * pairs) * 3 * (3 * 8 + 2 * 4)
+
+
+# From recorded seconds to the table
+
+
+def recorded(divisor: int = 1) -> CaseResult:
+    sdpa = Sample("SDPA", "ideal", seconds={FORWARD: [1.0, 1.2, 1.0], BOTH: [3.0, 3.6, 3.0]}, cpu=[6.0, 6.0, 6.0])
+    local = Sample("local cpu", "ideal", seconds={FORWARD: [2.0, 2.0, 2.0], BOTH: [4.0, 4.0, 4.0]}, cpu=[8.0] * 3)
+    ring = Sample(
+        "ring zigzag",
+        "seqpar",
+        layout="zigzag",
+        seconds={FORWARD: [2.0, 1.2, 1.0], BOTH: [6.0, 4.0, 4.0]},
+        silent={FORWARD: [1.5, 1.0, 1.0], BOTH: [5.0, 3.5, 3.75]},
+        cpu=[7.0, 8.0, 9.0],
+        bytes_sent=2048,
+        bytes_between_hosts=1024,
+        peak_memory=1 << 20,
+    )
+    peer = Sample("a peer", "peer", seconds={FORWARD: [4.0, 4.0, 5.0], BOTH: []}, cpu=[4.0] * 3, bytes_sent=512)
+    return CaseResult(CASE, [sdpa, local, ring, peer], {"another": "no"}, divisor)
+
+
+def test_rows_from_recorded_seconds() -> None:
+    rows = {(row.what, row.run): row for row in rows_of(recorded())}
+    assert rows["SDPA", FORWARD].share_of_ideal == 1.0
+    assert rows["local cpu", BOTH].share_of_ideal == pytest.approx(0.75)
+    ring = rows["ring zigzag", BOTH]
+    assert ring.median_s == 4.0
+    assert (ring.fastest_s, ring.slowest_s) == (4.0, 6.0)
+    # The median of 3 / 6, 3.6 / 4 and 3 / 4, round by round.
+    assert ring.share_of_ideal == pytest.approx(0.75)
+    assert ring.exposed_s == pytest.approx(0.5)
+    assert ring.tokens_per_s == 64 / 4.0
+    assert ring.tflops == pytest.approx(7 * 2 * (64 * 65 / 2) * 4 * 16 / 4.0 / 1e12)
+    assert (ring.bytes_sent, ring.bytes_between_hosts, ring.peak_memory) == (2048, 1024, 1 << 20)
+    assert rows["ring zigzag", FORWARD].exposed_s == pytest.approx(0.2)
+    assert rows["ring zigzag", FORWARD].bytes_sent is None
+    # A peer without a backward has one row, with what its run sends.
+    assert rows["a peer", FORWARD].bytes_sent == 512
+    assert ("a peer", BOTH) not in rows
+    assert rows["a peer", FORWARD].exposed_s is None
+
+
+def test_the_ideal_is_divided_by_the_devices() -> None:
+    rows = {(row.what, row.run): row for row in rows_of(recorded(divisor=2))}
+    assert rows["ring zigzag", BOTH].share_of_ideal == pytest.approx(0.375)
+    assert rows["SDPA", BOTH].share_of_ideal == 1.0
+
+
+def test_the_table_has_the_best_ideal_first() -> None:
+    table = table_of(recorded(), BOTH)
+    assert list(table.columns[0].cells) == ["SDPA, one process", "ring zigzag", "local cpu, one process"]
+    assert list(table.columns[3].cells) == ["1.00", "0.75", "0.75"]
+    assert list(table.columns[6].cells) == ["", "500.0 ms", ""]
+
+
+def test_charts_of_recorded_seconds(tmp_path: Path) -> None:
+    charts = draw_charts([recorded()], tmp_path, "a machine")
+    assert {chart.name for chart in charts} == {"length.png", "ideal.png", "memory.png"}
+    assert all(chart.stat().st_size > 10_000 for chart in charts)
+
+
+# Adapters
+
+
+def setting(**changes: Any) -> Setting:
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    values = {name: getattr(CASE, name) for name in CASE.__dataclass_fields__} | changes
+    return Setting(Case(**values), group, group, 2, CPU)
+
+
+REFUSALS = {
+    "ring_flash": "CUDA|not installed",
+    "transformer_engine_p2p": "CUDA|not installed",
+    "magi": "CUDA|not installed",
+    "torch_context_parallel": "no attention on CPUs",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_needs_cuda_says_so(name: str) -> None:
+    with pytest.raises(RefusalError, match=REFUSALS[name]):
+        make_peer(adapters([name])[name], setting())
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("deepspeed_ulysses", "deepspeed"),
+        ("ring_attention_lucidrains", "ring_attention_pytorch"),
+        ("ring_flash", "ring_flash_attn"),
+        ("usp", "yunchang"),
+        ("transformer_engine_p2p", "transformer_engine"),
+        ("magi", "magi_attention"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RefusalError, match=f"{package} is not installed"):
+        make_peer(adapters([name])[name], setting())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask": "window:8"}, "no mask window:8"),
+        ({"v_head_dim": 8}, r"no head_dim of v \(8\)"),
+        ({"seq_len": 63}, "63 tokens do not divide by 2"),
+    ],
+)
+def test_what_a_package_cannot_do_is_named(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = SimpleNamespace(ring_flash_attn=None)
+    monkeypatch.setitem(sys.modules, "ring_attention_pytorch", SimpleNamespace(ring_flash_attention=function))
+    monkeypatch.setitem(sys.modules, "ring_attention_pytorch.ring_flash_attention", function)
+    with pytest.raises(RefusalError, match=message):
+        make_peer(adapters(["ring_attention_lucidrains"])["ring_attention_lucidrains"], setting(**changes))
+
+
+def test_shards_of_different_lengths_are_refused_by_all_peers() -> None:
+    """Otherwise a collective of unequal messages ends the process, and the whole comparison with it."""
+    for module in adapters(None).values():
+        with pytest.raises(RefusalError):
+            make_peer(module, setting(seq_len=63))
+
+
+@on_ranks
+def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
+    """One small case with an adapter that is right and one that is wrong, without a command around it."""
+    groups = Groups(group, group, group, group)
+    config = BenchConfig(strategies=("ring",), rounds=3, charts=False)
+    right = adapters(["gather_sdpa"])["gather_sdpa"]
+
+    def wrong(setting: Setting) -> Peer:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return q + k + v
+
+        return Peer(attention, setting.positions())
+
+    def half_right(setting: Setting) -> Peer:
+        peer = right.make(setting)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = peer.attention(q, k, v + 0 * k)  # the same
+            return out + (v - v.detach())  # but for dv
+
+        return Peer(attention, setting.positions())
+
+    measurement = CaseMeasurement(CASE, groups, CPU, config, lambda text: None)
+    others = {name: SimpleNamespace(NAME=name, make=make) for name, make in (("wrong", wrong), ("half", half_right))}
+    measurement.prepare({"right": right, **others})
+    measurement.rounds(until=0.0)
+    place = Setting(CASE, group, group, group.size(), CPU)
+    ring = strategy_attempt(place, Contender("ring", "zigzag"))
+    counted, _ = ring.observe(group)
+    with silence(ring) as attend:
+        _, silent = ring.run(attend)
+    wide = Setting(replace(CASE, head_dim=24), group, group, group.size(), CPU)  # as in the preset mla
+    _, latent = strategy_attempt(wide, Contender("ring", "zigzag")).run()
+    peer = peer_attempt(place, right, group)
+    peer_error = max(error for error, _ in peer.errors(measurement._reference()))
+    torch.set_num_threads(1)
+    return {
+        "refused": measurement.result.refused,
+        "samples": {sample.name: sample for sample in measurement.result.samples},
+        "sent": counted.bytes_sent,
+        "silent": [tuple(x.shape) for x in silent],
+        "latent": [x.shape[3] for x in latent],
+        "peer_error": peer_error,
+    }
+
+
+def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
+    answers = pool.run(2, _measure_worker)
+    for answer in answers:
+        assert set(answer["refused"]) == {"wrong", "half, backward,"}
+        assert answer["refused"]["wrong"].startswith("WRONG: differs from the result of one device: out by ")
+        assert answer["refused"]["half, backward,"].startswith("WRONG: differs from the result of one device: dv by ")
+        samples = answer["samples"]
+        half = samples.pop("half")
+        assert len(half.seconds[FORWARD]) == 3
+        assert not half.seconds[BOTH]
+        assert {"SDPA", "local cpu", "ring zigzag", "all-gather + SDPA"} == set(samples)
+        for sample in samples.values():
+            assert len(sample.seconds[FORWARD]) == len(sample.seconds[BOTH]) == 3
+            assert sample.error < 1e-5
+        assert len(samples["ring zigzag"].silent[BOTH]) == 3
+        # Messages of a peer are counted by torch's operators: k and v, and their gradients, once to the other rank.
+        shard = CASE.seq_len // 2 * CASE.kv_heads * CASE.head_dim * 4
+        assert samples["all-gather + SDPA"].bytes_sent == 4 * shard
+        assert samples["ring zigzag"].bytes_sent == max(a["sent"] for a in answers) > 0
+        assert answer["silent"] == [(1, 32, 4, 16)] * 4
+        assert answer["latent"] == [16, 24, 24, 16]
+        assert answer["peer_error"] < 1e-8
+
+
+@on_ranks
+def _rank_worker(group: ProcessGroup) -> dict[str, Any]:
+    """Measured and predicted seconds of strategies and layouts, forward and backward."""
+    case = Case("causal", "causal", 2048, group.size(), 1, 8, 8, 64, 64, "float32")
+    config = BenchConfig(
+        strategies=("ring", "ulysses", "all_gather"), layouts=("contiguous", "zigzag"), rounds=5, charts=False
+    )
+    measurement = CaseMeasurement(case, Groups(group, group, group, group), CPU, config, lambda text: None)
+    measurement.prepare({})
+    measurement.rounds(until=time.monotonic() + 60)
+    torch.set_num_threads(1)
+    costs = measure(group, CPU)
+    shape = AttentionShape(1, 8, 8, 64, torch.float32)
+    predicted: dict[str, float] = {}
+    for layout in config.layouts:
+        found = predict(mask_summary(Mask.causal(), 2048, layout, 2), 2048, layout, shape, 2, costs)
+        names = {"context_parallel": "all_gather"}
+        predicted |= {f"{names.get(c.strategy, c.strategy)} {layout}": seconds for c, seconds in found.items()}
+    samples = {s.name: statistics.median(s.seconds[BOTH]) for s in measurement.result.samples}
+    return {"measured": samples, "predicted": predicted, "busy": measurement.result.busy_share}
+
+
+@pytest.mark.slow
+def test_the_planner_ranks_as_the_bench(pool: Pool) -> None:
+    """Where the bench tells two apart by more than noise. The contiguous rings are a third slower than the others."""
+    before = busy_seconds()
+    time.sleep(1.0)
+    busy = (busy_seconds() - before) / (os.cpu_count() or 1)
+    answer = None if busy > 0.3 else pool.run(2, _rank_worker, deadline_s=120)[0]
+    if answer is None or answer["busy"] > 0.3:
+        pytest.skip(f"other programs take {max(busy, answer['busy'] if answer else 0.0):.0%} of the cores")
+    measured, predicted = answer["measured"], answer["predicted"]
+    apart = [(a, b) for a, b in permutations(predicted, 2) if measured[a] > 1.15 * measured[b]]
+    assert apart, measured
+    wrong = [(a, b) for a, b in apart if predicted[a] <= predicted[b]]
+    assert not wrong, answer
+
+
+@pytest.mark.slow
+def test_a_small_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = (
+        "bench --nproc 2 --ranks 1 --ranks 2 --seq-len 64 --heads 2 --head-dim 16 --strategy ulysses --strategy p2p "
+        f"--peer gather_sdpa --peer torch_context_parallel --rounds 3 --budget 5 --device cpu --trace --out {tmp_path}"
+    )
+    monkeypatch.setattr(sys, "argv", ["seqpar", *arguments.split()])
+    with pytest.raises(SystemExit) as exit_code:
+        main()
+    assert not exit_code.value.code
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert {row["ranks"] for row in rows if row["kind"] == "seqpar"} == {"1", "2"}
+    assert {row["what"] for row in rows} >= {"SDPA", "ulysses contiguous", "p2p zigzag", "all-gather + SDPA"}
+    assert all(int(row["rounds"]) == 3 and float(row["median_s"]) > 0 for row in rows)
+    saved = json.loads((tmp_path / "bench.json").read_text())
+    assert len(saved["cases"]) == 2 and len(saved["rows"]) == len(rows)
+    assert "no attention on CPUs" in saved["cases"][-1]["refused"]["PyTorch context_parallel"]
+    charts = {path.name for path in tmp_path.glob("*.png")}
+    assert charts == {"length.png", "ideal.png", "memory.png", "ranks.png"}
+    traces = list(tmp_path.glob("causal-64-ulysses-contiguous-rank*.json"))
+    assert len(traces) == 2
+    assert "traceEvents" in json.loads(traces[0].read_text())
+
+
+def test_micro_benchmarks_are_compared_with_the_stored_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    ratios = import_module("micro.conftest").ratios
+    lines = ratios(
+        {
+            "plan": {"min": 3e-3, "median": 5e-3},
+            "shard": {"min": 1e-6, "median": 9e-6},
+            "mask": {"min": 1, "median": 1},
+        },
+        {"plan": {"min": 2e-3, "median": 4e-3}, "shard": {"min": 1e-6, "median": 3e-6}},
+    )
+    assert [line.split() for line in lines] == [
+        ["plan", "3,000.0", "us", "5,000.0", "us", "1.50", "x", "1.25", "x", "SLOWER"],
+        ["shard", "1.0", "us", "9.0", "us", "1.00", "x", "3.00", "x"],  # other programs: the fastest has not changed
+        ["mask", "1,000,000.0", "us", "1,000,000.0", "us", "new"],
+    ]

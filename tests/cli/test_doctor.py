@@ -1,0 +1,156 @@
+"""``seqpar doctor``: what it finds on several ranks, what it prints, and when it fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from seqpar.cli import checkup, doctor, main
+from seqpar.cli.checkup import Check, Findings, Link, compare, measure_links
+
+from ..pool import Pool, on_ranks
+
+CPU = torch.device("cpu")
+RIGHT = Check("ring", "causal", 1e-7, 1e-5)
+FOUND = Findings(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("all-to-all", 1024, 2e-5, 5e7)], [RIGHT])
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["seqpar", "doctor", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+@on_ranks
+def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, str | None]]:
+    right: Callable[..., Tensor] = vars(checkup)["attention"]
+
+    def wrong(*args: Any, strategy: str, **options: Any) -> Tensor:
+        out: Tensor = right(*args, strategy=strategy, **options)
+        return out * 1.001 if strategy == "ulysses" else out
+
+    patch = pytest.MonkeyPatch()
+    if broken:
+        patch.setattr(checkup, "attention", wrong)
+    try:
+        return [(c.what, c.mask, c.ok, c.problem) for c in compare(group, CPU)]
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_strategy_gives_the_numbers_of_one_device(pool: Pool, world: int) -> None:
+    by_rank = pool.run(world, _compare, False)
+    assert all(found == by_rank[0] for found in by_rank)
+    assert all(ok for *_, ok, _ in by_rank[0]), by_rank[0]
+    expected = {"ring", "ulysses", "context_parallel", "hybrid", "auto", "tp_sp", "ring, cpu", "ring, reference"}
+    assert {what for what, *_ in by_rank[0]} == expected | ({"local"} if world == 1 else set())
+
+
+def test_a_wrong_strategy_is_found(pool: Pool) -> None:
+    found = pool.run(2, _compare, True)[0]
+    wrong = [(what, mask, problem) for what, mask, ok, problem in found if not ok]
+    assert {what for what, *_ in wrong} == {"ulysses"} and len(wrong) == 3
+    assert all("out differs by 1.0e-03" in str(problem) for *_, problem in wrong)
+
+
+@on_ranks
+def _links(group: ProcessGroup) -> list[Link]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(checkup, "_SIZES", (8, 4096))
+    try:
+        return list(measure_links(group, CPU))
+    finally:
+        patch.undo()
+
+
+def test_links_by_size(pool: Pool) -> None:
+    for links in pool.run(2, _links):
+        assert [(link.operation, link.nbytes) for link in links] == [
+            (operation, size) for operation in ("p2p", "all-to-all", "all-gather") for size in (8, 4096)
+        ]
+        assert all(link.bytes_per_second == link.nbytes / link.seconds > 0 for link in links)
+
+
+@pytest.mark.slow
+def test_the_command_starts_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--no-measure", "--nproc", "2", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {k["name"] for k in report["kernels"]} >= {"cpu", "triton"}
+    assert report["ranks"]["ranks"] == 2 and report["ranks"]["links"] == []
+    assert all(check["problem"] is None for check in report["ranks"]["checks"])
+
+
+def test_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("seqpar.cli.doctor._LONG_ENOUGH_S", 0.01)
+    assert run(monkeypatch, "--no-check", "--nproc=1") == 0
+    shown = capsys.readouterr().out
+    torch.set_num_threads(1)
+    for words in ("torch", "gloo yes", "reference", "GFLOP/s"):
+        assert words in shown
+
+
+def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The brackets of an extra are printed, not taken for a style."""
+    monkeypatch.setattr("seqpar.kernels.flash._no_cuda", lambda: None)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run(monkeypatch, "--no-measure", "--no-check") == 0
+    assert "(pip install --pre seqpar[flash4])" in capsys.readouterr().out
+
+
+def test_a_failed_self_check_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: FOUND)
+    monkeypatch.setattr(doctor, "_rates", lambda: {"device": "a CPU", "dtype": "float32", "operations": {"copy": "1"}})
+    assert run(monkeypatch) == 0
+    shown = capsys.readouterr().out
+    for words in ("10 µs, 0.10 GB/s", "1.0e-07", "Measured now: a CPU, float32"):
+        assert words in shown
+    wrong = replace(RIGHT, error=0.1, problem="out differs by 1.0e-01")
+    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: replace(FOUND, checks=[RIGHT, wrong]))
+    assert run(monkeypatch) == 1
+    captured = capsys.readouterr()
+    assert "out differs by 1.0e-01" in captured.out and "the self-check failed: ring" in captured.err
+    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: "rank(s) [1] were still running after 120 s")
+    assert run(monkeypatch, "--json") == 1
+    assert "still running" in json.loads(capsys.readouterr().out)["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "advice"),
+    [
+        ("torch", "2.10.1", "older than 2.11"),
+        ("torch", "2.15.0+cu130", "newer than 2.13"),
+        ("torch", "2.12", ""),
+        ("transformers", None, "pip install 'seqpar[hf]'"),
+    ],
+)
+def test_versions_beside_the_tested_ones(
+    name: str, version: str | None, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(_: str) -> str:
+        if version is None:
+            raise PackageNotFoundError
+        return version
+
+    monkeypatch.setattr("importlib.metadata.version", installed)
+    found = doctor._version(name, *doctor.TESTED[name])
+    assert found["version"] == (version or "not installed")
+    assert advice in found["advice"] and bool(advice) == bool(found["advice"])
+
+
+def test_bad_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--nproc", "0") == 2
+    assert "nproc=0: expected at least 1" in capsys.readouterr().err

@@ -1,0 +1,327 @@
+"""Attention's own process groups: which ranks make them, how often, what is sent in them, and how long they live."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from seqpar.comm import collectives
+from seqpar.comm import communicator as communicators
+from seqpar.comm.communicator import communicator
+from seqpar.mesh import Subgroup, global_ranks, ranks_by_host
+
+from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
+from ..strategy_cases import STRATEGIES
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def groups_of_payload(used: list[ProcessGroup]) -> Iterator[None]:
+    """Note the group of every message that is not a handshake's header. Meant for backends of the CPU."""
+    methods: tuple[str, ...] = (
+        "send",
+        "recv",
+        "alltoall_base",
+        "allreduce",
+        "broadcast",
+        "_allgather_base",
+        "_reduce_scatter_base",
+    )
+    methods += ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+    before = {name: vars(ProcessGroup)[name] for name in methods if name in vars(ProcessGroup)}
+
+    def spy(name: str) -> Callable[..., Any]:
+        def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            tensors = [x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)]
+            if any(x.dtype != torch.int64 for x in tensors):
+                used.append(self)
+            return before[name].__get__(self)(*args, **kwargs)
+
+        return call
+
+    for name in before:
+        setattr(ProcessGroup, name, spy(name))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(ProcessGroup, name, method)
+
+
+def step(**arguments: Any) -> None:
+    """Forward and backward of one call."""
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)  # [b, s, h, d]
+    seqpar.attention(q, q, q, layout="contiguous", **arguments).sum().backward()
+
+
+def made() -> dict[Any, ProcessGroup]:
+    """The communicators of this process."""
+    world = dist.group.WORLD
+    assert world is not None
+    return dict(communicators._made.now())
+
+
+@on_ranks
+def payload_groups(group: ProcessGroup, options: dict[str, Any]) -> tuple[bool, bool, int]:
+    """Whether a payload went through a group that torch or the caller knows, that all were made once, and how many."""
+    known = [dist.group.WORLD, group, *dist.distributed_c10d._world.pg_map]
+    used: list[ProcessGroup] = []
+    step(group=group, **options)
+    first = made()
+    with groups_of_payload(used):
+        for _ in range(2):
+            step(group=group, **options)
+    return any(x is y for x in used for y in known), made() == first, len(used)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_messages_have_groups_of_their_own(pool: Pool, name: str, world: int) -> None:
+    for through_known, same, messages in pool.run(world, payload_groups, STRATEGIES[name]):
+        assert not through_known and same and messages
+
+
+@on_ranks
+def one_for_equal_ranks(group: ProcessGroup) -> bool:
+    first = communicator(group, CPU)
+    all_ranks = communicator(Subgroup(group, tuple(range(group.size()))), CPU)
+    of_world = communicator(mesh_of(1, -1, 1, 1).get_group("ring"), CPU)
+    return first is all_ranks is of_world
+
+
+def test_equal_ranks_share_a_communicator(pool: Pool) -> None:
+    assert all(pool.run(8, one_for_equal_ranks))
+
+
+@on_ranks
+def collectives_of_wrong_sizes(group: ProcessGroup) -> list[str]:
+    """What torch's collectives raise for buffers of the wrong size, in each kind of group."""
+    two, three = torch.zeros(2), torch.zeros(3)
+    errors = []
+    for each in (group, communicator(group, CPU), communicator(group, CPU, "handshake")):
+        calls: list[Callable[[], Any]] = [
+            lambda: collectives.all_gather_single(three, two, group=each),  # noqa: B023
+            lambda: collectives.reduce_scatter_single(two, three, group=each),  # noqa: B023
+            lambda: collectives.all_to_all_single(two, three, [1, 1], [1, 1], group=each),  # noqa: B023
+        ]
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                text = str(error).rsplit("] ")[-1]  # without the time
+                errors.append(f"{type(error).__name__}: {text}")
+    return errors
+
+
+def test_errors_of_torch_keep_their_type_and_text(pool: Pool) -> None:
+    for errors in pool.run(2, collectives_of_wrong_sizes):
+        assert len(errors) == 9 and errors[:3] == errors[3:6] == errors[6:]
+        assert not any("process group" in error.lower() for error in errors), errors
+
+
+@on_ranks
+def some_ranks_only(group: ProcessGroup, port: int) -> tuple[int, int]:
+    """Two ranks attend, then all of them in a group that torch names after the number of groups of each process."""
+    world = start(port, "some", group.rank(), group.size())
+    half = dist.new_group([0, 1] if world.rank() < 2 else [2, 3], use_local_synchronization=True)
+    if world.rank() < 2:
+        step(group=half, strategy="hybrid")
+        step(group=half, strategy="ring")
+    whole = dist.new_group([0, 1, 2, 3], use_local_synchronization=True)
+    step(group=whole, strategy="ring")
+    return len(dist.distributed_c10d._world.pg_names), len(made())
+
+
+def test_only_the_ranks_of_the_group_take_part(own: OwnPool) -> None:
+    results = own.pool.run(4, some_ranks_only, own.port)
+    assert {groups for groups, _ in results} == {3}
+    assert results[0][1] > results[3][1]  # the first two have made communicators that the others have not
+
+
+@on_ranks
+def meshes_come_and_go(group: ProcessGroup, port: int, rounds: int) -> tuple[list[int], int]:
+    """Communicators after each round, and how many of the destroyed groups something still holds."""
+    start(port, "meshes", group.rank(), group.size())
+    x = torch.randn(1, 8, 4, 16)  # [b, s, h, d]
+    counts, destroyed = [], []
+    for _ in range(rounds):
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
+        nested = DeviceMesh("cpu", torch.arange(4).view(1, 2, 2), mesh_dim_names=("dp", "ring", "ulysses"))
+        mine = dist.new_group([0, 1, 2, 3])
+        seqpar.attention(x, x, x, mesh=mesh["ring"], layout="contiguous")
+        seqpar.attention(x, x, x, mesh=mesh, strategy="ulysses", layout="contiguous")
+        seqpar.attention(x, x, x, mesh=nested, strategy="hybrid", layout="contiguous")
+        seqpar.attention(x, x, x, group=mine, strategy="hybrid", layout="contiguous")
+        counts.append(len(made()))
+        destroyed.append(weakref.ref(mine))
+        for each in (mine, mesh.get_group("ring"), nested.get_group("ring"), nested.get_group("ulysses")):
+            dist.destroy_process_group(each)
+        del each, mine, mesh, nested
+        gc.collect()
+    return counts, sum(reference() is not None for reference in destroyed)
+
+
+def test_meshes_made_and_destroyed_repeatedly(own: OwnPool) -> None:
+    for counts, held in own.pool.run(4, meshes_come_and_go, own.port, 4):
+        assert counts == counts[:1] * 4 and not held
+
+
+@on_ranks
+def restart(group: ProcessGroup, port: int) -> list[bool]:
+    """Whether the communicators end with the default group, which is started again and again."""
+    rank, world = group.rank(), group.size()
+    ended: list[bool] = []
+    before: list[weakref.ref[ProcessGroup]] = []
+    for _ in range(3):
+        start(port, str(len(ended)), rank, world)
+        step(strategy="ring")
+        step(strategy="hybrid")
+        gc.collect()
+        ended.append(all(reference() is None for reference in before))
+        before = [weakref.ref(each) for each in made().values()]
+    return ended
+
+
+def test_the_default_group_can_be_started_again(own: OwnPool) -> None:
+    for ended in own.pool.run(4, restart, own.port):
+        assert ended == [True] * 3
+
+
+class Model(nn.Module):
+    def __init__(self, group: ProcessGroup | None, strategy: str) -> None:
+        super().__init__()
+        self.layer = seqpar.ParallelAttention(strategy, 32, 4, group=group, layout="zigzag", dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+
+@on_ranks
+def train_under_ddp(group: ProcessGroup, strategy: str) -> float:
+    """The largest difference between weights trained under DDP over the group, and by one process."""
+    x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)  # [b, s, hidden]
+    torch.manual_seed(0)
+    alone = Model(None, "local")
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Model(group, strategy), process_group=group)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in (alone, ddp)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        alone(x).square().mean().backward()
+        y = ddp(seqpar.shard(x, group=group, layout="zigzag"))
+        (y.square().sum() / x.numel() * group.size()).backward()  # DDP divides by the number of ranks
+        for optimizer in optimizers:
+            optimizer.step()
+    pairs = zip(alone.parameters(), ddp.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "hybrid"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_model_trains_under_ddp_over_the_same_ranks(pool: Pool, world: int, strategy: str) -> None:
+    assert max(pool.run(world, train_under_ddp, strategy)) < 1e-12
+
+
+@on_ranks
+def time_of_making(group: ProcessGroup, count: int) -> float:
+    """Seconds to make a communicator."""
+    start = time.monotonic()
+    for i in range(count):
+        communicator(group, CPU, f"test {i}")
+    return (time.monotonic() - start) / count
+
+
+def test_making_one_is_quick(pool: Pool) -> None:
+    assert max(pool.run(4, time_of_making, 5)) < 1.0
+
+
+@on_ranks
+def hosts_of(group: ProcessGroup, port: int, names: list[str], init_mesh: bool) -> list[tuple[tuple[int, ...], ...]]:
+    """Which ranks share a host: of all ranks, and of a mesh's dimensions ring and dp."""
+    world = start(port, f"hosts {names} {init_mesh}", group.rank(), group.size())
+    with pytest.MonkeyPatch.context() as patch:
+        if names:
+            patch.setenv("SEQPAR_HOST", names[world.rank()])
+        if init_mesh:
+            mesh = seqpar.init_mesh(dp=2, ring=2, device_type="cpu")
+            patch.delenv("SEQPAR_HOST", raising=False)  # every rank has learned every rank's host
+        else:
+            mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
+        return [ranks_by_host(g) for g in (world, mesh.get_group("ring"), mesh.get_group("dp"))]
+
+
+@pytest.mark.parametrize("init_mesh", [True, False])
+def test_ranks_by_host(own: OwnPool, init_mesh: bool) -> None:
+    for hosts in own.pool.run(4, hosts_of, own.port, ["a", "b", "a", "b"], init_mesh):
+        assert hosts == [((0, 2), (1, 3)), ((0,), (1,)), ((0, 1),)]
+    for hosts in own.pool.run(4, hosts_of, own.port, [], init_mesh):  # one machine
+        assert hosts == [((0, 1, 2, 3),), ((0, 1),), ((0, 1),)]
+
+
+class FakeNccl:
+    """Stands for ``ProcessGroupNCCL``, which builds for the CPU lack."""
+
+    class Options:
+        is_high_priority_stream = False
+        global_ranks_in_group: list[int]
+        _timeout: timedelta
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
+        self.options, self.where = options, (rank, size)
+
+
+@pytest.fixture
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FakeNccl]:
+    """What makes an NCCL backend of two ranks."""
+    monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(communicators, "global_ranks", lambda ranks: (4, 6))
+    monkeypatch.setattr(communicators, "rank_in", lambda ranks: 1)
+    monkeypatch.setattr(communicators, "size_of", lambda ranks: 2)
+    anything: Any = object()
+    return lambda: communicators._nccl(dist.HashStore(), anything, timedelta(seconds=9))
+
+
+def test_nccl_gets_a_high_priority_stream(fake_nccl: Callable[[], FakeNccl]) -> None:
+    backend = fake_nccl()
+    assert backend.options.is_high_priority_stream and backend.where == (1, 2)
+    assert backend.options.global_ranks_in_group == [4, 6] and backend.options._timeout == timedelta(seconds=9)
+    assert not vars(backend.options.config)  # NCCL's own defaults
+
+
+def test_nccl_gets_as_many_sms_as_asked_for(fake_nccl: Callable[[], FakeNccl], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQPAR_NCCL_MIN_CTAS", "2")
+    monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", "8")
+    assert vars(fake_nccl().options.config) == {"min_ctas": 2, "max_ctas": 8}
+    for bad in ("0", "-1", "many", "65", ""):
+        monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", bad)
+        with pytest.raises(ValueError, match=f"SEQPAR_NCCL_MAX_CTAS='{bad}': expected the number of SMs"):
+            fake_nccl()
+
+
+def test_global_ranks(pool: Pool) -> None:
+    assert pool.run(4, ranks_of_subgroup) == [(3, 1)] * 4
+
+
+@on_ranks
+def ranks_of_subgroup(group: ProcessGroup) -> tuple[int, ...]:
+    return global_ranks(Subgroup(group, (3, 1)))

@@ -1,0 +1,362 @@
+"""Messages between processes of one host through shared memory: received values, reused memory, and errors in waits."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar.comm import host_messages
+from seqpar.comm.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
+from seqpar.comm.communicator import without_messages
+from seqpar.comm.host_messages import HostMessages
+from seqpar.comm.p2p import exchange, new_message
+
+from ..pool import OwnPool, Pool, on_ranks, start
+from ..strategy_cases import STRATEGIES
+
+CPU = torch.device("cpu")
+DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.uint8
+
+
+def messages_of(group: ProcessGroup) -> HostMessages:
+    messages = host_messages.host_messages(group, CPU)
+    assert messages is not None
+    return messages
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def pattern(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randint(0, 100, (numel,), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@on_ranks
+def random_exchanges(group: ProcessGroup, seed: int, rounds: int) -> int:
+    """Messages of various sizes and dtypes, from various kinds of tensors, received in various orders."""
+    rank, size, wrong = group.rank(), group.size(), 0
+    for number in range(rounds):
+        of_all = random.Random(seed * 1000 + number)  # the same on every rank
+        plan = [
+            (a, b, of_all.choice([1, 7, 1000, 20_000, 100_000]), of_all.choice(DTYPES))
+            for a in range(size)
+            for b in range(size)
+            if a != b and of_all.random() < 0.6
+        ] * of_all.choice([1, 2])
+        mine = random.Random(seed * 1000 + number * size + rank)
+        borrow = mine.random() < 0.5
+        sends, received = [], []
+        for i, (a, b, numel, dtype) in enumerate(plan):
+            if a == rank:
+                message = pattern(i, numel, dtype)
+                if mine.random() < 0.5:
+                    message = new_message(numel + 3, message, group)[3:].copy_(message)
+                sends.append((b, message))
+            if b == rank:
+                received.append((a, torch.empty(numel, dtype=dtype), pattern(i, numel, dtype)))
+        parts = [exchange(sends, [], group)]
+        for peer, out, _ in received:
+            parts.append(exchange([], [(peer, out)], group, borrow=borrow))
+        mine.shuffle(parts)
+        for part in parts:
+            part.wait()
+        for _, message in sends:
+            if message.untyped_storage().nbytes() == message.nbytes:  # not of ``new_message``: it may be written now
+                message.zero_()
+        wrong += sum(not torch.equal(out, expected) for _, out, expected in received)
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_messages_arrive(pool: Pool, world: int) -> None:
+    seed = random.randrange(1000)
+    assert pool.run(world, random_exchanges, seed, 20, shared_memory=True) == [0] * world, f"seed {seed}"
+
+
+@on_ranks
+def collectives(group: ProcessGroup) -> list[Any]:
+    rank, size = group.rank(), group.size()
+    own = torch.arange(6.0).view(2, 3) + 10 * rank
+    gathered, pending = start_all_gather(own, group)
+    pending.wait()
+    total, pending = start_reduce_scatter(torch.arange(size * 4.0).view(size, 4) * (rank + 1), group)
+    pending.wait()
+    sends = [peer + rank for peer in range(size)]  # some of rank 0's are empty
+    x = torch.cat([torch.full((n,), 10.0 * rank + peer) for peer, n in enumerate(sends)])
+    received, pending = start_all_to_all(x, sends, [rank + peer for peer in range(size)], group)
+    pending.wait()
+    return [gathered, total, received]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives(pool: Pool, world: int) -> None:
+    by_rank = pool.run(world, collectives, shared_memory=True)
+    for shared, gloo in zip(by_rank, pool.run(world, collectives, shared_memory=False), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(shared, gloo, strict=True))
+
+
+@on_ranks
+def bytes_sent(group: ProcessGroup, options: dict[str, Any]) -> int:
+    """The bytes that a step sends."""
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)  # [b, s, h, d]
+    sharding = seqpar.Sharding(8 * group.size(), group=group)
+    with seqpar.trace() as trace:
+        seqpar.attention(q, q, q, sharding=sharding, **options).sum().backward()
+    return trace.bytes_sent
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_bytes_as_over_gloo(pool: Pool, name: str) -> None:
+    in_memory, over_gloo = (pool.run(4, bytes_sent, STRATEGIES[name], shared_memory=how) for how in (True, False))
+    assert in_memory == over_gloo
+    assert min(in_memory) > 0
+
+
+@on_ranks
+def step_of_one_rank(group: ProcessGroup, options: dict[str, Any]) -> None:
+    """Rank 0 alone attends, without messages."""
+    q = torch.zeros(1, 8, 4, 16, requires_grad=True)  # [b, s, h, d]
+    sharding = seqpar.Sharding(8 * group.size(), group=group)
+    for ranks in (range(group.size()), range(1)):
+        with without_messages() if len(ranks) == 1 else nullcontext():
+            if group.rank() in ranks:
+                seqpar.attention(q, q, q, sharding=sharding, **options).sum().backward()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_without_messages_no_rank_waits(pool: Pool, name: str) -> None:
+    pool.run(4, step_of_one_rank, STRATEGIES[name], shared_memory=True, deadline_s=20)
+
+
+@on_ranks
+def a_borrowed_message(group: ProcessGroup) -> tuple[bool, int, int]:
+    """Rank 0 sends more messages while rank 1 keeps the first. It is not overwritten before rank 1 frees the tensor."""
+    messages, peer = messages_of(group), 1 - group.rank()
+    if group.rank() == 0:
+        for value in range(5):
+            messages.send([peer], torch.full((50_000,), float(value)))
+            messages.receive(peer, torch.empty(1)).wait()  # rank 1 has read it
+        held = len(messages._blocks)
+        messages.receive(peer, torch.empty(1)).wait()  # rank 1 has let go
+        for value in range(5):
+            messages.send([peer], torch.full((50_000,), float(value)))
+            messages.receive(peer, torch.empty(1)).wait()
+        return True, held, len(messages._blocks)
+    first = torch.empty(50_000)
+    for value in range(5):
+        out = first if value == 0 else torch.empty(50_000)
+        messages.receive(peer, out, "borrow" if value == 0 else "copy").wait()
+        messages.send([peer], torch.zeros(1))
+    right = bool((first == 0).all())
+    del first, out
+    messages.send([peer], torch.zeros(1))
+    for _ in range(5):
+        messages.receive(peer, torch.empty(50_000)).wait()
+        messages.send([peer], torch.zeros(1))
+    return right, 0, 0
+
+
+def test_a_message_stays_as_long_as_it_is_read(pool: Pool) -> None:
+    (_, held, later), (right, _, _) = pool.run(2, a_borrowed_message, shared_memory=True)
+    assert right
+    assert later == held  # the first block has been used again
+
+
+@on_ranks
+def many_messages(group: ProcessGroup) -> tuple[int, float]:
+    """Both ranks send more messages than the sockets hold before they receive any. Later the memory does not grow."""
+    messages, peer = messages_of(group), 1 - group.rank()
+    messages._sockets[peer].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)  # a dozen
+    for value in range(host_messages._MOST_UNREAD):
+        messages.send([peer], torch.full((400_000,), float(value)))
+    outs = [torch.empty(400_000) for _ in range(host_messages._MOST_UNREAD)]
+    parts = [messages.receive(peer, out) for out in outs]
+    wrong = 0
+    for value, (part, out) in enumerate(zip(parts, outs, strict=True)):
+        part.wait()
+        wrong += not bool((out == value).all())
+    sizes = random.Random(0).choices([1 << 20, 3 << 20, 1 << 16], k=60)
+    for i, size in enumerate(sizes):
+        out = torch.empty(size, dtype=torch.uint8)
+        messages.send([peer], torch.full((size,), i, dtype=torch.uint8))
+        messages.receive(peer, out).wait()
+        wrong += not bool((out == i).all())
+    # The first messages took 128 MiB; most of it has been dropped, by both sides.
+    return wrong, sum(block.nbytes for block in messages._blocks.values()) / (1 << 20)
+
+
+def test_more_messages_than_a_socket_holds(pool: Pool) -> None:
+    for wrong, megabytes in pool.run(2, many_messages, shared_memory=True):
+        assert wrong == 0
+        assert megabytes < 100
+
+
+@on_ranks
+def one_sender(group: ProcessGroup) -> int:
+    """The number of open files or of blocks, if rank 0 sends more messages than may be unread."""
+    messages, before, count = messages_of(group), open_files(), 3 * host_messages._MOST_UNREAD
+    for i in range(count):
+        if group.rank() == 0:
+            messages.send([1], torch.full((10,), float(i)))
+            continue
+        messages.receive(0, out := torch.empty(10)).wait()
+        assert bool((out == i).all())
+        time.sleep(0.001)
+    if group.rank() == 1:
+        assert open_files() == before
+    return max(open_files() - before, len(messages._blocks))
+
+
+def test_a_sender_waits_for_a_slow_receiver(pool: Pool) -> None:
+    assert pool.run(2, one_sender, shared_memory=True)[0] <= 2 * host_messages._MOST_UNREAD
+
+
+@on_ranks
+def short_of_files(group: ProcessGroup, port: int) -> str:
+    """Rank 0 sends a message while the socket holds too many files. Rank 1 may open no more files and receives it."""
+    messages = messages_of(start(port, "files", group.rank(), 2))
+    if group.rank() == 0:
+        refused = mock.Mock(side_effect=OSError(errno.ETOOMANYREFS, ""))
+        results: Any = iter([refused, socket.send_fds])
+        with mock.patch.object(socket, "send_fds", side_effect=lambda *args: next(results)(*args)):
+            messages.send([1], torch.zeros(10))
+        return ""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            messages.receive(0, torch.empty(10)).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    return str(caught.value)
+
+
+def test_too_many_open_files(own: OwnPool) -> None:
+    assert "ulimit -n" in own.pool.run(2, short_of_files, own.port, shared_memory=True)[1]
+
+
+@on_ranks
+def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[str, float]:
+    """Rank 0 waits for a message that rank 1 does not send."""
+    world = start(port, name, group.rank(), 2, timeout_s=3.0)
+    messages = messages_of(world)
+    if group.rank() == 1:
+        child = os.fork() if how == "ends, but not its child" else 0
+        if how == "ends, but not its child" and not child:
+            time.sleep(60)
+        if how.startswith("ends"):
+            messages.shutdown()
+        elif how == "other size":
+            messages.send([0], torch.zeros(5))
+        time.sleep(4.0 if how == "sends nothing" else 1.5 if child else 0.5)
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return "", 0.0
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        exchange([(1, torch.zeros(4))], [(1, torch.zeros(4))], world).wait()
+    return f"{caught.value}: {caught.value.__cause__}", time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "seconds"),
+    [
+        ("ends", "rank 1 has ended", 1.0),
+        ("ends, but not its child", "rank 1 has ended", 1.0),
+        ("other size", "rank 1 has sent 20 bytes, but this rank expects 16", 1.0),
+        ("sends nothing", r"rank\(s\) \[1\]", 4.0),
+    ],
+)
+def test_a_wait_ends(own: OwnPool, how: str, said: str, seconds: float) -> None:
+    (message, took), _ = own.pool.run(2, waits_in_vain, own.port, how, how, shared_memory=True)
+    assert "messages of attention did not arrive" in message
+    assert re.search(said, message), message
+    assert took < seconds
+
+
+@on_ranks
+def does_not_connect(group: ProcessGroup, port: int) -> str:
+    """Rank 1 ends before it connects to rank 0."""
+    world = start(port, "connect", group.rank(), 2, timeout_s=1.0)
+    with (
+        mock.patch.object(host_messages, "_connections", side_effect=KeyError) if group.rank() else nullcontext(),
+        pytest.raises((KeyError, RuntimeError)) as caught,
+    ):
+        messages_of(world)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_connect(own: OwnPool) -> None:
+    message = own.pool.run(2, does_not_connect, own.port, shared_memory=True)[0]
+    assert message.startswith("the first messages on a host: rank(s) [1]")
+
+
+@on_ranks
+def shares_memory(group: ProcessGroup, port: int, name: str, unlike: str) -> bool:
+    """Whether three ranks share memory if rank 1 differs from the others in ``unlike``."""
+    world = start(port, name, group.rank(), 3, timeout_s=3.0)
+    odd = group.rank() == 1
+    stat = os.stat
+    with (
+        mock.patch.dict(os.environ, {"SEQPAR_HOST": f"host {odd and unlike == 'host'}"}),
+        mock.patch.dict(os.environ, {"SEQPAR_SHARED_MEMORY": str(int(not (odd and unlike == "variable")))}),
+        mock.patch.object(os, "getuid", return_value=os.getuid() + (odd and unlike == "user")),
+        mock.patch.object(os, "stat", lambda path: stat("/" if odd and path == f"/proc/self/ns/{unlike}" else path)),
+        mock.patch.object(host_messages, "_can_make_files", return_value=not (odd and unlike == "container")),
+    ):
+        return host_messages.host_messages(world, CPU) is not None
+
+
+@pytest.mark.parametrize("unlike", ["nothing", "host", "net", "user", "container", "variable"])
+def test_who_shares_memory(own: OwnPool, unlike: str) -> None:
+    results = own.pool.run(3, shares_memory, own.port, unlike, unlike, shared_memory=True)
+    assert results == [unlike == "nothing"] * 3
+
+
+@on_ranks
+def what_stays(group: ProcessGroup, port: int) -> list[tuple[int, int]]:
+    """The numbers of open files and of mapped blocks after each default group has been destroyed."""
+    counts = []
+    for i in range(3):
+        world = start(port, f"files {i}", group.rank(), 2)
+        messages, peer = messages_of(world), 1 - group.rank()
+        messages.send([peer], torch.zeros(100))
+        messages.receive(peer, torch.empty(100)).wait()
+        del messages
+        dist.barrier()
+        dist.destroy_process_group()
+        del world
+        gc.collect()
+        counts.append((open_files(), Path("/proc/self/maps").read_text().count("memfd:seqpar")))
+    return counts
+
+
+def test_nothing_stays_open(own: OwnPool) -> None:
+    for counts in own.pool.run(2, what_stays, own.port, shared_memory=True):
+        assert counts[1] == counts[2] == (counts[1][0], 0)
+
+
+def test_nothing_is_left_on_disk(pool: Pool) -> None:
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+    pool.run(2, random_exchanges, 1, 3, shared_memory=True)
+    assert not Path("/dev/shm").exists() or set(Path("/dev/shm").iterdir()) == before

@@ -1,0 +1,148 @@
+"""The exchanges of every schedule end under NCCL's rules, with as many ranks as on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar import Mask
+from seqpar.comm import p2p
+from seqpar.comm.p2p import Message, Pending
+from seqpar.heads import Heads
+from seqpar.kernels.base import Score
+from seqpar.layout import LAYOUTS, Layout, SequenceSharding
+from seqpar.schedule import AttentionPlan
+from seqpar.strategies import call as calls
+from seqpar.strategies import remote, ring, transport
+from seqpar.strategies.call import AttentionCall
+
+from ..nccl import Group, HangError, Operation, run
+
+
+def messages_of(plan: AttentionPlan) -> list[Group]:
+    """The groups of messages that ring attention starts on one rank, in forward and in backward."""
+    groups: list[Group] = []
+
+    def record(sends: Sequence[Message], receives: Sequence[Message], ranks: range, borrow: bool) -> Pending:
+        operations = [Operation(True, ranks[peer]) for peer, _ in sends]
+        groups.append(operations + [Operation(False, ranks[peer]) for peer, _ in receives])
+        return Pending()
+
+    number = 4 if plan.sharding.ring <= 4 else 1  # with few ranks, heads are sent in chunks
+    heads = Heads.of_model(number, number)
+    stub = SimpleNamespace(forward=_no_forward, backward=_no_backward, reads_delta=False)
+    first = plan.rank // plan.per_host * plan.per_host
+    within = range(first, first + plan.per_host)
+    across = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
+    call: Any = AttentionCall(
+        groups=SimpleNamespace(within=within, across=across, gather=plan.gather, chunks=None),
+        sharding=plan.sharding, plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
+        return_lse=False,
+    )  # fmt: skip
+    tokens = len(plan.sharding.ring_positions(plan.rank))
+    x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
+    with (
+        mock.patch.dict(calls._CHUNK_BYTES, cpu=1),
+        mock.patch.object(calls, "host_messages", return_value=None),
+        mock.patch.object(p2p, "host_messages", return_value=None),
+        mock.patch.object(transport, "exchange", record),
+        mock.patch.object(remote, "make_ready"),
+        mock.patch.object(ring, "select", return_value=stub),
+    ):
+        ring.ring_forward(call, heads, x, x, x)
+        ring.ring_backward(call, heads, x, None, x, x, x, x, lse)
+    return [group for group in groups if group]
+
+
+def _no_forward(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return q, q[..., 0].transpose(1, 2)
+
+
+def _no_backward(*args: Any, **options: Any) -> None:
+    pass
+
+
+def documents(seq_len: int, length: int) -> Mask:
+    """Documents of ``length`` tokens, with every seventh boundary left out."""
+    boundaries = [b for i, b in enumerate(range(0, seq_len, length)) if i % 7 != 3]
+    return Mask.documents([*boundaries, seq_len])
+
+
+def check(mask: Mask, ranks: int, layout: Layout, gather: bool, per_host: int | None = None) -> None:
+    """Run the exchanges of all ranks, those inside a host and those between hosts one after another.
+
+    They have two communicators and so two streams. What ends in one queue ends in two.
+    """
+    sharding = SequenceSharding(ranks * 16, layout, ring=ranks)
+    plans = [AttentionPlan(mask, sharding, rank, gather, per_host) for rank in range(ranks)]
+    if plans[0].dense:
+        return  # a collective, in which all ranks do the same
+    programs = [messages_of(plan) for plan in plans]
+    assert max((len(group) for program in programs for group in program), default=0) <= 32
+    run(programs)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host"),
+    [
+        (2, 2),
+        (3, 3),
+        (4, 2),
+        (8, 8),
+        (9, 9),
+        (8, 2),
+        (8, 4),
+        *(pytest.param(72, n, marks=pytest.mark.slow) for n in (72, 8)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gather", [True, False], ids=["all_gather", "ring"])
+def test_exchanges_end(ranks: int, per_host: int, layout: Layout, gather: bool) -> None:
+    tokens = ranks * 16
+    masks = [Mask.causal(), documents(tokens, 24), Mask.sliding_window(50, 25), documents(tokens, 250)]
+    for mask in masks[: 4 if ranks < 10 else 2]:
+        check(mask, ranks, layout, gather, per_host)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ranks", [8, 9])
+def test_exchanges_of_random_documents_end(ranks: int, seed: int) -> None:
+    """Documents that span some ranks: each rank has messages in some of the steps only."""
+    tokens = ranks * 16
+    inner = torch.randint(1, tokens, (5,), generator=torch.Generator().manual_seed(seed)).sort().values
+    for layout in LAYOUTS:
+        check(Mask.documents([0, *inner.tolist(), tokens]), ranks, layout, gather=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "per_host"), [(1024, 8), (256, 256)])
+def test_exchanges_end_on_many_ranks(ranks: int, per_host: int) -> None:
+    check(Mask.sliding_window(300, 300), ranks, "contiguous", gather=True, per_host=per_host)
+
+
+@pytest.mark.parametrize("ranks", [72, 128])
+def test_one_group_for_all_peers_hangs(ranks: int) -> None:
+    """What is wrong with the obvious all-gather under a mask: all messages in one group, nearest peers first."""
+    sharding = SequenceSharding(ranks * 64, "zigzag", ring=ranks)
+    programs: list[list[Group]] = []
+    for rank in range(ranks):
+        step = AttentionPlan(Mask.causal(), sharding, rank, gather=True)[1]
+        sends, receives = ({t.peer for t in transfers} for transfers in (step.sends, step.receives))
+        distances = range(1, ranks)
+        group = [Operation(True, p) for p in ((rank + d) % ranks for d in distances) if p in sends for _ in "kv"]
+        group += [Operation(False, p) for p in ((rank - d) % ranks for d in distances) if p in receives for _ in "kv"]
+        programs.append([group])
+    with pytest.raises(HangError):
+        run(programs)
+
+
+def test_a_missing_end_hangs() -> None:
+    with pytest.raises(HangError):
+        run([[[Operation(True, 1)]], [[]]])

@@ -1,0 +1,326 @@
+"""No rank waits forever: if one rank raises an error or does not make a call, the other ranks stop waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask
+from seqpar.comm import collectives, handshake
+from seqpar.comm.communicator import communicator
+from seqpar.mesh import Ranks
+
+from ..pool import OwnPool, Pool, on_ranks, start
+from ..strategy_cases import STRATEGIES
+
+TIMEOUT_S = 1.5
+
+
+def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """The type and message of the error that ``call`` raises, and the seconds until then."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", time.monotonic() - began
+
+
+def stay_for_the_others(port: int, name: str, group: ProcessGroup, absent: list[int]) -> None:
+    """Keep the ``absent`` ranks alive until the other ranks have called this function after their wait."""
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    if group.rank() not in absent:
+        store.set(str(group.rank()), "")
+    else:
+        store.wait([str(rank) for rank in range(group.size()) if rank not in absent], timedelta(seconds=25))
+
+
+def attend(**arguments: Any) -> None:
+    x = torch.zeros(1, 8, 4, 16)  # [b, s, h, d]
+    seqpar.attention(x, x, x, **{"layout": "contiguous", **arguments})
+
+
+@on_ranks
+def mesh_and_group(group: ProcessGroup, port: int, others_give: str) -> tuple[str, str, float]:
+    """Rank 1 passes both a mesh and a group."""
+    world = start(port, f"both {others_give}", group.rank(), group.size(), TIMEOUT_S)
+    mesh = seqpar.init_mesh(ring=-1, device_type="cpu")
+    given: dict[str, Any] = {"mesh": mesh, "group": world}
+    attend(group=world)
+    return error_of(lambda: attend(**(given if world.rank() == 1 else {others_give: given[others_give]})))
+
+
+@pytest.mark.parametrize("others_give", ["mesh", "group"])
+def test_one_rank_gives_mesh_and_group(own: OwnPool, others_give: str) -> None:
+    results = own.pool.run(3, mesh_and_group, own.port, others_give, deadline_s=30)
+    for rank, (kind, message, _) in enumerate(results):
+        if rank == 1:
+            assert kind == "ValueError" and "mesh and group" in message
+        else:
+            assert kind == "RuntimeError" and "rank(s) [1] of the group raised" in message, message
+
+
+@on_ranks
+def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: bool) -> tuple[str, str, float]:
+    """Rank 1 raises an error in a constructor, and makes none of the calls that the other ranks make."""
+    world = start(port, f"{name} {ready}", group.rank(), group.size(), TIMEOUT_S)
+    x = torch.zeros(1, 8, 64)  # [b, s, hidden]
+    ring, tp_sp = (seqpar.ParallelAttention(s, 64, 4, group=world, layout="contiguous") for s in ("ring", "tp_sp"))
+    calls: dict[str, Callable[[], Any]] = {
+        "handshake": lambda: attend(group=world),
+        "ring": lambda: attend(group=world, seq_len=24),
+        "ulysses": lambda: attend(group=world, seq_len=24, strategy="ulysses"),
+        "layer": lambda: ring(x),
+        "layer with a length": lambda: ring(x, seq_len=24),
+        "tp_sp": lambda: tp_sp(x, seq_len=24),
+        "init_mesh": lambda: seqpar.init_mesh(ring=-1, device_type="cpu"),
+    }
+    if ready:  # as in a later step: the communicators exist
+        calls[name]()
+    bad: dict[bool, Callable[[], Any]] = {
+        True: lambda: seqpar.init_mesh(ring=5, device_type="cpu"),
+        False: lambda: Mask.documents([3, 1]),
+    }
+    result = error_of(bad[name == "init_mesh"] if world.rank() == 1 else calls[name])
+    stay_for_the_others(port, f"{name} {ready} ended", group, [1])
+    return result
+
+
+# Calls, and whether it is a later one.
+WAITS = [
+    *(("handshake", False), ("ring", False), ("layer", False), ("tp_sp", False), ("init_mesh", False)),
+    *(("handshake", True), ("ring", True), ("ulysses", True), ("layer with a length", True), ("init_mesh", True)),
+]
+
+
+@pytest.mark.parametrize(("name", "ready"), WAITS)
+def test_one_rank_raises_in_a_constructor(own: OwnPool, name: str, ready: bool) -> None:
+    results = own.pool.run(3, one_rank_raises_before, own.port, name, ready, deadline_s=40, shared_memory=False)
+    kind, message, _ = results.pop(1)
+    assert kind == "ValueError", message
+    names_it = not ready or name in ("handshake", "init_mesh")
+    for kind, message, _ in results:
+        assert kind == "RuntimeError" and "look for an earlier error" in message, message
+        assert not names_it or "rank(s) [1]" in message, message
+
+
+@on_ranks
+def different_meshes(group: ProcessGroup, port: int) -> list[tuple[str, str, float]]:
+    """Rank 1 asks for another mesh, and then for the same one as the others."""
+    world = start(port, "different meshes", group.rank(), group.size())
+    asked = {"dp": 1, "tp": -1} if world.rank() == 1 else {"dp": -1}
+    wrong = error_of(lambda: seqpar.init_mesh(ring=2, device_type="cpu", **asked))
+    right = error_of(lambda: seqpar.init_mesh(ring=2, dp=-1, device_type="cpu"))
+    return [wrong, right]
+
+
+def test_ranks_ask_for_different_meshes(own: OwnPool) -> None:
+    for wrong, right in own.pool.run(4, different_meshes, own.port, deadline_s=30):
+        kind, message, _ = wrong
+        assert kind == "ValueError", message
+        assert "rank 0: device_type=cpu, dp=2, ring=2" in message and "rank 1: device_type=cpu, dp=1" in message
+        assert right[0] == "nothing", right
+
+
+def full_and_shards(group: ProcessGroup, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[Tensor]]:
+    """q, k, v of the full sequence and of this rank. Each rank has the same number of tokens."""
+    torch.manual_seed(5)
+    full = [torch.randn(2, 4 * group.size(), 4, 8, dtype=dtype) for _ in range(3)]  # [b, s, h, d]
+    return full, [seqpar.shard(x, group=group, layout="contiguous").clone() for x in full]
+
+
+@on_ranks
+def gradients_of_some(group: ProcessGroup, options: dict[str, Any], known: bool, ranks: list[int]) -> float:
+    """The largest error of the gradients of q, k, v, if only the inputs of ``ranks`` require gradients."""
+    full, local = full_and_shards(group)
+    for x in full:
+        x.requires_grad_()
+    weights = torch.randn(full[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (seqpar.attention(*full, strategy="local") * weights).sum().backward()
+    for x in local:
+        x.requires_grad_(group.rank() in ranks)
+    length = full[0].shape[1] if known else None
+    out = seqpar.attention(*local, group=group, seq_len=length, **options, layout="contiguous")
+    (out * seqpar.shard(weights, group=group, layout="contiguous")).sum().backward()
+    if group.rank() not in ranks:
+        return float(sum(x.grad is not None for x in local))
+    errors = []
+    for x, whole in zip(local, full, strict=True):
+        assert x.grad is not None and whole.grad is not None
+        errors.append((x.grad - seqpar.shard(whole.grad, group=group, layout="contiguous")).abs().max().item())
+    return max(errors)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["handshake", "seq_len"])
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_inputs_of_some_ranks_require_gradients(pool: Pool, world: int, name: str, known: bool) -> None:
+    for ranks in ([0], [world - 1]):
+        errors = pool.run(world, gradients_of_some, STRATEGIES[name], known, ranks, deadline_s=20)
+        assert max(errors) < 1e-12
+
+
+@on_ranks
+def layer_gradients_of_some(group: ProcessGroup, strategy: str, frozen: bool, known: bool) -> float:
+    """The error of the gradient of a layer's input, which only rank 0 requires."""
+    torch.manual_seed(2)
+    x = torch.randn(2, 4 * group.size(), 32, dtype=torch.float64, requires_grad=True)  # [b, s, hidden]
+    layers = []
+    for s, g in (("local", None), (strategy, group)):
+        torch.manual_seed(3)
+        layers.append(
+            seqpar.ParallelAttention(s, 32, 4, group=g, dtype=torch.float64, layout="contiguous").requires_grad_(
+                not frozen
+            )
+        )
+    layers[0](x).square().sum().backward()
+    x_local = seqpar.shard(x.detach(), group=group, layout="contiguous").clone().requires_grad_(group.rank() == 0)
+    layers[1](x_local, seq_len=x.shape[1] if known else None).square().sum().backward()
+    assert x.grad is not None
+    if group.rank() != 0:
+        return float(x_local.grad is not None)
+    assert x_local.grad is not None
+    return (x_local.grad - seqpar.shard(x.grad, group=group, layout="contiguous")).abs().max().item()
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["handshake", "seq_len"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["weights", "frozen"])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "tp_sp"])
+def test_inputs_of_layers_on_some_ranks_require_gradients(pool: Pool, strategy: str, frozen: bool, known: bool) -> None:
+    assert max(pool.run(2, layer_gradients_of_some, strategy, frozen, known, deadline_s=20)) < 1e-12
+
+
+@on_ranks
+def no_gradients(group: ProcessGroup, known: bool) -> tuple[bool, bool, tuple[str, str, float], tuple[str, str, float]]:
+    """Whether outputs need gradients where no input does, then where gradients are off; errors of ranks that differ."""
+    _, local = full_and_shards(group)
+    length = 4 * group.size() if known else None
+    on = seqpar.attention(*local, group=group, seq_len=length, layout="contiguous").requires_grad
+    with torch.no_grad():
+        off = seqpar.attention(*local, group=group, seq_len=length, layout="contiguous").requires_grad
+    mlp = seqpar.MegatronMLP(16, 32, group=group)
+    x = torch.zeros(1, 4, 16, requires_grad=group.rank() == 0)  # [b, s, hidden]
+    for tensor in local:
+        tensor.requires_grad_()
+    with torch.set_grad_enabled(group.rank() == 0):
+        mode = error_of(lambda: seqpar.attention(*local, group=group, layout="contiguous"))
+    return on, off, mode, error_of(lambda: mlp(x))
+
+
+def test_ranks_differ_in_gradients(pool: Pool) -> None:
+    for known in (False, True):
+        for on, off, mode, mlp in pool.run(2, no_gradients, known, deadline_s=20):
+            assert not off and on is known  # without a handshake a rank cannot know that no other rank needs gradients
+            assert mode[0] == "ValueError" and "torch.no_grad()" in mode[1]
+            assert mlp[0] == "ValueError" and "requires_gradient" in mlp[1]
+
+
+class FakeCuda:
+    """CUDA streams, events and pinned memory on a machine without them; the events of ``late`` are never done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, late: bool = False) -> None:
+        self.log: list[str] = []
+        self.current = "compute"
+        cuda = self
+
+        class Stream:
+            def __init__(self, device: torch.device, priority: int) -> None:
+                cuda.log.append(f"new stream of priority {priority}")
+
+        class Event:
+            def record(self) -> None:
+                cuda.log.append(f"record on {cuda.current}")
+
+            def query(self) -> bool:
+                cuda.log.append("query")
+                return not late
+
+        @contextlib.contextmanager
+        def stream(_: Stream) -> Iterator[None]:
+            cuda.current = "side"
+            yield
+            cuda.current = "compute"
+
+        all_gather = collectives.all_gather_single
+
+        def all_gather_single(*args: Any, **kwargs: Any) -> Any:
+            cuda.log.append(f"all-gather on {cuda.current}")
+            return all_gather(*args, **kwargs)
+
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "stream", stream)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the GPU"))
+        patch.setattr(handshake, "_pinned", lambda *shape: torch.empty(*shape, dtype=torch.int64))
+        patch.setattr(handshake, "all_gather_single", all_gather_single)
+        patch.setattr(handshake, "_HostAllGather", device_all_gather)
+        handshake._side_stream.cache_clear()
+
+
+def device_all_gather(words: Tensor, ranks: Ranks, patience: timedelta | None) -> handshake._DeviceAllGather:
+    return handshake._DeviceAllGather(words, ranks, torch.device("cpu"), patience)
+
+
+@on_ranks
+def handshake_between_gpus(group: ProcessGroup) -> tuple[list[str], bool, float]:
+    """The operations of a handshake in a group without a CPU backend, and whether it has its own communicator."""
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = FakeCuda(patch)
+        for _ in range(2):
+            attend(group=group)
+        own_group = communicator(group, torch.device("cpu"), "handshake")
+        handshake._side_stream.cache_clear()
+    return cuda.log, own_group is communicator(group, torch.device("cpu")), 0.0
+
+
+def test_a_handshake_between_gpus_does_not_wait_for_the_computation(pool: Pool) -> None:
+    for log, shared, _ in pool.run(2, handshake_between_gpus):
+        one = ["all-gather on side", "record on side", "query"]
+        assert log == ["new stream of priority -1", *one, *one] and not shared
+
+
+@on_ranks
+def wait_between_gpus(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+    """Rank 1 does not take part in the second handshake."""
+    world = start(port, "between GPUs", group.rank(), group.size(), TIMEOUT_S)
+    with pytest.MonkeyPatch.context() as patch:
+        FakeCuda(patch)
+        attend(group=world)
+        result = "nothing", "", 0.0
+        if world.rank() == 0:
+            FakeCuda(patch, late=True)
+            patch.setattr(handshake, "all_gather_single", lambda *_, **__: None)  # NCCL: it returns at once
+            result = error_of(lambda: attend(group=world))
+        stay_for_the_others(port, "between GPUs ended", group, [1])
+        return result
+
+
+def test_a_rank_is_missing_in_a_handshake_between_gpus(own: OwnPool) -> None:
+    kind, message, _ = own.pool.run(2, wait_between_gpus, own.port, deadline_s=30)[0]
+    assert kind == "RuntimeError" and "rank(s) [1] of the group did not arrive" in message, message
+
+
+@on_ranks
+def error_that_nobody_waits_for(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+    """Rank 1 raises in its first call, and no other rank makes a call."""
+    world = start(port, "alone", group.rank(), group.size())
+    if world.rank() != 1:
+        return "nothing", "", 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "_PATIENCE", timedelta(seconds=0.5))
+        return error_of(lambda: attend(group=world, layout="zig"))
+
+
+def test_an_error_is_shown_soon_though_no_other_rank_comes(own: OwnPool) -> None:
+    kind, message, seconds = own.pool.run(2, error_that_nobody_waits_for, own.port)[1]
+    assert kind == "ValueError" and "layout" in message and seconds < 20

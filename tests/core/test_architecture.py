@@ -1,0 +1,95 @@
+"""The floors of the package: a module imports only from its own floor and lower ones, without circular imports."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# From the lowest floor up; docs/architecture.md describes them.
+FLOORS = (
+    (
+        "cache",
+        "checks",
+        "keys",
+        "layout",
+        "heads",
+        "mask",
+        "mesh",
+        "opaque",
+        "reductions",
+        "rendezvous",
+        "runs",
+        "triton_kernels",
+    ),
+    ("schedule", "comm", "kernels"),
+    ("strategies", "planner", "functional", "sharding"),
+    ("layers",),
+    ("hf", "cli"),
+    ("peers",),
+)
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its installed name, without the package's own ``__init__``."""
+    found = {}
+    folders = {"seqpar": "seqpar", "triton_kernels": "seqpar.triton_kernels", "benchmarks/peers": "seqpar.peers"}
+    for folder, prefix in folders.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = [prefix, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return {name: path for name, path in found.items() if name not in ("seqpar", "seqpar.__main__")}
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of the package that a module imports, inside functions and for type checkers too."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
+            base = ".".join(x for x in (base, node.module) if x)
+            imported |= {f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+    return {module for module in imported & known.keys() if module != name}
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def floor(module: str) -> int:
+    return FLOOR_OF[module.split(".")[1]]
+
+
+def test_no_module_imports_a_higher_floor() -> None:
+    upward = [
+        f"{name} imports {other}" for name, others in graph().items() for other in others if floor(other) > floor(name)
+    ]
+    assert not upward, upward
+
+
+def test_no_modules_import_each_other() -> None:
+    # static_order raises a CycleError that names the modules of a circle.
+    assert len(list(TopologicalSorter(graph()).static_order())) == len(modules())
+
+
+def test_no_module_bears_the_name_of_a_function_beside_it() -> None:
+    """``import seqpar.x.y`` and ``from seqpar.x import y`` must mean the same: the module."""
+    clashes = []
+    for name, path in {**modules(), "seqpar": ROOT / "seqpar" / "__init__.py"}.items():
+        if path.name != "__init__.py":
+            continue
+        tree = ast.parse(path.read_text())
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and node.module:  # not ``from . import submodule``
+                defined |= {alias.asname or alias.name for alias in node.names}
+        submodules = {other.rpartition(".")[2] for other in modules() if other.rpartition(".")[0] == name}
+        clashes += [f"{name}.{clash}" for clash in defined & submodules]
+    assert not clashes, clashes

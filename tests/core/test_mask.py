@@ -1,0 +1,159 @@
+"""Masks agree with their definitions for each pair of query and key, and have the properties that schedules rely on."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seqpar import Mask
+
+from ..generators import rules_and_length
+from ..reference import BATCH_RULES, RULES, Rules, combined_mask, rules_id, visible_pairs
+
+
+def as_rows(dense: torch.Tensor) -> torch.Tensor:
+    return dense if dense.dim() == 3 else dense[None]
+
+
+@given(rules_and_length())
+def test_dense_is_the_definition(problem: tuple[Rules, int]) -> None:
+    drawn, seq_len = problem
+    expected = visible_pairs(drawn, seq_len)
+    dense = as_rows(combined_mask(drawn).dense(seq_len))
+    assert dense.dtype == torch.bool
+    assert torch.equal(dense.expand_as(expected), expected)
+
+
+@given(rules_and_length(), st.data())
+def test_intervals_at_any_positions(problem: tuple[Rules, int], data: st.DataObject) -> None:
+    """Asked for the positions of one rank only, a mask answers as for the whole sequence."""
+    drawn, seq_len = problem
+    expected = visible_pairs(drawn, seq_len)
+    chosen = torch.tensor(data.draw(st.lists(st.integers(0, seq_len - 1), unique=True).map(sorted)), dtype=torch.int64)
+    lo, hi = combined_mask(drawn).intervals(chosen)
+    assert lo.dtype == hi.dtype == torch.int64
+    assert lo.shape == hi.shape == (*lo.shape[:-1], len(chosen))
+    keys = torch.arange(seq_len)
+    seen = as_rows((keys >= lo[..., None]) & (keys < hi[..., None]))
+    assert torch.equal(seen.expand(len(expected), -1, -1), expected[:, chosen])
+
+
+@given(rules_and_length())
+def test_intervals_never_fall(problem: tuple[Rules, int]) -> None:
+    """What lets a kernel find a block's keys from its first and last row."""
+    drawn, seq_len = problem
+    lo, hi = combined_mask(drawn).intervals(torch.arange(seq_len))
+    assert bool((lo.diff() >= 0).all())
+    assert bool((hi.diff() >= 0).all())
+    assert bool(((lo >= 0) & (lo <= hi)).all())
+
+
+@given(rules_and_length(), rules_and_length())
+def test_and_shows_what_both_show(one: tuple[Rules, int], other: tuple[Rules, int]) -> None:
+    seq_len = min(one[1], other[1])
+    a, b = combined_mask(one[0]), combined_mask(other[0])
+    if a.batch > 1 and b.batch > 1 and a.batch != b.batch:
+        with pytest.raises(ValueError, match=f"{a.batch} and {b.batch} batch rows"):
+            _ = a & b
+        return
+    assert torch.equal(*torch.broadcast_tensors((a & b).dense(seq_len), a.dense(seq_len) & b.dense(seq_len)))
+
+
+@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES], ids=rules_id)
+def test_masks_are_values(drawn: Rules) -> None:
+    mask, again = combined_mask(drawn), combined_mask(drawn)
+    assert mask == again
+    assert hash(mask) == hash(again)
+    assert pickle.loads(pickle.dumps(mask)) == mask
+    assert hash(pickle.loads(pickle.dumps(mask))) == hash(mask)
+    others = [combined_mask(other) for other in (*RULES, *BATCH_RULES) if other != drawn]
+    assert mask not in others
+
+
+def test_the_same_mask_however_it_is_spelled() -> None:
+    as_ints = Mask.documents([0, 3, 7])
+    assert Mask.documents((0, 3, 7)) == as_ints
+    assert Mask.documents(torch.tensor([0, 3, 7], dtype=torch.int32)) == as_ints
+    assert Mask.documents([torch.tensor([0, 3]), [0, 7]]) == Mask.documents(((0, 3), (0, 7)))
+    assert Mask.sliding_window(-1, -1) == Mask.full()
+    assert Mask.sliding_window(-1, 0) == Mask.causal()
+    assert Mask.causal() & Mask.causal() == Mask.causal()
+    assert Mask.prefix_lm(torch.tensor([2, 5])) == Mask.prefix_lm([2, 5])
+    assert Mask.chunked(4) == Mask.chunked(4, starts=[0]) == Mask.chunked(4, starts=torch.tensor([0]))
+    assert Mask.chunked(4, starts=[7, 3, 3]) == Mask.chunked(4, starts=(0, 3, 7))
+    assert Mask.padding(torch.tensor([2, 5]), 9) == Mask.padding([2, 5], [9, 9])
+
+
+def test_a_worked_example() -> None:
+    """Two documents and a padding token, a window of two: readable by eye."""
+    mask = Mask.documents([0, 3, 5]) & Mask.sliding_window(1)
+    expected = [
+        "x.....",
+        "xx....",
+        ".xx...",
+        "...x..",
+        "...xx.",
+        "......",
+    ]
+    assert ["".join("x" if seen else "." for seen in row) for row in mask.dense(6)] == expected
+
+
+def test_chunks_of_padded_documents() -> None:
+    """Chunks of two start again at each document and at the first token: readable by eye."""
+    packed = Mask.documents([0, 3, 6], causal=False) & Mask.padding(1)
+    mask = packed & Mask.chunked(2, causal=False, starts=packed.starts)
+    expected = [
+        "......",
+        ".xx...",
+        ".xx...",
+        "...xx.",
+        "...xx.",
+        ".....x",
+    ]
+    assert ["".join("x" if seen else "." for seen in row) for row in mask.dense(6)] == expected
+
+
+def test_starts() -> None:
+    assert Mask.full().starts == Mask.causal().starts == ((0,),)
+    assert Mask.documents([0, 3, 3, 7]).starts == ((0, 3, 7),)
+    assert Mask.padding([0, 2], [5, 9]).starts == ((0,), (0, 2))
+    assert Mask.padding([2, 2], [5, 9]).starts == ((0, 2),)
+    both = Mask.documents([[0, 4], [0, 6]]) & Mask.padding([1, 0], 6) & Mask.sliding_window(3)
+    assert both.starts == ((0, 1, 4), (0, 6))
+
+
+def test_padding_without_an_end() -> None:
+    assert torch.equal(Mask.padding(3).dense(8), Mask.padding(3, 8).dense(8))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Mask.padding(-1), ValueError, "start -1"),
+        (lambda: Mask.padding([0, 5], [4, 3]), ValueError, "start 5, stop 3"),
+        (lambda: Mask.padding([0, 1], [4, 4, 4]), ValueError, "starts for 2 batch rows, stops for 3"),
+        (lambda: Mask.padding([]), ValueError, "starts for 0 batch rows"),
+        (lambda: Mask.padding(1.5), TypeError, r"starts=1\.5: expected an int, got float"),
+        (lambda: Mask.chunked(4, starts=[-2]), ValueError, r"starts=\[-2\]: give positions >= 0"),
+        (lambda: Mask.chunked(4, starts=3), TypeError, "starts=3: expected a sequence"),
+        (lambda: Mask.causal([(4, 6), (5, 7)]), ValueError, r"blocks=\[\(4, 6\), \(5, 7\)\]: expected pairs"),
+        (lambda: Mask.causal([[(1, 2)], [(3, 3)]]), ValueError, r"blocks=\[\(3, 3\)\]: expected pairs"),
+        (lambda: Mask.causal([(-1, 2)]), ValueError, "expected pairs"),
+        (lambda: Mask.causal([3, 5]), TypeError, r"blocks=\[3, 5\]: expected pairs"),
+        (lambda: Mask.causal(cast(Any, 3)), TypeError, "blocks=3: expected pairs"),
+        (lambda: Mask.documents([0, 4], causal=cast(Any, "no")), TypeError, "causal='no': expected True or False"),
+        (lambda: Mask.chunked(4, causal=cast(Any, None)), TypeError, "causal=None: expected True or False"),
+        (lambda: Mask.causal().dense(-1), ValueError, "seq_len=-1: expected at least 0"),
+        (lambda: Mask.causal().intervals(cast(Any, [1])), TypeError, "positions: expected an integer tensor .*list"),
+        (lambda: Mask.causal().intervals(torch.ones(2)), TypeError, "positions: .*torch.float32"),
+    ],
+)
+def test_bad_arguments(make: Callable[[], Mask], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()

@@ -1,0 +1,143 @@
+"""The cost of plans: their size depends on the runs of the mask and on the ranks, and past masks keep no memory."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask, cache, schedule
+from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
+from seqpar.schedule import AttentionPlan, attention_plan
+
+from ..pool import Pool, on_ranks
+
+
+def packed(seq_len: int, documents: int, seed: int = 0) -> Mask:
+    """Documents of random lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = torch.randint(1, seq_len, (documents - 1,), generator=generator).sort().values
+    return Mask.documents([0, *inner.tolist(), seq_len])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gather", [False, True])
+def test_size_of_a_plan_does_not_depend_on_the_tokens(layout: Layout, gather: bool) -> None:
+    sizes = []
+    for seq_len in (1 << 14, 1 << 24):
+        sharding = SequenceSharding(seq_len, layout, ring=8)
+        boundaries = [seq_len * i // 64 for i in range(65)]
+        plan = AttentionPlan(Mask.documents(boundaries), sharding, 3, gather).prepare()
+        sizes.append(len(pickle.dumps(plan)))
+    assert sizes[1] < 1.5 * sizes[0] + 4096  # larger numbers take more bytes
+
+
+def test_past_masks_leave_nothing_behind() -> None:
+    """1,000 masks in a row: the memory of host and device does not grow."""
+    sharding = SequenceSharding(1 << 14, "zigzag", ring=4)
+
+    def use(seeds: range) -> None:
+        for seed in seeds:
+            mask = packed(sharding.seq_len, 100, seed)
+            for _ in range(2):  # as two layers would
+                plan = attention_plan(mask, sharding, 3)
+                for step in range(len(plan)):
+                    plan.intervals(step, CPU)
+
+    cache._tensors.clear()  # of earlier tests: tracemalloc would see what replaces it, but not that it is freed
+    schedule._plans.clear()
+    tracemalloc.start()
+    use(range(500))
+    gc.collect()
+    host, tensors = tracemalloc.get_traced_memory()[0], cache._tensors.total
+    use(range(500, 1000))
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - host
+    tracemalloc.stop()
+    assert grown < 1 << 20, f"{grown} bytes of the host's memory"
+    assert cache._tensors.total <= max(tensors, 64 << 20)
+
+
+def test_layers_share_the_intervals_of_a_mask() -> None:
+    sharding = SequenceSharding(256, "zigzag", ring=4)
+    first = attention_plan(packed(256, 5), sharding, 1)
+    again = attention_plan(packed(256, 5), sharding, 1)  # an equal mask, made anew
+    assert again is first
+    assert first.intervals(1, CPU) is again.intervals(1, CPU)
+
+
+def test_a_plan_made_ahead_travels_with_the_mask() -> None:
+    """As from a data-loader worker: the other process finds the steps planned."""
+    sharding = SequenceSharding(1 << 12, "zigzag", ring=4)
+    mask = packed(1 << 12, 50)
+    attention_plan(mask, sharding, 2).prepare()
+    received = pickle.loads(pickle.dumps(mask))
+    assert received == mask
+    plan = attention_plan(received, sharding, 2)
+    assert sorted(plan._steps) == list(range(4))
+    fresh = AttentionPlan(mask, sharding, 2)
+    for step in range(4):
+        ours, theirs = plan.intervals(step, CPU), fresh.intervals(step, CPU)
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert torch.equal(ours.lo, theirs.lo) and torch.equal(ours.hi, theirs.hi)
+        assert plan[step].sends == fresh[step].sends and plan[step].receives == fresh[step].receives
+
+
+WORKER = """
+import pickle, sys
+planner, mask = pickle.load(sys.stdin.buffer)
+sys.stdout.buffer.write(pickle.dumps(planner(mask)))
+"""
+
+
+@on_ranks
+def attend_with_a_planned_mask(group: ProcessGroup, strategy: str) -> bool:
+    """Plan in another process, without process groups; attention then plans nothing."""
+    sharding = seqpar.Sharding(60, "striped", group=group)
+    planner = seqpar.mask_planner(sharding, strategy)
+    worker = [sys.executable, "-c", WORKER]
+    sent = pickle.dumps((planner, packed(60, 4)))
+    mask = pickle.loads(subprocess.run(worker, input=sent, capture_output=True, check=True, timeout=120).stdout)
+    torch.manual_seed(0)
+    q, k, v = (sharding.shard(x).requires_grad_() for x in torch.randn(3, 1, 60, 2, 8))
+    expected = seqpar.attention(q, k, v, strategy=strategy, mask=packed(60, 4), sharding=sharding)
+    with mock.patch.object(AttentionPlan, "__init__", side_effect=AssertionError("planned again")):
+        out = seqpar.attention(q, k, v, strategy=strategy, mask=mask, sharding=sharding)
+        out.sum().backward()
+    return torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "context_parallel"])
+def test_planning_in_a_worker(pool: Pool, strategy: str) -> None:
+    assert pool.run(2, attend_with_a_planned_mask, strategy) == [True] * 2
+
+
+def test_a_layer_plans_for_its_own_ranks() -> None:
+    sharding = seqpar.Sharding(64, "zigzag")
+    layer = seqpar.ParallelAttention("local", 16, 2)
+    mask = layer.mask_planner(sharding)(Mask.causal())
+    with mock.patch.object(AttentionPlan, "__init__", side_effect=AssertionError("planned again")):
+        layer(torch.randn(1, 64, 16), mask=mask, sharding=sharding)
+
+
+def test_a_value_larger_than_the_cache_is_not_kept() -> None:
+    small: cache.ByteCache[torch.Tensor] = cache.ByteCache(100, cache.tensor_bytes)
+    made = []
+
+    def make(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    for size in (60, 30, 60, 30, 200, 200, 50, 30):
+        small.get(size, lambda size=size: make(size))  # type: ignore[misc]
+        assert small.total <= 100
+    assert made == [60, 30, 200, 200, 50]  # 60 was used least recently, and made room for 50

@@ -1,0 +1,265 @@
+"""Schedules and tiles. They are pure functions, and are tested without processes for any number of ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from seqpar import Mask
+from seqpar.heads import Heads
+from seqpar.kernels.tiles import Kind, decompose
+from seqpar.keys import KeyIntervals, Selection
+from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
+from seqpar.schedule import AttentionPlan, Exchange
+from seqpar.strategies.head_exchange import HeadExchange
+from seqpar.strategies.ulysses import MAX_CHUNKS
+
+from ..generators import masks
+
+Scheduled = tuple[Mask, SequenceSharding, bool, int]
+
+
+@st.composite
+def scheduled(draw: st.DrawFn) -> Scheduled:
+    """A mask, a sharding, whether the steps are joined into one all-gather, and the ring's ranks on one host."""
+    seq_len = draw(st.integers(1, 200))
+    hosts, per_host = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    sharding = SequenceSharding(
+        seq_len, draw(st.sampled_from(LAYOUTS)), ring=hosts * per_host, ulysses=draw(st.integers(1, 3))
+    )
+    return draw(masks(seq_len)), sharding, draw(st.booleans()), per_host
+
+
+@settings(max_examples=150)
+@given(scheduled())
+def test_each_visible_pair_is_computed_exactly_once(problem: Scheduled) -> None:
+    mask, shards, gather, per_host = problem
+    computed = torch.zeros(shards.seq_len, shards.seq_len, dtype=torch.int64)
+    for rank in range(shards.ring):
+        plan = AttentionPlan(mask, shards, rank, gather, per_host)
+        for step in range(len(plan)):
+            rows = plan.intervals(step, CPU, positions=True)
+            if rows is None:
+                continue
+            keys = torch.arange(rows.k_positions.shape[0])
+            seen = (keys >= rows.lo[0, :, None]) & (keys < rows.hi[0, :, None])
+            computed[rows.q_positions.long()[:, None], rows.k_positions.long()[None]] += seen
+            assert bool((rows.lo.diff() >= 0).all()) and bool((rows.hi.diff() >= 0).all())
+    assert torch.equal(computed, mask.dense(shards.seq_len).long())
+
+
+@settings(max_examples=100)
+@given(scheduled())
+def test_every_send_has_its_receive(problem: Scheduled) -> None:
+    mask, shards, gather, per_host = problem
+    schedules = [AttentionPlan(mask, shards, rank, gather, per_host) for rank in range(shards.ring)]
+    assert len({len(s) for s in schedules}) == 1 == len({s.dense for s in schedules})
+    exchanges: list[list[Exchange]] = [[plan[i] for plan in schedules] for i in range(len(schedules[0]))]
+    exchanges += [[plan.fetch(i) for plan in schedules] for i in range(schedules[0].fetches)]
+    for exchange in exchanges:
+        sent = [(r, t.peer, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.sends]
+        received = [(t.peer, r, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.receives]
+        assert sorted(sent, key=str) == sorted(received, key=str)
+        for rank, one in enumerate(exchange):
+            peers = {t.peer for t in (*one.sends, *one.receives)} - {rank}
+            assert peers <= {peer for group in one.groups for peer in group}
+
+
+@settings(max_examples=100)
+@given(scheduled())
+def test_rows_are_sent_once_to_each_other_host(problem: Scheduled) -> None:
+    """To every host, exactly the rows that some of its ranks sees; and the ranks there send on what they have."""
+    mask, shards, gather, per_host = problem
+    plans = [AttentionPlan(mask, shards, rank, gather, per_host) for rank in range(shards.ring)]
+    seen = mask.dense(shards.seq_len)
+    held = [shards.ring_positions(rank).tensor(CPU) for rank in range(shards.ring)]
+    for host in range(plans[0].hosts):
+        ranks = range(host * per_host, (host + 1) * per_host)
+        own = torch.cat([held[rank] for rank in ranks])
+        wanted = seen[own].any(0)
+        wanted[own] = False
+        arrived = torch.zeros(shards.seq_len, dtype=torch.int64)
+        for plan in (plans[rank] for rank in ranks):
+            has = {plan.rank: torch.arange(len(held[plan.rank]))}
+            for transfer in (t for i in range(plan.fetches) for t in plan.fetch(i).receives):
+                assert transfer.peer // per_host != host and transfer.peer == transfer.owner
+                has[transfer.owner] = transfer.rows.index(CPU)
+                arrived[held[transfer.owner][has[transfer.owner]]] += 1
+            for transfer in (t for step in plan for t in step.sends):
+                assert transfer.peer in ranks
+                assert torch.equal(has[transfer.owner][transfer.at.index(CPU)], transfer.rows.index(CPU))
+        assert torch.equal(arrived, wanted.long()) or plans[0].dense
+
+
+@settings(max_examples=60)
+@given(scheduled())
+def test_only_visible_rows_are_fetched(problem: Scheduled) -> None:
+    mask, shards, gather, per_host = problem
+    dense = mask.dense(shards.seq_len)
+    for rank in range(shards.ring):
+        fetched = sum(
+            len(t.rows) for step in AttentionPlan(mask, shards, rank, gather, per_host) for t in step.receives
+        )
+        mine = shards.ring_positions(rank).tensor(CPU)
+        seen = dense[mine].any(0)
+        seen[mine] = False
+        assert fetched == int(seen.sum())
+
+
+def test_a_window_fetches_from_its_neighbour_only() -> None:
+    shards = SequenceSharding(64 * 128, "contiguous", ring=64)
+    steps = list(AttentionPlan(Mask.sliding_window(100), shards, 20))
+    assert [len(step.receives) for step in steps] == [0, 1] + [0] * 62
+    assert steps[1].receives[0].peer == 19 and len(steps[1].receives[0].rows) == 100
+
+
+@pytest.mark.parametrize("spans", [1, 16, 17, 40])
+def test_rows_are_selected_by_few_operators(spans: int) -> None:
+    """By slices or by one index, and never by an operator for each of many documents."""
+    selection = Selection(tuple((5 * i + 1, 5 * i + 1 + i % 4 + 1) for i in range(spans)))
+    rows = torch.cat([torch.arange(start, stop) for start, stop in selection.spans])
+    x = torch.randn(2, 3, 5 * spans + 1, 2, 4)
+    values, target = torch.randn(2, 3, len(rows), 2, 4), x.clone()
+    selection.index(CPU)  # cached, as for the next layer
+    with Operators() as taken:
+        selection.copy_to(values, x)
+    with Operators() as added:
+        selection.add_to(target, values)
+    assert torch.equal(values, x[:, :, rows])
+    expected = x.clone()
+    expected[:, :, rows] *= 2
+    torch.testing.assert_close(target, expected)
+    assert torch.equal(
+        selection.counts_below(torch.arange(x.shape[2])), torch.searchsorted(rows, torch.arange(x.shape[2]))
+    )
+    assert taken.count <= 3 * 16 and added.count <= 5 * 16
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_documents_are_few_spans(layout: Layout) -> None:
+    """8,000 documents over a million tokens: what one rank sends another is not a list of documents."""
+    seq_len = 1 << 20
+    mask = Mask.documents([*range(0, seq_len, 131), seq_len])
+    plan = AttentionPlan(mask, SequenceSharding(seq_len, layout, ring=64), 31)
+    assert max(len(t.rows.spans) for step in plan for t in (*step.sends, *step.receives)) <= 2
+
+
+def pairs(intervals: KeyIntervals | None) -> int:
+    """Visible (query, key) pairs."""
+    return 0 if intervals is None else int((intervals.hi.long() - intervals.lo.long()).sum())
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
+def test_causal_work_is_balanced(layout: str, ranks: int) -> None:
+    shards = SequenceSharding(ranks * 64, layout, ring=ranks)
+    work = [
+        sum(pairs(plan.intervals(step, CPU)) for step in range(ranks))
+        for plan in (AttentionPlan(Mask.causal(), shards, rank) for rank in range(ranks))
+    ]
+    assert sum(work) == shards.seq_len * (shards.seq_len + 1) // 2
+    # Zigzag's ranks have equal work; striped's differ by at most one pair for each query.
+    assert max(work) - min(work) <= (0 if layout == "zigzag" else shards.seq_len)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 12))
+def test_each_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, q_per_kv: int, ranks: int) -> None:
+    heads = kv_heads * q_per_kv
+    by_rank = Heads.of_model(heads, kv_heads).split(ranks)
+    assert [h for rank in by_rank for h in rank.queries] == list(range(heads))
+    counts = [len(rank.queries) for rank in by_rank]
+    assert max(counts) - min(counts) <= 1
+    for rank in by_rank:
+        read = [h // q_per_kv for h in rank.queries]
+        assert sorted(set(read)) == list(rank.kv)
+        # What a kernel computes for equal groups, or the index itself.
+        each = len(read) // max(1, len(rank.kv))
+        index = rank.kv_index() or [i // max(1, each) for i in range(len(read))]
+        assert [rank.kv[i] for i in index] == read
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 12), st.integers(1, 2), st.integers(1, 3))
+def test_chunks_of_heads_cover_them_once_in_equal_groups(
+    kv_heads: int, q_per_kv: int, ranks: int, ring: int, tensor: int
+) -> None:
+    heads = Heads.of_model(kv_heads * q_per_kv, kv_heads).split(tensor)[-1]
+    sharding = SequenceSharding(ranks * ring, "contiguous", ring, ranks)
+    subgroup: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+    exchange = HeadExchange(subgroup, sharding, 0, heads, MAX_CHUNKS)
+    full, chunks = exchange.full_chunk, exchange.chunks
+    for rank in range(ranks):
+        assert [h for chunk in chunks for h in chunk.by_rank[rank].queries] == list(full.by_rank[rank].queries)
+        sent = [h for chunk in chunks if chunk.has_kv for h in chunk.by_rank[rank].kv]
+        assert sent == list(full.by_rank[rank].kv)
+        for chunk in chunks:
+            assert len(chunks) == 1 or chunk.by_rank[rank].kv_index() is None  # equal groups
+    # In a hybrid K/V are still to be sent around the ring: no chunk may reuse those of another.
+    assert ring == 1 or all(chunk.has_kv for chunk in chunks)
+    divide = kv_heads % ranks == 0 or (kv_heads * q_per_kv % ranks == 0 and ranks % kv_heads == 0)
+    alone = kv_heads * q_per_kv == ranks or (ring > 1 and kv_heads <= ranks)
+    assert tensor > 1 or len(chunks) > 1 or not divide or alone
+
+
+@settings(max_examples=200)
+@given(scheduled(), st.data())
+def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> None:
+    mask, shards, _, _ = problem
+    # Long enough for every kind of tile.
+    shards = SequenceSharding(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
+    plan = AttentionPlan(mask, shards, data.draw(st.integers(0, shards.ring - 1)))
+    step = data.draw(st.integers(0, len(plan) - 1))
+    intervals = plan.intervals(step, CPU)
+    if intervals is None:
+        return
+    (lo,), (hi,) = intervals.lo, intervals.hi
+    keys = len(plan[step].keys or ())
+    seen = (torch.arange(keys) >= lo[:, None]) & (torch.arange(keys) < hi[:, None])
+    covered = torch.zeros_like(seen, dtype=torch.int64)
+    for tile in decompose(lo, hi):
+        q, k = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+        if tile.kind is Kind.FULL:
+            covered[q, k] += 1
+        elif tile.kind is Kind.CAUSAL:
+            assert tile.q1 - tile.q0 == tile.k1 - tile.k0
+            covered[q, k] += torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0).tril().long()
+        else:
+            assert bool(seen[q, k].any(1).all())  # the kernel cannot compute a row that sees no key
+            covered[q, k] += seen[q, k]
+    assert torch.equal(covered, seen.long())
+
+
+@pytest.mark.parametrize(("size", "calls"), [(256, 1), (257, 3), (600, 5), (767, 5), (768, 1)])
+def test_a_short_causal_square_is_cut(size: int, calls: int) -> None:
+    """Where the kernel for the CPU wastes much above the diagonal, and nowhere else."""
+    keys = torch.arange(size)
+    found = list(decompose(torch.full((size,), 3), 4 + keys))
+    covered = torch.zeros(size, size + 3)
+    for tile in found:
+        ones = torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0)
+        covered[tile.q0 : tile.q1, tile.k0 : tile.k1] += ones.tril() if tile.kind is Kind.CAUSAL else ones
+    assert len(found) == calls
+    assert torch.equal(covered[:, 3:], (keys <= keys[:, None]).float()) and not covered[:, :3].any()
+
+
+def test_a_causal_shard_is_one_causal_tile() -> None:
+    """The most common case is one kernel call without a mask tensor."""
+    intervals = AttentionPlan(Mask.causal(), SequenceSharding(4096, "zigzag", ring=2), 0).intervals(0, CPU)
+    assert intervals is not None
+    (tile,) = decompose(intervals.lo[0], intervals.hi[0])
+    assert tile.kind is Kind.CAUSAL and (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 2048, 0, 2048)

@@ -1,0 +1,185 @@
+"""The documentation is correct: its Python runs as written, its links exist, and its figures are up to date.
+
+The ``python`` blocks of a page run one after another in one namespace. In a ``diff`` block, the lines with ``+`` or a
+space are run.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from ..pool import Pool, on_ranks
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(str(page.relative_to(ROOT)) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+# These start what a process has once (accelerate's state, a Trainer): each runs in a process of its own.
+ONE_PROCESS = ("README.md", "docs/huggingface.md", "docs/migrating.md")
+_BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+_WIDTH = 95  # columns that the site shows beside its side bars, and GitHub without a scroll bar
+
+
+def _blocks(page: str) -> list[tuple[int, str]]:
+    """The Python of a page, as (lines before it, source)."""
+    text = (ROOT / page).read_text()
+    return [
+        (text.count("\n", 0, match.start()) + 1, _side(match[2], "+") if match[1] == "diff" else match[2])
+        for match in _BLOCK.finditer(text)
+    ]
+
+
+def _side(diff: str, sign: str) -> str:
+    """The source before ("-") or after ("+") the change. Lines of the other side are empty, so that numbers stay."""
+    return "".join(line[1:] if line[0] in (sign, " ") else "\n" for line in diff.splitlines(keepends=True))
+
+
+def _given() -> dict[str, Any]:
+    """What the recipes for Hugging Face models take for granted: a model and what belongs to it."""
+    from accelerate import Accelerator
+    from peft import LoraConfig, get_peft_model
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments, default_data_collator
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    tokens = torch.arange(64)
+    dataset: Any = [{"input_ids": tokens, "labels": tokens}] * 2
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batch": {"input_ids": tokens[None], "labels": tokens[None]},
+        "input_ids": tokens[None],
+        "dataset": dataset,
+        "loader": DataLoader(dataset, collate_fn=default_data_collator),
+        "training_arguments": TrainingArguments(
+            "output", max_steps=1, report_to="none", save_strategy="no", use_cpu=True
+        ),
+        "accelerator": Accelerator(cpu=True),
+        "LoraConfig": LoraConfig,
+        "get_peft_model": get_peft_model,
+    }
+
+
+def run_page(page: str) -> None:
+    """Run a page's blocks. A traceback shows the line of the page."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    try:
+        for line, source in _blocks(page):
+            if "parallelize(model" in source or "ParallelismConfig(" in source:  # a recipe begins, with its own model
+                namespace.update(_given())
+            exec(compile("\n" * line + source, ROOT / page, "exec"), namespace)
+    finally:
+        torch.set_default_device(None)
+
+
+@on_ranks
+def _run_page_worker(group: ProcessGroup, page: str) -> None:
+    run_page(page)
+
+
+def _run(command: list[str], deadline_s: float, cwd: Path = ROOT) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=deadline_s, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page) and page not in ONE_PROCESS])
+def test_a_page_runs_on_eight_ranks(pool: Pool, page: str) -> None:
+    pool.run(8, _run_page_worker, page, deadline_s=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ONE_PROCESS)
+def test_a_page_runs_on_one_process(page: str, tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.docs.test_docs import run_page; run_page({page!r})"
+    )
+    _run([sys.executable, "-c", program], 120, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_under_torchrun() -> None:
+    """It prints no warning either."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # Over gloo, for which attention makes process groups of its own. torchrun warns if it chooses the threads itself.
+    environment = {**os.environ, "SEQPAR_SHARED_MEMORY": "0", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, "examples/quickstart.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and not re.search("(?i)warn|deprecat", done.stderr), done.stderr
+    out = done.stdout
+    # The ranks share one standard output: a line break may come late.
+    found = re.findall(r"rank (\d): 512 of 1024 tokens, largest difference (\d\.\de[+-]\d\d)", out)
+    assert sorted(rank for rank, _ in found) == ["0", "1"], out
+    assert all(float(error) < 2e-6 for _, error in found), out
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_quickstart_is_the_example(page: str) -> None:
+    _, example = (ROOT / "examples" / "quickstart.py").read_text().split('"""\n', 1)
+    assert _blocks(page)[0][1].strip() == example.strip()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_side_before_a_change_is_python(page: str) -> None:
+    for language, source in _BLOCK.findall((ROOT / page).read_text()):
+        if language == "diff":
+            ast.parse(_side(source, "-"))
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_to_files_resolve(page: str) -> None:
+    folder = (ROOT / page).parent
+    missing = [link for link in _LINK.findall((ROOT / page).read_text()) if not (folder / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_the_page(page: str) -> None:
+    blocks = re.findall(r"^```\w+\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    wide = [line for block in blocks for line in block.splitlines() if len(line) > _WIDTH]
+    assert not wide
+
+
+@pytest.mark.parametrize(
+    ("mask", "section", "gpus", "tokens"),
+    [("causal", "wins", 8, 128 << 10), ("causal", "wins", 128, 1 << 20), ("mix:magi", "packed", 32, 512 << 10)],
+)
+def test_the_page_on_scale_is_the_planners(mask: str, section: str, gpus: int, tokens: int) -> None:
+    """A few of its cells, which take half a second each; ``make scale`` writes all."""
+    scale = runpy.run_path(str(ROOT / "docs" / "scale.py"))
+    parts = (ROOT / "docs" / "scale.md").read_text().split("\n## ")
+    (part,) = (x for x in parts if section in x.splitlines()[0])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("|")]
+    column = rows[0].index(f"{gpus:,} GPUs")
+    (written,) = (row[column] for row in rows if row[0] == scale["words"](tokens))
+    best = scale["predict"]((mask, gpus, tokens)).best
+    if mask == "causal":
+        assert written == f"{best.strategy} {best.degrees}, {scale['percent'](best.mfu)}"
+    else:
+        one = scale["predict"](("causal", gpus, tokens)).best
+        assert written == f"{best.strategy} {best.degrees}, {best.tokens_per_s / one.tokens_per_s:.1f} x"
+
+
+@pytest.mark.slow
+def test_figures_are_up_to_date(tmp_path: Path) -> None:
+    """``python docs/figures.py`` would change nothing."""
+    figures = runpy.run_path(str(ROOT / "docs" / "figures.py"))
+    figures["main"](tmp_path)
+    for figure in tmp_path.iterdir():
+        assert figure.read_text() == (ROOT / "docs" / "assets" / figure.name).read_text(), figure.name
+    assert {figure.name for figure in tmp_path.iterdir()} == {f.name for f in (ROOT / "docs" / "assets").glob("*.svg")}

@@ -1,0 +1,175 @@
+"""The example scripts, and the changes of them in the guide: two ranks have the losses of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from transformers import Trainer, TrainingArguments, default_data_collator
+
+import seqpar.hf
+
+from ..hf.test_multimodal import make_batch, tiny
+from ..hf.test_parallelism import logged, settings, torchrun
+from ..pool import Pool, on_ranks
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+TEXT = str(ROOT / "LICENSE")
+GUIDE = (ROOT / "docs" / "huggingface.md").read_text()
+# By script, or by the section of docs/huggingface.md that changes one: the packages it needs beside transformers and
+# accelerate, and its arguments.
+EXAMPLES: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "finetune.py": ((), ["--length", "257", "--accumulate", "2"]),
+    "fsdp2.py": ((), ["--length", "257"]),
+    "Packed documents": ((), []),
+    "TRL's SFTTrainer": (("trl", "datasets"), ["--length", "256"]),
+    "LoRA": (("peft",), ["--length", "257"]),
+}
+ELSEWHERE = {
+    "__init__.py",
+    "bytelm.py",  # test_demo.py
+    "grpo.py",  # tests/hf/test_trl.py
+    "quickstart.py",  # test_docs.py
+}
+
+
+def script_of(name: str, folder: Path) -> Path:
+    """The example ``name``, or the example that the section ``name`` of the guide changes, written to ``folder``."""
+    if name.endswith(".py"):
+        return ROOT / "examples" / name
+    section = GUIDE.split(f"\n### {name}\n", 1)[1]
+    match = re.search(r'^```diff title="([^"]*)"\n(.*?)^```$', section, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    source = (ROOT / match[1]).read_text()
+    for hunk in match[2].split("@@\n"):
+        before, after = ("".join(x[1:] for x in hunk.splitlines(True) if x[0] in side) for side in ("- ", "+ "))
+        assert source.count(before) == 1, before
+        source = source.replace(before, after)
+    script = folder / Path(match[1]).name
+    script.write_text(source)
+    return script
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    workers = Pool(2)
+    yield workers
+    workers.close()
+
+
+def losses(script: Path, arguments: list[str]) -> list[float]:
+    found: list[float] = runpy.run_path(str(script))["main"](arguments)
+    return found
+
+
+@on_ranks
+def losses_of_ranks(group: ProcessGroup, script: Path, arguments: list[str]) -> list[float]:
+    with torchrun(group):
+        if script.name == "fsdp2.py":
+            PartialState(cpu=True)  # accelerate uses FSDP2 on accelerators only; the processes have none
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        found = losses(script, arguments)
+        assert (AcceleratorState().distributed_type == DistributedType.FSDP) == (script.name == "fsdp2.py")
+        return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(two: Pool, tmp_path: Path, name: str) -> None:
+    packages, arguments = EXAMPLES[name]
+    for package in packages:
+        pytest.importorskip(package)
+    arguments = ["--text", TEXT, "--steps", "2", *arguments]
+    script = script_of(name, tmp_path)
+    if "--output" in script.read_text():
+        arguments += ["--output", str(tmp_path)]
+    with torchrun(None):
+        alone = losses(script, arguments)
+    assert len(alone) == 2 and min(alone) > 0
+    for together in two.run(2, losses_of_ranks, script, arguments, deadline_s=120):
+        assert together == pytest.approx(alone, abs=5e-5)
+
+
+def losses_with_images(folder: str) -> list[float]:
+    """The losses of a Trainer on batches with images; every rank runs the vision tower."""
+    batch = make_batch("gemma3", "images")
+    pixels = batch.pop("pixel_values").unflatten(0, (2, 2))  # [rows, images, 3, 16, 16]
+    rows = [{**{name: x[i] for name, x in batch.items()}, "pixel_values": pixels[i]} for i in (0, 1, 1, 0)]
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = default_data_collator(rows)
+        return {**batch, "pixel_values": batch["pixel_values"].flatten(0, 1)}
+
+    arguments = TrainingArguments(
+        parallelism_config=seqpar.hf.ParallelismConfig(cp_size=-1),
+        per_device_train_batch_size=2,
+        remove_unused_columns=False,
+        **settings(folder, 2),
+    )
+    trainer = Trainer(tiny("gemma3"), arguments, train_dataset=rows, data_collator=collate)
+    trainer.train()
+    return logged(trainer)
+
+
+@on_ranks
+def losses_with_images_of_ranks(group: ProcessGroup, folder: str) -> list[float]:
+    with torchrun(group):
+        return losses_with_images(folder)
+
+
+def test_a_trainer_with_images(two: Pool, tmp_path: Path) -> None:
+    with torchrun(None):
+        alone = losses_with_images(str(tmp_path))
+    assert len(alone) == 2 and min(alone) > 0
+    for together in two.run(2, losses_with_images_of_ranks, str(tmp_path)):
+        assert together == pytest.approx(alone, abs=5e-5)
+
+
+def test_two_hosts(tmp_path: Path) -> None:
+    """One torchrun for each host, as the guide describes it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = script_of("Several hosts", tmp_path)
+    arguments = ["--text", TEXT, "--length", "257", "--steps", "2", "--output", str(tmp_path)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    hosts = []
+    for host in range(2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}"]
+        command += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        command += [str(script), *arguments]
+        hosts.append(
+            subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )
+    try:
+        with torchrun(None):
+            alone = losses(script, arguments)
+        ended = [host.communicate(timeout=180) for host in hosts]
+    finally:
+        for process in hosts:
+            process.kill()
+    assert [host.returncode for host in hosts] == [0, 0], ended
+    (line,) = [line for line in ended[0][0].splitlines() if line.startswith('{"losses"')]
+    assert json.loads(line)["losses"] == pytest.approx(alone, abs=5e-5)
+
+
+def test_every_example_is_short_and_tested() -> None:
+    files = {file.name: file for file in (ROOT / "examples").glob("*.py")}
+    assert files.keys() == {name for name in EXAMPLES if name.endswith(".py")} | ELSEWHERE
+    lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
+    assert lengths.pop("bytelm.py") <= 250 and max(lengths.values()) <= 80

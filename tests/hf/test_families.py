@@ -1,0 +1,33 @@
+"""The script of ``make families`` finds equal, refused and wrong models. It runs on a few of them here."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from ..pool import Pool
+from . import families
+from .families import Row, cells_of
+
+EQUAL, REFUSED = ["equal"] * 3, ["refused"] * 3
+
+
+def test_families_of_each_outcome(pool: Pool) -> None:
+    every = {family.name: family for family in families.families() if not family.changes}
+    assert {family.kind for family in every.values()} == {*families.KINDS} and len(every) > 100
+    for name, cells in (("LlamaForCausalLM", EQUAL), ("BertForMaskedLM", EQUAL), ("FalconForCausalLM", REFUSED)):
+        row, other = pool.run(2, families.check, every[name])
+        assert row == other and cells_of(row)[0] == cells and cells_of(row)[2], row
+        assert cells is EQUAL or "'transformer.h.0.self_attention' (FalconAttention) mixes tokens" in cells_of(row)[1]
+
+
+def test_cells_of_wrong_models() -> None:
+    right = {"plain": 1e-6, "right": 1e-6, "left": 1e-6, "packed": 1e-6}
+    assert cells_of(Row(cells=dict(right))) == (EQUAL, "", True)
+    assert cells_of(Row(cells={**right, "left": 0.5})) == (["equal", "WRONG (5e-01)", "equal"], "", False)
+    assert cells_of(Row(cells={**right, "left": float("nan")}))[0][1] == "WRONG (nan)"
+    assert cells_of(Row(cells={**right, "packed": "IndexError: x"}))[0::2] == (["equal", "equal", "FAILS"], False)
+    assert cells_of(Row(cells={**right, "packed": "refused: x"})) == (["equal", "equal", "refused"], "x", True)
+    assert cells_of(Row(cells={"plain": "WorkerError: x"}))[2] is False
+    assert cells_of(Row(unbuilt="ImportError: x")) == (["-"] * 3, "could not be built: ImportError: x", True)

@@ -1,0 +1,303 @@
+"""Greedy generation with a sharded cache gives the tokens of one device, and the cache remains sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+
+import seqpar
+import seqpar.hf
+from seqpar.comm.trace import trace
+from seqpar.hf import generate
+from seqpar.kernels import BackendName
+from seqpar.layout import Layout
+
+from ..pool import Pool, on_ranks
+from .workers import VOCAB, tiny
+
+pytestmark = pytest.mark.slow
+GENERATIVE = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "llama4")
+
+
+def prompt(how: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, (2, 23), generator=torch.Generator().manual_seed(3))
+    if how == "short":  # fewer tokens than ranks
+        ids = ids[:, :3]
+    mask = torch.ones_like(ids)
+    if how == "padded":
+        mask[1, :6] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def model_of(kind: str) -> Any:
+    changes: dict[str, Any] = {"output_router_logits": False} if kind == "qwen3_moe" else {}
+    # With tied embeddings, random weights repeat one token.
+    return tiny(kind, tie_word_embeddings=False, **changes).eval()
+
+
+@on_ranks
+def generated(group: ProcessGroup, kind: str, layout: Layout, calls: list[tuple[str, dict[str, Any]]]) -> list[Tensor]:
+    model = seqpar.hf.parallelize(model_of(kind), group=group, layout=layout)
+    return [model.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
+
+
+LONG: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", GENERATIVE)
+def test_tokens(pool: Pool, kind: str, world: int) -> None:
+    calls = [("plain", LONG), ("padded", LONG), ("short", LONG), ("plain", {"max_new_tokens": 8, "num_beams": 3})]
+    calls = calls if kind in ("llama", "mistral") else calls[:2]
+    reference = model_of(kind)
+    expected = [reference.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
+    assert len(set(expected[0][0, 23:].tolist())) > 3  # the model does not repeat one token
+    for layout in ("zigzag", "contiguous", "striped") if kind in ("llama", "mistral") else ("zigzag",):
+        for tokens in pool.run(world, generated, kind, layout, calls):
+            for ours, theirs in zip(tokens, expected, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+@on_ranks
+def kept(group: ProcessGroup, kind: str) -> tuple[list[int], int, int, int]:
+    """The number of this rank's keys in each layer, the length, and the bytes and backend calls of one more token."""
+    model = seqpar.hf.parallelize(model_of(kind), group=group)
+    cache = DynamicCache(config=model.config)
+    model.generate(**prompt("plain"), do_sample=False, past_key_values=cache, **LONG)
+    held = [layer.keys.shape[2] for layer in cache.layers]
+    length = cache.get_seq_length()
+    with torch.no_grad(), trace() as t:
+        model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+    assert cache.get_seq_length() == length + 1
+    return held, length, t.bytes_sent, t.backends["cpu"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_cache_stays_sharded(pool: Pool, kind: str) -> None:
+    world = 4
+    results = pool.run(world, kept, kind)
+    for layer in range(2):
+        held = [counts[layer] for counts, *_ in results]
+        total = 8 if kind == "mistral" else 42  # a window of 9 needs 8 keys before the next token
+        assert sum(held) == total and max(held) - min(held) <= 2
+    rows, heads, head_dim = 2, 4, 8
+    one_layer = rows * heads * (head_dim + 1) * 4 * (world - 1)
+    for _, length, sent, kernels in results:
+        assert length == 42 and sent == 2 * one_layer
+        assert kernels <= 2  # one for each layer in which this rank caches visible keys
+    assert sum(kernels for *_, kernels in results) >= 2
+
+
+class Allocations(TorchDispatchMode):
+    """Records the bytes of the tensors that operators return, except for views of their arguments."""
+
+    largest = 0
+    together = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def tensors(tree: Any) -> list[Tensor]:
+            return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+        given = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
+        result = operation(*args, **(kwargs or {}))
+        made = [x.nbytes for x in tensors(result) if x.untyped_storage().data_ptr() not in given]
+        self.largest = max(self.largest, *made, 0)
+        self.together += sum(made)
+        return result
+
+
+@pytest.mark.parametrize(
+    # The CPU's backend converts all half-precision keys to float32; the reference does it 1,024 keys at a time.
+    ("dtype", "backend"),
+    [(torch.float32, "auto"), (torch.bfloat16, "reference"), (torch.float16, "reference")],
+)
+def test_decoding_makes_no_copy_of_the_cache(dtype: torch.dtype, backend: BackendName) -> None:
+    model = seqpar.hf.parallelize(model_of("llama").to(dtype), strategy="local", backend=backend)
+    cache = DynamicCache(config=model.config)
+    ids = torch.randint(3, VOCAB, (1, 5000), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids[:, :1], past_key_values=cache)  # allocates the cache's spare capacity
+        with Allocations() as made:
+            model(input_ids=ids[:, :1], past_key_values=cache)
+    keys = cache.layers[0].keys
+    assert keys.dtype == dtype and keys.shape[2] == 5002
+    assert 0 < made.largest < keys.nbytes // 2
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_token_allocates_the_same_whatever_is_cached(window: int | None) -> None:
+    """The cached keys and positions are not copied for each token: this would be quadratic in the number of tokens."""
+    together = []
+    for cached in (1000, 50_000):
+        layer = generate.ShardedCacheLayer(window)
+        for start, stop in ((0, cached), (cached, cached + 1), (cached + 1, cached + 2)):
+            layer.expect(torch.arange(start, stop), None, stop)
+            new = torch.ones(1, 2, stop - start, 8)
+            with Allocations() as made:
+                keys, _ = layer.update(new, new)
+        together.append(made.together)
+        assert layer.positions.tolist() == list(range(0 if window is None else cached + 3 - window, cached + 2))
+        assert keys.shape[2] == len(layer.attended)
+    assert together[0] == together[1]
+
+
+@on_ranks
+def continued(group: ProcessGroup, gathered_bytes: int) -> tuple[float, int, int, int]:
+    """Results for a second prompt of 300 tokens: its error, largest tensor, attention calls and messages."""
+    before, generate._GATHERED_BYTES = generate._GATHERED_BYTES, gathered_bytes
+    reference, model = model_of("llama"), seqpar.hf.parallelize(model_of("llama"), group=group)
+    tokens = torch.randint(3, VOCAB, (1, 1500), generator=torch.Generator().manual_seed(1))
+    cache = DynamicCache(config=model.config)
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens[:, :1200], past_key_values=cache, logits_to_keep=1)
+            with trace() as t, Allocations() as made:
+                logits = model(input_ids=tokens[:, 1200:], past_key_values=cache).logits
+            expected = reference(input_ids=tokens).logits[:, 1200:]
+    finally:
+        generate._GATHERED_BYTES = before
+    return float((logits - expected).abs().max()), made.largest, t.backends["cpu"], t.messages
+
+
+def test_a_second_turn_is_blockwise(pool: Pool) -> None:
+    layers, heads, head_dim, new, ranks = 2, 4, 8, 300, 2
+    gathered = ranks * new * heads * (head_dim + 1) * 4
+    scores = heads * new * (1500 // ranks) * 4  # of one layer on one rank, if they all existed at once
+    for bound, spans in ((1 << 28, 1), (gathered // 3, 3)):
+        for error, largest, calls, messages in pool.run(ranks, continued, bound):
+            assert error < 5e-5
+            assert largest < scores // 4
+            assert calls == layers * spans and messages == layers * spans
+
+
+def test_a_cache_outlives_inference_mode() -> None:
+    """Tensors that were made in inference mode can be written to in inference mode only."""
+    model, reference = seqpar.hf.parallelize(model_of("llama"), strategy="local"), model_of("llama")
+    ids = prompt("plain")["input_ids"]
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        for part in ids[:, :20], ids[:, 20:21], ids[:, 21:22]:
+            model(input_ids=part, past_key_values=cache)
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, 22:], past_key_values=cache).logits
+        expected = reference(input_ids=ids).logits[:, 22:]
+    assert float((logits - expected).abs().max()) < 2e-5
+
+
+@on_ranks
+def forwards(group: ProcessGroup) -> list[float]:
+    """Errors of the logits of a prompt, of several new tokens, of tokens after a crop, and of the last 4 tokens."""
+    reference, model = model_of("gemma2"), seqpar.hf.parallelize(model_of("gemma2"), group=group)
+    tokens = prompt("plain")["input_ids"]
+    errors = []
+    with torch.no_grad():
+        expected = reference(input_ids=tokens).logits
+        cache = DynamicCache()
+        first = model(input_ids=tokens[:, :17], past_key_values=cache, use_cache=True).logits
+        errors.append(float((first - expected[:, :17]).abs().max()))
+        errors.append(
+            float((model(input_ids=tokens[:, 17:], past_key_values=cache).logits - expected[:, 17:]).abs().max())
+        )
+        cache.crop(-3)
+        again = model(input_ids=tokens[:, 20:], past_key_values=cache).logits
+        errors.append(float((again - expected[:, 20:]).abs().max()))
+        made = model(input_ids=tokens, use_cache=True, logits_to_keep=4)
+        errors.append(float((made.logits - expected[:, -4:]).abs().max()))
+    return errors
+
+
+def test_forwards_with_a_cache(pool: Pool) -> None:
+    for errors in pool.run(3, forwards):
+        assert max(errors) < 2e-5, errors
+
+
+@on_ranks
+def adapted(group: ProcessGroup) -> bool:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(1)
+    reference = get_peft_model(model_of("llama"), config)
+    torch.manual_seed(1)
+    model = seqpar.hf.parallelize(get_peft_model(model_of("llama"), config), group=group)
+    ours, theirs = (m.generate(**prompt("plain"), do_sample=False, **LONG) for m in (model, reference))
+    return bool(torch.equal(ours, theirs))
+
+
+def test_adapted_model(pool: Pool) -> None:
+    pytest.importorskip("peft")
+    assert all(pool.run(2, adapted))
+
+
+@on_ranks
+def assisted(group: ProcessGroup, kind: str) -> list[bool]:
+    """Assisted generation that rejects most candidates, so that the cache is cropped."""
+    ids = torch.cat([prompt("plain")["input_ids"][:1]] * 2, dim=1)
+    same = []
+    for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny(kind, seed=5).eval()}):
+        models = model_of(kind), seqpar.hf.parallelize(model_of(kind), group=group)
+        theirs, ours = (m.generate(ids, do_sample=False, **LONG, **draft) for m in models)
+        same.append(torch.equal(theirs, ours))
+    return same
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_assisted_generation(pool: Pool, kind: str) -> None:
+    assert all(all(same) for same in pool.run(2, assisted, kind))
+
+
+@on_ranks
+def unlike(group: ProcessGroup, what: str) -> str:
+    model = seqpar.hf.parallelize(model_of("llama"), group=group)
+    given = prompt("plain")
+    if what == "prompt":
+        given["input_ids"][0, 3] += group.rank()
+    if what == "padding":
+        given["attention_mask"][0, -2:] = 0
+    torch.manual_seed(group.rank())
+    try:
+        model.generate(**given, do_sample=what == "sampled", temperature=9.0, max_new_tokens=20)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("prompt", "passed different tokens"), ("sampled", "set the same seed"), ("padding", "padding on the left")],
+)
+def test_ranks_with_different_tokens_all_raise(pool: Pool, what: str, words: str) -> None:
+    assert all(words in said for said in pool.run(2, unlike, what))
+
+
+def test_training_after_generating() -> None:
+    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    model.generate(**prompt("plain"), max_new_tokens=2)
+    batch = {**prompt("plain"), "labels": prompt("plain")["input_ids"]}
+    loss = model(**seqpar.hf.shard_batch(batch)).loss
+    assert abs(loss.item() - tiny("llama")(**batch).loss.item()) < 2e-5
+
+
+def test_refused_caches() -> None:
+    model = seqpar.hf.parallelize(model_of("llama"), strategy="local")
+    ids = prompt("plain")["input_ids"]
+    with pytest.raises(ValueError, match="layers are of type StaticLayer"):
+        model(input_ids=ids, past_key_values=StaticCache(model.config, max_cache_len=40))
+    filled = DynamicCache()
+    for layer in range(2):
+        filled.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), layer)
+    with pytest.raises(ValueError, match="filled before the model was parallelized"):
+        model(input_ids=ids, past_key_values=filled)
+    with pytest.raises(TypeError, match="past_key_values=tuple"):
+        model(input_ids=ids, past_key_values=())

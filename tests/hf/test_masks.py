@@ -1,0 +1,244 @@
+"""The mask that a model asks transformers for decides what its tokens see: one device's loss and gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    or_masks,
+    packed_sequence_mask_function,
+    sliding_window_overlay,
+)
+
+import seqpar
+import seqpar.hf
+from seqpar import Mask
+from seqpar.hf.masks import mask_of_function
+
+from ..cases import Batch
+from ..pool import Pool, on_ranks
+from .workers import freeze_imports, gradients, worst
+from .workers import make_batch as make_text
+from .workers import tiny as make_text_model
+
+pytestmark = pytest.mark.slow
+LOSS, GRADIENT = 2e-5, 1e-3
+VOCAB, IMAGE, LENGTH, PREFIX = 66, 64, 45, 13
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 8,
+    "patch_size": 4, "vision_use_head": False,
+}  # fmt: skip
+
+
+def tiny(kind: str, implementation: str) -> Any:
+    t, both = transformers, {"use_bidirectional_attention": True}
+    if kind.startswith("paligemma"):
+        text = t.Gemma2Config(**_TEXT, **_SLIDING) if kind == "paligemma2" else t.GemmaConfig(**_TEXT)
+        config = t.PaliGemmaConfig(
+            text_config=text, vision_config=t.SiglipVisionConfig(**_VISION), image_token_index=IMAGE, projection_dim=32
+        )
+        make: Any = t.PaliGemmaForConditionalGeneration
+    elif kind == "gemma":
+        config, make = t.GemmaConfig(**_TEXT, **both), t.GemmaForCausalLM
+    elif kind == "gemma2":
+        config, make = t.Gemma2Config(**_TEXT, **_SLIDING, **both), t.Gemma2ForCausalLM
+    else:
+        config, make = t.Gemma3TextConfig(**_TEXT, **_SLIDING, **both), t.Gemma3ForCausalLM
+    torch.manual_seed(0)
+    model = make._from_config(config, attn_implementation=implementation)
+    freeze_imports(kind)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(0, 0.25) if p.dim() > 1 else p.add_(torch.randn_like(p), alpha=0.1)
+            if name.endswith("k_proj.bias"):
+                p.requires_grad_(False)  # it shifts all scores of a query alike: its gradient is rounding error
+    return model.train()
+
+
+def make_batch(how: str) -> dict[str, Tensor]:
+    """Text as in ``workers.py``; or a prefix of 13 tokens that see one another, with an image or without.
+
+    "suffix" is text whose token types say that no token is in the prefix.
+    """
+    if how in ("plain", "packed", "left", "right", "short"):
+        return make_text("plain", 6) if how == "short" else make_text(how)
+    batch = make_text("left" if how.endswith("left") else "right" if how.endswith("right") else "plain")
+    ids, types = batch["input_ids"], torch.ones_like(batch["input_ids"])
+    if how != "suffix":
+        types[:, :PREFIX] = 0
+        types[1, PREFIX:] = torch.arange(LENGTH - PREFIX) >= 4  # a longer prefix in row 1
+        batch["labels"][types == 0] = -100
+        types[(ids == 0)] = 0  # a tokenizer gives padding the type 0
+    if how.startswith("image"):
+        ids[:, 7:11] = IMAGE
+        batch["pixel_values"] = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return {**batch, "token_type_ids": types}
+
+
+def trained(model: Any, batch: dict[str, Any], **options: Any) -> float:
+    loss = model(**batch, **options).loss
+    loss.backward()
+    return loss.item()
+
+
+@on_ranks
+def compared(group: ProcessGroup, case: tuple[str, str, str]) -> tuple[float, float]:
+    kind, implementation, how = case
+    batch = make_batch(how)
+    plain, model = tiny(kind, implementation), tiny(kind, implementation)
+    expected = trained(plain, batch, use_cache=False)
+    seqpar.hf.parallelize(model, group=group)
+    loss = trained(model, batch)
+    seqpar.sync_gradients(model, group=group)
+    if implementation == "sdpa" and how in ("plain", "packed"):
+        seqpar.hf.verify(model, batch)
+    return abs(loss - expected), worst(gradients(model), gradients(plain))
+
+
+def is_equal(case: Any, results: list[tuple[float, float]]) -> None:
+    for loss, gradient in results:
+        assert loss < LOSS and gradient < GRADIENT, (loss, gradient)
+
+
+def cases(hows: dict[str, str]) -> list[tuple[str, str, str]]:
+    models = {model: model.split() for model in hows}
+    return [(models[model][0], models[model][1], how) for model, names in hows.items() for how in names.split(", ")]
+
+
+def test_bidirectional_gemma(batch: Batch) -> None:
+    """Layers that are not causal, in models that ask for a causal mask (Gemma, Gemma 2) and for a full one (Gemma 3).
+
+    In transformers, eager attention takes the mask. SDPA takes the layer's word where it leaves the mask out.
+    """
+    hows = {
+        "gemma eager": "plain, packed",
+        "gemma sdpa": "plain, packed, left, short",
+        "gemma2 eager": "left, short",
+        "gemma3 eager": "packed",
+        "gemma3 sdpa": "left",
+    }
+    batch.check(2, compared, cases(hows), is_equal)
+
+
+def test_prefix_of_paligemma(batch: Batch) -> None:
+    hows = {
+        "paligemma eager": "plain, image left",
+        "paligemma sdpa": "plain, prefix, prefix right, suffix",
+        "paligemma2 eager": "prefix left, suffix, image",
+    }
+    batch.check(2, compared, cases(hows), is_equal)
+
+
+@on_ranks
+def generated(group: ProcessGroup, kind: str) -> tuple[list[list[int]], list[list[int]]]:
+    prompt = make_batch("image left")
+    prompt["token_type_ids"][:] = 0
+    del prompt["labels"]
+    models = tiny(kind, "eager").eval(), seqpar.hf.parallelize(tiny(kind, "eager").eval(), group=group)
+    plain, ours = (m.generate(**prompt, max_new_tokens=8, do_sample=False).tolist() for m in models)
+    return plain, ours
+
+
+def test_generation_after_a_prefix(pool: Pool) -> None:
+    for plain, ours in pool.run(2, generated, "paligemma2"):
+        assert plain == ours
+
+
+def test_blocks_of_a_mask_function() -> None:
+    ids = torch.tensor([[-1, 0, 0, 0, -1, 1, 1], [0, 0, -1, -1, -1, -1, -1]])
+    valid = torch.ones(2, 7, dtype=torch.bool)
+
+    def block(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (ids[row, query] == ids[row, key]) & (ids[row, query] >= 0)
+
+    blocks, near = [[(1, 4), (5, 7)], [(0, 2)]], sliding_window_overlay(2)
+    causal = or_masks(causal_mask_function, block)
+    assert mask_of_function(causal, valid, [None]) == Mask.causal(blocks)
+    assert mask_of_function(causal_mask_function, valid, [None]).dense(7).equal(Mask.causal().dense(7))
+    inside = mask_of_function(and_masks(causal, near), valid, [None, 2])
+    assert inside == Mask.causal(blocks) & Mask.sliding_window(1, -1)
+    assert mask_of_function(or_masks(and_masks(near, causal_mask_function), block), valid, [2]) == Mask.causal(
+        blocks, 2
+    )
+    ids[0, 5:] = 0  # two images that see one another
+    with pytest.raises(ValueError, match="is not causal with blocks of tokens"):
+        mask_of_function(causal, valid, [None])
+    valid[0, 5:] = False
+    assert mask_of_function(causal, valid, [None]) == Mask.causal(blocks)
+
+
+def test_masks_that_cannot_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that only the layers know of, and a mask that depends on an argument of the call."""
+    code = "transformers.models.mistral.modeling_mistral.create_sliding_window_causal_mask"
+    batch, ids = make_batch("plain"), torch.zeros(2, LENGTH, dtype=torch.int64)
+    model = seqpar.hf.parallelize(make_text_model("mistral"), strategy="local")
+    monkeypatch.setattr(
+        code, partial(create_sliding_window_causal_mask, and_mask_function=packed_sequence_mask_function(ids))
+    )
+    with pytest.raises(ValueError, match=r"a mask that depends on this call's arguments \(such as token_type_ids"):
+        model(**batch)
+    monkeypatch.setattr(code, create_causal_mask)
+    words = r"layer 'model.layers.0.self_attn' attends causally with a window of 9, but none of the masks"
+    with pytest.raises(ValueError, match=words):
+        seqpar.hf.parallelize(make_text_model("mistral"), strategy="local")
+
+
+@on_ranks
+def jumped(group: ProcessGroup, implementation: str) -> list[tuple[float, float]]:
+    """Position ids that jump and that repeat, with a cache, which is the default, and with a mask of ones."""
+    batch = make_batch("plain")
+    jumps, repeats = torch.arange(LENGTH), torch.arange(LENGTH) // 3
+    jumps[20:] += 40
+    errors = []
+    for ids, extra in product((jumps, repeats), ({}, {"attention_mask": torch.ones(2, LENGTH), "use_cache": False})):
+        given = {**batch, "position_ids": ids.expand(2, -1), **extra}
+        plain, model = (make_text_model("llama", implementation) for _ in range(2))
+        expected = trained(plain, given)
+        seqpar.hf.parallelize(model, group=group)
+        loss = trained(model, given)
+        seqpar.sync_gradients(model, group=group)
+        errors.append((abs(loss - expected), worst(gradients(model), gradients(plain))))
+    seqpar.hf.verify(model, given)
+    model.config.use_cache = False  # as a Trainer does
+    with pytest.raises(
+        ValueError, match=r"token 1 has id 0 after id 0, which is no restart.*pass an attention_mask of o"
+    ):
+        model(**batch, position_ids=repeats.expand(2, -1))
+    return errors
+
+
+def test_jumps_and_repeats_keep_one_document(pool: Pool) -> None:
+    for errors in pool.run(2, jumped, "sdpa"):
+        is_equal(None, errors)
+
+
+def test_another_attention_after_parallelize() -> None:
+    model = seqpar.hf.parallelize(make_text_model("llama"), strategy="local")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"'sdpa': it was set after parallelize, .* call seqpar.hf.restore\(model\)"):
+        model(**make_batch("plain"))
+    seqpar.hf.restore(model)
+    model.set_attn_implementation("sdpa")
+    expected = model(**make_batch("plain")).loss.item()
+    loss = seqpar.hf.parallelize(model, strategy="local")(**make_batch("plain")).loss.item()
+    assert abs(loss - expected) < LOSS

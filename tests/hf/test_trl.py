@@ -1,0 +1,230 @@
+"""TRL's preference and RL trainers have the same losses, rewards and metrics with sharded sequences as without."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import sys
+from contextlib import redirect_stdout
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+pytest.importorskip("trl")
+
+import transformers
+
+import seqpar.hf
+
+from ..pool import OwnPool, on_ranks, start
+from .test_parallelism import torchrun
+from .workers import VOCAB, tiny
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+Log = list[dict[str, float]]
+# What differs between two runs of the same.
+_TIMES = ("runtime", "per_second", "step_time", "flos")
+
+
+@cache
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t3"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2")
+
+
+def texts(count: int, low: int, high: int, seed: int) -> list[str]:
+    g = random.Random(seed)
+    return [" ".join(f"t{g.randrange(3, VOCAB)}" for _ in range(g.randrange(low, high))) for _ in range(count)]
+
+
+def dataset(kind: str) -> Any:
+    from datasets import Dataset
+
+    prompts = texts(24, 3, 9, 0)
+    columns: dict[str, list[Any]] = {"prompt": prompts}
+    if kind in ("dpo", "reward"):
+        columns |= {"chosen": texts(24, 4, 20, 1), "rejected": texts(24, 4, 20, 2)}
+    if kind == "kto":
+        columns |= {"completion": texts(24, 4, 20, 1), "label": [i % 3 != 0 for i in range(24)]}
+    if kind == "reward":
+        columns = {name: columns[name] for name in ("chosen", "rejected")}
+    return Dataset.from_dict(columns)
+
+
+def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """Completions that are not sampled: they depend on the prompt, the step and the row among the rows of all ranks."""
+    encoded = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
+    completions = []
+    for i, ids in enumerate(encoded, trainer.accelerator.process_index * len(encoded)):
+        g = random.Random(f"{ids} {i} {trainer.state.global_step}")
+        completions.append([g.randrange(3, VOCAB) for _ in range(g.randrange(4, 13))] + [2])
+    return {
+        "prompt_ids": encoded,
+        "completion_ids": completions,
+        "logprobs": [[0.0] * len(ids) for ids in completions],
+    }
+
+
+def reward(completions: list[str], **kwargs: Any) -> list[float]:
+    return [sum(word in ("t5", "t7", "t11", "t30", "t31", "t32") for word in x.split()) / 4 for x in completions]
+
+
+def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: Any) -> Log:
+    """The log of two steps of two micro-batches and of an evaluation. "dpo lora" trains adapters."""
+    import trl
+
+    kind, *lora = kind.split()
+    name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[kind]
+    model: Any = tiny(model_kind)
+    given: dict[str, Any] = {}
+    if kind == "reward":
+        torch.manual_seed(0)
+        changed = transformers.AutoConfig.for_model(**{**model.config.to_dict(), "num_labels": 1})
+        model = transformers.AutoModelForSequenceClassification.from_config(changed)
+    if kind in ("grpo", "rloo"):  # the reference model is loaded from this path too
+        model = os.path.join(folder, model_kind)
+        arguments = {"num_generations": 2, "max_completion_length": 12, **arguments}
+        given["reward_funcs"] = reward
+    if kind == "grpo":  # samples are trained on twice, so that their old log-probabilities are computed
+        given["rollout_func"] = rollout
+        arguments = {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.8, **arguments}
+    if lora:  # their reference is the model without adapters
+        from peft import LoraConfig
+
+        given["peft_config"] = LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    elif kind in ("dpo", "kto"):
+        given["ref_model"] = tiny(model_kind, seed=1)
+    data = dataset(kind)
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=model,
+        args=getattr(trl, f"{name}Config")(
+            **{
+                "output_dir": folder,
+                "max_steps": 2,
+                "per_device_train_batch_size": 4,
+                "per_device_eval_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "learning_rate": 1e-3,
+                "lr_scheduler_type": "constant",
+                "logging_steps": 1,
+                "save_strategy": "no",
+                "report_to": "none",
+                "use_cpu": True,
+                "bf16": False,
+                "parallelism_config": config,
+                "disable_tqdm": True,
+                **arguments,
+            }
+        ),
+        train_dataset=data,
+        eval_dataset=data.select(range(12)),
+        processing_class=tokenizer(),
+        **given,
+    )
+    trainer.train()
+    if trainer.state.max_steps == 2:
+        trainer.evaluate()
+    return [
+        {name: value for name, value in entry.items() if not any(time in name for time in _TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+# By number of processes: the trainer, the model, the ranks of a sequence.
+CASES = {
+    2: [("dpo", "mistral", 2)],
+    4: [
+        ("grpo", "mistral", 4),
+        ("rloo", "llama", 4),
+        ("dpo lora", "gemma3", 2),
+        ("kto", "llama", 2),
+        ("reward", "llama", 4),
+    ],
+}
+
+
+@on_ranks
+def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], folder: str) -> list[list[Log]]:
+    """The logs of each case without and with sequence parallelism."""
+    world = start(port, f"trainers on {group.size()}", group.rank(), group.size(), timeout_s=60.0)
+    found: list[list[Log]] = []
+    for kind, model_kind, cp_size in cases:
+        found.append([])
+        for config in (None, seqpar.hf.ParallelismConfig(cp_size)):
+            with torchrun(world):
+                found[-1].append(log_of(kind, model_kind, folder, config))
+    return found
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_trainers(own: OwnPool, tmp_path: Path, world: int) -> None:
+    for kind in ("llama", "mistral"):
+        tiny(kind).save_pretrained(tmp_path / kind)
+    by_rank = own.pool.run(world, logs, own.port, CASES[world], str(tmp_path), deadline_s=240.0)
+    for found in by_rank:
+        for (kind, *_), (plain, ours) in zip(CASES[world], found, strict=True):
+            assert len(plain) == len(ours) > 3 and "loss" in plain[0], kind
+            for expected, entry in zip(plain, ours, strict=True):
+                assert entry == pytest.approx(expected, abs=1e-4, rel=1e-4, nan_ok=True), kind
+
+
+# Ten steps of which each has eight completions, of all ranks together.
+_STEPS = {"max_steps": 10, "gradient_accumulation_steps": 1, "num_iterations": 1, "top_entropy_quantile": 1.0}
+
+
+@on_ranks
+def together(group: ProcessGroup, port: int, folder: str) -> Log:
+    world = start(port, f"together on {group.size()}", group.rank(), group.size(), timeout_s=60.0)
+    with torchrun(world):
+        config = seqpar.hf.ParallelismConfig(-1)
+        return log_of("grpo", "mistral", folder, config, per_device_train_batch_size=8 // world.size(), **_STEPS)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_grpo_on_any_number_of_ranks(own: OwnPool, tmp_path: Path, world: int) -> None:
+    """The losses are those of one process without this package, which makes all completions of a step."""
+    tiny("mistral").save_pretrained(tmp_path / "mistral")
+    with torchrun(None):
+        expected = log_of("grpo", "mistral", str(tmp_path), None, per_device_train_batch_size=8, **_STEPS)
+    for ours in own.pool.run(world, together, own.port, str(tmp_path), deadline_s=120.0):
+        for name in ("loss", "grad_norm", "reward", "kl", "entropy"):
+            values = [[entry[name] for entry in log if name in entry] for log in (ours, expected)]
+            assert len(values[0]) == 10 and values[0] == pytest.approx(values[1], abs=1e-4), name
+
+
+@on_ranks
+def example(group: ProcessGroup, port: int, cp_size: int, folder: str) -> dict[str, list[float]]:
+    """The output of the example, run as ``torchrun`` runs it."""
+    world = start(port, f"example {cp_size}", group.rank(), group.size(), timeout_s=60.0)
+    options = ["--text", str(ROOT / "LICENSE"), "--cp-size", str(cp_size), "--steps", "2", "--output", folder]
+    with torchrun(world), mock.patch.object(sys, "argv", ["grpo.py", *options]), redirect_stdout(StringIO()) as printed:
+        runpy.run_path(str(ROOT / "examples" / "grpo.py"), run_name="__main__")
+    lines = [json.loads(line) for line in printed.getvalue().splitlines() if line.startswith('{"reward"')]
+    assert len(lines) == (group.rank() == 0)
+    steps: dict[str, list[float]] = lines[0] if lines else {}
+    return steps
+
+
+def test_example(own: OwnPool, tmp_path: Path) -> None:
+    assert len((ROOT / "examples" / "grpo.py").read_text().splitlines()) <= 80
+    plain, together = (
+        own.pool.run(2, example, own.port, cp_size, str(tmp_path), deadline_s=120.0)[0] for cp_size in (1, 2)
+    )
+    for name, values in plain.items():  # rounding of the weights changes which tokens are sampled after the first step
+        assert len(values) == len(together[name]) == 2 and values[0] > 0
+        assert together[name][0] == pytest.approx(values[0], abs=1e-4)

@@ -1,0 +1,485 @@
+"""The backends that run kernels of libraries, with fake kernels: errors relative to float64, and which one runs."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask
+from seqpar.kernels import BACKENDS, _fallback, _warn_of_reference, flash, order, select
+from seqpar.kernels.bands import Abilities
+from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
+from seqpar.kernels.elementwise import interpreted
+from seqpar.kernels.library import LibraryBackend, Options
+from seqpar.kernels.triton import TritonBackend
+from seqpar.keys import KeyIntervals
+from seqpar.layout import CPU, LAYOUTS, SequenceSharding
+from seqpar.schedule import AttentionPlan, attention_plan
+
+from ..fake_cuda import fake_cuda
+from ..pool import Pool, on_ranks
+from ..reference import (
+    BATCH_RULES,
+    RULES,
+    TOLERANCE,
+    Problem,
+    Rule,
+    assert_close,
+    dense_gradients,
+    random_problem,
+    rows_of,
+    solve,
+    visible_pairs,
+)
+from ..standins import LIBRARIES, backend_names, stand_ins
+from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
+
+
+def test_the_libraries() -> None:
+    assert set(backend_names()) == set(LIBRARIES)
+
+
+def plain_problem(seed: int, **fixed: Any) -> Problem:
+    """A random problem without the features that libraries lack."""
+    plain = {"softcap": 0.0, "alibi": "", "dropout_p": 0.0, "lse_gradient": False, "sinks": False, "batch": 1}
+    sizes = {"head_dim": 16, "v_head_dim": None, "dtype": torch.bfloat16}
+    return random_problem(seed, **{**plain, **sizes, **fixed})
+
+
+def ring_of(
+    name: str, problem: Problem, ranks: int, layout: str, gather: bool = False, deterministic: bool = False
+) -> dict[str, Tensor]:
+    """The results of all ranks of a ring, one after another in this process.
+
+    Returns:
+        ``out, lse, dq, dk, dv``, and ``carry``, ``out`` before it is rounded. The gradients are not rounded.
+    """
+    tensors = problem.tensors()
+    q, k, v, dout = (tensors[x] for x in ("q", "k", "v", "dout"))
+    mask = problem.arguments()["mask"]
+    score = Score(problem.softmax_scale or problem.head_dim**-0.5, problem.softcap, sinks=tensors.get("sinks"))
+    backend = BACKENDS[name]
+    assert backend.unavailable() is None
+    assert backend.unsupported(q, k, score, lse_gradient=False, v_head_dim=v.shape[3]) is None
+    if deterministic:
+        backend = backend.made_deterministic()  # type: ignore[attr-defined]
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (dout, q, k, v))
+    lse, unrounded = torch.zeros(*q.shape[:1], q.shape[2], q.shape[1]), torch.zeros_like(out)
+    for rank in range(ranks):
+        sharding = SequenceSharding(problem.seq_len, layout, ring=ranks)
+        plan = attention_plan(mask, sharding, rank, gather)
+        own = sharding.ring_positions(rank).tensor(CPU)
+        if not len(own):
+            continue
+        steps = steps_of(plan)
+        rank_q, rank_dout, carry = q[:, own], dout[:, own], None
+        for number, (i, at) in enumerate(steps):
+            seen: Any = plan.intervals(i, CPU)
+            last = number == len(steps) - 1
+            if last:
+                kept: Carry | None = None if carry is None else (carry[0].clone(), carry[1].clone())
+                unrounded[:, own] = backend.forward(rank_q, k[:, at], v[:, at], seen, score, kept, False)[0]
+            carry = backend.forward(rank_q, k[:, at], v[:, at], seen, score, carry, last)
+        rank_out, rank_lse = carry or finish(empty_carry(rank_q, v.shape[3]), score, q.dtype)
+        assert rank_out.dtype == q.dtype and rank_lse.dtype == torch.float32
+        rank_dq = torch.full_like(rank_q, torch.nan, dtype=torch.float32)
+        for number, (i, at) in enumerate(steps):
+            grads = [torch.full_like(x[:, at], torch.nan, dtype=torch.float32) for x in (k, v)]
+            output = OutputGrad(rank_dout, rank_out, rank_lse, None)
+            seen = plan.intervals(i, CPU)
+            step_dk, step_dv = grads
+            targets = Grads(rank_dq, step_dk, step_dv, new_dq=number == 0, new_dkv=True)
+            backend.backward(rank_q, k[:, at], v[:, at], output, seen, score, targets)
+            dk[:, at] += step_dk
+            dv[:, at] += step_dv
+        out[:, own], lse[:, :, own] = rank_out.float(), rank_lse
+        dq[:, own] = rank_dq if steps else 0.0
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "carry": unrounded}
+
+
+def steps_of(plan: AttentionPlan) -> list[tuple[int, Tensor]]:
+    """The steps that have keys, and the positions of the keys."""
+    return [(i, step.keys.positions(CPU)) for i, step in enumerate(plan) if step.keys is not None and len(step.keys)]
+
+
+def check(found: dict[str, Tensor], problem: Problem) -> None:
+    expected = solve(problem)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert_close(found[name], expected[name], problem.dtype, f"{name} of {problem}")
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_against_float64(name: str) -> None:
+    """Every mask and layout, with one rank and with three, and sinks."""
+    for number, rules in enumerate((*RULES, *BATCH_RULES)):
+        layout, ranks = LAYOUTS[number % 3], 1 + 2 * (number % 2)
+        dtype = (torch.bfloat16, torch.float16)[number % 2]
+        problem = plain_problem(
+            number, seq_len=50, heads=4, kv_heads=(4, 2, 1)[number % 3], rules=rules, dtype=dtype,
+            sinks=number % 4 == 0, batch=max(rows_of(rules), 1 + number % 2),
+            v_head_dim=(None, 8, 24)[number % 3] if name in ("cudnn", "flash_attn_4") else None,
+        )  # fmt: skip
+        with stand_ins(capability=(10, 0) if name == "flash_attn_4" and number % 2 else (9, 0)) as kernels:
+            check(ring_of(name, problem, ranks, layout, gather=number % 5 == 4), problem)
+            assert kernels.calls or name == "cudnn"
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "flash_attn_4"])
+def test_softcap_and_determinism(name: str) -> None:
+    problem = plain_problem(1, seq_len=50, heads=4, kv_heads=2, rules=(Rule("causal"),), softcap=1.5)
+    with stand_ins() as kernels:
+        check(ring_of(name, problem, 2, "zigzag"), problem)
+        assert not kernels.calls["deterministic"]
+        check(ring_of(name, problem, 2, "zigzag", deterministic=True), problem)
+        assert kernels.calls["deterministic"] > 2
+        q, k = (problem.tensors()[x] for x in "qk")
+        assert select(name, q, k, Score(1.0), deterministic=True).deterministic
+        assert select("flash", q, k, Score(1.0), deterministic=True).name != "flash"  # PyTorch's has no choice
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("rules", ["causal", "full"])
+def test_the_error_of_a_ring_is_that_of_one_device(rules: str) -> None:
+    """bfloat16, with stand-ins that round inside like kernels.
+
+    Before the last rounding a ring of 4 is as exact as one device. That rounding is one more than one device has.
+    """
+    problem = plain_problem(3, seq_len=256, heads=2, kv_heads=2, head_dim=64, rules=(Rule(rules),), softmax_scale=None)
+    exact = solve(problem)
+    with stand_ins(like_a_kernel=True):
+        one, ring = (ring_of("flash", problem, ranks, "zigzag") for ranks in (1, 4))
+    for name, unrounded in {"out": "carry", "dq": "dq", "dk": "dk", "dv": "dv"}.items():
+        alone = relative_error(one[name], exact[name])
+        assert relative_error(ring[unrounded], exact[name]) < 1.1 * alone, name
+        rounded = relative_error(ring[name].to(problem.dtype), exact[name])
+        assert rounded < 1.3 * alone and rounded < TOLERANCE[problem.dtype].norm, name
+
+
+@on_ranks
+def _attend(group: ProcessGroup, problem: Problem, options: dict[str, Any], backend: str) -> tuple[Any, ...]:
+    tensors = problem.tensors()
+    sharding = seqpar.Sharding(problem.seq_len, "zigzag", group=group, strategy=options["strategy"])
+    q, k, v, dout = (sharding.shard(tensors[x]) for x in ("q", "k", "v", "dout"))
+    for x in (q, k, v):
+        x.requires_grad_()
+    arguments = {name: x for name, x in problem.arguments().items() if x is not None}
+    with stand_ins() as kernels, seqpar.trace() as trace:
+        out, _ = seqpar.attention(q, k, v, sharding=sharding, backend=backend, **options, **arguments)
+        grads = torch.autograd.grad(out, (q, k, v), dout)
+    whole = [sharding.unshard(x.detach()) for x in (out, *grads)]
+    return whole, set(trace.backends), sum(kernels.calls.values())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_on_ranks(pool: Pool, world: int) -> None:
+    documents = (Rule("documents", ((0, 20, 33, 64), True)),)
+    runs = [
+        ("flash", {"strategy": "ring"}, (Rule("causal"),)),
+        ("flash_attn", {"strategy": "ring"}, documents),
+        ("flash_attn_4", {"strategy": "context_parallel"}, documents),
+        ("cudnn", {"strategy": "ulysses"}, (Rule("causal"),)),
+    ]
+    for backend, options, rules in runs:
+        problem = plain_problem(5, seq_len=64, heads=4, kv_heads=2, rules=rules)
+        for whole, used, calls in pool.run(world, _attend, problem, options, backend):
+            assert used == {backend} and calls >= 2
+            for name, x in zip(("out", "dq", "dk", "dv"), whole, strict=True):
+                assert_close(x, solve(problem)[name], problem.dtype, f"{name}, {backend}, {options}")
+
+
+# Choosing
+
+
+def test_names_that_cannot_run_say_what_to_do() -> None:
+    q = torch.zeros(1, 8, 2, 16)
+    with pytest.raises(ValueError, match=r"backend='flash_attn_4' cannot run here: .*CUDA"):
+        seqpar.attention(q, q, q, strategy="local", backend="flash_attn_4")
+    with pytest.raises(ValueError, match="backend='flash_attn_5': did you mean 'flash_attn_4'"):
+        seqpar.attention(q, q, q, strategy="local", backend="flash_attn_5")
+    reasons = {status.name: status.reason for status in seqpar.backends()}
+    assert set(reasons) == {"triton", *LIBRARIES, "cpu", "reference"}
+
+
+def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "_no_cuda", lambda: None)
+    monkeypatch.delenv(flash.HUB_VARIABLE, raising=False)
+    flash._load.cache_clear()
+    try:
+        expected = {
+            "flash_attn": r"not installed \(pip install seqpar\[flash\]; or pip install seqpar\[hub\] and set",
+            "flash_attn_3": "not installed .*build the folder hopper",
+            "flash_attn_4": r"not installed \(pip install --pre seqpar\[flash4\]\)",
+        }
+        for name, reason in expected.items():
+            found = BACKENDS[name].unavailable()
+            assert found is not None
+            assert re.search(reason, found), found
+        monkeypatch.setenv(flash.HUB_VARIABLE, "1")
+        flash._load.cache_clear()
+        assert "the package kernels is not installed" in str(BACKENDS["flash_attn"].unavailable())
+    finally:
+        flash._load.cache_clear()
+
+
+def test_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_ins():
+        module = sys.modules["flash_attn_interface"]
+        monkeypatch.delitem(sys.modules, "flash_attn_interface")
+        asked = []
+
+        def get_kernel(repository: str, version: int) -> Any:
+            asked.append((repository, version))
+            return SimpleNamespace(flash_attn_interface=module)
+
+        monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel, __spec__=object()))
+        monkeypatch.setenv(flash.HUB_VARIABLE, "1")
+        assert BACKENDS["flash_attn_3"].unavailable() is None
+        assert asked == [("kernels-community/flash-attn3", 1)]
+
+
+def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_ins():
+
+        def older(q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int, int]) -> None:
+            pass
+
+        monkeypatch.setattr(sys.modules["flash_attn.flash_attn_interface"], "_flash_attn_forward", older)
+        assert "_flash_attn_forward has no window_size_left" in str(BACKENDS["flash_attn"].unavailable())
+        monkeypatch.delattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_bwd")
+        assert "_flash_attn_bwd has no lse" in str(BACKENDS["flash_attn_4"].unavailable())
+
+
+def test_what_is_refused() -> None:
+    def why(name: str, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **score: Any) -> str:
+        q = torch.empty(1, 8, 2, head_dim, dtype=dtype)
+        return str(BACKENDS[name].unsupported(q, q, Score(0.1, **score), lse_gradient=False))
+
+    with stand_ins(capability=(8, 9)):
+        assert "float16 and bfloat16 only" in why("flash", dtype=torch.float32)
+        assert "head_dim=20 (multiples of 8 only)" in why("flash", 20)
+        assert "head_dim=264 (at most 256)" in why("flash_attn", 264)
+        assert "head_dim=256 (up to 128;" in why("cudnn", 256)
+        assert "head_dim=200 (not 193 to 224 on compute capability 8.9)" in why("flash_attn", 200)
+        assert "compute capability 8.9 (9.x only)" in why("flash_attn_3")
+        assert why("flash", softcap=30.0) == "no softcap" and why("flash_attn", softcap=30.0) == "None"
+        assert "no dropout" in why("flash_attn", dropout_p=0.1)
+        assert "no ALiBi" in why("flash_attn", alibi_slopes=torch.ones(2))
+    with stand_ins(capability=(10, 0)):
+        assert "head_dim=192 (up to 128, 192 and 128, or 256," in why("flash_attn_4", 192)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_the_order_on_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+        alone, merged = list(order(q, carry=False)), list(order(q, carry=True))
+    assert sorted(alone) == sorted(merged) == sorted(BACKENDS)
+    assert merged[0] == "triton" and merged[-2:] == alone[-2:] == ["cpu", "reference"]
+    assert alone[0] == {8: "flash_attn", 9: "flash_attn_4", 10: "flash_attn_4", 12: "flash_attn"}[capability[0]]
+
+
+def test_auto_takes_a_library_where_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_ins():
+        q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+        monkeypatch.setattr("seqpar.kernels.order", lambda q, carry: ["cpu", "cudnn"] if carry else ["cudnn", "cpu"])
+        assert select("auto", q, q, Score(1.0)).name == "cpu"
+        assert select("auto", q, q, Score(1.0), carry=False).name == "cudnn"
+        assert select("auto", q, q, Score(1.0), carry=False, deterministic=True).name == "cpu"
+
+
+def test_a_mask_that_the_library_does_not_know_runs_on_another_backend() -> None:
+    """Striped keys gathered from 3 ranks move by 2 from query to query, and cuDNN has no windows."""
+    window = (Rule("sliding_window", (7, 0)),)
+    for name, rules, gather in (("flash", (Rule("causal"),), True), ("cudnn", window, False)):
+        problem = plain_problem(7, seq_len=60, heads=2, kv_heads=2, rules=rules)
+        with stand_ins(), seqpar.trace() as trace:
+            check(ring_of(name, problem, 3, "striped", gather=gather), problem)
+        assert trace.backends["reference"] > 0
+        with stand_ins() as kernels:  # one call, with lists of blocks
+            check(ring_of("flash_attn_4", problem, 3, "striped", gather=gather), problem)
+            assert (kernels.calls["masked"] > 0) == gather
+    with stand_ins() as kernels, seqpar.trace() as trace:  # an older version takes blocks of one size only
+        sparse: Any = sys.modules["flash_attn.cute.block_sparsity"]
+        sparse.BlockSparseTensorsTorch = SimpleNamespace(_fields=("mask_block_cnt", "mask_block_idx"))
+        check(ring_of("flash_attn_4", problem, 3, "striped", gather=True), problem)
+        assert not kernels.calls["masked"] and trace.backends["reference"] > 0
+
+
+class Launches(LibraryBackend):
+    """Counts calls of a library that computes nothing."""
+
+    name = "launches"
+    abilities = Abilities(gaps=True)
+    calls = backward_calls = 0
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def unsupported(self, *args: Any, **options: Any) -> str | None:
+        return None
+
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        type(self).calls += 1
+        packed = options.cu_q is not None
+        shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+        assert options.cu_q is None or options.cu_q.device == q.device
+        return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
+
+    def call_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        type(self).backward_calls += 1
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_no_read_back_and_no_copy(strategy: str) -> None:
+    """On fake CUDA tensors: the calls follow from the plan, and their boundaries are sent to the GPU once."""
+
+    def none(*args: Any) -> Any:
+        raise AssertionError("this mask takes few calls")
+
+    with without_a_gpu(8), mock.patch.dict(BACKENDS, {"launches": Launches(none)}, clear=True):
+        mesh = seqpar.init_mesh(*((1, 8, 1, 1) if strategy == "ring" else (1, 1, 8, 1)), device_type="cpu")
+        sharding = seqpar.Sharding(1027, "zigzag", mesh=mesh, strategy=strategy)
+        with fake_cuda(), torch.no_grad():
+            q = torch.empty(1, sharding.seq_local, 8, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for mask in (Mask.causal(), Mask.documents([*range(0, 1027, 50), 1027])):
+                before = Launches.calls, Launches.backward_calls
+                for _ in range(2):
+                    with HostToDevice() as second:
+                        seqpar.attention(q, q, q, strategy=strategy, mask=mask, sharding=sharding)
+                assert not second.copies
+                assert Launches.calls > before[0] and Launches.backward_calls > before[1]
+
+
+@pytest.mark.parametrize("name", ["flash", "flash_attn"])
+def test_sequences_of_one_query_beside_keys_without_queries(name: str) -> None:
+    """A maximum of one query means to flash-attn that there are as many queries as sequences."""
+    lo, hi = torch.tensor([[0, 2]], dtype=torch.int32), torch.tensor([[1, 3]], dtype=torch.int32)
+    made = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, n, heads, 16, generator=made).bfloat16() for n, heads in ((2, 4), (3, 1)))
+    with stand_ins() as kernels:
+        out, _ = BACKENDS[name].forward(q, k, k, KeyIntervals(lo, hi, lo, lo), Score(0.1), None, True)
+        assert sum(kernels.calls.values()) == 1
+    assert torch.equal(out, k[:, [0, 2]].expand(-1, -1, 4, -1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_the_operators_of_this_pytorch_take_the_arguments(name: str, packed: bool) -> None:
+    """On tensors without values: what the stand-ins stand for has these arguments and these results."""
+    backend = BACKENDS[name]
+    assert isinstance(backend, LibraryBackend)
+    if packed and not backend.abilities.packs:
+        return
+    q, k = (torch.empty(2, 32, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    q, k = (x.flatten(0, 1) if packed else x for x in (q, k))
+    cu = torch.empty(3, dtype=torch.int32, device="meta") if packed else None
+    for left, right in ((-1, -1), (-1, 0), (5, 0))[: 3 if backend.abilities.windows else 2]:
+        options = Options(0.1, 0.0, left, right, cu, cu, 32, 32, None)
+        out, lse = backend.call_forward(q, k, k, options)
+        assert out.shape == q.shape and lse.shape == ((4, 64) if packed else (2, 4, 32)) and lse.dtype == torch.float32
+        dq, dk, dv = backend.call_backward(out, q, k, k, out, lse, options)
+        assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
+
+
+@pytest.mark.parametrize("name", ["reference", "cudnn", "flash_attn_3", "flash_attn_4"])
+def test_values_of_another_head_dim(name: str) -> None:
+    """Queries and keys of 192 and values of 128, as in multi-head latent attention: two steps, nothing is padded."""
+    made, rules = torch.Generator().manual_seed(0), (Rule("causal"),)
+    q, k, v, dout = (
+        torch.randn(1, 24, heads, dim, generator=made).bfloat16()
+        for heads, dim in ((4, 192), (2, 192), (2, 128), (4, 128))
+    )
+    exact = dense_gradients(q, k, v, visible_pairs(rules, 24), dout, softmax_scale=0.07)
+    score, mask = Score(0.07), Mask.causal()
+    with stand_ins(), mock.patch.object(torch.backends.cudnn, "version", return_value=91100):
+        backend = BACKENDS[name]
+        assert backend.unsupported(q, k, score, lse_gradient=False, v_head_dim=128) is None
+        assert select(name, q, k, score, v_head_dim=128).name == name
+        found = {}
+        plan = attention_plan(mask, SequenceSharding(24, "contiguous", ring=2), 1)
+        first: Any = plan.intervals(0, CPU)
+        second: Any = plan.intervals(1, CPU)
+        rows, carry = slice(12, 24), None
+        for keys, seen in ((rows, first), (slice(0, 12), second)):
+            carry = backend.forward(q[:, rows], k[:, keys], v[:, keys], seen, score, carry, seen is second)
+        assert carry is not None
+        out, lse = carry
+        delta = row_delta(out, dout[:, rows], None)
+        output = OutputGrad(dout[:, rows].contiguous(), out, lse, delta)
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        for keys, seen in ((rows, first), (slice(0, 12), second)):
+            grads = Grads(dq[:, rows], dk[:, keys], dv[:, keys])
+            backend.backward(q[:, rows], k[:, keys], v[:, keys], output, seen, score, grads)
+        found = {"out": out, "lse": lse, "dq": dq[:, rows]}
+    for which, x in found.items():
+        expected = exact[which][:, :, rows] if which == "lse" else exact[which][:, rows]
+        assert_close(x, expected, torch.bfloat16, which)
+    assert (dk.shape, dv.shape) == (k.shape, v.shape)
+    for other in ("triton", "flash", "flash_attn"):
+        why = str(BACKENDS[other].unsupported(q, k, score, lse_gradient=False, v_head_dim=128))
+        assert "of q and k, 128 of v" in why or "the tensors are on" in why
+
+
+def test_the_intervals_on_the_host_come_from_the_plan() -> None:
+    """Without them, or without the plan, a step runs on another backend instead of reading those on the GPU."""
+    plan = AttentionPlan(Mask.causal(), SequenceSharding(20, "zigzag", ring=2), 1)
+    with fake_cuda():
+        seen = plan.intervals(1, torch.device("cuda"))
+        assert seen is not None and seen.lo.device.type == "cuda"
+        moved = KeyIntervals(*([torch.zeros(1, 2, dtype=torch.int32)] * 4)).to(torch.device("cuda"))
+        bare = KeyIntervals(*([torch.zeros(1, 2, dtype=torch.int32, device="cuda")] * 4))
+    assert moved.on_host() is not None and bare.on_host() is None
+    expected, found = plan.intervals(1, CPU), seen.on_host()
+    assert expected is not None and found is not None
+    assert torch.equal(found.lo, expected.lo) and torch.equal(found.hi, expected.hi)
+    del plan
+    gc.collect()
+    assert seen.on_host() is None
+    asked: list[Tensor] = []
+
+    def ask(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
+        asked.append(q)
+        return BACKENDS["reference"]
+
+    backend = Launches(ask)
+    q = torch.zeros(1, 2, 1, 8)
+    host = KeyIntervals(*([torch.zeros(1, 2, dtype=torch.int32)] * 4))
+    with mock.patch.object(KeyIntervals, "on_host", return_value=None):
+        backend.forward(q, q, q, host, Score(1.0), None, True)
+    assert len(asked) == 1
+
+
+@pytest.mark.skipif(interpreted(), reason="the interpreter runs no GPU tensors")
+def test_a_step_on_a_gpu_that_is_left_with_the_reference_warns() -> None:
+    _warn_of_reference.cache_clear()
+    with fake_cuda():
+        q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+        with pytest.warns(RuntimeWarning, match="the library has no kernel for this mask; triton: "):
+            backend = _fallback(q, q, q, Score(1.0))
+    assert backend.name == "reference"
+    _warn_of_reference.cache_clear()
+
+
+def test_a_deterministic_library_falls_back_to_deterministic_kernels() -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    library = flash.FlashAttention2Backend(lambda *_: TritonBackend())
+    for backend in (library, library.made_deterministic()):
+        assert isinstance(backend, flash.FlashAttention2Backend)
+        assert backend._other(q, q, q, Score(1.0)).deterministic == backend.deterministic

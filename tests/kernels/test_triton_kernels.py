@@ -1,0 +1,315 @@
+"""The Triton kernels without a GPU: compared with float64 in the interpreter, and compiled for three architectures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+def _environment(interpreted: bool) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**environment, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpreted else {})}
+
+
+def _run(arguments: list[str], interpreted: bool) -> CompletedProcess[str]:
+    """Run Python with these arguments, in a process of one thread."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=_environment(interpreted), capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+_SOME = "test_masks or test_head or test_the_steps_of_a_ring"  # they take as long as the rest
+
+
+@pytest.mark.parametrize("part", [_SOME, f"not ({_SOME})"], ids=["some", "rest"])
+def test_in_the_interpreter(part: str) -> None:
+    pytest_file = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_triton_interpreter.py", "-k"]
+    run = _run([*pytest_file, part], interpreted=True)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout and "skipped" not in run.stdout
+
+
+def test_the_gpu_benchmark_runs() -> None:
+    run = _run(["benchmarks/gpu.py", "--smoke"], interpreted=True)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert "every part ran" in run.stdout and "0 failed" in run.stdout
+
+
+# What is compiled here: how many kernels, and which. `make gate` compiles all of them.
+PARTS = {
+    "half": (11, "--target sm_90 --target sm_100 --target gfx942 --head-dim 128 --dtype bfloat16"),
+    "wide": (3, "--target sm_90 --head-dim 576"),  # beside 512 of v
+    "small": (8, "--target sm_90 --target gfx942 --what small"),
+}
+
+
+@cache
+def _inspection(part: str) -> CompletedProcess[str]:
+    return _run(["tools/gate.py", "--json", *PARTS[part][1].split()], interpreted=False)
+
+
+def _rows(run: CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_compiles_without_spills_and_with_matrix_instructions(part: str) -> None:
+    run = _inspection(part)
+    assert run.returncode in (0, 1), run.stderr[-4000:]
+    rows = _rows(run)
+    assert len(rows) == PARTS[part][0]
+    wrong = [row for row in rows if row["wrong"]]
+    assert len(wrong) == 0 and run.returncode == 0, "\n".join(str(row) for row in wrong)
+
+
+@pytest.mark.parametrize(("target", "instruction"), [("sm_90", "wgmma"), ("sm_100", "tcgen05"), ("gfx942", "mfma")])
+def test_half_precision_uses_the_newest_matrix_instructions(target: str, instruction: str) -> None:
+    assert {row["matrix"] for row in _rows(_inspection("half")) if row["target"] == target} == {instruction}
+
+
+def test_the_products_of_the_backward() -> None:
+    """One kernel has five products in one loop; the pair has four in one, and three in each of two loops."""
+    half = [row for row in _rows(_inspection("half")) if row["target"] == "sm_90"]
+    products = {
+        kernel: {row["products"] for row in half if row["kernel"] == kernel} for kernel in ("backward", "dkdv", "dq")
+    }
+    assert products == {"backward": {5}, "dkdv": {4}, "dq": {6}}
+    assert not any(row["synchronous"] or row["reloaded"] for row in half)
+
+
+def test_compiling_raises_in_the_interpreter() -> None:
+    command = [sys.executable, "tools/gate.py", "--target", "sm_90", "--what", "small"]
+    run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0 and "unset it to compile" in run.stderr
+
+
+def test_choosing_a_configuration() -> None:
+    from seqpar.triton_kernels.configs import candidates, choose, table_config
+
+    assert table_config("sm_90", "forward", 96, torch.float16) == table_config("sm_90", "forward", 128, torch.bfloat16)
+    assert table_config("sm_100", "dq", 64, torch.float32) == table_config("sm_80", "dq", 64, torch.float32)
+    assert table_config("sm_90", "dq", 192, torch.float16, v_head_dim=128) == table_config(
+        "sm_90", "dq", 130, torch.float16, v_head_dim=64
+    )
+    assert table_config("sm_90", "dq", 64, torch.float16, v_head_dim=192) == table_config(
+        "sm_90", "dq", 256, torch.float16
+    )
+    assert table_config("sm_80", "dq", 520, torch.float16, v_head_dim=16) == table_config(
+        "sm_80", "dq", 576, torch.bfloat16, v_head_dim=512
+    )
+    for head_dim, v_head_dim, dtype, most in (
+        (577, 512, torch.float16, "576, 512 of v"), (576, 576, torch.float16, "576, 512 of v"),
+        (64, 300, torch.float32, "256, 256 of v"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"head_dim={head_dim}, {v_head_dim} of v: expected at most {most}"):
+            table_config("sm_80", "dq", head_dim, dtype, v_head_dim=v_head_dim)
+    cpu = torch.device("cpu")
+    assert candidates("forward", cpu, 64, torch.float16)[0] == choose("forward", cpu, 64, torch.float16)
+
+
+def test_the_architecture_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqpar.triton_kernels import configs
+
+    names = {
+        (8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_86", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100",
+        (11, 0): "sm_86", (12, 0): "sm_86",
+    }  # fmt: skip
+    for index, (capability, name) in enumerate(names.items()):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert configs.architecture(torch.device("cuda", 100 + index)) == name
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    chosen = [configs.choose("dq", torch.device("cuda"), 64, torch.bfloat16, tma=tma) for tma in (True, False)]
+    assert [None if c is None else c.tma for c in chosen] == [True, False]  # no TMA: no tiles that are made for it
+    assert configs.choose("backward", torch.device("cuda"), 64, torch.float32) is None
+
+
+def test_float32_products_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqpar.triton_kernels import launch
+
+    assert launch.precision(torch.float32, None, hip=False) == "tf32x3"
+    for name, expected in (("gfx942:sramecc+", "tf32"), ("gfx950", "ieee"), ("gfx90a", "ieee"), ("", "ieee")):
+        monkeypatch.setattr(launch, "_rocm_name", lambda name=name: name)
+        assert launch.precision(torch.float32, True, hip=True) == expected
+        assert launch.precision(torch.float32, False, hip=True) == "ieee"
+
+
+def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    import seqpar.triton_kernels.tune as tune
+
+    monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tune, "_best", {})
+    tune.cache_file().write_text("not json")
+    q = torch.empty(1, 64, 2, 64)
+    made = []
+
+    def make(config: Any) -> Any:
+        made.append(config)
+        return config
+
+    def time(config: Any) -> float:
+        if config.num_warps == 8:
+            raise OutOfResources(1, 1, "shared memory")
+        return float(config.block_m + config.block_n + config.num_stages)
+
+    best = tune.tuned("forward", q, q, "", make, time)
+    assert best == min((c for c in made if c.num_warps != 8), key=lambda c: c.block_m + c.block_n + c.num_stages)
+    monkeypatch.setattr(tune, "_best", {})
+    assert tune.tuned("forward", q, q, "", pytest.fail, time) == best  # from disk
+    assert not tune.wanted(q)
+    # A folder that cannot be made: the result is not kept, and nothing raises.
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tune, "_best", {})
+    assert tune.tuned("forward", q, q, "", make, time) == best
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"block_m": 4096},
+        {"block_m": "64"},
+        {"block_m": None},
+        {"block_m": 32.0},
+        {"num_warps": 3},
+        {"tma": [1]},
+        {"block_n": 0},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_tuning_again_where_the_cache_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: dict[str, Any]
+) -> None:
+    import seqpar.triton_kernels.tune as tune
+
+    monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tune, "_best", {})
+    q = torch.empty(1, 64, 2, 64)
+
+    def make(config: Any) -> Any:
+        return config
+
+    def time(config: Any) -> float:
+        return float(config.block_m + config.block_n)
+
+    best = tune.tuned("forward", q, q, "", make, time)
+    stored = json.loads(tune.cache_file().read_text())
+    tune.cache_file().write_text(json.dumps({key: {**fields, **damage} for key, fields in stored.items()}))
+    monkeypatch.setattr(tune, "_best", {})
+    assert repr(tune.tuned("forward", q, q, "", make, time)) == repr(best)
+    assert json.loads(tune.cache_file().read_text()) == stored
+    assert [path.name for path in tmp_path.iterdir()] == [tune.cache_file().name]
+
+
+def test_tuning_leaves_out_what_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import PTXASError
+
+    import seqpar.triton_kernels.tune as tune
+    from seqpar.triton_kernels.configs import candidates
+
+    monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path))
+    q = torch.empty(1, 64, 2, 64)
+    table, *others = candidates("forward", q.device, 64, q.dtype)
+    errors = [PTXASError("ptxas"), RuntimeError("PassManager::run failed"), AssertionError(), KeyError("option")]
+    raised = dict(zip(others, errors, strict=False))
+
+    def time(config: Any) -> float:
+        if config in raised:
+            raise raised[config]
+        return 2.0 if config == table else 1.0
+
+    monkeypatch.setattr(tune, "_best", {})
+    assert tune.tuned("forward", q, q, "", lambda config: config, time) == others[len(errors)]
+
+    def fails(config: Any) -> float:
+        raise error
+
+    error: Exception = PTXASError("ptxas")
+    assert tune.tuned("forward", q, q, "other", lambda config: config, fails) == table
+    error = torch.AcceleratorError("an illegal memory access was encountered")  # no candidate can be measured any more
+    with pytest.raises(torch.AcceleratorError):
+        tune.tuned("forward", q, q, "third", lambda config: config, fails)
+
+
+def test_ranks_agree_on_the_first_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    import seqpar.triton_kernels.tune as tune
+    from seqpar.triton_kernels.configs import candidates
+
+    store, q = dist.HashStore(), torch.empty(1, 64, 2, 64)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    first, second = candidates("forward", q.device, 64, q.dtype)[1:3]
+    timed = []
+
+    def on_rank(rank: int, fastest: Any) -> Any:
+        """What a rank with a home of its own finds, where ``fastest`` is."""
+
+        def time(config: Any) -> float:
+            timed.append(rank)
+            return 1.0 if config == fastest else 2.0
+
+        monkeypatch.setenv("SEQPAR_CACHE_DIR", str(tmp_path / str(rank)))
+        monkeypatch.setattr(tune, "_best", {})
+        return tune.tuned("forward", q, q, "", lambda config: config, time)
+
+    assert on_rank(0, first) == first
+    assert on_rank(1, second) == first
+    assert set(timed) == {0}  # the other one has nothing to measure
+    store = dist.HashStore()  # the next job, whose ranks begin with what is in their files
+    assert on_rank(1, second) == first and set(timed) == {0}
+    # A rank that measured at the same time as another, and published later.
+    store = dist.HashStore()
+    (key,) = json.loads(tune.cache_file().read_text())
+    store.set(f"seqpar/tuning/{key}", json.dumps(vars(second)))
+    assert on_rank(0, first) == second
+
+
+def test_tuning_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    import seqpar.triton_kernels.tune as tune
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SEQPAR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(tune, "_best", {})
+    q = torch.empty(1, 64, 2, 64)
+    assert tune.tuned("forward", q, q, "", lambda config: config, lambda config: 1.0)
+
+
+def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqpar.kernels import elementwise as module
+    from seqpar.kernels.triton import TritonBackend
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    backend = TritonBackend()
+    assert "no CUDA or ROCm GPU" in str(backend.unavailable())
+    monkeypatch.setattr(module, "_installed", lambda: False)
+    assert "not installed" in str(backend.unavailable())
+
+
+def test_the_backend_imports_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; from seqpar.kernels.triton import TritonBackend"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]

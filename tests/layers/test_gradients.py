@@ -1,0 +1,166 @@
+"""``sync_gradients``: sums of gradients over the ranks that share a sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+
+from ..pool import Pool, mesh_of, on_ranks
+
+
+@on_ranks
+def sync_linears(group: ProcessGroup, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """Gradients on all ranks, on one rank, on none; frozen and tied parameters."""
+    rank = group.rank()
+    linears = {name: nn.Linear(3, 3, bias=False, dtype=dtype) for name in ("all", "one", "none", "frozen", "tied")}
+    linears["tied"].weight = linears["all"].weight
+    linears["frozen"].weight.requires_grad_(False)
+    linears["frozen"].weight.grad = torch.full((3, 3), float(rank), dtype=dtype)
+    # A running sum in bfloat16 would stay at 256: there, 1 is half of the last digit.
+    linears["all"].weight.grad = torch.full((3, 3), 256.0 if rank == 0 else 1.0, dtype=dtype)
+    if rank == 1:
+        linears["one"].weight.grad = torch.full((3, 3), 5.0, dtype=dtype)
+    with seqpar.trace() as trace:
+        seqpar.sync_gradients(nn.ModuleDict(linears), group=group)
+    assert trace.bytes_sent > 0
+    return {name: linear.weight.grad for name, linear in linears.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_are_summed_in_float32(pool: Pool, dtype: torch.dtype) -> None:
+    for rank, grads in enumerate(pool.run(4, sync_linears, dtype)):
+        total = torch.tensor(256.0 + 3 * 1.0).to(dtype)
+        assert grads["all"] is not None and grads["all"].dtype == dtype
+        assert (grads["all"] == total).all()
+        assert grads["tied"] is not None and (grads["tied"] == total).all()
+        assert grads["one"] is not None and (grads["one"] == 5).all()
+        assert grads["none"] is None
+        assert grads["frozen"] is not None and (grads["frozen"] == rank).all()
+
+
+@on_ranks
+def sync_modules_that_differ(group: ProcessGroup, how: str) -> str:
+    """The error of this rank when rank 1's module differs, or the module is unsuitable; "" for a good one."""
+    odd = group.rank() == 1
+    layers: list[nn.Module] = [nn.Linear(3, 4 if how == "shape" and odd else 3)]
+    if how == "number" and odd:
+        layers.append(nn.Linear(2, 2))
+    module: nn.Module = nn.Sequential(*layers)
+    if how == "sparse":
+        module = nn.Embedding(4, 2, sparse=True)
+        module(torch.tensor([1])).sum().backward()
+    try:
+        seqpar.sync_gradients(module, group=group)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("number", "differ in number ([2, 4])"), ("shape", "shape or dtype"), ("sparse", "sparse=False"), ("", "")],
+)
+def test_modules_that_differ(pool: Pool, how: str, words: str) -> None:
+    for message in pool.run(2, sync_modules_that_differ, how):
+        assert words in message and bool(words) == bool(message)
+
+
+@on_ranks
+def sync_dtensors(group: ProcessGroup) -> tuple[Tensor, Tensor, list[int]]:
+    """Parameters sharded over dp; their gradients are summed over the sequence dimension of the mesh."""
+    mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "sequence"))
+    module = nn.Linear(6, 4, bias=True)
+    for name, local, placement in (("weight", torch.ones(2, 6), Shard(0)), ("bias", torch.ones(4), Replicate())):
+        setattr(module, name, nn.Parameter(DTensor.from_local(local, mesh["dp"], [placement])))
+    if group.rank() % 4 != 2:  # one rank of each sequence group has no gradient
+        module.weight.grad = torch.ones_like(module.weight) * float(group.rank())
+        module.bias.grad = torch.ones_like(module.bias)
+    seqpar.sync_gradients(module, mesh=mesh["sequence"])
+    assert isinstance(module.weight.grad, DTensor) and isinstance(module.bias.grad, DTensor)
+    return module.weight.grad.to_local(), module.bias.grad.to_local(), list(module.weight.grad.shape)
+
+
+def test_dtensor_parameters(pool: Pool) -> None:
+    for rank, (weight, bias, shape) in enumerate(pool.run(8, sync_dtensors)):
+        assert shape == [4, 6] and weight.shape == (2, 6)
+        assert (weight == (0 + 1 + 3 if rank < 4 else 4 + 5 + 7)).all()
+        assert (bias == 3).all()
+
+
+@on_ranks
+def sync_again(group: ProcessGroup, how: str) -> list[str]:
+    """The error of each call of ``sync_gradients``; "" for none."""
+    mesh = mesh_of(dp=1, ring=2, ulysses=1, tp=1)
+    sequence = mesh["ring"].get_group()
+    module: nn.Module = nn.Linear(4, 4)
+    if how.startswith("ddp"):
+        module = DistributedDataParallel(module, process_group=sequence)
+    if how == "fsdp":
+        fully_shard(module, mesh=mesh["ring"])
+    if how.startswith("fsdp1"):
+        module = FullyShardedDataParallel(module, process_group=sequence, device_id=torch.device("cpu"))
+
+    def step() -> str:
+        try:
+            seqpar.sync_gradients(module.module if how.endswith("inside") else module, mesh=mesh)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    module(torch.ones(2, 4)).sum().backward()
+    errors = [step(), step()]
+    module(torch.ones(2, 4)).sum().backward()  # adds to the gradients
+    errors += [step(), step()]
+    module.zero_grad()
+    module(torch.ones(2, 4)).sum().backward()
+    return [*errors, step()]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("plain", ["", "no backward has added", "has been written to since", "has been written to since", ""]),
+        ("ddp", ["DistributedDataParallel over the ranks of the sequence"] * 5),
+        ("ddp, inside", ["DistributedDataParallel over the ranks of the sequence"] * 5),
+        ("fsdp1", ["FullyShardedDataParallel over the ranks of the sequence"] * 5),
+        ("fsdp1, inside", ["FullyShardedDataParallel over the ranks of the sequence"] * 5),
+        ("fsdp", ["weight: fully_shard over the ranks of the sequence"] * 5),
+    ],
+)
+def test_gradients_are_summed_once(how: str, words: list[str]) -> None:
+    two = Pool(2)
+    try:
+        for errors in two.run(2, sync_again, how):
+            assert all(word in error and bool(word) == bool(error) for error, word in zip(errors, words, strict=True))
+    finally:
+        two.close()
+
+
+@on_ranks
+def sync_over_two_groups(group: ProcessGroup) -> Tensor:
+    """One gradient, summed over the sequence and then over dp."""
+    mesh = mesh_of(dp=2, ring=4, ulysses=1, tp=1)
+    module = nn.Linear(2, 2, bias=False)
+    module.weight.grad = torch.ones(2, 2)
+    seqpar.sync_gradients(module, mesh=mesh)
+    seqpar.sync_gradients(module, group=mesh["dp"].get_group())
+    return module.weight.grad
+
+
+def test_other_groups_may_follow(pool: Pool) -> None:
+    assert all(bool((grad == 8).all()) for grad in pool.run(8, sync_over_two_groups))
+
+
+def test_one_process_has_nothing_to_sum() -> None:
+    module = nn.Linear(2, 2)
+    module.weight.grad = torch.ones(2, 2)
+    seqpar.sync_gradients(module)
+    assert module.weight.grad.eq(1).all()

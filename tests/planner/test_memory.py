@@ -1,0 +1,86 @@
+"""The planner's activation memory against what autograd keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask
+from seqpar.planner.memory import layer_activations, paper_activations
+from seqpar.planner.model import ModelShape
+from seqpar.planner.setting import Setting
+
+from ..pool import Pool, on_ranks
+from ..settings import H100
+from ..strategies.test_activation_memory import PaperLayer, saved_bytes
+
+HIDDEN, HEADS, TOKENS = 64, 8, 64
+
+
+class LlamaLayer(nn.Module):
+    """A layer of this package as the planner takes it: q, k, v and o projections, SwiGLU, two norms."""
+
+    def __init__(self, strategy: str, kv_heads: int, group: ProcessGroup) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"group": group, "dtype": torch.bfloat16}
+        self.attention = seqpar.ParallelAttention(strategy, HIDDEN, HEADS, kv_heads, 8, layout="contiguous", **options)
+        self.mlp: nn.Module
+        if strategy == "tp_sp":
+            self.mlp = seqpar.MegatronMLP(HIDDEN, 3 * HIDDEN, **options)
+        else:
+            self.gate, self.up, self.down = (
+                nn.Linear(a, b, bias=False, dtype=torch.bfloat16)
+                for a, b in ((HIDDEN, 3 * HIDDEN), (HIDDEN, 3 * HIDDEN), (3 * HIDDEN, HIDDEN))
+            )
+            self.mlp = nn.Identity()
+        self.norm1, self.norm2 = (nn.LayerNorm(HIDDEN, dtype=torch.bfloat16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
+        if hasattr(self, "gate"):
+            y = self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        result: Tensor = x + self.mlp(y)
+        return result
+
+
+@on_ranks
+def kept(group: ProcessGroup, strategy: str, kv_heads: int) -> tuple[int, int]:
+    """Bytes that autograd keeps of a layer, without and with full recomputation."""
+    layer = LlamaLayer(strategy, kv_heads, group)
+    x = torch.randn(2, TOKENS // group.size(), HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    return saved_bytes(layer, x), saved_bytes(layer, x, recompute=True)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("strategy", ["ring", "context_parallel", "ulysses", "tp_sp"])
+def test_activations_are_within_5_percent_of_what_autograd_keeps(pool: Pool, strategy: str, kv_heads: int) -> None:
+    world = 2
+    degree = {"ulysses": "ulysses", "tp_sp": "tensor"}.get(strategy, "ring")
+    model = ModelShape("m", 1, HIDDEN, HEADS, kv_heads, 8, 3 * HIDDEN, 64)
+    setting = replace(Setting(model, H100, Mask.causal(), TOKENS, 2), **{degree: world})
+    for everything, recomputed in pool.run(world, kept, strategy, kv_heads):
+        assert layer_activations(setting) == pytest.approx(everything, rel=0.05)
+        assert layer_activations(setting, "full") == pytest.approx(recomputed, rel=0.05)
+
+
+@on_ranks
+def kept_by_the_paper_layer(group: ProcessGroup) -> int:
+    layer = PaperLayer(group)
+    x = torch.randn(2, TOKENS // group.size(), 32, dtype=torch.bfloat16, requires_grad=True)
+    return saved_bytes(layer, x)
+
+
+def test_the_layer_of_the_paper(pool: Pool) -> None:
+    """Ours, without dropout; and theirs without scores, which has two dropout masks of a byte an element."""
+    (measured,) = pool.run(1, kept_by_the_paper_layer)
+    model = ModelShape("paper", 1, 32, 8, 8, 4, 128, 64, gated=False)
+    assert layer_activations(Setting(model, H100, Mask.causal(), TOKENS, 2)) == pytest.approx(measured, rel=0.05)
+    paper = paper_activations(model, TOKENS, 2, recompute="selective")
+    assert paper - 2 * TOKENS * 2 * 32 == pytest.approx(measured, rel=0.05)

@@ -1,0 +1,195 @@
+"""``seqpar.plan`` and ``seqpar plan``: the order of the choices, what is left out, bad input, and the command."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import seqpar
+from seqpar import Mask
+from seqpar.cli.launch import CommandError
+from seqpar.cli.plan import plan as plan_command
+from seqpar.cli.plan import read_tokens
+from seqpar.planner.choose import _settings
+from seqpar.planner.memory import Switches
+from seqpar.planner.mixes import document_mix, mask_of
+from seqpar.planner.model import MODELS
+from seqpar.planner.setting import BETWEEN, WITHIN, Setting
+from seqpar.planner.step import StepCost, step
+
+from ..settings import H100
+from .test_models import CONFIGS
+
+
+def test_a_plan_of_64_gpus_is_quick_and_ordered() -> None:
+    start = time.process_time()
+    plan = seqpar.plan("llama3-8b", seq_len=1 << 20, ranks=64, hardware="h100")
+    assert time.process_time() - start < 5
+    assert plan.best.fits and plan.best.reason.startswith("fastest that fits")
+    fitting = [choice for choice in plan.choices if choice.fits]
+    assert list(plan.choices[: len(fitting)]) == fitting
+    rates = [choice.tokens_per_s for choice in fitting[1:]]
+    assert rates == sorted(rates, reverse=True)
+    assert plan.best.tokens_per_s > 0.99 * rates[0]
+    for choice in plan.choices:
+        sizes = choice.degrees
+        assert sizes["dp"] * sizes["ring"] * sizes["ulysses"] * sizes["tp"] == 64
+        assert choice.seconds == pytest.approx(choice.compute_s + choice.exposed_s, rel=1e-6)
+        assert choice.fits == (choice.longest_seq_len >= 1 << 20)
+        assert choice.comm == ("all_gather" if choice.context == "context_parallel" else None)
+    assert {"ring", "context_parallel", "ulysses", "hybrid", "tp_sp"} <= {c.strategy for c in plan.choices}
+    json.dumps(plan.as_dict())
+
+
+def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
+    shape = replace(MODELS["llama3-8b"], heads=4, kv_heads=4, head_dim=1024)
+    plan = seqpar.plan(shape, 65536, 16, replicas=1)
+    assert all(c.degrees["ulysses"] * c.degrees["tp"] <= 4 for c in plan.choices)
+    # Between hosts a ring sends fewer bytes than an all-to-all as long as the KV heads are few.
+    slow = seqpar.plan("llama3-8b", 65536, 32, {"base": "h100", "network": 2e9}, replicas=1)
+    ring, ulysses = (next(c for c in slow.choices if c.strategy == name) for name in ("ring", "ulysses"))
+    assert ring.exposed_s > 0.3 * ring.seconds and "for weights and gradients" in ring.reason
+    assert ulysses.exposed_s > ring.exposed_s
+
+
+def test_rings_that_are_too_long_to_simulate_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rings(tokens: int, replicas: int | None) -> list[int]:
+        base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), tokens)
+        return sorted({s.ring for s in _settings(base, 128, replicas, [Switches()])})
+
+    every = [1, 2, 4, 8, 16, 32, 64, 128]
+    assert rings(4096, None) == every
+    monkeypatch.setattr("seqpar.planner.choose._LONGEST_RING", 64)  # for up to 64 ranks; for 128 half as many
+    assert rings(4096, None) == every[:6]
+    assert rings(4096, 1) == [64]  # no shorter ring is possible with two heads and one replica
+    assert rings(1 << 20, None) == [*every[:6], 64]  # no shorter ring fits into memory
+    assert rings(1 << 30, None) == every[:6]  # none fits
+
+
+def test_switches_are_priced() -> None:
+    base = Setting(MODELS["llama3-8b"], H100, Mask.causal(), 131072, ring=8, layout="zigzag")
+    cost = StepCost(base)
+
+    def of(**options: Any) -> tuple[float, float]:
+        choice = step(base, Switches(**options), 131072**2 // 2, cost)
+        return choice.seconds, choice.memory.activations + choice.memory.working + choice.memory.logits
+
+    plain, kept_attention, full = (of(recompute=x) for x in ("none", "keep_attention", "full"))
+    assert plain[0] < kept_attention[0] < full[0]
+    assert plain[1] > kept_attention[1] > full[1]
+    assert of(offload=True)[1] < plain[1] <= of(chunked_loss=False)[1]
+    assert of(tiled_mlp=True)[0] > plain[0] and of(tiled_mlp=True)[1] < plain[1]
+
+
+def test_documents_need_less_than_one_sequence() -> None:
+    one, many = (seqpar.plan("llama3-8b", 262144, 16, mask=mask).best for mask in (None, mask_of("mix:magi", 262144)))
+    assert many.tokens_per_s > 1.5 * one.tokens_per_s
+    lengths = document_mix("wlb", 1 << 20).starts[0]
+    assert len(lengths) > 100 and document_mix("wlb", 1 << 20) == document_mix("wlb", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"model": {**CONFIGS["mixtral-8x7b"][0], "layer_types": ["linear_attention"]}},
+            "'linear_attention' layers are not modelled",
+        ),
+        ({"model": "llama3-9b"}, "did you mean 'llama3-8b'"),
+        ({"model": {"hidden_size": 8, "num_attention_heads": 2}}, "no num_hidden_layers"),
+        ({"hardware": "h1000"}, "did you mean 'h100'"),
+        ({"hardware": {"network": 1e9}}, "name a base"),
+        ({"hardware": {"base": "h100", "netwrok": 1e9}}, "did you mean 'network'"),
+        ({"hardware": {"base": "h100", "network": "fast"}}, "expected a number"),
+        ({"hardware": {"base": "h100", "network": float("nan")}}, "network=nan: expected a positive"),
+        ({"hardware": {"base": "h100", "network": float("inf")}}, "network=inf: expected a positive"),
+        ({"hardware": {"base": "h100", "gpus_per_host": 2.5}}, "gpus_per_host=2.5: expected a whole number"),
+        ({"hardware": {"base": "h100", "device": "tpu"}}, "device='tpu'"),
+        ({"hardware": {"base": "h100", "attention": 5}}, "attention=5: expected a kernel and its rates"),
+        ({"hardware": {"base": "h100", "attention": {}}}, "expected a kernel and its rates"),
+        ({"hardware": {"base": "h100", "attention": {"a": "3e14"}}}, "a='3e14': expected FLOP/s forward and backward"),
+        ({"hardware": {"base": "h100", "attention": {"a": [3e14]}}}, "expected FLOP/s forward and backward"),
+        ({"hardware": {"base": "h100", "attention": {"a": [0, 3e14]}}}, "a=0: expected a positive"),
+        ({"hardware": {"base": "h100", "attention": {"a": ["fast", 1]}}}, "a='fast': expected a number"),
+        ({"seq_len": 0}, "seq_len=0: expected at least 1"),
+        ({"seq_len": 1 << 40}, "seq_len=1099511627776: expected at most 2147483647"),
+        ({"seq_len": 4}, "at least one token for each"),
+        ({"ranks": 0}, "ranks=0: expected at least 1"),
+        ({"replicas": 3}, "expected a divisor of ranks=8"),
+        ({"kernel": "flash9"}, "did you mean"),
+        ({"recompute": "some"}, "Choose one of none, keep_attention, full"),
+        ({"mask": Mask.documents([0, 8])}, "cu_seqlens"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        seqpar.plan(**{"model": "llama3-8b", "seq_len": 1024, "ranks": 8, **arguments})
+
+
+@pytest.mark.parametrize("arguments", [{"hardware": None}, {"mask": "causal"}, {"seq_len": "1M"}])
+def test_input_of_another_type(arguments: dict[str, Any]) -> None:
+    ((name, value),) = arguments.items()
+    with pytest.raises(TypeError, match=f"{name}={value!r}: expected"):
+        seqpar.plan(**{"model": "llama3-8b", "seq_len": 1024, "ranks": 8, **arguments})
+
+
+def test_tokens_in_words() -> None:
+    assert [read_tokens(x) for x in ("131072", "128K", "1M", "1.5k", "1_000")] == [131072, 131072, 1 << 20, 1536, 1000]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seq_len": "1X"}, "expected a number of tokens"),
+        ({"mask": "causl"}, "did you mean 'causal'"),
+        ({"seq_len": "inf"}, "expected a number of tokens"),
+        ({"seq_len": "nan"}, "expected a number of tokens"),
+        ({"mask": "window:x"}, "after the colon"),
+        ({"mask": "window:²"}, "after the colon"),
+        ({"mask": "causal:77"}, "expected causal alone"),
+        ({"hardware": "missing.yaml"}, "No such file"),
+        ({"hardware": "bad.yaml"}, "^hardware=bad.yaml: cannot be parsed: [^\n]+$"),
+        ({"csv": Path("/proc/nowhere/x.csv")}, "can be written"),
+        ({"charts": Path("/proc/nowhere")}, "--charts /proc/nowhere: .* can be written"),
+        ({"gpus": 0}, "gpus=0: expected at least 1"),
+        ({"dp": 3}, "dp=3: expected a divisor of gpus=2"),
+        ({"top": 0}, "top=0: expected at least 1"),
+        ({"state_bytes": -1.0}, "state_bytes=-1.0: expected the bytes"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.yaml").write_text("base: [h100")
+    run: Callable[..., None] = plan_command
+    with pytest.raises(CommandError, match=words) as error:
+        run(**{"model": "llama3-8b", "seq_len": "8K", "gpus": 2, **options})
+    assert error.value.code == 2
+
+
+def test_the_sample_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    command, *lines = page.split("```\n$ ")[1].split("\n```")[0].splitlines()
+    assert command == "seqpar plan --model llama3-70b --seq-len 128K --gpus 64 --hardware h100"
+    plan_command("llama3-70b", "128K", 64)
+    printed = " ".join(capsys.readouterr().out.split())
+    missing = [line for line in lines if line.strip() != "..." and " ".join(line.split()) not in printed]
+    assert not missing, printed
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_command("llama3-8b", "64K", 8, csv=tmp_path / "choices.csv", charts=tmp_path / "charts", as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    rows = (tmp_path / "choices.csv").read_text().splitlines()
+    assert len(printed["choices"]) == len(rows) - 1
+    assert printed["choices"][0]["bytes_sent"].keys() == {WITHIN, BETWEEN}
+    assert sorted(path.name for path in (tmp_path / "charts").iterdir()) == ["memory.png", "seconds.png"]
+    monkeypatch.setenv("COLUMNS", "40")
+    plan_command("llama3-8b", "64K", 8, top=3)
+    printed = capsys.readouterr().out
+    assert "fastest that fits" in printed and "tokens/s" in printed

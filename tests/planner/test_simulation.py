@@ -1,0 +1,259 @@
+"""The planner's simulation. Its pairs are compared with a dense mask, and its bytes with the runtime's count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask
+from seqpar.layout import LAYOUTS, SequenceSharding
+from seqpar.planner.layer import RankTimeline
+from seqpar.planner.mixes import mask_of
+from seqpar.planner.model import ModelShape
+from seqpar.planner.pairs import computed_pairs, visible_pairs
+from seqpar.planner.setting import BETWEEN, WITHIN, Setting
+from seqpar.planner.simulate import Task, Timeline, simulate
+
+from ..core.test_hosts import simulated
+from ..settings import H100, attention, attention_shape
+
+# The simulation
+
+
+def seconds(*tasks: Task) -> list[tuple[float, float]]:
+    return [(round(a, 9), round(b, 9)) for a, b in simulate(tasks)]
+
+
+def test_a_stream_runs_one_task_after_another() -> None:
+    assert seconds(Task("a", "s", {"x": 2}), Task("b", "s", {"y": 3})) == [(0, 2), (2, 5)]
+
+
+def test_streams_run_at_the_same_time_and_share_links() -> None:
+    # Both use the link until the shorter one has sent its second at half the speed; then the other has it alone.
+    assert seconds(Task("a", "s", {"x": 1}), Task("b", "t", {"x": 3})) == [(0, 2), (0, 4)]
+    assert seconds(Task("a", "s", {"x": 1}), Task("b", "t", {"y": 3})) == [(0, 1), (0, 3)]
+
+
+def test_a_task_uses_several_links_at_the_same_time_after_its_delay() -> None:
+    assert seconds(Task("a", "s", {"x": 1, "y": 2}, delay=0.5)) == [(0, 2.5)]
+
+
+def test_a_task_waits_for_those_before_it() -> None:
+    assert seconds(Task("a", "s", {"x": 2}), Task("b", "t", {"y": 1}, after=(0,))) == [(0, 2), (2, 3)]
+    with pytest.raises(ValueError, match="wait for one another"):
+        simulate([Task("a", "s", {"x": 1}, after=(1,)), Task("b", "t", {"x": 1}, after=(0,))])
+
+
+def test_a_timeline_starts_transfers_behind_computations() -> None:
+    timeline = Timeline()
+    early = timeline.start("early", "link", {"x": 5})
+    timeline.compute("first", 2)
+    late = timeline.start("late", "link", {"x": 1})  # after "first", and after "early" in its stream
+    timeline.wait(early)
+    timeline.compute("second", 1)
+    timeline.wait(late)
+    timeline.compute("third", 1)
+    result = timeline.run()
+    assert list(result.spans) == [(0, 5), (0, 2), (5, 6), (5, 6), (6, 7)]
+    assert (result.seconds, result.compute, result.exposed) == (7, 4, 3)
+
+
+def test_a_ring_whose_transfers_take_longer_than_its_kernels() -> None:
+    """Full mask, 4 ranks, two steps on the way: a kernel of 1 s behind transfers of 3 s waits for each of them."""
+    tokens, heads, dim = 4096, 1, 64
+    pairs = (tokens // 4) ** 2
+    message = 2 * 2 * tokens // 4 * heads * dim
+    gpu = replace(
+        H100,
+        attention={"test": replace(H100.rate(None), forward=4.0 * pairs * dim, carries=True)},
+        p2p=message / 3,
+        peer=message / 3,
+        latency=0.0,
+        kernel=0.0,
+    )
+    forward, _ = attention(Setting(attention_shape(heads, heads, dim), gpu, Mask.full(), tokens, ring=4))
+    assert forward.compute == pytest.approx(4)
+    assert forward.seconds == pytest.approx(3 * 3 + 1)
+    fast = replace(gpu, p2p=2 * message, peer=2 * message)
+    faster, _ = attention(Setting(attention_shape(heads, heads, dim), fast, Mask.full(), tokens, ring=4))
+    assert faster.seconds == pytest.approx(4)
+
+
+# Pairs
+
+MASKS = {
+    "full": Mask.full(),
+    "causal": Mask.causal(),
+    "window": Mask.sliding_window(5),
+    "two-sided": Mask.sliding_window(3, 2),
+    "documents": Mask.documents([0, 7, 8, 20, 50, 61]),
+    "documents in a window": Mask.documents([0, 7, 8, 20, 50, 61]) & Mask.sliding_window(4),
+    "chunks": Mask.chunked(9),
+    "prefix": Mask.prefix_lm(11),
+    "rows": Mask.documents([[0, 7, 61], [0, 30, 61]]),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
+    tokens, mask = 61, MASKS[name]
+    dense = mask.dense(tokens).view(-1, tokens, tokens)
+    for layout in LAYOUTS:
+        for ring, ulysses, tensor in ((1, 1, 1), (4, 1, 1), (3, 2, 1), (2, 2, 2), (1, 1, 4), (70, 1, 1)):
+            sharding = SequenceSharding(tokens, layout, ring, ulysses, tensor)
+            shards = [sharding.ring_positions(rank) for rank in range(ring)]
+            at = [shard.tensor(torch.device("cpu")) for shard in shards]
+            for rank in {0, ring // 2, ring - 1}:
+                expected = [int(dense[:, at[rank]][:, :, keys].sum()) // len(dense) for keys in at]
+                assert visible_pairs(mask, tokens, shards[rank], shards) == expected
+                computed = computed_pairs(mask, tokens, shards[rank], shards, 4)
+                assert all(a >= b for a, b in zip(computed, expected, strict=True))
+
+
+def test_a_kernel_computes_whole_tiles() -> None:
+    (positions,) = (SequenceSharding(512).ring_positions(0),)
+    # Causal tiles of 128: 1 + 2 + 3 + 4 of 16.
+    assert computed_pairs(Mask.causal(), 512, positions, [positions], 128) == [10 * 128**2]
+    # Two documents of 256 tokens: 1 + 2 tiles each.
+    assert computed_pairs(Mask.documents([0, 256, 512]), 512, positions, [positions], 128) == [6 * 128**2]
+
+
+# Bytes
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ring": {"strategy": "ring"},
+    "context_parallel": {"strategy": "context_parallel", "comm": "all_gather"},
+    "ulysses": {"strategy": "ulysses"},
+    "hybrid": {"strategy": "hybrid", "ulysses_size": 4},
+}
+BATCH, HEAD_DIM, V_HEAD_DIM, PER_HOST = 2, 8, 4, 8
+
+
+class Idle:
+    """A backend that computes nothing, so that 1,024 steps take no time."""
+
+    reads_delta = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        batch, tokens, heads, _d = q.shape
+        return q.new_empty(batch, tokens, heads, v.shape[3]), q.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def counted(group: ProcessGroup, mask: Mask, layout: Any, tokens: int, heads: int, options: Any) -> list[Any]:
+    """What this rank sends inside its host and to others, in forward and in backward."""
+    sharding = seqpar.Sharding(tokens, layout, group=group)
+    shapes = [(BATCH, sharding.seq_local, *x) for x in ((heads, HEAD_DIM), (2, HEAD_DIM), (2, V_HEAD_DIM))]
+    q, k, v = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    with seqpar.trace() as forward:
+        out = seqpar.attention(q, k, v, mask=mask, sharding=sharding, **options)
+    with seqpar.trace() as backward:
+        out.sum().backward()
+    return [(t.bytes_sent - t.bytes_between_hosts, t.bytes_between_hosts) for t in (forward, backward)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [8, 64, 1024])
+def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqpar.strategies.ring.select", lambda *_, **__: Idle())
+    tokens = 4 * world
+    masks = {
+        "full": Mask.full(),
+        "causal": Mask.causal(),
+        "window": Mask.sliding_window(3 * world // 2),
+        "documents": Mask.documents([0, world, world + 3, 5 * world // 2, tokens]),
+    }
+    heads = world if strategy == "ulysses" else 8
+    ulysses = world if strategy == "ulysses" else STRATEGIES[strategy].get("ulysses_size", 1)
+    rank = world // 2 + 1
+    for number, (name, mask) in enumerate(masks.items()):
+        layout = LAYOUTS[(number + 1) % 3]
+        with simulated(world, rank, PER_HOST, monkeypatch) as group:
+            expected = counted(group, mask, layout, tokens, heads, STRATEGIES[strategy])
+        setting = Setting(
+            attention_shape(heads, 2, HEAD_DIM, V_HEAD_DIM),
+            replace(H100, gpus_per_host=PER_HOST),
+            mask,
+            tokens,
+            BATCH,
+            ring=world // ulysses,
+            ulysses=ulysses,
+            layout=layout,
+            gather=strategy == "context_parallel",
+        )
+        timeline_of = RankTimeline(setting, rank // ulysses, rank % ulysses)
+        found = []
+        for backward in (False, True):
+            timeline = Timeline()
+            timeline_of.attention(timeline, backward)
+            found.append((timeline.sent[WITHIN], timeline.sent[BETWEEN]))
+        assert found == expected, name
+
+
+@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.sliding_window(20), mask_of("documents:96", 512)])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
+    kv_heads: int, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What noise cannot hide: the order by what a rank sends, and the order by what the slowest computes."""
+    monkeypatch.setattr("seqpar.strategies.ring.select", lambda *_, **__: Idle())
+    world, tokens, rank = 8, 512, 5
+    planned, runtime = {}, {}
+    for name, options in STRATEGIES.items():
+        ulysses = world if name == "ulysses" else options.get("ulysses_size", 1)
+        sharding = seqpar.layout.SequenceSharding(tokens, "zigzag", world // ulysses, ulysses)
+        with simulated(world, rank, PER_HOST, monkeypatch) as group:
+            q, k = (torch.zeros(BATCH, tokens // world, n, HEAD_DIM, requires_grad=True) for n in (8, kv_heads))
+            with seqpar.trace() as t:
+                out = seqpar.attention(
+                    q, k, k, mask=mask, sharding=seqpar.Sharding(tokens, "zigzag", group=group), **options
+                )
+                out.sum().backward()
+        runtime[name] = t.bytes_sent
+        setting = Setting(
+            attention_shape(8, kv_heads, HEAD_DIM), H100, mask, tokens, BATCH, ring=sharding.ring, ulysses=ulysses,
+            layout="zigzag", gather=name == "context_parallel", dtype=torch.float32,
+        )  # fmt: skip
+        timeline_of, timeline = RankTimeline(setting, rank // ulysses, rank % ulysses), Timeline()
+        for backward in (False, True):
+            timeline_of.attention(timeline, backward)
+        planned[name] = sum(timeline.sent.values())
+    assert sorted(planned, key=lambda x: planned[x]) == sorted(runtime, key=lambda x: runtime[x])
+    work = {}
+    for layout in LAYOUTS:
+        setting = Setting(attention_shape(8, 8, 64), H100, mask, tokens, ring=world, layout=layout)
+        dense = mask.dense(tokens).view(-1, tokens, tokens)[0]
+        shards = [setting.sharding.ring_positions(r).tensor(torch.device("cpu")) for r in range(world)]
+        counted = max(int(dense[positions].sum()) for positions in shards)
+        work[layout] = setting.imbalance(), counted
+    assert sorted(work, key=lambda x: work[x][0]) == sorted(work, key=lambda x: work[x][1])
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_bytes_of_a_tensor_parallel_layer(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, tokens = 64, 8 * world
+    with simulated(world, 1, 4, monkeypatch) as group:
+        attention_layer = seqpar.ParallelAttention("tp_sp", hidden, 8, 8, 8, group=group, dtype=torch.bfloat16)
+        mlp = seqpar.MegatronMLP(hidden, 2 * hidden, group=group, dtype=torch.bfloat16)
+        sharding = seqpar.Sharding(tokens, group=group, strategy="tp_sp")
+        x = torch.zeros(1, tokens // world, hidden, dtype=torch.bfloat16, requires_grad=True)
+        with seqpar.trace() as forward:
+            y = mlp(attention_layer(x, sharding=sharding))
+        with seqpar.trace() as backward:
+            y.sum().backward()
+    model = ModelShape("m", 1, hidden, 8, 8, 8, 2 * hidden, 64)
+    rank = RankTimeline(
+        Setting(model, replace(H100, gpus_per_host=4), Mask.causal(), tokens, tensor=world), tensor_rank=1
+    )
+    for run, trace in ((rank.forward, forward), (rank.backward, backward)):
+        timeline = Timeline()
+        run(timeline)
+        assert sum(timeline.sent.values()) == trace.bytes_sent

@@ -1,0 +1,539 @@
+"""torch.compile: a layer is one graph, new documents and lengths do not recompile it, and the operators are checked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+from seqpar import Mask, Sharding
+from seqpar.layers import context_parallel
+from seqpar.layers.context_parallel import gathers_activations_op
+from seqpar.layers.rotary import _rotary_table, rotary_length_op
+from seqpar.layers.sharded_vocab import VocabPart
+from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
+from seqpar.mesh import ParallelContext
+from seqpar.planner import auto, costs
+from seqpar.planner.auto import Candidate, candidates, choose_strategy_op
+from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op, choice
+from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
+
+from ..models import HEAD_DIM, HIDDEN, attention_layer, full, randomize
+from ..pool import Pool, on_ranks
+from ..strategy_cases import LAYER_STRATEGIES, ONE_PER_CLASS, STRATEGIES
+
+Run = Callable[..., Tensor]
+
+
+class Block(torch.nn.Module):
+    """An attention layer, an MLP (with "tp_sp" tensor-parallel) and the mean over all ranks' tokens."""
+
+    def __init__(self, strategy: str, group: ProcessGroup) -> None:
+        super().__init__()
+        self.mlp: torch.nn.Module | None = None
+        if strategy == "tp_sp":
+            self.mlp = seqpar.MegatronMLP(HIDDEN, 30, bias=True, group=group, dtype=torch.float64)
+        self.norm = torch.nn.RMSNorm(HIDDEN, eps=1e-6, dtype=torch.float64)
+        self.attention = attention_layer((6, 2), group=group, **LAYER_STRATEGIES[strategy])
+        randomize(self)
+
+    def forward(self, x: Tensor, mask: Mask, sharding: Sharding) -> Tensor:
+        y: Tensor = self.attention(self.norm(x), mask=mask, sharding=sharding).sin()
+        if self.mlp is not None:
+            y = y + self.mlp(y, sharding)
+        losses = y.square().sum(2)  # [b, s]
+        return seqpar.token_loss(losses, (losses > 1).long() - 1, sharding=sharding, ignore_index=-1)
+
+
+def documents(seq_len: int, step: int) -> Mask:
+    """Other documents at each step, and another number of them."""
+    starts = sorted({0, *((7 * step + 11 * i) % seq_len for i in range(1 + step % 4))})
+    return Mask.documents([*starts, seq_len])
+
+
+class LanguageModel(torch.nn.Module):
+    """An embedding and a head of a sharded vocabulary. Its output is a scalar of the losses, computed in two ways."""
+
+    def __init__(self, vocabulary: int, group: ProcessGroup) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"group": group, "dtype": torch.float64}
+        self.vocabulary = vocabulary
+        self.embedding = seqpar.VocabParallelEmbedding(vocabulary, HIDDEN, **where)
+        self.head = seqpar.VocabParallelHead(HIDDEN, vocabulary, bias=True, **where)
+
+    def forward(self, ids: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
+        x = self.embedding(ids, sharding).sin()  # [b, s, hidden]
+        logits = self.head(x, None, sharding)
+        of_logits = seqpar.vocab_parallel_cross_entropy(logits, labels, self.vocabulary, sharding=sharding)
+        in_chunks = self.head(x, labels, sharding, chunk_tokens=5)
+        return of_logits.add(1).square().sum() + in_chunks.sin().sum()
+
+
+def losses_on_one_device(ids_and_labels: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """What ``LanguageModel`` returns, and the gradients of the embedding's weight, the head's and its bias."""
+    ids, labels = ids_and_labels
+    embedding, weight, bias = leaves = [w.clone().requires_grad_() for w in weights]
+    logits = F.linear(F.embedding(ids, embedding).sin(), weight, bias)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    value = losses.add(1).square().sum() + losses.sin().sum()
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+def counting(graphs: list[str], backend: str) -> Callable[..., Any]:
+    """The compiler ``backend``, which adds each graph's code to ``graphs``."""
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph.code)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    return compile_graph
+
+
+@on_ranks
+def compare_over_steps(group: ProcessGroup, strategy: str, backend: str, steps: int) -> int:
+    """Train a block with and without compilation on new documents of new lengths; returns the number of graphs."""
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    block = Block(strategy, group)
+    graphs: list[str] = []
+    compiled = torch.compile(block, backend=counting(graphs, backend), fullgraph=True)
+    tp = "tp_sp" if strategy == "tp_sp" else None
+    for step in range(steps):
+        seq_len = 32 + 3 * step
+        sharding, mask = Sharding(seq_len, "zigzag", group=group, strategy=tp), documents(seq_len, step)
+        torch.manual_seed(step)
+        tokens = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64)
+        results = []
+        for run in (block, compiled):
+            x = sharding.shard(tokens).requires_grad_()
+            torch._dynamo.mark_dynamic(x, 1)
+            block.zero_grad()
+            y = run(x, mask, sharding)
+            y.backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in block.parameters())])
+        for expected, actual in zip(*results, strict=True):
+            assert expected is not None and actual is not None
+            torch.testing.assert_close(full(actual), full(expected), rtol=1e-12, atol=1e-12)
+    return len(graphs)
+
+
+# A strategy's graph has one operator for attention, whatever the number of ranks. Four ranks make two of a hybrid's
+# dimensions, and share the two kv heads.
+LAYERS = [("ring", 1), ("tp_sp", 1), ("ring", 2), ("all_gather", 2), ("tp_sp", 2)]
+LAYERS += [("ulysses", 4), ("hybrid", 4), ("tp_sp", 4)]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), LAYERS)
+def test_a_layer_is_one_graph_over_steps(pool: Pool, strategy: str, ranks: int) -> None:
+    # torch.compile gives up after eight graphs of a function: were each step to compile one, ten steps would show it.
+    assert pool.run(ranks, compare_over_steps, strategy, "aot_eager", 10, deadline_s=240.0) == [1] * ranks
+
+
+def test_every_layer_class_is_compiled() -> None:
+    assert {strategy for strategy, _ in LAYERS} == set(ONE_PER_CLASS)
+
+
+def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
+    assert pool.run(2, compare_over_steps, "activations", "aot_eager", 3, deadline_s=240.0) == [1, 1]
+
+
+@contextmanager
+def chosen_by_length(group: ProcessGroup) -> Iterator[None]:
+    """Strategy "auto" takes another strategy for each length, one after another; gather="auto" sends hidden states if
+    the length is odd."""
+
+    def predict(summary: Any, seq_len: int, layout: Any, shape: Any, ranks: int, *_: Any) -> dict[Candidate, float]:
+        strategies = list(candidates(ranks, shape.heads))
+        return {strategies[seq_len % len(strategies)]: 0.0}
+
+    def prefers_activations(kv_rows: Any, rows: tuple[int, int], *_: Any) -> bool:
+        return bool(rows[0] % 2)
+
+    known = WeakKeyDictionary({group: {"cpu": costs.Costs(costs._CPU)}})
+    with (
+        mock.patch.object(auto, "predict", predict),
+        mock.patch.object(auto, "_choices", WeakKeyDictionary()),
+        mock.patch.object(costs, "_known", known),
+        mock.patch.object(context_parallel, "prefers_activations", prefers_activations),
+    ):
+        yield
+
+
+@on_ranks
+def compare_with_one_device(
+    group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
+) -> tuple[int, set[str]]:
+    """Compare a layer that is compiled on all ranks but one with the layer on one device, on new documents of new
+    lengths, and what it sends with eager code; returns the number of graphs and the strategies that were chosen."""
+    with chosen_by_length(group), seqpar.trace() as t:
+        graphs = _compare_with_one_device(group, options, scaling, with_positions, eager_rank)
+    return graphs, set(t.chosen)
+
+
+def _compare_with_one_device(
+    group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
+) -> int:
+    torch._dynamo.reset()
+    rope = seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
+    one_device = attention_layer((6, 2), rope=rope)
+    layer = attention_layer((6, 2), group=group, rope=rope, **options)
+    graphs: list[str] = []
+    compiled = torch.compile(layer, backend=counting(graphs, "aot_eager"), fullgraph=True)
+    for step in range(4):
+        seq_len = 33 + 7 * step
+        sharding, mask = (
+            Sharding(seq_len, "zigzag", group=group, strategy=options["strategy"]),
+            documents(seq_len, step),
+        )
+        torch.manual_seed(step)
+        full = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, requires_grad=True)
+        positions = torch.randint(40 + 9 * step, (2, seq_len)) if with_positions else None
+        one_device.zero_grad()
+        expected = one_device(full, mask, positions=positions, seq_len=seq_len)
+        expected.sin().sum().backward()
+        layer.zero_grad()
+        x = sharding.shard(full.detach()).requires_grad_()
+        own_positions = None if positions is None else sharding.shard(positions)
+        for local in (x, own_positions):
+            if local is not None:
+                torch._dynamo.mark_dynamic(local, 1)
+        run = layer if group.rank() == eager_rank else compiled
+        with seqpar.trace() as sent:
+            y = run(x, mask, sharding, own_positions)
+        with seqpar.trace() as eagerly_sent:
+            layer(x, mask, sharding, own_positions)
+        assert with_positions or sent.bytes_sent == eagerly_sent.bytes_sent
+        y.sin().sum().backward()
+        assert full.grad is not None
+        pairs: list[tuple[Any, Any]] = [
+            (y.detach(), sharding.shard(expected.detach())),
+            (x.grad, sharding.shard(full.grad)),
+        ]
+        if options["strategy"] != "tp_sp":  # whose ranks have parts of the weights
+            seqpar.sync_gradients(layer, group=group)
+            pairs += [(p.grad, one.grad) for p, one in zip(layer.parameters(), one_device.parameters(), strict=True)]
+        for actual, want in pairs:
+            assert actual is not None and want is not None
+            torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-11)
+    return len(graphs)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
+DYNAMIC_LAYERS = [("ring", True, 1), ("tp_sp", True, -1), ("activations", True, -1), ("all_gather", False, 1)]
+
+
+@pytest.mark.parametrize(("strategy", "with_positions", "eager_rank"), DYNAMIC_LAYERS)
+def test_angles_that_depend_on_the_length(pool: Pool, strategy: str, with_positions: bool, eager_rank: int) -> None:
+    """Of all ranks' positions, also where a rank runs eagerly."""
+    given = LAYER_STRATEGIES[strategy], DYNAMIC, with_positions, eager_rank
+    by_rank = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
+    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize("eager_rank", [-1, 1])
+def test_strategies_that_are_chosen_when_a_layer_runs(pool: Pool, eager_rank: int) -> None:
+    """Every strategy in one graph, also where a rank runs eagerly."""
+    given = {"strategy": "auto"}, None, False, eager_rank
+    by_rank = pool.run(4, compare_with_one_device, *given, deadline_s=240.0)
+    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(4)]
+    assert all(chosen == {"ring", "context_parallel", "ulysses", "hybrid"} for _, chosen in by_rank)
+
+
+@pytest.mark.parametrize("scaling", [None, DYNAMIC])
+def test_what_is_gathered_is_chosen_when_a_layer_runs(pool: Pool, scaling: dict[str, Any] | None) -> None:
+    """Keys and values, and hidden states, in one graph; with positions, on which the angles depend, and without."""
+    eager_rank = -1 if scaling is None else 1
+    given = {"strategy": "context_parallel", "gather": "auto"}, scaling, scaling is not None, eager_rank
+    by_rank = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
+    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(2)]
+
+
+@on_ranks
+def compare_language_models(group: ProcessGroup, vocabulary: int, backend: str, steps: int) -> int:
+    """Compare a compiled model with one device on sequences of new lengths; returns the number of graphs."""
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    shapes = (vocabulary, HIDDEN), (vocabulary, HIDDEN), (vocabulary,)
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    model = LanguageModel(vocabulary, group)
+    names = "embedding.weight", "head.weight", "head.bias"
+    model.load_state_dict(dict(zip(names, weights, strict=True)))
+    graphs: list[str] = []
+    compiled = torch.compile(model, backend=counting(graphs, backend), fullgraph=True)
+    for step in range(steps):
+        seq_len = 31 + 3 * step
+        sharding = Sharding(seq_len, "zigzag", group=group, strategy="tp_sp")
+        tokens = torch.randint(vocabulary, (2, 2, seq_len))
+        tokens[1, :, 3:6] = -100
+        ids, labels = (sharding.shard(x) for x in tokens)
+        for x in (ids, labels):
+            torch._dynamo.mark_dynamic(x, 1)
+        model.zero_grad()
+        value = compiled(ids, labels, sharding)
+        value.backward()
+        found = [value.detach(), *(model.get_parameter(name).grad for name in names)]
+        for actual, want in zip(found, losses_on_one_device(tokens, weights), strict=True):
+            assert actual is not None
+            torch.testing.assert_close(full(actual), want, rtol=1e-11, atol=1e-11)
+    return len(graphs)
+
+
+# Uneven parts of the vocabulary, and more ranks than entries.
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 37), (2, 37), (4, 3)])
+def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vocabulary: int) -> None:
+    assert pool.run(ranks, compare_language_models, vocabulary, "aot_eager", 4, deadline_s=240.0) == [1] * ranks
+
+
+@on_ranks
+def compare_functions(group: ProcessGroup, strategy: str) -> None:
+    with chosen_by_length(group):
+        _compare_functions(group, STRATEGIES.get(strategy, {"strategy": "auto"}))
+
+
+def _compare_functions(group: ProcessGroup, options: dict[str, Any]) -> None:
+    """Every argument of the function, under ``dynamic=True``."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(2, 6, dtype=torch.float64)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Sharding, seed: int) -> Tensor:
+        out, lse = seqpar.attention(
+            q * 2, k, v, mask=mask, sharding=sharding, sinks=sinks, alibi_slopes=slopes, softcap=3.0,
+            softmax_scale=0.7, return_lse=True, dropout_p=0.25, dropout_seed=seed, **options,
+        )  # fmt: skip
+        plain = seqpar.attention(q, k, v, mask=mask, sharding=sharding, **options)
+        return out.sin().sum() + lse.cos().sum() + plain.square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    for step in range(4):
+        seq_len = 33 + 5 * step
+        sharding, mask = Sharding(seq_len, "striped", group=group), documents(seq_len, step)
+        full = [torch.randn(2, seq_len, *shape, dtype=torch.float64) for shape in ((6, 4), (2, 4), (2, 6))]
+        results = []
+        for run in (loss, compiled):
+            q, k, v = (sharding.shard(x).requires_grad_() for x in full)
+            sinks.grad = None
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                value = run(q, k, v, mask, sharding, 5 + step)
+            value.backward()
+            results.append([value.detach(), q.grad, k.grad, v.grad, sinks.grad])
+        for expected, actual in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+def test_the_function_is_one_graph(pool: Pool, strategy: str) -> None:
+    pool.run(4 if strategy in ("hybrid", "a2a+p2p", "auto") else 2, compare_functions, strategy, deadline_s=240.0)
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "checkpoint": {"use_reentrant": False},
+    "keep_attention": {"use_reentrant": False, "context_fn": seqpar.keep_attention},
+}
+
+
+@on_ranks
+def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
+    with chosen_by_length(group):
+        _compare_dropout(group, strategy, how)
+
+
+def _compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
+    """Compare a layer with a compiled one, which draws the same seeds. Each rank's generator has another state."""
+    torch._dynamo.reset()
+    options = LAYER_STRATEGIES.get(strategy, {"strategy": "auto"})
+    layer = attention_layer((6, 2), group=group, dropout_p=0.25, **options)
+    randomize(layer)
+
+    def recomputed(*args: Any) -> Any:
+        return checkpoint(layer, *args, **RECOMPUTED[how])
+
+    run_layer: Any = recomputed if how in RECOMPUTED else layer
+    compiled: Any = torch.compile(run_layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    runs = [layer, compiled]
+    if how == "checkpoint around it":
+        runs[1] = partial(checkpoint, compiled, use_reentrant=False)
+    for step in range(2):
+        seq_len = 35 + 7 * step
+        sharding = Sharding(seq_len, "zigzag", group=group, strategy="tp_sp" if strategy == "tp_sp" else None)
+        full = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        results = []
+        for run in runs:
+            x = sharding.shard(full).requires_grad_()
+            layer.zero_grad()
+            torch.manual_seed(10 * step + group.rank())
+            y = run(x, documents(seq_len, step), sharding)
+            y.sin().sum().backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        for expected, actual in zip(*results, strict=True):
+            assert expected is not None and actual is not None
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+DROPOUT = [("ring", 2, how) for how in ("plain", *RECOMPUTED, "checkpoint around it")]
+DROPOUT += [("tp_sp", 2, "checkpoint"), ("activations", 2, "checkpoint")]
+DROPOUT += [("auto", 2, how) for how in RECOMPUTED]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
+def test_compiled_dropout_draws_one_seed(pool: Pool, strategy: str, ranks: int, how: str) -> None:
+    """The mask is that of eager code, in forward and in backward, also where backward computes the graph again."""
+    pool.run(ranks, compare_dropout, strategy, how, deadline_s=240.0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_has_one_mask_in_forward_and_backward() -> None:
+    """Attention is linear in v under one mask: <out, dout> = <v, dv>. Inductor has random numbers of its own."""
+    torch._dynamo.reset()
+    torch.manual_seed(2)
+
+    def attend(q: Tensor, v: Tensor, sharding: Sharding) -> Tensor:
+        out = seqpar.attention(q, q, v, sharding=sharding, strategy="local", dropout_p=0.5)
+        assert isinstance(out, Tensor)
+        return out
+
+    def twice(q: Tensor, v: Tensor, sharding: Sharding) -> Tensor:
+        recomputed: Tensor = checkpoint(attend, q, v, sharding, use_reentrant=False)
+        return attend(q, v, sharding) + 2 * recomputed
+
+    q, v, dout = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(3))
+    v.requires_grad_()
+    out = torch.compile(twice, fullgraph=True)(q, v, Sharding(20))
+    assert isinstance(out, Tensor)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    torch.testing.assert_close((v * dv).sum(), (out * dout).sum())
+    assert not torch.equal(out, torch.compile(twice, fullgraph=True)(q, v, Sharding(20)))
+
+
+def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:
+    torch._dynamo.reset()
+    layer = seqpar.LocalAttention(8, 2, dropout_p=0.5)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.0),
+        pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="activation memory budget of 0"),
+    ):
+        compiled(torch.randn(1, 4, 8), sharding=Sharding(4))
+
+
+@on_ranks
+def check_operator(group: ProcessGroup, strategy: str) -> None:
+    options = dict(STRATEGIES[strategy])
+    call = AttentionOptions(options.pop("strategy"), tuple(options.items()), return_lse=True)
+    sharding = Sharding(22, "zigzag", group=group)
+    where = Mask.causal(), sharding, ANY_RANKS
+    torch.manual_seed(group.rank())
+    shapes = (6, 4), (2, 4), (2, 3)
+    q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
+    sinks = torch.randn(6, requires_grad=True)
+    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, None, *where, call, None))
+    dropout, seed = replace(call, dropout_p=0.25, draws_seed=True), torch.tensor(group.rank())
+    torch.library.opcheck(attention_op, (q, k, v, sinks, None, seed, None, *where, dropout, None))
+    # Latent attention: 5 numbers, a rotated key of 2, and a weight that makes 2 and 3 numbers for each head of them.
+    latents, rotated = (torch.randn(1, sharding.seq_local, 1, n, requires_grad=True) for n in (5, 2))
+    weight = torch.randn(6, 2 + 3, 5, requires_grad=True)
+    tensors = q, latents, rotated, sinks, None, None, None
+    torch.library.opcheck(attention_op, (*tensors, *where, call, weight))
+
+
+@on_ranks
+def check_choice(group: ProcessGroup) -> None:
+    sharding, options = Sharding(22, "zigzag", group=group), AttentionOptions("auto")
+    q, k, v = (torch.randn(1, sharding.seq_local, n, 4, requires_grad=True) for n in (6, 2, 2))
+    where = Mask.causal(), sharding, ANY_RANKS, options
+    with chosen_by_length(group):
+        torch.library.opcheck(choose_strategy_op, (q, k, v, *where, True))
+    for strategy in (Candidate("ring", 1), Candidate("ulysses", 2)):
+        chosen = choice(strategy.strategy, strategy.options)
+        torch.library.opcheck(attention_op, (q, k, v, None, None, None, chosen, *where, None))
+    gathered = AttentionOptions("context_parallel", (("comm", "all_gather"),), replicated=True)
+    x, weights = q.flatten(2), [torch.randn(8, 24, requires_grad=True)]
+    torch.library.opcheck(gathers_activations_op, (x, 8, *where[:-1], replace(gathered, replicated=False)))
+    of_own_tokens = torch.tensor(0), sharding, ANY_RANKS, ChunkOptions("ring", gathered)
+    torch.library.opcheck(all_gather_linear_op, (x, weights, *of_own_tokens))
+
+
+def test_opcheck_of_a_choice(pool: Pool) -> None:
+    pool.run(2, check_choice, deadline_s=240.0)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])
+def test_opcheck(pool: Pool, strategy: str) -> None:
+    pool.run(4, check_operator, strategy, deadline_s=240.0)
+
+
+@on_ranks
+def check_tensor_parallel_operators(group: ProcessGroup) -> None:
+    sharding = Sharding(22, "zigzag", group=group, strategy="tp_sp")
+    ranks = ParallelContext(None, group)
+    call = ChunkOptions("ring", AttentionOptions("local", tensor_parallel=True))
+    x = torch.randn(1, sharding.seq_local, 8, requires_grad=True)
+    weights = [torch.randn(n, 8, requires_grad=True) for n in (4, 6)]
+    torch.library.opcheck(all_gather_linear_op, (x, weights, None, sharding, ranks, call))
+    full, weight = torch.randn(1, 22, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    torch.library.opcheck(linear_reduce_scatter_op, (full, weight, sharding.seq_local, sharding, ranks, call))
+
+
+def test_opcheck_of_tensor_parallel_operators(pool: Pool) -> None:
+    pool.run(2, check_tensor_parallel_operators, deadline_s=240.0)
+
+
+@on_ranks
+def check_vocabulary_operators(group: ProcessGroup) -> None:
+    sharding, ranks = Sharding(22, "zigzag", group=group, strategy="tp_sp"), ParallelContext(None, group)
+    part = VocabPart.of_rank(11, group)
+    ids = sharding.shard(torch.arange(22)[None] % 11)
+    weight, bias = torch.randn(part.size, 8, requires_grad=True), torch.randn(part.size, requires_grad=True)
+    torch.library.opcheck(embedding_op, (ids, weight, 11, part, sharding, ranks))
+    x, logits = (torch.randn(1, *shape, requires_grad=True) for shape in ((sharding.seq_local, 8), (22, part.size)))
+    torch.library.opcheck(cross_entropy_op, (logits, ids, 11, -100, sharding))
+    for given in (bias, None):
+        torch.library.opcheck(linear_cross_entropy_op, (x, weight, given, ids, 11, part, 4, sharding, ranks))
+
+
+def test_opcheck_of_vocabulary_operators(pool: Pool) -> None:
+    pool.run(2, check_vocabulary_operators, deadline_s=240.0)
+
+
+@on_ranks
+def check_rotary_operators(group: ProcessGroup) -> None:
+    sharding, rope = Sharding(22, "zigzag", group=group), seqpar.RotaryEmbedding(4, scaling=DYNAMIC)
+    x, positions = torch.randn(1, sharding.seq_local, 8), sharding.positions()
+    for given in (positions, None):
+        torch.library.opcheck(rotary_length_op, (x, given, sharding))
+    for length in (torch.tensor(22), None):
+        torch.library.opcheck(_rotary_table, (positions, rope._in_operators, torch.float64, x.device, length))
+
+
+def test_opcheck_of_rotary_operators(pool: Pool) -> None:
+    pool.run(2, check_rotary_operators, deadline_s=240.0)
+
+
+@on_ranks
+def graphs_around(group: ProcessGroup) -> int:
+    """The number of graphs around a layer without a sharding."""
+    torch._dynamo.reset()
+    layer = seqpar.RingAttention(16, 2, group=group, layout="contiguous")
+    graphs: list[str] = []
+    run = torch.compile(lambda x: layer(x * 2) * 2, backend=counting(graphs, "eager"))
+    x = torch.randn(1, 8, 16)
+    torch.testing.assert_close(run(x), layer(x * 2) * 2)
+    return len(graphs)
+
+
+def test_a_handshake_breaks_the_graph(pool: Pool) -> None:
+    assert pool.run(2, graphs_around) == [2, 2]

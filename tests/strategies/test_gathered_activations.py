@@ -1,0 +1,412 @@
+"""``gather="activations"``: the numbers of one device, the bytes of its formula, and when "auto" chooses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
+
+import seqpar
+from seqpar import Mask, Sharding
+from seqpar.layout import LAYOUTS, Layout, SequenceSharding
+from seqpar.schedule import AttentionPlan
+from seqpar.strategies.gathered_activations import prefers_activations
+
+from ..cases import Batch
+from ..hosts import hosts_of
+from ..pool import Pool, mesh_of, on_ranks
+from ..reference import BATCH_RULES, RULES, Rules, assert_close, combined_mask, fitted, rank_positions, rules_id
+
+HIDDEN, HEAD_DIM, BATCH = 24, 4, 2
+ACTIVATIONS: dict[str, Any] = {"strategy": "context_parallel", "gather": "activations"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, its mask and its input.
+
+    Attributes:
+        layer: arguments of ``seqpar.ParallelAttention`` besides the strategy.
+    """
+
+    rules: Rules = ()
+    layout: Layout = "contiguous"
+    heads: tuple[int, int] = (6, 6)
+    layer: dict[str, Any] = field(default_factory=dict, hash=False)
+    seq_len: int = 50
+    positions: bool = False
+
+    def __str__(self) -> str:
+        options = ",".join(map(str, self.layer))
+        return f"{self.layout} {rules_id(self.rules)} {self.heads} {options} {self.seq_len} {self.positions}"
+
+    def make(self, strategy: str = "local", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+        """The layer with random weights, the same ones for every strategy."""
+        arguments = {**self.layer, "rope": seqpar.RotaryEmbedding(HEAD_DIM)} if "rope" in self.layer else self.layer
+        layer = seqpar.ParallelAttention(
+            strategy, HIDDEN, *self.heads, HEAD_DIM, dtype=dtype, **{**arguments, **options}
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for name, p in layer.named_parameters():
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64) + ("norm" in name))
+        return layer
+
+    def tensors(self) -> dict[str, Tensor]:
+        """x and dy, ``[batch, seq_len, hidden]``, and positions, ``[batch, seq_len]``."""
+        generator = torch.Generator().manual_seed(1)
+        x, dy = torch.randn(2, BATCH, self.seq_len, HIDDEN, generator=generator, dtype=torch.float64).unbind()
+        positions = torch.stack([(torch.arange(self.seq_len) + 7 * b) % (20 + b) for b in range(BATCH)])
+        return {"x": x, "dy": dy, "positions": positions}
+
+    def run(self, layer: Any, sharding: Sharding) -> dict[str, Tensor]:
+        """Forward and backward: y, dx and the gradients by parameter name."""
+        local = {name: sharding.shard(x) for name, x in self.tensors().items()}
+        x = local["x"].to(layer.q_proj.weight.dtype).requires_grad_()
+        y = layer(x, mask=self.mask, sharding=sharding, positions=local["positions"] if self.positions else None)
+        y.backward(local["dy"].to(y.dtype))
+        if sharding.sequence_group is not None:
+            seqpar.sync_gradients(layer, group=sharding.sequence_group)
+        assert x.grad is not None
+        return {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in layer.named_parameters() if p.grad is not None}}
+
+    @property
+    def mask(self) -> Mask:
+        return combined_mask(fitted(self.rules, self.seq_len))
+
+
+@lru_cache
+def on_one_device(case: Case) -> dict[str, Tensor]:
+    return case.run(case.make(), Sharding(case.seq_len))
+
+
+ALL_OPTIONS = {"bias": True, "out_bias": False, "qk_norm": True, "rope": True, "softcap": 2.0, "sinks": True}
+CASES = [
+    *(Case(rules, layout) for rules, layout in product((*RULES, *BATCH_RULES), LAYOUTS)),
+    *(
+        Case(RULES[i], layout, heads, ALL_OPTIONS, positions=positions)
+        for i, positions, layout, heads in product((0, 5), (False, True), LAYOUTS, ((6, 6), (6, 2), (8, 1)))
+    ),
+    *(
+        Case(RULES[0], layout, (4, 2), {"rope": True, "qk_norm": True}, seq_len)
+        for layout, seq_len in product(LAYOUTS, (1, 3, 5))
+    ),
+]
+# Two and four ranks share the cases, and each runs every mask, layout and option.
+CASES_OF_WORLD = {1: CASES[::8], 2: CASES[::2], 4: CASES[1::2]}
+
+
+@on_ranks
+def run_on_ranks(group: ProcessGroup, case: Case) -> dict[str, Tensor]:
+    sharding = Sharding(case.seq_len, case.layout, group=group)
+    return case.run(case.make(**ACTIVATIONS), sharding)
+
+
+@pytest.mark.parametrize("world", CASES_OF_WORLD)
+def test_every_mask_layout_and_option_is_one_device(batch: Batch, world: int) -> None:
+    def verify(case: Case, by_rank: list[dict[str, Tensor]]) -> None:
+        for name, expected in on_one_device(Case(**{**vars(case), "layout": "contiguous"})).items():
+            actual = by_rank[0][name]
+            if name in ("y", "dx"):
+                actual = torch.empty_like(expected)
+                for rank, results in enumerate(by_rank):
+                    actual[:, rank_positions(case.seq_len, world, rank, case.layout)] = results[name]
+            assert_close(actual, expected, torch.float64, name)
+
+    batch.check(world, run_on_ranks, CASES_OF_WORLD[world], verify)
+
+
+@on_ranks
+def errors_in_bfloat16(group: ProcessGroup, gather: str) -> dict[str, float]:
+    """Relative errors of a bfloat16 layer against float64 with the same weights and input."""
+    case = Case(RULES[0], "zigzag", (6, 6), {"rope": True}, seq_len=256)
+    layer = case.make("context_parallel", torch.bfloat16, gather=gather)
+    exact = case.make("context_parallel")
+    exact.load_state_dict(layer.state_dict())
+    sharding = Sharding(case.seq_len, case.layout, group=group)
+    rounded = {name: x.bfloat16().to(x.dtype) for name, x in case.tensors().items()}
+    with mock.patch.object(Case, "tensors", return_value=rounded):
+        actual, expected = case.run(layer, sharding), case.run(exact, sharding)
+    return {name: float((actual[name] - x).norm() / x.norm()) for name, x in expected.items()}
+
+
+def test_half_precision_is_as_good_as_sending_keys(pool: Pool) -> None:
+    """Each rank rounds its own part of dk, dv; the parts of the hidden states' gradients are summed in float32."""
+    kv, activations = (pool.run(4, errors_in_bfloat16, gather)[0] for gather in ("kv", "activations"))
+    for name in ("y", "dx", "k_proj.weight", "v_proj.weight"):
+        assert activations[name] <= 1.15 * kv[name], (name, activations[name], kv[name])
+
+
+@on_ranks
+def bytes_sent(group: ProcessGroup, case: Case, dtype: torch.dtype, gather: str) -> tuple[int, int, int, int]:
+    """Sent before the query projection and in forward, after the output projection's backward and in backward."""
+    layer = case.make("context_parallel", dtype, gather=gather)
+    sharding = Sharding(case.seq_len, case.layout, group=group)
+    x = sharding.shard(case.tensors()["x"]).to(dtype).requires_grad_()
+    early: list[int] = []  # bytes sent by the query projection, and by the end of the output projection's backward
+    with seqpar.trace() as sent:
+
+        def before_output(module: nn.Module, inputs: tuple[Tensor]) -> None:
+            inputs[0].register_hook(lambda _: early.append(sent.bytes_sent))
+
+        layer.q_proj.register_forward_pre_hook(lambda *_: early.append(sent.bytes_sent))
+        layer.o_proj.register_forward_pre_hook(before_output)
+        y = layer(x, mask=case.mask, sharding=sharding)
+        forward = sent.bytes_sent
+        y.sum().backward()
+    return early[0], forward, early[1] - forward, sent.bytes_sent - forward
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_bytes(pool: Pool, world: int, dtype: torch.dtype) -> None:
+    """(P-1)/P x N x hidden x e forward; in backward the same again, and gradients in float32. Under every mask."""
+    for rules, layout in product((RULES[0], RULES[1], RULES[2]), LAYOUTS):
+        case = Case(rules, layout, (6, 2), {"qk_norm": True}, seq_len=48)
+        row = BATCH * case.seq_len * (world - 1) // world * HIDDEN
+        forward, backward = row * dtype.itemsize, row * (dtype.itemsize + max(4, dtype.itemsize))
+        # Those to one rank: transfers start ahead of the query projection, and of the output projection in backward.
+        first = forward // max(1, world - 1)
+        sent = pool.run(world, bytes_sent, case, dtype, "activations")
+        assert sent == [(first, forward, first, backward)] * world
+
+
+def test_bytes_of_uneven_shards(pool: Pool) -> None:
+    case = Case(RULES[1], "zigzag", seq_len=50)
+    lengths = [len(rank_positions(50, 4, rank, "zigzag")) for rank in range(4)]
+    for own, (_, forward, _, backward) in zip(
+        lengths, pool.run(4, bytes_sent, case, torch.bfloat16, "activations"), strict=True
+    ):
+        assert forward == 3 * own * BATCH * HIDDEN * 2
+        assert backward == forward + (50 - own) * BATCH * HIDDEN * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_half_the_bytes_of_multi_head_attention(pool: Pool, dtype: torch.dtype) -> None:
+    """Where heads x head_dim is the hidden size, forward and backward."""
+    case = Case(RULES[1], seq_len=48)
+    kv, activations = (pool.run(4, bytes_sent, case, dtype, gather) for gather in ("kv", "activations"))
+    for (_, forward, _, backward), (_, forward_of_kv, _, backward_of_kv) in zip(activations, kv, strict=True):
+        assert 2 * forward == forward_of_kv and 2 * backward == backward_of_kv
+
+
+# auto
+
+
+@pytest.mark.parametrize("per_host", [6, 3, 2])
+@pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=rules_id)
+def test_received_rows_are_those_of_all_plans(rules: Rules, per_host: int) -> None:
+    for layout in LAYOUTS:
+        mask, sharding = combined_mask(fitted(rules, 61)), SequenceSharding(61, layout, 6)
+        plans = [AttentionPlan(mask, sharding, rank, True, per_host) for rank in range(6)]
+        received = sum(len(t.rows) for plan in plans for step in plan for t in step.receives)
+        between = sum(len(t.rows) for plan in plans for i in range(plan.fetches) for t in plan.fetch(i).receives)
+        assert [plan.received_rows for plan in plans] == [(received - between, between)] * 6
+
+
+# Sequences that all ranks together receive, inside hosts and between hosts: of K/V, and of hidden states.
+PLACES = {
+    "one host of 8": ((7, 0), (7, 0)),
+    "2 hosts of 1": ((0, 1), (0, 1)),
+    "2 hosts of 4": ((6, 1), (3, 4)),  # K/V cross to a host once, hidden states once for each of its ranks
+}
+# Hidden size, KV heads of 128, share of K/V rows that the mask needs, place; the choice.
+CHOICES = [
+    (1024, 8, 1.0, "one host of 8", True),
+    (4096, 32, 1.0, "one host of 8", False),  # NVLink is faster than projecting twice
+    (4096, 32, 1.0, "2 hosts of 1", True),
+    (8192, 64, 1.0, "2 hosts of 1", True),
+    (12288, 96, 1.0, "2 hosts of 1", False),
+    (4096, 8, 1.0, "2 hosts of 1", False),  # grouped-query attention: K/V are smaller
+    (4096, 32, 0.5, "2 hosts of 1", False),  # the mask needs half of them
+    (4096, 32, 1.0, "2 hosts of 4", False),
+]
+
+
+@pytest.mark.parametrize(("hidden", "kv_heads", "share", "place", "choice"), CHOICES)
+def test_the_choice_of_auto(hidden: int, kv_heads: int, share: float, place: str, choice: bool) -> None:
+    of_kv, of_activations = PLACES[place]
+    inside, between = (int(share * 8192 * n) for n in of_kv)
+    inside_x, between_x = (8192 * n for n in of_activations)
+    d_kv = 128 * kv_heads
+    assert prefers_activations((inside, between), (inside_x, between_x), hidden, d_kv, torch.bfloat16) == choice
+    # The same counted by hand: bytes and seconds of forward and backward.
+    saved_inside, saved_between = (
+        8 * (2 * d_kv * kv - hidden * x) for kv, x in ((inside, inside_x), (between, between_x))
+    )
+    seconds_of_gemms = 16 * hidden * d_kv * (inside_x + between_x) / 990e12
+    assert (saved_inside / 450e9 + saved_between / 50e9 > seconds_of_gemms) == choice
+
+
+@on_ranks
+def what_auto_sends(group: ProcessGroup, case: Case, per_host: int) -> tuple[int, bool]:
+    """Bytes of a forward, and whether they are those of ``gather="kv"``, with so many ranks on each host."""
+    sharding = Sharding(case.seq_len, case.layout, group=group)
+    sent, results = [], []
+    with hosts_of(per_host):
+        for gather in ("auto", "kv"):
+            layer = case.make("context_parallel", gather=gather)
+            with seqpar.trace() as trace, torch.no_grad():
+                layer(sharding.shard(case.tensors()["x"]), mask=case.mask, sharding=sharding)
+            sent.append(trace.bytes_sent)
+            results.append(case.run(layer, sharding))
+    for name, expected in results[1].items():
+        torch.testing.assert_close(results[0][name], expected, rtol=1e-11, atol=1e-11)
+    return sent[0], sent[0] == sent[1]
+
+
+def test_auto_in_a_layer(pool: Pool) -> None:
+    row = 3 * BATCH * 48 // 4 * HIDDEN * 8
+    full, window, one = RULES[1], RULES[2], (6, 6)
+    for per_host in (4, 2, 1):
+        sent = pool.run(4, what_auto_sends, Case(full, heads=one, seq_len=48), per_host)
+        assert sent == [(row, False)] * 4
+    assert all(kv for _, kv in pool.run(8, what_auto_sends, Case(full, heads=one, seq_len=48), 4))
+    assert all(kv for _, kv in pool.run(4, what_auto_sends, Case(full, heads=(6, 2), seq_len=48), 4))
+    assert all(kv for _, kv in pool.run(4, what_auto_sends, Case(window, heads=one, seq_len=48), 4))
+
+
+# What surrounds the layer
+
+
+@on_ranks
+def gradients_under_autocast(group: ProcessGroup) -> list[float]:
+    """Of float32 weights with biases and norms, the largest differences of ``gather="activations"`` from "kv"."""
+    case = Case(RULES[0], "zigzag", (6, 2), ALL_OPTIONS)
+    sharding = Sharding(case.seq_len, case.layout, group=group)
+    results = []
+    for gather in ("kv", "activations"):
+        layer = case.make("context_parallel", torch.float32, gather=gather)
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(case.run(layer, sharding))
+    assert all(results[1][name].dtype == x.dtype for name, x in results[0].items())
+    return [float((results[1][name] - x).norm() / x.norm()) for name, x in results[0].items()]
+
+
+def test_autocast(pool: Pool) -> None:
+    for errors in pool.run(2, gradients_under_autocast):
+        assert max(errors) < 2e-2
+
+
+@on_ranks
+def frozen_parts(group: ProcessGroup, frozen: tuple[str, ...]) -> None:
+    """Gradients of the rest are those of a layer in which nothing is frozen."""
+    case = Case(RULES[0], "striped", (6, 2), ALL_OPTIONS)
+    sharding = Sharding(case.seq_len, case.layout, group=group)
+    layer = case.make(**ACTIVATIONS)
+    expected = case.run(case.make(**ACTIVATIONS), sharding)
+    for name, p in layer.named_parameters():
+        p.requires_grad_(not name.startswith(frozen))
+    found = case.run(layer, sharding)
+    assert set(found) == {name for name in expected if not name.startswith(frozen)}
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [("k_proj", "q_proj"), ("k_", "v_", "q_", "sinks"), ("v_proj.weight", "k_norm")])
+def test_frozen_parameters(pool: Pool, frozen: tuple[str, ...]) -> None:
+    pool.run(2, frozen_parts, frozen)
+
+
+@on_ranks
+def gradients_under_fsdp(group: ProcessGroup) -> None:
+    """FSDP frees the weights after forward and gathers them again for backward, which projects the keys again."""
+    case = Case(RULES[0], "zigzag", (6, 2), ALL_OPTIONS)
+    sharding, mesh = Sharding(case.seq_len, case.layout, group=group), DeviceMesh.from_group(group, "cpu")
+    expected = case.run(case.make(**ACTIVATIONS), sharding)
+    layer = case.make(**ACTIVATIONS)
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    x, dy = (sharding.shard(case.tensors()[name]) for name in ("x", "dy"))
+    layer(x, mask=case.mask, sharding=sharding).backward(dy)
+    for name, p in layer.named_parameters():
+        gradient = p.grad.full_tensor() * group.size()  # FSDP averages
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_fsdp(pool: Pool) -> None:
+    pool.run(2, gradients_under_fsdp)
+
+
+@on_ranks
+def planned_ahead(group: ProcessGroup) -> int:
+    """Plans made in a forward after ``mask_planner``."""
+    sharding = Sharding(32, group=group)
+    layer = Case().make(**ACTIVATIONS)
+    mask = layer.mask_planner(sharding)(Mask.documents([0, 7, 32]))
+    with mock.patch.object(AttentionPlan, "__init__", side_effect=AssertionError):
+        layer(sharding.shard(torch.randn(1, 32, HIDDEN, dtype=torch.float64)), mask=mask, sharding=sharding)
+    (plan,) = mask.plans.values()
+    return len(plan)
+
+
+def test_a_plan_made_ahead(pool: Pool) -> None:
+    assert pool.run(2, planned_ahead) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"gather": "activation"}, ValueError, "gather='activation': did you mean 'activations'"),
+        ({"gather": True}, TypeError, "gather=True: expected a str"),
+        ({"gather": "activations", "comm": "p2p"}, ValueError, "gather='activations': .*all_gather.* comm='p2p'"),
+        ({"gather": "auto", "comm": "a2a"}, ValueError, "gather='auto': .*all_gather.* comm='a2a'"),
+        ({"gather": "activations", "chunks": 2}, ValueError, "chunks=2: .*gather='kv'"),
+        ({"strategy": "ring", "gather": "activations"}, TypeError, "gather: .*'ring'.*ContextParallelAttention"),
+    ],
+)
+def test_bad_options(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        seqpar.ParallelAttention(**{"strategy": "context_parallel", "hidden_size": 24, "num_heads": 4, **arguments})
+
+
+def test_only_the_layer_has_the_option() -> None:
+    q = torch.zeros(1, 4, 2, 4)
+    call: dict[str, Any] = {"strategy": "context_parallel", "gather": "activations"}
+    with pytest.raises(TypeError, match=r"gather: .*seqpar\.ContextParallelAttention.*leave it out"):
+        seqpar.attention(q, q, q, **call)
+    pytest.importorskip("transformers")
+    from seqpar.hf import parallelize
+
+    with pytest.raises(TypeError, match=r"gather: .*seqpar\.ContextParallelAttention.*leave it out"):
+        parallelize(nn.Linear(1, 1), **call)
+
+
+@on_ranks
+def other_projections(group: ProcessGroup) -> list[str]:
+    """What layers raise whose projections, norm or strategy do not allow it; and what "auto" does with them."""
+
+    class Adapted(nn.Linear):
+        """As LoRA's: it adds to what its weight gives."""
+
+    messages = []
+    sharding = Sharding(16, group=group)
+    x = sharding.shard(torch.randn(1, 16, HIDDEN))
+    for gather in ("activations", "auto"):
+        layer = seqpar.ParallelAttention("context_parallel", HIDDEN, 6, group=group, gather=gather, layout="zigzag")
+        layer.v_proj = Adapted(HIDDEN, HIDDEN)
+        for arguments in ({"sharding": sharding}, {}):
+            try:
+                layer(x, **arguments)
+            except TypeError as error:
+                messages.append(str(error))
+    try:
+        mesh = mesh_of(1, 4, 1, 2)
+        seqpar.ParallelAttention("tp_sp", HIDDEN, 6, mesh=mesh, context="context_parallel", gather="activations")
+    except TypeError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_layers_that_cannot(pool: Pool) -> None:
+    for opaque, with_handshake, tensor_parallel in pool.run(8, other_projections):
+        assert opaque == with_handshake and opaque.startswith("v_proj=Adapted: gather='activations'")
+        assert "gather='kv'" in opaque
+        assert tensor_parallel.startswith("gather: not an option of strategy \"tp_sp with context 'context_parallel'\"")

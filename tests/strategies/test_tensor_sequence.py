@@ -1,0 +1,134 @@
+"""All-gather x GEMM and GEMM x reduce-scatter: their results, their copies and their work in repeated calls."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqpar
+from seqpar import cache
+from seqpar.layout import LAYOUTS, Layout, SequenceSharding
+from seqpar.strategies import sequence_chunks
+from seqpar.strategies.sequence_chunks import SequenceChunks
+from seqpar.strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
+
+from ..live_bytes import LiveBytes
+from ..pool import Pool, on_ranks
+
+CPU = torch.device("cpu")
+
+
+@on_ranks
+def sum_of_small_numbers(group: ProcessGroup, overlap: str) -> tuple[Tensor, int]:
+    """256 of the first rank and 1 of every other: the sum that each rank keeps, and the bytes it sends."""
+    chunks = SequenceChunks.in_rank_order(group, [2, 1, 0, 3][: group.size()], overlap, CPU)
+    x = torch.full((1, chunks.total, 1), 256.0 if group.rank() == 0 else 1.0).bfloat16()
+    with seqpar.trace() as trace:
+        y = linear_reduce_scatter(x, torch.ones(1, 1).bfloat16(), chunks)
+    return y, trace.bytes_sent
+
+
+@pytest.mark.parametrize("overlap", ["ring", "none"])
+def test_half_precision_is_added_in_float32(pool: Pool, overlap: str) -> None:
+    """256 + 1 is 256 in bfloat16, and so is every further sum; 259 rounds to 260."""
+    for rank, (y, sent) in enumerate(pool.run(4, sum_of_small_numbers, overlap)):
+        assert y.shape == (1, [2, 1, 0, 3][rank], 1) and (y == 260).all()
+        assert sent == 2 * (6 - y.numel())  # two bytes for each element that another rank keeps
+
+
+class ReadBacks(TorchDispatchMode):
+    """Counts the operators that hand a tensor's value to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks
+def call_twice(group: ProcessGroup, layout: Layout, overlap: str) -> tuple[list[int], int]:
+    """How often the rows were cut after each of two calls, and the read-backs of the second."""
+    cache._tensors.clear()
+    sharding = SequenceSharding(50, layout, 1, 1, group.size())
+    cut = mock.Mock(wraps=sequence_chunks._cut)
+    calls, read_backs = [], 0
+    with mock.patch.object(sequence_chunks, "_cut", cut):
+        for _ in range(2):
+            with ReadBacks() as counted:
+                chunks = SequenceChunks.of_sharding(group, sharding, 0, overlap, CPU)
+                own = len(chunks.rows.chunks[group.rank()])
+                x, weight = torch.randn(1, own, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+                (full,) = all_gather_linear(x, [weight], chunks)
+                linear_reduce_scatter(full, weight, chunks).sum().backward()
+            calls.append(cut.call_count)
+            read_backs = counted.count
+    return calls, read_backs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("overlap", ["ring", "none"])
+def test_rows_are_cut_and_copied_once(pool: Pool, layout: str, overlap: str) -> None:
+    assert pool.run(4, call_twice, layout, overlap) == [([1, 1], 0)] * 4
+
+
+@on_ranks
+def joined_bytes(group: ProcessGroup, overlap: str) -> tuple[int, int]:
+    """The largest tensor that backward of two projections joins, and the gradients of their outputs together."""
+    ranks, width = group.size(), 16
+    chunks = SequenceChunks.in_rank_order(group, [64] * ranks, overlap, CPU)
+    x = torch.randn(1, 64, 4, requires_grad=True)
+    outs = all_gather_linear(x, [torch.randn(width, 4, requires_grad=True) for _ in range(2)], chunks)
+    with LiveBytes() as counted:
+        torch.autograd.backward(outs, [torch.randn_like(y) for y in outs])
+    return counted.largest["aten.cat"], 2 * outs[0].nbytes
+
+
+@pytest.mark.parametrize("overlap", ["ring", "none"])
+def test_backward_does_not_join_whole_activations(pool: Pool, overlap: str) -> None:
+    """At most those of one rank's tokens."""
+    for joined, whole in pool.run(4, joined_bytes, overlap):
+        assert joined <= whole // 4
+
+
+@on_ranks
+def gradients_of_two_projections(group: ProcessGroup, overlap: str, frozen: bool) -> list[Tensor | None]:
+    """The gradients of this rank's x and of its two weights in bfloat16, and those of one device in float64."""
+    torch.manual_seed(2)
+    ranks = group.size()
+    x, dout = torch.randn(1, 24, 16).bfloat16(), torch.randn(2, 1, 24, 8 * ranks).bfloat16()
+    weights = torch.randn(2, 8 * ranks, 16).bfloat16()
+    exact_x, exact_weights = x.double().requires_grad_(), weights.double().requires_grad_()
+    torch.autograd.backward([F.linear(exact_x, w) for w in exact_weights], list(dout.double()))
+    at = slice(8 * group.rank(), 8 * (group.rank() + 1))
+    mine = [w[at].clone().requires_grad_(not (frozen and i == 0)) for i, w in enumerate(weights)]
+    x_local = seqpar.shard(x, group=group, layout="contiguous").requires_grad_()
+    chunks = SequenceChunks.in_rank_order(group, [x_local.shape[1]] * ranks, overlap, CPU)
+    torch.autograd.backward(all_gather_linear(x_local, mine, chunks), list(dout[..., at]))
+    assert exact_x.grad is not None and exact_weights.grad is not None
+    exact = [seqpar.shard(exact_x.grad, group=group, layout="contiguous"), *exact_weights.grad[:, at]]
+    return [x_local.grad, *(w.grad for w in mine), *exact]
+
+
+@pytest.mark.parametrize("overlap", ["ring", "none"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_joined_projections(pool: Pool, overlap: str, frozen: bool) -> None:
+    for found in pool.run(4, gradients_of_two_projections, overlap, frozen):
+        assert (found[1] is None) == frozen
+        for got, want in zip(found[:3], found[3:], strict=True):
+            if got is not None and want is not None:
+                assert (got.double() - want).norm() < 6e-3 * want.norm()
+
+
+def test_auto_is_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the fused operators could run, which have not been measured."""
+    monkeypatch.setattr(sequence_chunks, "symmetric_memory_reason", lambda *args: None)
+    assert SequenceChunks.in_rank_order(None, [4], "auto", CPU).overlap == "ring"

@@ -1,0 +1,84 @@
+"""Strategies with the Triton backend in Triton's interpreter on two processes, which carry results between steps.
+
+Expected values are those of ``strategy="local"`` in float64, which the reference backend computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask
+
+from ..pool import Pool, on_ranks
+from ..reference import assert_close
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.slow
+MASKS = {
+    "causal": Mask.causal(),
+    "documents": Mask.documents([[0, 9, 40, 61], [0, 33, 50]], padding=True) & Mask.sliding_window(20),
+    "full": Mask.full(),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[Pool]:
+    """Two workers in which Triton interprets kernels."""
+    workers = Pool(ranks=2, environment={"TRITON_INTERPRET": "1"})
+    yield workers
+    workers.close()
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = seqpar.attention(*leaves, **options)
+    assert isinstance(out, Tensor)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+@on_ranks
+def check_strategy_worker(
+    group: ProcessGroup, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
+) -> None:
+    torch.manual_seed(7)
+    q, dout = torch.randn(2, 2, 61, 4, 24, dtype=dtype).unbind()
+    k, v = torch.randn(2, 2, 61, 2, 24, dtype=dtype).unbind()
+    features = dict(features)
+    for name in ("sinks", "alibi_slopes"):
+        if features.pop(name, False):
+            features[name] = torch.rand(4)
+    full = _gradients(*(x.double() for x in (q, k, v, dout)), strategy="local", mask=MASKS[mask], **features)
+    local_inputs = [seqpar.shard(x, group=group, layout=layout) for x in (q, k, v, dout)]
+    with seqpar.trace() as used:
+        local = _gradients(
+            *local_inputs, strategy=strategy, group=group, layout=layout, mask=MASKS[mask], backend="triton", **features
+        )
+    assert set(used.backends) == {"triton"}
+    for name, actual, expected in zip(("out", "dq", "dk", "dv"), local, full, strict=True):
+        assert_close(seqpar.unshard(actual, group=group, layout=layout), expected, dtype, name)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "mask", "dtype", "features"),
+    [
+        ("ring", "zigzag", "causal", torch.float32, {}),
+        ("ring", "striped", "documents", torch.float32, {"sinks": True}),
+        ("ring", "contiguous", "full", torch.float16, {}),
+        ("ring", "zigzag", "causal", torch.float32, {"dropout_p": 0.2, "dropout_seed": 3}),
+        ("ulysses", "zigzag", "documents", torch.float32, {"softcap": 3.0}),
+        ("context_parallel", "striped", "causal", torch.float32, {"alibi_slopes": True}),
+    ],
+    ids=str,
+)
+def test_two_ranks(
+    interpreters: Pool, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
+) -> None:
+    interpreters.run(2, check_strategy_worker, strategy, layout, mask, dtype, features, deadline_s=120)
