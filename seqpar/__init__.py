@@ -16,20 +16,22 @@ from .layers import (
     ContextParallelAttention,
     HybridAttention,
     LocalAttention,
-    MegatronAttention,
-    MegatronMLP,
     RingAttention,
     RotaryEmbedding,
     UlyssesAttention,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     clip_grad_norm_,
     sync_gradients,
     token_loss,
-    vocab_parallel_cross_entropy,
 )
 from .layers.factory import ParallelAttention
 from .mask import Mask
+from .megatron import (
+    MegatronAttention,
+    MegatronMLP,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_parallel_cross_entropy,
+)
 from .mesh import init_mesh
 from .planner import Hardware, ModelShape, Plan, plan
 from .sharding import Sharding, positions, shard, unshard

@@ -11,6 +11,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice
 from ..kernels import BackendName
 from ..layout import Layout
+from ..megatron.tensor_parallel import MegatronAttention
 from ..strategies import StrategyName, StrategyOptions
 from ..strategies.gathered_activations import Gather
 from ..strategies.sequence_chunks import Overlap
@@ -24,7 +25,6 @@ from .attention import (
 from .auto import AutoAttention
 from .context_parallel import ContextParallelAttention
 from .rotary import RotaryEmbedding
-from .tensor_parallel import MegatronAttention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -16,9 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..checks import check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
+from ..megatron.sharded_weights import tensor_parallel_parameters
 from ..mesh import context_group, sequence_group
 from ..reductions import Reduction, gradient_kinds, owners
-from .sharded_weights import tensor_parallel_parameters
 
 _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 import seqpar
-from seqpar.layers.sharded_weights import shard_like
+from seqpar.megatron.sharded_weights import shard_like
 
 from ..models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize
 from ..pool import Pool, mesh_of, on_ranks

@@ -23,8 +23,8 @@ from seqpar import Mask, Sharding
 from seqpar.layers import context_parallel
 from seqpar.layers.context_parallel import gathers_activations_op
 from seqpar.layers.rotary import _rotary_table, rotary_length_op
-from seqpar.layers.sharded_vocab import VocabPart
-from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
+from seqpar.megatron.sharded_vocab import VocabPart
+from seqpar.megatron.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
 from seqpar.mesh import ParallelContext
 from seqpar.planner import auto, costs
 from seqpar.planner.auto import Candidate, candidates, choose_strategy_op

@@ -22,6 +22,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
+from ..layers.attention import NORM_EPS, AttentionLayer
 from ..layout import Layout, SequenceSharding
 from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
@@ -35,7 +36,6 @@ from ..strategies.tensor_operators import (
     traced_linear_reduce_scatter,
 )
 from ..strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
-from .attention import NORM_EPS, AttentionLayer
 from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
 
 # The tokens of all ranks; None if there is one rank.
