@@ -22,8 +22,9 @@ from ..comm.collectives import start_all_gather, start_all_to_all
 from ..comm.p2p import exchange
 from ..functional import attention
 from ..kernels import BACKENDS
-from ..layers import LocalAttention, MegatronAttention
+from ..layers import LocalAttention
 from ..mask import Mask
+from ..megatron import MegatronAttention
 from ..mesh import init_mesh, ranks_by_host
 from ..planner.costs import cost_file
 from ..planner.costs import measure as measure_costs
