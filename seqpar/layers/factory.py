@@ -11,7 +11,6 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice
 from ..kernels import BackendName
 from ..layout import Layout
-from ..megatron.tensor_parallel import MegatronAttention
 from ..strategies import StrategyName, StrategyOptions
 from ..strategies.gathered_activations import Gather
 from ..strategies.sequence_chunks import Overlap
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
         """tp_sp: the strategy of attention over the mesh's ring and ulysses dimensions."""
 
 
-# To add a layer, add its class here.
+# To add a layer, add its class here. That of "tp_sp" is imported when one is made.
 LAYERS: dict[str, Callable[..., AttentionLayer]] = {
     layer.strategy: layer
     for layer in (
@@ -50,7 +49,6 @@ LAYERS: dict[str, Callable[..., AttentionLayer]] = {
         ContextParallelAttention,
         HybridAttention,
         AutoAttention,
-        MegatronAttention,
     )
 }
 
@@ -117,8 +115,11 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         ValueError: an unknown strategy (with the nearest name), or arguments that do not fit.
         TypeError: arguments of another type, or an option that the strategy does not have.
     """
-    check_choice("strategy", strategy, LAYERS)
-    return LAYERS[strategy](
+    check_choice("strategy", strategy, (*LAYERS, "tp_sp"))
+    layer_class = LAYERS.get(strategy)
+    if layer_class is None:
+        from ..megatron import MegatronAttention as layer_class  # noqa: N813
+    return layer_class(
         hidden_size,
         num_heads,
         num_kv_heads,

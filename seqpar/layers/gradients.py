@@ -16,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..checks import check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
-from ..megatron.sharded_weights import tensor_parallel_parameters
 from ..mesh import context_group, sequence_group
 from ..reductions import Reduction, gradient_kinds, owners
 
@@ -78,6 +77,11 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     for groups, some in by_groups.items():  # in the same order on every rank
         for one in groups:
             _sync(some, one, frozen, tied)
+
+
+def tensor_parallel_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The DTensor parameters of ``megatron.ShardedWeights`` in ``module``. The last dimension of their mesh is tp."""
+    return {getattr(m, name) for m in module.modules() for name in getattr(m, "tensor_parallel_parts", ())}
 
 
 def _groups_left(
