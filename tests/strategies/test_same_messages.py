@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask, Sharding
 from seqpar.cache import ByteCache
-from seqpar.layers.rotary import _TableCache
+from seqpar.layers import rotary
 from seqpar.planner import auto
 
 from ..pool import Pool, on_ranks
@@ -87,8 +87,9 @@ def forget() -> None:
             for value in vars(module).values():
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
-                elif isinstance(value, ByteCache | _TableCache):
+                elif isinstance(value, ByteCache):
                     value.clear()
+    rotary._tables.clear()
     MASK.plans.clear()
     for choices in (auto._choices, auto._simulated):
         choices.clear()
