@@ -29,7 +29,9 @@ def operator(
 
     def define(function: Callable[..., Any]) -> Any:
         name = function.__name__
-        _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
+        _library.define(
+            name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
+        )
         _library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"seqpar::{name}", fake, lib=_library)
         overload = getattr(torch.ops.seqpar, name).default

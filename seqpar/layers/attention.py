@@ -49,7 +49,7 @@ from ..strategies.operators import (
 )
 from ..strategies.sequence_chunks import SequenceChunks
 from ..strategies.tensor_operators import (
-    TracedChunks,
+    ShardedTokens,
     all_gather_positions_op,
 )
 from .rotary import RotaryEmbedding, largest_length, rotary_length_op
@@ -470,15 +470,15 @@ class AttentionLayer(nn.Module):
         """The tokens of the ranks that all-gather before the projections; None if the layer does not all-gather."""
         return None
 
-    def _traced_chunks(self, tokens: int, sharding: Any) -> TracedChunks | None:
+    def _traced_chunks(self, tokens: int, sharding: Any) -> ShardedTokens | None:
         """``_chunks`` while torch.compile traces."""
         return None
 
-    def _project(self, x: Tensor, chunks: SequenceChunks | TracedChunks | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, chunks: SequenceChunks | ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
         """q ``[b, s, h * d]``, k and v ``[b, s, n * d]`` of the tokens that this rank attends with."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def _output(self, out: Tensor, chunks: SequenceChunks | TracedChunks | None) -> Tensor:
+    def _output(self, out: Tensor, chunks: SequenceChunks | ShardedTokens | None) -> Tensor:
         """The output projection ``[b, s, h * d]`` to ``[b, s, hidden]``, for this rank's tokens."""
         y: Tensor = self.o_proj(out)
         return y

@@ -40,7 +40,7 @@ from ..strategies.operators import (
 from ..strategies.sequence_chunks import SequenceChunks
 from ..strategies.tensor_operators import (
     ChunkOptions,
-    TracedChunks,
+    ShardedTokens,
     all_gather_positions_op,
     traced_all_gather_linear,
 )
@@ -189,7 +189,7 @@ class ContextParallelAttention(AttentionLayer):
             (hidden,) = to_autocast_dtype(x)
             chosen = gathers_activations_op(hidden, self._kv_width, mask, sharding, ranks, self._options(0.0))
         length = self._traced_length(x, positions, sharding)
-        chunks = TracedChunks(x.shape[1], sharding, ranks, ChunkOptions("ring", options))
+        chunks = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", options))
         of_queries, of_keys = positions, positions
         if self.rope is not None and positions is not None:  # before the projections, as eager code sends them
             of_keys = all_gather_positions_op(positions, chosen, sharding, ranks, chunks.options)

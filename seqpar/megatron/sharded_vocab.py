@@ -1,9 +1,11 @@
-"""A rank's computation for a sharded vocabulary: embeddings and loss, their gradients, and their autograd functions.
+"""The operators of a sharded vocabulary: the embedding, and two forms of the cross-entropy.
 
-Under torch.compile, the operators of ``vocab_operators.py`` replace the autograd functions.
+Shoeybi et al., "Megatron-LM", 2019, section 3. Each rank of a tensor-parallel group holds a part of the vocabulary, and
+some of the tokens. Each operator checks and all-gathers the ids or labels of this rank's tokens. It returns the
+gathered ones too, for its backward.
 
-Shapes: b batch, s this rank's tokens, t the group's tokens, v this rank's part of the vocabulary, d hidden. Tokens of
-the group are in the order of the ranks.
+Shapes: b batch, s this rank's tokens, t the group's tokens in the order of the ranks, v this rank's part of the
+vocabulary, d hidden.
 """
 
 from __future__ import annotations
@@ -18,15 +20,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..checks import DTYPES
-from ..comm.collectives import all_reduce
+from ..comm.collectives import all_gather, all_reduce
 from ..comm.p2p import make_ready
 from ..layout import chunk_range
-from ..mesh import rank_in, size_of
+from ..library import operator
+from ..mesh import ParallelContext, rank_in, size_of, tensor_group
 from ..opaque import Opaque, constant
-from ..strategies.sequence_chunks import PartialSums, Piece, Rows, SequenceChunks, sum_dtype
+from ..sharding import Sharding
+from ..strategies.sequence_chunks import PartialSums, Piece, Rows, sum_dtype
+from ..strategies.tensor_operators import LEAST_TOKENS, ChunkOptions, chunks_of, lengths_of
 from ..strategies.tensor_sequence import add_weight_gradient
 
 # The label of tokens without loss, by default. No id has it.
@@ -54,20 +60,46 @@ def check_ids(name: str, ids: Tensor, num_embeddings: int, ignore_index: int | N
         raise ValueError(f"{name}: {int(ids[outside][0])} lies outside the vocabulary; expected {allowed}")
 
 
+def check_labels(labels: Tensor, x: Tensor, num_embeddings: int, ignore_index: int) -> None:
+    """Raise unless ``labels`` are ids of the vocabulary, one for each token of ``x [b, s, d]``."""
+    check_ids("labels", labels, num_embeddings, ignore_index)
+    if labels.shape != x.shape[:2]:
+        raise ValueError(
+            f"labels: shape {tuple(labels.shape)}; expected {tuple(x.shape[:2])}, one for each token of x_local"
+        )
+
+
+def check_logits(logits: Tensor, labels: Tensor, part: VocabPart) -> None:
+    """Raise unless ``logits [b, t, v]`` fit this part of the vocabulary and the batch size of the labels."""
+    if not isinstance(logits, Tensor) or logits.dtype not in DTYPES:
+        got = f"dtype {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"logits: expected a floating-point tensor [batch, tokens, {part.size}], got {got}")
+    if logits.dim() != 3 or logits.shape[2] != part.size:
+        raise ValueError(
+            f"logits: shape {tuple(logits.shape)}; expected [batch, tokens, {part.size}], this rank's part "
+            f"of num_embeddings={part.total}; pass the logits that VocabParallelHead returns"
+        )
+    if logits.shape[0] != labels.shape[0]:
+        raise ValueError(
+            f"logits: {logits.shape[0]} batch rows, but labels have {labels.shape[0]}; pass the same number in both"
+        )
+
+
 @constant()
 @dataclass(frozen=True)
 class VocabPart(Opaque):
-    """This rank's part of the vocabulary, the ``size`` entries from ``start`` on, and computations on its logits."""
+    """This rank's part of a vocabulary of ``total`` entries: the ``size`` entries from ``start`` on."""
 
+    total: int
     start: int
     size: int
     ignore_index: int = IGNORE_INDEX
 
     @staticmethod
-    def of_rank(num_embeddings: int, group: ProcessGroup | None, ignore_index: int = IGNORE_INDEX) -> VocabPart:
-        """This rank's part of the vocabulary, which is sharded over ``group``."""
-        entries = chunk_range(num_embeddings, size_of(group), rank_in(group))
-        return VocabPart(entries.start, len(entries), ignore_index)
+    def of_rank(total: int, group: ProcessGroup | None, ignore_index: int = IGNORE_INDEX) -> VocabPart:
+        """This rank's part of a vocabulary that is sharded over ``group``."""
+        entries = chunk_range(total, size_of(group), rank_in(group))
+        return VocabPart(total, entries.start, len(entries), ignore_index)
 
     def index(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The indices of the labels in this rank's part, and whether they are in it, ``[..., 1]`` each."""
@@ -81,8 +113,8 @@ class VocabPart(Opaque):
         ``logits`` are overwritten by ``exp(logit - maximum)``.
         """
         if not self.size:  # more ranks than entries
-            none = logits.new_zeros(labels.shape)
-            return [torch.full_like(none, -torch.inf), none, none]
+            zeros = logits.new_zeros(labels.shape)
+            return [torch.full_like(zeros, -torch.inf), zeros, zeros]
         index, owned = self.index(labels)
         row_max = logits.amax(-1)
         target = (logits.gather(-1, index) * owned)[..., 0]
@@ -91,9 +123,9 @@ class VocabPart(Opaque):
     def losses(self, statistics: list[Tensor], labels: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """The losses and the log-sum-exp over the whole vocabulary, from the statistics of every rank's part."""
         row_max, row_sum, target = statistics
-        top = all_reduce(row_max.clone(), group, dist.ReduceOp.MAX)
-        row_sum, target = all_reduce(torch.stack([row_sum * (row_max - top).exp(), target]), group).unbind()
-        lse = row_sum.log() + top
+        full_max = all_reduce(row_max.clone(), group, dist.ReduceOp.MAX)
+        row_sum, target = all_reduce(torch.stack([row_sum * (row_max - full_max).exp(), target]), group).unbind()
+        lse = row_sum.log() + full_max
         return (lse - target).masked_fill(labels == self.ignore_index, 0), lse
 
     def subtract_targets(self, probs: Tensor, labels: Tensor) -> None:
@@ -103,197 +135,237 @@ class VocabPart(Opaque):
             probs.scatter_add_(-1, index, -owned.to(probs.dtype))
 
 
-def check_labels(labels: Tensor, x: Tensor, num_embeddings: int, ignore_index: int) -> None:
-    """Raise unless ``labels`` are ids of the vocabulary, one for each token of ``x [b, s, d]``."""
+def _gather_ids(ids: Tensor, lengths: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """All ranks' ids ``[b, t]``, a new tensor also where there is one rank."""
+    return all_gather(ids, lengths, 1, group).clone(memory_format=torch.contiguous_format)
+
+
+def _new_tokens() -> Any:
+    return torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
+
+
+# The embedding
+
+
+@operator(
+    fake=lambda ids, weight, *_: (
+        weight.new_empty(*ids.shape, weight.shape[1]),
+        ids.new_empty(ids.shape[0], _new_tokens()),
+    ),
+    autograd=lambda *args: _Embedding.apply(*args),
+)
+def vocab_embedding(
+    ids: Tensor, weight: Tensor, part: VocabPart, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
+) -> tuple[Tensor, Tensor]:
+    """The embeddings ``[b, s, d]`` of ``ids [b, s]``, from ``weight [v, d]``; and the ids ``[b, t]`` of all tokens."""
+    check_ids("ids", ids, part.total)
+    chunks = chunks_of(ids.shape[1], sharding, ranks, options, ids.device)
+    all_ids = _gather_ids(ids, chunks.rows.lengths, chunks.group)
+    if part.size:
+        index, owned = part.index(all_ids)
+        partial_sum = F.embedding(index[..., 0], weight) * owned  # [b, t, d]
+    else:  # more ranks than entries
+        partial_sum = weight.new_zeros(*all_ids.shape, weight.shape[1])
+    return chunks.reduce_scatter(partial_sum).contiguous(), all_ids
+
+
+@operator(fake=lambda dout, all_ids, weight, *_: weight.new_empty(weight.shape))
+def vocab_embedding_backward(
+    dout: Tensor,
+    all_ids: Tensor,
+    weight: Tensor,
+    part: VocabPart,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: ChunkOptions,
+) -> Tensor:
+    """The gradient of ``weight [v, d]``, from ``dout [b, s, d]``."""
+    full = chunks_of(dout.shape[1], sharding, ranks, options, dout.device).all_gather(dout)  # [b, t, d]
+    if not part.size:
+        return torch.zeros_like(weight)
+    index, owned = part.index(all_ids)
+    dweight: Tensor = torch.ops.aten.embedding_dense_backward(full * owned, index[..., 0], part.size, -1, False)
+    return dweight
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, *constants: Any) -> tuple[Tensor, Tensor]:
+        out, all_ids = vocab_embedding(ids, weight, *constants)
+        ctx.save_for_backward(all_ids, weight)
+        ctx.set_materialize_grads(False)
+        ctx.constants = constants
+        return out, all_ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: Any) -> tuple[Any, ...]:
+        return None, vocab_embedding_backward(dout, *ctx.saved_tensors, *ctx.constants), None, None, None, None
+
+
+# The cross-entropy of logits
+
+
+@operator(
+    fake=lambda logits, labels, *_: (
+        logits.new_empty(logits.shape[:2], dtype=sum_dtype(logits)),
+        logits.new_empty(logits.shape),
+        labels.new_empty(logits.shape[:2]),
+    ),
+    autograd=lambda *args: _CrossEntropy.apply(*args),
+)
+def vocab_cross_entropy(
+    logits: Tensor, labels: Tensor, num_embeddings: int, ignore_index: int, sharding: Sharding, options: ChunkOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``log(sum(exp(logits))) - logits[label]``, with softmax statistics all-reduced over the vocabulary's parts.
+
+    Returns:
+        The losses ``[b, t]``, the softmax ``[b, t, v]`` of ``logits [b, t, v]`` in their dtype, and the labels
+        ``[b, t]`` of all tokens.
+    """
     check_ids("labels", labels, num_embeddings, ignore_index)
-    if labels.shape != x.shape[:2]:
-        raise ValueError(
-            f"labels: shape {tuple(labels.shape)}; expected {tuple(x.shape[:2])}, one for each token of x_local"
-        )
-
-
-def check_logits(logits: Tensor, labels: Tensor, num_embeddings: int, part: VocabPart) -> None:
-    """Raise unless ``logits [b, t, v]`` fit this part of the vocabulary and the batch size of the labels."""
-    if not isinstance(logits, Tensor) or logits.dtype not in DTYPES:
-        got = f"dtype {logits.dtype}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise TypeError(f"logits: expected a floating-point tensor [batch, tokens, {part.size}], got {got}")
-    if logits.dim() != 3 or logits.shape[2] != part.size:
-        raise ValueError(
-            f"logits: shape {tuple(logits.shape)}; expected [batch, tokens, {part.size}], this rank's part "
-            f"of num_embeddings={num_embeddings}; pass the logits that VocabParallelHead returns"
-        )
-    if logits.shape[0] != labels.shape[0]:
-        raise ValueError(
-            f"logits: {logits.shape[0]} batch rows, but labels have {labels.shape[0]}; pass the same number in both"
-        )
-
-
-def check_tokens(logits: Tensor, lengths: Sequence[int]) -> None:
-    """Raise unless ``logits [b, t, v]`` have the tokens of all ranks, which hold ``lengths`` tokens."""
+    group = tensor_group(sharding.mesh, sharding.group)
+    part = VocabPart.of_rank(num_embeddings, group, ignore_index)
+    check_logits(logits, labels, part)
+    lengths = lengths_of(labels.shape[1], sharding, group, options)
     if logits.shape[1] != sum(lengths):
         raise ValueError(
             f"logits: {logits.shape[1]} tokens, but the ranks' labels are {list(lengths)}, {sum(lengths)} together; "
             "pass VocabParallelHead's logits and this rank's labels"
         )
-
-
-def embedding_forward(ids: Tensor, weight: Tensor, part: VocabPart, chunks: SequenceChunks) -> Tensor:
-    """The embeddings ``[b, s, d]`` of this rank's tokens.
-
-    Args:
-        ids: int64 ``[b, t]``, of the group's tokens.
-        weight: ``[v, d]``.
-        part: the part of the vocabulary that ``weight`` holds.
-        chunks: which tokens each rank holds.
-    """
-    if part.size:
-        index, owned = part.index(ids)
-        partial_sum = F.embedding(index[..., 0], weight) * owned  # [b, t, d]
-    else:  # more ranks than entries
-        partial_sum = weight.new_zeros(*ids.shape, weight.shape[1])
-    return chunks.reduce_scatter(partial_sum)
-
-
-def embedding_backward(dout: Tensor, ids: Tensor, weight: Tensor, part: VocabPart, chunks: SequenceChunks) -> Tensor:
-    """The gradient of ``weight``, from that of the embeddings, ``dout [b, s, d]``."""
-    if not part.size:
-        chunks.all_gather(dout)  # collective: the other ranks need it
-        return torch.zeros_like(weight)
-    index, owned = part.index(ids)
-    grad = chunks.all_gather(dout) * owned  # [b, t, d]
-    dweight: Tensor = torch.ops.aten.embedding_dense_backward(grad, index[..., 0], part.size, -1, False)
-    return dweight
-
-
-class Embedding(torch.autograd.Function):
-    """``embedding_forward``."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, part: VocabPart, chunks: SequenceChunks) -> Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.part, ctx.chunks = part, chunks
-        return embedding_forward(ids, weight, part, chunks)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        ids, weight = ctx.saved_tensors
-        return None, embedding_backward(dout, ids, weight, ctx.part, ctx.chunks), None, None
-
-
-def cross_entropy_forward(
-    logits: Tensor, labels: Tensor, part: VocabPart, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """``log(sum(exp(logits))) - logits[label]``, with softmax statistics all-reduced over the vocabulary's shards.
-
-    Args:
-        logits: ``[b, t, v]``.
-        labels: ``[b, t]``.
-        part: the part of the vocabulary that ``logits`` are of.
-        group: the ranks that hold the other parts.
-
-    Returns:
-        The losses ``[b, t]``, and the softmax ``[b, t, v]`` in the dtype of the logits.
-    """
+    all_labels = _gather_ids(labels, lengths, group)
     probs = logits.to(sum_dtype(logits), copy=True)  # [b, t, v]: the only copy in float32
-    statistics = part.statistics(probs, labels)
-    losses, lse = part.losses(statistics, labels, group)
+    statistics = part.statistics(probs, all_labels)
+    losses, lse = part.losses(statistics, all_labels, group)
     probs.mul_((statistics[0] - lse).exp_()[..., None])  # they are exp(logit - row maximum)
-    return losses, probs.to(logits.dtype)
+    return losses.contiguous(), probs.to(logits.dtype).contiguous(), all_labels
 
 
-def cross_entropy_backward(grad: Tensor, probs: Tensor, labels: Tensor, part: VocabPart) -> Tensor:
-    """The gradient of the logits, from that of the losses, ``grad [b, t]``."""
+@operator(fake=lambda dlosses, probs, *_: probs.new_empty(probs.shape))
+def vocab_cross_entropy_backward(
+    dlosses: Tensor, probs: Tensor, all_labels: Tensor, num_embeddings: int, ignore_index: int, sharding: Sharding
+) -> Tensor:
+    """The gradient of the logits ``[b, t, v]``, from ``dlosses [b, t]``."""
+    part = VocabPart.of_rank(num_embeddings, tensor_group(sharding.mesh, sharding.group), ignore_index)
     dlogits = probs.clone()
-    part.subtract_targets(dlogits, labels)
-    return dlogits.mul_(grad.masked_fill(labels == part.ignore_index, 0)[..., None])
+    part.subtract_targets(dlogits, all_labels)
+    return dlogits.mul_(dlosses.masked_fill(all_labels == ignore_index, 0)[..., None])
 
 
-class CrossEntropy(torch.autograd.Function):
-    """``cross_entropy_forward``."""
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, *constants: Any) -> tuple[Tensor, Tensor, Tensor]:
+        losses, probs, all_labels = vocab_cross_entropy(logits, labels, *constants)
+        ctx.save_for_backward(probs, all_labels)
+        ctx.mark_non_differentiable(probs)
+        ctx.set_materialize_grads(False)
+        ctx.constants = constants[:3]
+        return losses, probs, all_labels
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, part: VocabPart, group: ProcessGroup | None) -> Tensor:
-        losses, probs = cross_entropy_forward(logits, labels, part, group)
-        ctx.save_for_backward(probs, labels)
-        ctx.part = part
-        return losses
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        probs, labels = ctx.saved_tensors
-        return cross_entropy_backward(grad, probs, labels, ctx.part), None, None, None
+    @once_differentiable
+    def backward(ctx: Any, dlosses: Tensor, *_: Any) -> tuple[Any, ...]:
+        return vocab_cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.constants), *[None] * 5
 
 
-def linear_cross_entropy_forward(
+# The cross-entropy of hidden states, whose logits exist for some tokens at a time
+
+
+def _fake_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Any, labels: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    shape = x.shape[0], _new_tokens()
+    losses, lse = (x.new_empty(shape, dtype=sum_dtype(x)) for _ in range(2))
+    return losses, lse, labels.new_empty(shape)
+
+
+@operator(fake=_fake_linear_cross_entropy, autograd=lambda *args: _LinearCrossEntropy.apply(*args))
+def vocab_linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    part: VocabPart,
     chunk_tokens: int,
-    chunks: SequenceChunks,
-) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of ``F.linear(x, weight, bias)``, without the logits of all tokens in memory.
+    part: VocabPart,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: ChunkOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cross-entropy of ``F.linear(x, weight, bias)`` where ``chunk_tokens`` tokens have logits at a time.
 
     The hidden states are received chunk by chunk during the GEMMs, in forward and again in backward. In backward, the
     partial gradients of x are sent at the same time to the ranks that hold the tokens. The statistics of all tokens are
     all-reduced together.
 
     Args:
-        x: ``[b, s, d]``, contiguous.
+        x: ``[b, s, d]``.
         weight: ``[v, d]``.
         bias: ``[v]``.
-        labels: ``[b, t]``.
-        part: the part of the vocabulary that ``weight`` holds.
-        chunk_tokens: how many tokens have logits at a time.
-        chunks: which tokens each rank holds.
+        labels: ``[b, s]``.
 
     Returns:
-        The losses and the log-sum-exp of the logits, ``[b, t]`` each.
+        The losses, the log-sum-exp of the logits and the labels of all tokens, ``[b, t]`` each.
     """
+    check_labels(labels, x, part.total, part.ignore_index)
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
+    all_labels = _gather_ids(labels, chunks.rows.lengths, chunks.group)
     make_ready(chunks.group, x.device)
-    batch, total = labels.shape
+    batch, total = all_labels.shape
     statistics = x.new_empty(3 * batch, total, dtype=sum_dtype(x))  # [3 * b, t]
-    for rows, piece in chain.from_iterable(chunks.receive_chunks(x)):
+    for rows, piece in chain.from_iterable(chunks.receive_chunks(x.contiguous())):
         found = [
             torch.stack(part.statistics(_logits(hidden, weight, bias), labels_part))
-            for hidden, labels_part in _parts(chunk_tokens, piece, rows.take(labels))
+            for hidden, labels_part in _split(chunk_tokens, piece, rows.take(all_labels))
         ]
         if found:
             rows.put(statistics, torch.cat(found, 1).view(3 * batch, len(rows)))
-    return part.losses(list(statistics.view(3, batch, total)), labels, chunks.group)
+    losses, lse = part.losses(list(statistics.view(3, batch, total)), all_labels, chunks.group)
+    return losses.contiguous(), lse.contiguous(), all_labels
 
 
-def linear_cross_entropy_backward(
-    grad: Tensor,
+def _fake_gradients(
+    dlosses: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
+    all_labels: Tensor,
     lse: Tensor,
     needed: Sequence[bool],
-    part: VocabPart,
+    *_: Any,
+) -> list[Tensor]:
+    return [like.new_empty(like.shape) for like, need in zip((x, weight, bias), needed, strict=True) if need]
+
+
+@operator(fake=_fake_gradients)
+def vocab_linear_cross_entropy_backward(
+    dlosses: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    all_labels: Tensor,
+    lse: Tensor,
+    needed: Sequence[bool],
     chunk_tokens: int,
-    chunks: SequenceChunks,
-) -> list[Tensor | None]:
-    """The gradients of ``x``, ``weight`` and ``bias`` that are ``needed``, from the gradient of the losses."""
+    part: VocabPart,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: ChunkOptions,
+) -> list[Tensor]:
+    """The gradients of ``x``, ``weight`` and ``bias`` that are ``needed``, from ``dlosses [b, t]``."""
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     need_x, need_weight, need_bias = needed
-    grad = grad.masked_fill(labels == part.ignore_index, 0)  # [b, t]
-    # These are summed over the chunks, so they are in float32.
+    dlosses = dlosses.masked_fill(all_labels == part.ignore_index, 0)
+    # Summed over the chunks, so in float32.
     dweight = torch.zeros_like(weight, dtype=sum_dtype(weight)) if need_weight else None
     dbias = torch.zeros_like(bias, dtype=sum_dtype(bias)) if bias is not None and need_bias else None
 
     def gradients(rows: Rows, piece: Tensor) -> Tensor:
         """This rank's partial gradient of ``piece [b, n, d]``. Adds the gradients of the weights to their sums."""
-        of_rows = (rows.take(tensor) for tensor in (labels, lse, grad))
+        of_rows = (rows.take(tensor) for tensor in (all_labels, lse, dlosses))
         dpiece = torch.empty_like(piece) if need_x else piece.new_empty(0)
         outs = dpiece.view(-1, piece.shape[2]).split(chunk_tokens)
-        for i, (hidden, labels_part, lse_part, grad_part) in enumerate(_parts(chunk_tokens, piece, *of_rows)):
+        for i, (hidden, labels, lse_part, dlosses_part) in enumerate(_split(chunk_tokens, piece, *of_rows)):
             dlogits = _logits(hidden, weight, bias).sub_(lse_part[:, None]).exp_()  # [tokens, v]
-            part.subtract_targets(dlogits, labels_part)
-            dlogits.mul_(grad_part[:, None])
+            part.subtract_targets(dlogits, labels)
+            dlogits.mul_(dlosses_part[:, None])
             if dbias is not None:
                 dbias.add_(dlogits.sum(0))
             dlogits = dlogits.to(weight.dtype)
@@ -307,46 +379,35 @@ def linear_cross_entropy_backward(
         return gradients(*next(pieces))
 
     partial_dx = PartialSums(chunks)
-    for step, pieces in enumerate(chunks.receive_chunks(x)):
+    for step, pieces in enumerate(chunks.receive_chunks(x.contiguous())):
         if need_x:  # the gradient of a chunk is sent back to the rank that sent the chunk
             partial_dx.add(-step % chunks.size, partial(next_gradients, pieces))
         else:
             for rows, piece in pieces:
                 gradients(rows, piece)
-    return [
-        partial_dx.result() if need_x else None,
-        None if dweight is None else dweight.to(weight.dtype),
-        None if bias is None or dbias is None else dbias.to(bias.dtype),
-    ]
+    results = [partial_dx.result().contiguous()] if need_x else []
+    sums = (weight, dweight), (bias, dbias)
+    return results + [total.to(like.dtype) for like, total in sums if like is not None and total is not None]
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """``linear_cross_entropy_forward``."""
-
+class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        part: VocabPart,
-        chunk_tokens: int,
-        chunks: SequenceChunks,
-    ) -> Tensor:
-        x = x.contiguous()
-        losses, lse = linear_cross_entropy_forward(x, weight, bias, labels, part, chunk_tokens, chunks)
-        ctx.save_for_backward(x, weight, bias, labels, lse)
-        ctx.call = part, chunk_tokens, chunks
-        return losses
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *constants: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        losses, lse, all_labels = vocab_linear_cross_entropy(x, weight, bias, labels, *constants)
+        ctx.save_for_backward(x, weight, bias, all_labels, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.constants = constants
+        return losses, lse, all_labels
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight, bias, labels, lse = ctx.saved_tensors
+    @once_differentiable
+    def backward(ctx: Any, dlosses: Tensor, *_: Any) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[:3]
-        gradients = linear_cross_entropy_backward(grad, x, weight, bias, labels, lse, needed, *ctx.call)
-        return *gradients, None, None, None, None
+        results = iter(vocab_linear_cross_entropy_backward(dlosses, *ctx.saved_tensors, needed, *ctx.constants))
+        return *(next(results) if need else None for need in needed), *[None] * 6
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -356,7 +417,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def _parts(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _split(tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yields the tensors ``[b, n, ...]`` in parts ``[tokens, ...]``; nothing if they are empty."""
     if tensors[0].numel():
         yield from zip(*(x.flatten(0, 1).split(tokens) for x in tensors), strict=True)

@@ -10,7 +10,7 @@ Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from ..strategies.autograd import with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap, SequenceChunks
 from ..strategies.tensor_operators import (
     ChunkOptions,
-    TracedChunks,
+    ShardedTokens,
     traced_all_gather_linear,
     traced_linear_reduce_scatter,
 )
@@ -39,7 +39,7 @@ from ..strategies.tensor_sequence import all_gather_linear, linear_reduce_scatte
 from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
 
 # The tokens of all ranks; None if there is one rank.
-Chunks = SequenceChunks | TracedChunks | None
+Chunks = SequenceChunks | ShardedTokens | None
 
 
 class MegatronAttention(ShardedWeights, AttentionLayer):
@@ -159,11 +159,11 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
             return None
         return SequenceChunks.of_sharding(self._tp, sharding, rank, self.overlap, device)
 
-    def _traced_chunks(self, tokens: int, sharding: Any) -> TracedChunks | None:
+    def _traced_chunks(self, tokens: int, sharding: Any) -> ShardedTokens | None:
         if self._tensor_ranks == 1:
             return None
         options = ChunkOptions(self.overlap, self._options(0.0))
-        return TracedChunks(tokens, sharding, self._parallel_context, options)
+        return ShardedTokens(tokens, sharding, self._parallel_context, options)
 
     def _project(self, x: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), chunks)
@@ -235,32 +235,34 @@ class MegatronMLP(nn.Module):
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake, which is a graph break under ``torch.compile``.
         """
-        if not torch.compiler.is_compiling() or not isinstance(sharding, Sharding):
-            return self._eager(x_local, sharding)
+        if not isinstance(sharding, Sharding):
+            return self._after_handshake(x_local, sharding)
         check_hidden(x_local, self.hidden_size, self.up_proj)
-        if self._tensor_ranks == 1:
-            return self._compute(x_local, None)
-        traced: Any = sharding
-        chunks = TracedChunks(x_local.shape[1], traced, self._parallel_context, ChunkOptions(self.overlap))
-        return self._compute(x_local, chunks)
+        return self._compute(with_gradient_on_all_ranks(x_local), sharding, None)
 
     @no_compile
-    def _eager(self, x_local: Tensor, sharding: Sharding | None) -> Tensor:
-        if sharding is not None:  # without a handshake, no rank knows whether another rank needs a gradient
-            x_local = with_gradient(x_local)
-        chunks = tokens_in_rank_order(
-            x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj, sharding
-        )
-        return self._compute(x_local, chunks)
+    def _after_handshake(self, x_local: Tensor, sharding: None) -> Tensor:
+        check_sharding(sharding)
 
-    def _compute(self, x_local: Tensor, chunks: Chunks) -> Tensor:
+        def header() -> HiddenHeader:
+            check_hidden(x_local, self.hidden_size, self.up_proj)
+            return HiddenHeader.of(x_local)
+
+        tp = self._parallel_context.tensor
+        return self._compute(x_local, *sharding_by_handshake(header, tp, "batch", "dtype", "requires_gradient"))
+
+    def _compute(self, x_local: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
+        tokens = None
+        if self._tensor_ranks > 1:
+            options = ChunkOptions(self.overlap, lengths=lengths)
+            tokens = ShardedTokens(x_local.shape[1], sharding, self._parallel_context, options)
         if self.gate_proj is None:
-            (up,) = column_linear(x_local, (self.up_proj,), chunks)
+            (up,) = column_linear(x_local, (self.up_proj,), tokens)
             hidden = _ACTIVATIONS[self.activation](up)
         else:
-            gate, up = column_linear(x_local, (self.gate_proj, self.up_proj), chunks)
+            gate, up = column_linear(x_local, (self.gate_proj, self.up_proj), tokens)
             hidden = _ACTIVATIONS[self.activation](gate) * up
-        return row_linear(hidden, self.down_proj, chunks)
+        return row_linear(hidden, self.down_proj, tokens)
 
 
 class HiddenHeader(NamedTuple):
@@ -271,49 +273,36 @@ class HiddenHeader(NamedTuple):
     dtype: torch.dtype
     requires_gradient: bool
 
-
-def tokens_in_rank_order(
-    x: Tensor,
-    group: ProcessGroup | None,
-    overlap: str,
-    hidden_size: int,
-    linear: nn.Linear,
-    sharding: Sharding | None = None,
-) -> SequenceChunks | None:
-    """The tokens of the group, one rank after another, for modules in which tokens do not interact; None for one rank.
-
-    Without a sharding the ranks exchange the lengths of their shards. ``linear`` is the first projection of
-    ``x [b, s, hidden]``.
-    """
-
-    def header() -> HiddenHeader:
-        check_hidden(x, hidden_size, linear)
+    @staticmethod
+    def of(x: Tensor) -> HiddenHeader:
+        """The header of ``x [b, s, hidden]``."""
         return HiddenHeader(x.shape[1], x.shape[0], x.dtype, x.requires_grad and torch.is_grad_enabled())
 
-    lengths = agreed_lengths(header, group, sharding, "batch", "dtype", "requires_gradient")
-    if group is None or group.size() == 1:
-        return None
-    return SequenceChunks.in_rank_order(group, lengths, overlap, x.device)
 
+def sharding_by_handshake(
+    make_header: Callable[[], Any], tp: ProcessGroup | None, *same: str
+) -> tuple[Sharding, tuple[int, ...]]:
+    """A sharding over the ranks of ``tp``, and the number of tokens that each rank says it holds.
 
-def agreed_lengths(
-    make_header: Callable[[], Any], group: ProcessGroup | None, sharding: Sharding | None, *same: str
-) -> Sequence[int]:
-    """The number of tokens of each rank of ``group``: the sharding's, or learned in a handshake.
+    For modules in which tokens do not interact: their order is the order of the ranks, and any lengths will do.
 
     Args:
-        make_header: checks this rank's input; the header's ``length`` is its number of tokens.
-        group: the tensor-parallel ranks.
-        sharding: the sharding of the tokens, if there is one. Nothing is communicated then.
+        make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens.
+        tp: the tensor-parallel ranks.
         same: the fields of the header that must be the same on every rank.
     """
-    if sharding is None:
-        headers = all_gather_header(make_header, group)
-        check_same(headers, *same)
-        return [header.length for header in headers]
-    check_sharding(sharding)
-    sharding.check_local(make_header().length)
-    return sharding.lengths_in(group)
+    headers = all_gather_header(make_header, tp)
+    check_same(headers, *same)
+    lengths = tuple(header.length for header in headers)
+    return Sharding(sum(lengths), "contiguous", group=tp), lengths
+
+
+def with_gradient_on_all_ranks(x: Tensor) -> Tensor:
+    """``x``, or an alias that requires a gradient if gradients are on, because backward sends its gradient.
+
+    Without a handshake, no rank knows whether another rank's ``x`` requires one.
+    """
+    return x if torch.compiler.is_compiling() else with_gradient(x)
 
 
 def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], chunks: Chunks) -> list[Tensor]:
@@ -321,7 +310,7 @@ def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], chunks: Chunks)
     if chunks is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
     weights = [linear.local_weight("weight") for linear in linears]
-    if isinstance(chunks, TracedChunks):
+    if isinstance(chunks, ShardedTokens):
         outs = traced_all_gather_linear(x, weights, chunks)
     else:
         outs = all_gather_linear(x, weights, chunks)
@@ -334,7 +323,7 @@ def row_linear(x: Tensor, linear: ShardedLinear, chunks: Chunks) -> Tensor:
     if chunks is None:
         y: Tensor = linear(x)
         return y
-    if isinstance(chunks, TracedChunks):
+    if isinstance(chunks, ShardedTokens):
         y = traced_linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
     else:
         y = linear_reduce_scatter(x, linear.local_weight("weight"), chunks)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..mesh import ParallelContext, rank_in
 from ..opaque import Opaque, constant
@@ -38,13 +39,23 @@ class ChunkOptions(Opaque):
         overlap: "auto", "ring", "symm_mem" or "none".
         attention: the options of the attention that reads the tokens, which are put into its order. None: the chunks of
             the ranks follow one another. If its keys are replicated, the tokens are those of all its ranks.
+        lengths: the number of tokens of each rank, where the ranks have told each other; None: the sharding says.
     """
 
     overlap: str
     attention: AttentionOptions | None = None
+    lengths: tuple[int, ...] | None = None
 
 
-class TracedChunks(NamedTuple):
+def lengths_of(tokens: int, sharding: Sharding, group: ProcessGroup | None, options: ChunkOptions) -> tuple[int, ...]:
+    """The number of tokens of each rank of ``group``, of which this rank holds ``tokens``."""
+    if options.lengths is not None:
+        return options.lengths
+    sharding.check_local(tokens)
+    return sharding.lengths_in(group)
+
+
+class ShardedTokens(NamedTuple):
     """Replaces ``SequenceChunks`` while torch.compile traces.
 
     Attributes:
@@ -70,16 +81,18 @@ def chunks_of(
 ) -> SequenceChunks:
     """The chunks of a layer whose rank holds ``tokens`` tokens. If it was ``chosen`` not to replicate the keys, these
     tokens are all."""
-    sharding.check_local(tokens)
     attention = None if options.attention is None else options.attention.with_choice(chosen)
     if attention is not None and attention.replicated:
+        sharding.check_local(tokens)
         groups, sequence = placement(sharding, ranks, attention)
         return SequenceChunks.of_context(groups.sequence, sequence, device)
     if chosen is not None:
         return SequenceChunks.in_rank_order(None, [tokens], options.overlap, device)
     group = ranks.tensor
     if options.attention is None:
-        return SequenceChunks.in_rank_order(group, sharding.lengths_in(group), options.overlap, device)
+        lengths = lengths_of(tokens, sharding, group, options)
+        return SequenceChunks.in_rank_order(group, lengths, options.overlap, device)
+    sharding.check_local(tokens)
     groups, sequence = placement(sharding, ranks, options.attention)
     assert group is not None
     return SequenceChunks.of_sharding(group, sequence, rank_in(groups.sequence), options.overlap, device)
@@ -231,7 +244,7 @@ def _(
 
 
 def traced_all_gather_linear(
-    x: Tensor, weights: Sequence[Tensor], chunks: TracedChunks, chosen: Tensor | None = None
+    x: Tensor, weights: Sequence[Tensor], chunks: ShardedTokens, chosen: Tensor | None = None
 ) -> list[Tensor]:
     """``all_gather_linear`` while torch.compile traces."""
     x, *weights = to_autocast_dtype(x, *weights)
@@ -239,7 +252,7 @@ def traced_all_gather_linear(
     return outs
 
 
-def traced_linear_reduce_scatter(x: Tensor, weight: Tensor, chunks: TracedChunks) -> Tensor:
+def traced_linear_reduce_scatter(x: Tensor, weight: Tensor, chunks: ShardedTokens) -> Tensor:
     """``linear_reduce_scatter`` while torch.compile traces."""
     x, weight = to_autocast_dtype(x, weight)
     y: Tensor = linear_reduce_scatter_op(x, weight, *chunks)

@@ -23,8 +23,12 @@ from seqpar import Mask, Sharding
 from seqpar.layers import context_parallel
 from seqpar.layers.context_parallel import gathers_activations_op
 from seqpar.layers.rotary import _rotary_table, rotary_length_op
-from seqpar.megatron.sharded_vocab import VocabPart
-from seqpar.megatron.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
+from seqpar.megatron.sharded_vocab import (
+    VocabPart,
+    vocab_cross_entropy,
+    vocab_embedding,
+    vocab_linear_cross_entropy,
+)
 from seqpar.mesh import ParallelContext
 from seqpar.planner import auto, costs
 from seqpar.planner.auto import Candidate, candidates, choose_strategy_op
@@ -498,11 +502,12 @@ def check_vocabulary_operators(group: ProcessGroup) -> None:
     part = VocabPart.of_rank(11, group)
     ids = sharding.shard(torch.arange(22)[None] % 11)
     weight, bias = torch.randn(part.size, 8, requires_grad=True), torch.randn(part.size, requires_grad=True)
-    torch.library.opcheck(embedding_op, (ids, weight, 11, part, sharding, ranks))
+    options = ChunkOptions("ring")
+    torch.library.opcheck(vocab_embedding, (ids, weight, part, sharding, ranks, options))
     x, logits = (torch.randn(1, *shape, requires_grad=True) for shape in ((sharding.seq_local, 8), (22, part.size)))
-    torch.library.opcheck(cross_entropy_op, (logits, ids, 11, -100, sharding))
+    torch.library.opcheck(vocab_cross_entropy, (logits, ids, 11, -100, sharding, options))
     for given in (bias, None):
-        torch.library.opcheck(linear_cross_entropy_op, (x, weight, given, ids, 11, part, 4, sharding, ranks))
+        torch.library.opcheck(vocab_linear_cross_entropy, (x, weight, given, ids, 4, part, sharding, ranks, options))
 
 
 def test_opcheck_of_vocabulary_operators(pool: Pool) -> None:
