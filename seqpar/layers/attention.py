@@ -47,11 +47,7 @@ from ..strategies.operators import (
     positions_op,
     traced_seed,
 )
-from ..strategies.sequence_chunks import SequenceChunks
-from ..strategies.tensor_operators import (
-    ShardedTokens,
-    all_gather_positions_op,
-)
+from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
 from .rotary import RotaryEmbedding, largest_length, rotary_length_op
 
 if TYPE_CHECKING:
@@ -257,9 +253,9 @@ class AttentionLayer(nn.Module):
             _check_positions(positions, x)
         ranks, options = self._parallel_context, self._traced_options()
         length = self._traced_length(x, positions, sharding)
-        chunks = self._traced_chunks(x.shape[1], sharding)
+        chunks = self._tokens(x.shape[1], sharding)
         if positions is not None and chunks is not None:
-            positions = all_gather_positions_op(positions, None, sharding, ranks, chunks.options)
+            positions = all_gather_positions(positions, None, *chunks[1:])
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
@@ -340,7 +336,12 @@ class AttentionLayer(nn.Module):
     def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
         """``forward`` of a checked ``x [b, s, hidden]``."""
         rank, positions = rank_in(call.groups.sequence), call.positions
-        chunks = self._chunks(call.sequence, rank, x.device)
+        sharding, sequence = call.sharding, call.sequence
+        if sharding is None and self.strategy == "tp_sp":
+            sharding = Sharding(
+                sequence.seq_len, sequence.layout, mesh=self.mesh, group=self.group, strategy=self.strategy
+            )
+        chunks = self._tokens(x.shape[1], sharding)
         if call.joins_backward and chunks is not None:  # the projections communicate
             x = with_gradient(x)
         q, k, v = self._heads_of(self._project(x, chunks))
@@ -348,7 +349,7 @@ class AttentionLayer(nn.Module):
             if positions is None:
                 positions = call.sequence.rank_positions(rank, x.device)
             elif chunks is not None:
-                positions = chunks.all_gather_positions(positions)
+                positions = all_gather_positions(positions, None, *chunks[1:])
             q, k = self.rope(q, k, positions, call.rotary_length)
         out = self._attend(q, k, v, call, self._options(call.dropout_p))
         return self._output(out.flatten(2), chunks)
@@ -466,19 +467,15 @@ class AttentionLayer(nn.Module):
         degrees = groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks
         return (self.strategy, *degrees, layout, self.softcap, dropout_p)
 
-    def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
-        """The tokens of the ranks that all-gather before the projections; None if the layer does not all-gather."""
+    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
+        """The tokens that are all-gathered before the projections; None if the layer does not all-gather."""
         return None
 
-    def _traced_chunks(self, tokens: int, sharding: Any) -> ShardedTokens | None:
-        """``_chunks`` while torch.compile traces."""
-        return None
-
-    def _project(self, x: Tensor, chunks: SequenceChunks | ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
         """q ``[b, s, h * d]``, k and v ``[b, s, n * d]`` of the tokens that this rank attends with."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def _output(self, out: Tensor, chunks: SequenceChunks | ShardedTokens | None) -> Tensor:
+    def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
         """The output projection ``[b, s, h * d]`` to ``[b, s, hidden]``, for this rank's tokens."""
         y: Tensor = self.o_proj(out)
         return y

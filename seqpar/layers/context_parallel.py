@@ -38,13 +38,7 @@ from ..strategies.operators import (
     with_replicated_keys,
 )
 from ..strategies.sequence_chunks import SequenceChunks
-from ..strategies.tensor_operators import (
-    ChunkOptions,
-    ShardedTokens,
-    all_gather_positions_op,
-    traced_all_gather_linear,
-)
-from ..strategies.tensor_sequence import all_gather_linear
+from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, all_gather_positions, gather_and_project
 from .attention import AttentionLayer, LayerCall
 from .rotary import rotate
 
@@ -159,12 +153,16 @@ class ContextParallelAttention(AttentionLayer):
                 of_queries = sequence.rank_positions(rank, x.device)
                 of_keys = sequence.together().rank_positions(0, x.device)
             else:
-                of_keys = chunks.all_gather_positions(call.positions)
+                of_keys = chunks.all_gather(torch.atleast_2d(call.positions))
         finish, parameters = self._finish_keys(hidden.dtype, x.device, of_keys, call.rotary_length)
         call, options = call._replace(groups=groups), self._options(call.dropout_p, replicated=True)
         hidden = hidden.contiguous()
         if seen_by_dispatch_mode():  # the mode must see the projections and attention as separate operators
-            k, v = finish(*all_gather_linear(hidden, [k_weight, v_weight], chunks), *parameters)
+            sharding = call.sharding
+            if sharding is None:
+                sharding = Sharding(sequence.seq_len, sequence.layout, mesh=self.mesh, group=self.group)
+            tokens = ShardedTokens(x.shape[1], sharding, self._parallel_context, ChunkOptions("ring", options))
+            k, v = finish(*gather_and_project(hidden, [k_weight, v_weight], tokens), *parameters)
             q = self._queries(x, of_queries, call.rotary_length)
             return self._output(self._attend(q, k, v, call, options).flatten(2), None)
         gathered = GatheredActivations(chunks, finish)
@@ -192,8 +190,8 @@ class ContextParallelAttention(AttentionLayer):
         chunks = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", options))
         of_queries, of_keys = positions, positions
         if self.rope is not None and positions is not None:  # before the projections, as eager code sends them
-            of_keys = all_gather_positions_op(positions, chosen, sharding, ranks, chunks.options)
-        k, v = traced_all_gather_linear(x, [self.k_proj.weight, self.v_proj.weight], chunks, chosen)
+            of_keys = all_gather_positions(positions, chosen, *chunks[1:])
+        k, v = gather_and_project(x, [self.k_proj.weight, self.v_proj.weight], chunks, chosen)
         if self.rope is not None and positions is None:
             of_queries = positions_op(x, None, sharding, ranks, self._options(0.0))
             of_keys = positions_op(k, chosen, sharding, ranks, options)

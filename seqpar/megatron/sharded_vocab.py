@@ -31,9 +31,9 @@ from ..library import operator
 from ..mesh import ParallelContext, rank_in, size_of, tensor_group
 from ..opaque import Opaque, constant
 from ..sharding import Sharding
-from ..strategies.sequence_chunks import PartialSums, Piece, Rows, sum_dtype
+from ..strategies.gemm import add_weight_gradient, sum_dtype
+from ..strategies.sequence_chunks import PartialSums, Piece, Rows
 from ..strategies.tensor_operators import LEAST_TOKENS, ChunkOptions, chunks_of, lengths_of
-from ..strategies.tensor_sequence import add_weight_gradient
 
 # The label of tokens without loss, by default. No id has it.
 IGNORE_INDEX = -100

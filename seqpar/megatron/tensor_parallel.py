@@ -23,23 +23,14 @@ from ..checks import check_choice, check_hidden, check_int, check_options, no_co
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
 from ..layers.attention import NORM_EPS, AttentionLayer
-from ..layout import Layout, SequenceSharding
+from ..layout import Layout
 from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
-from ..strategies.sequence_chunks import OVERLAPS, Overlap, SequenceChunks
-from ..strategies.tensor_operators import (
-    ChunkOptions,
-    ShardedTokens,
-    traced_all_gather_linear,
-    traced_linear_reduce_scatter,
-)
-from ..strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
+from ..strategies.sequence_chunks import OVERLAPS, Overlap
+from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
-
-# The tokens of all ranks; None if there is one rank.
-Chunks = SequenceChunks | ShardedTokens | None
 
 
 class MegatronAttention(ShardedWeights, AttentionLayer):
@@ -154,23 +145,18 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
         return (*super()._constants(groups, layout, dropout_p), self._attention_strategy, self.overlap)
 
-    def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
-        if self._tp is None or self._tp.size() == 1:
-            return None
-        return SequenceChunks.of_sharding(self._tp, sharding, rank, self.overlap, device)
-
-    def _traced_chunks(self, tokens: int, sharding: Any) -> ShardedTokens | None:
+    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
         if self._tensor_ranks == 1:
             return None
         options = ChunkOptions(self.overlap, self._options(0.0))
         return ShardedTokens(tokens, sharding, self._parallel_context, options)
 
-    def _project(self, x: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), chunks)
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), tokens)
         return q, k, v
 
-    def _output(self, out: Tensor, chunks: Chunks) -> Tensor:
-        return row_linear(out, self.o_proj, chunks)
+    def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
+        return row_linear(out, self.o_proj, tokens)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -305,28 +291,21 @@ def with_gradient_on_all_ranks(x: Tensor) -> Tensor:
     return x if torch.compiler.is_compiling() else with_gradient(x)
 
 
-def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], chunks: Chunks) -> list[Tensor]:
+def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: ShardedTokens | None) -> list[Tensor]:
     """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
-    if chunks is None:
+    if tokens is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    weights = [linear.local_weight("weight") for linear in linears]
-    if isinstance(chunks, ShardedTokens):
-        outs = traced_all_gather_linear(x, weights, chunks)
-    else:
-        outs = all_gather_linear(x, weights, chunks)
+    outs = gather_and_project(x, [linear.local_weight("weight") for linear in linears], tokens)
     biases = [linear.local_weight("bias") for linear in linears]
     return [y if bias is None else y + bias for y, bias in zip(outs, biases, strict=True)]
 
 
-def row_linear(x: Tensor, linear: ShardedLinear, chunks: Chunks) -> Tensor:
+def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -> Tensor:
     """Project and reduce-scatter the tokens: ``x [b, t, in_local]`` to ``[b, s, out]``."""
-    if chunks is None:
-        y: Tensor = linear(x)
-        return y
-    if isinstance(chunks, ShardedTokens):
-        y = traced_linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
-    else:
-        y = linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
+    if tokens is None:
+        local: Tensor = linear(x)
+        return local
+    y = project_and_scatter(x, linear.local_weight("weight"), tokens)
     bias: Tensor | None = linear.local_weight("bias")
     return y if bias is None else y + bias
 

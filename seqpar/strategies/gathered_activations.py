@@ -42,7 +42,7 @@ from ..kernels.base import accumulator
 from .autograd import attention_backward, attention_forward
 from .call import AttentionCall
 from .sequence_chunks import Piece, SequenceChunks
-from .tensor_sequence import all_gather_linear_backward, project_pieces
+from .tensor_sequence import all_gather_linear_backward, project
 
 Gather = Literal["kv", "activations", "auto"]
 GATHERS: tuple[str, ...] = get_args(Gather)
@@ -94,7 +94,7 @@ class GatheredActivations:
         make_ready(self.chunks.group, x.device)
         self._arriving = self.chunks.receive_chunks(x)
 
-    def project(self, x: Tensor, weights: Sequence[Tensor], full: Tensor | None = None) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, weights: Sequence[Tensor], full: Tensor | None = None) -> list[Tensor]:
         """k and v ``[b, t, n * d]`` without biases, from the hidden states that ``start`` has started to gather.
 
         The hidden states of all ranks are written to ``full [b, t, hidden]`` if it is given.
@@ -103,7 +103,7 @@ class GatheredActivations:
             self.start(x)
         arriving, self._arriving = self._arriving, None
         assert arriving is not None
-        return project_pieces(arriving, x, weights, self.chunks, full)
+        return project(arriving, x, weights, self.chunks, full)
 
 
 class StartInBackward(torch.autograd.Function):

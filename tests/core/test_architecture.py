@@ -14,6 +14,7 @@ FLOORS = (
         "checks",
         "keys",
         "layout",
+        "library",
         "heads",
         "mask",
         "mesh",

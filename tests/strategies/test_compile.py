@@ -33,7 +33,7 @@ from seqpar.mesh import ParallelContext
 from seqpar.planner import auto, costs
 from seqpar.planner.auto import Candidate, candidates, choose_strategy_op
 from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op, choice
-from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
+from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, linear_reduce_scatter
 
 from ..models import HEAD_DIM, HIDDEN, attention_layer, full, randomize
 from ..pool import Pool, on_ranks
@@ -468,7 +468,7 @@ def check_choice(group: ProcessGroup) -> None:
     x, weights = q.flatten(2), [torch.randn(8, 24, requires_grad=True)]
     torch.library.opcheck(gathers_activations_op, (x, 8, *where[:-1], replace(gathered, replicated=False)))
     of_own_tokens = torch.tensor(0), sharding, ANY_RANKS, ChunkOptions("ring", gathered)
-    torch.library.opcheck(all_gather_linear_op, (x, weights, *of_own_tokens))
+    torch.library.opcheck(all_gather_linear, (x, weights, *of_own_tokens))
 
 
 def test_opcheck_of_a_choice(pool: Pool) -> None:
@@ -487,9 +487,9 @@ def check_tensor_parallel_operators(group: ProcessGroup) -> None:
     call = ChunkOptions("ring", AttentionOptions("local", tensor_parallel=True))
     x = torch.randn(1, sharding.seq_local, 8, requires_grad=True)
     weights = [torch.randn(n, 8, requires_grad=True) for n in (4, 6)]
-    torch.library.opcheck(all_gather_linear_op, (x, weights, None, sharding, ranks, call))
+    torch.library.opcheck(all_gather_linear, (x, weights, None, sharding, ranks, call))
     full, weight = torch.randn(1, 22, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
-    torch.library.opcheck(linear_reduce_scatter_op, (full, weight, sharding.seq_local, sharding, ranks, call))
+    torch.library.opcheck(linear_reduce_scatter, (full, weight, sharding.seq_local, sharding, ranks, call))
 
 
 def test_opcheck_of_tensor_parallel_operators(pool: Pool) -> None:
