@@ -43,20 +43,20 @@ class ShardedWeights(nn.Module):
     # By name of a DTensor parameter. None: this rank computes with all that it holds. ``layers/gradients.py`` reads it.
     tensor_parallel_parts: Mapping[str, Part | None] = MappingProxyType({})
 
-    def distribute(self, ranks: ParallelContext, **how: int | Part | None) -> None:
+    def distribute(self, ranks: ParallelContext, **splits: int | Part | None) -> None:
         """Replace full parameters by DTensors.
 
         Args:
             ranks: the ranks of the layer.
-            how: for each parameter the dimension in which it is sharded, or, for a replicated one, the part that this
-                rank computes with. None: all of it.
+            splits: for each parameter the dimension in which it is sharded, or, for a replicated one, the part that
+                this rank computes with. None: all of it.
         """
         if size_of(ranks.tensor) == 1:
             return
-        full = {name: getattr(self, name) for name in how if getattr(self, name) is not None}
-        self.tensor_parallel_parts = {name: part if isinstance(part := how[name], Part) else None for name in full}
+        full = {name: getattr(self, name) for name in splits if getattr(self, name) is not None}
+        self.tensor_parallel_parts = {name: part if isinstance(part := splits[name], Part) else None for name in full}
         for name, weight in full.items():
-            dim = how[name]
+            dim = splits[name]
             placement = Shard(dim) if isinstance(dim, int) else Replicate()
             meta = TensorMeta(weight.shape, weight.stride(), weight.dtype)
             spec = DTensorSpec(_tensor_mesh(ranks, weight.device), (placement,), tensor_meta=meta)
@@ -98,7 +98,7 @@ class ShardedLinear(ShardedWeights, nn.Linear):
         out_features: of the full weight.
         bias: whether it has a bias.
         ranks: the ranks of the layer.
-        how: 0 for column-parallel, 1 for row-parallel, or the ``Part`` of a replicated weight in one of these
+        split: 0 for column-parallel, 1 for row-parallel, or the ``Part`` of a replicated weight in one of these
             dimensions. The bias of a row-parallel projection is replicated.
         factory_kwargs: device and dtype of the weights.
     """
@@ -109,20 +109,20 @@ class ShardedLinear(ShardedWeights, nn.Linear):
         out_features: int,
         bias: bool,
         ranks: ParallelContext,
-        how: int | Part,
+        split: int | Part,
         factory_kwargs: dict[str, Any],
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, **factory_kwargs)
-        rows = how == 0 or (isinstance(how, Part) and how.dim == 0)
-        self.distribute(ranks, weight=how, bias=how if rows else None)
+        rows = split == 0 or (isinstance(split, Part) and split.dim == 0)
+        self.distribute(ranks, weight=split, bias=split if rows else None)
 
     def reset_parameters(self) -> None:
         """Draw the weights."""
         if not self.tensor_parallel_parts:
             super().reset_parameters()
             return
-        where: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
-        self.copy_parameters(nn.Linear(self.in_features, self.out_features, self.bias is not None, **where))
+        factory_kwargs: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.copy_parameters(nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory_kwargs))
 
 
 class ReplicatedNorm(ShardedWeights, nn.RMSNorm):

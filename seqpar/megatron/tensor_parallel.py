@@ -86,20 +86,22 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
         self._tensor_ranks = size_of(ranks.tensor)
         by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
-        own = self._local_heads = by_rank[rank_in(ranks.tensor)]
+        local = self._local_heads = by_rank[rank_in(ranks.tensor)]
 
-        def how(dim: int, heads: int, own: range, rows: int = d) -> int | Part:
-            """How the ``rows`` of each of ``heads`` are distributed, of which this rank computes with its ``own``."""
-            return dim if heads % self._tensor_ranks == 0 else Part(dim, own.start * rows, len(own) * rows)
+        def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | Part:
+            """How a weight with ``rows`` rows of each of ``heads`` is distributed along ``dim``."""
+            if heads % self._tensor_ranks == 0:
+                return dim
+            return Part(dim, local_heads.start * rows, len(local_heads) * rows)
 
-        keys = how(0, self.num_kv_heads, own.kv)
+        of_queries, of_keys = split(0, self.num_heads, local.queries), split(0, self.num_kv_heads, local.kv)
         linear = partial(ShardedLinear, ranks=ranks, factory_kwargs=factory_kwargs)
-        self.q_proj = linear(hidden, self.num_heads * d, bias, how=how(0, self.num_heads, own.queries))
-        self.k_proj = linear(hidden, self.num_kv_heads * d, bias, how=keys)
-        self.v_proj = linear(hidden, self.num_kv_heads * d, bias, how=keys)
-        self.o_proj = linear(self.num_heads * d, hidden, out_bias, how=how(1, self.num_heads, own.queries))
+        self.q_proj = linear(hidden, self.num_heads * d, bias, split=of_queries)
+        self.k_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
+        self.v_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
+        self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, local.queries))
         self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
-        self.distribute(ranks, sinks=how(0, self.num_heads, own.queries, 1))
+        self.distribute(ranks, sinks=split(0, self.num_heads, local.queries, 1))
 
     def _norm(self, factory_kwargs: dict[str, Any]) -> nn.RMSNorm:
         return ReplicatedNorm(self.head_dim, self._parallel_context, eps=NORM_EPS, **factory_kwargs)
@@ -108,10 +110,6 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     def _local_sinks(self) -> Tensor | None:
         sinks: Tensor | None = self.local_weight("sinks")
         return sinks
-
-    @property
-    def _tp(self) -> ProcessGroup | None:
-        return self._parallel_context.tensor
 
     @property
     def _heads(self) -> Heads:
@@ -123,7 +121,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
 
     @property
     def _tensor_size(self) -> int:
-        return size_of(self._tp)
+        return self._tensor_ranks
 
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
@@ -177,11 +175,11 @@ class MegatronMLP(nn.Module):
         hidden_size: width of the hidden states.
         intermediate_size: width between the projections.
         activation: "swiglu", "gelu" or "gelu_tanh".
-        mesh: the ranks that the weights and the tokens are sharded over, as for ``MegatronAttention``.
-        group: the same as a ProcessGroup.
-        bias: whether all projections have biases. That of ``down_proj`` is replicated, and added once, after the
+        mesh: the weights and the tokens are sharded over its tp dimension.
+        group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
+        bias: whether all projections have biases. The bias of ``down_proj`` is replicated, and added once, after the
             reduce-scatter.
-        overlap: as for ``MegatronAttention``.
+        overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
         device: the device of the weights.
         dtype: the dtype of the weights.
     """
@@ -209,9 +207,9 @@ class MegatronMLP(nn.Module):
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self._tensor_ranks = size_of(self._parallel_context.tensor)
         linear = partial(ShardedLinear, bias=bias, ranks=self._parallel_context, factory_kwargs=factory_kwargs)
-        self.gate_proj = linear(hidden_size, intermediate_size, how=0) if activation == "swiglu" else None
-        self.up_proj = linear(hidden_size, intermediate_size, how=0)
-        self.down_proj = linear(intermediate_size, hidden_size, how=1)
+        self.gate_proj = linear(hidden_size, intermediate_size, split=0) if activation == "swiglu" else None
+        self.up_proj = linear(hidden_size, intermediate_size, split=0)
+        self.down_proj = linear(intermediate_size, hidden_size, split=1)
 
     def forward(self, x_local: Tensor, sharding: Sharding | None = None) -> Tensor:
         """``x_local [batch, seq, hidden]``, this rank's tokens, to ``y_local`` of the same shape.

@@ -49,10 +49,6 @@ class VocabParallelEmbedding(ShardedWeights):
         group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
         device: the device of the weight.
         dtype: the dtype of the weight.
-
-    Raises:
-        TypeError: a size is not an int, or mesh or group have another type.
-        ValueError: a size below 1, or a mesh without a tp dimension.
     """
 
     def __init__(
@@ -76,25 +72,17 @@ class VocabParallelEmbedding(ShardedWeights):
         self.distribute(self._parallel_context, weight=0)  # [v, d] on this rank
 
     def reset_parameters(self) -> None:
-        """Draw the weight. Every rank draws the full one, so that one seed gives the same for any number of ranks."""
-        where: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
-        self.copy_parameters(nn.Embedding(self.num_embeddings, self.embedding_dim, **where))
+        """Draw the weight. Every rank draws all of it, so that one seed gives the same for any number of ranks."""
+        factory_kwargs: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.copy_parameters(nn.Embedding(self.num_embeddings, self.embedding_dim, **factory_kwargs))
 
     def forward(self, ids: Tensor, sharding: Sharding | None = None) -> Tensor:
-        """Embed this rank's tokens.
+        """Embeddings ``[batch, seq, hidden]`` of ``ids``, int64 ``[batch, seq]``.
 
         Args:
-            ids: int64 ``[batch, seq]``.
+            ids: of this rank's tokens.
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake, which is a graph break under ``torch.compile``.
-
-        Returns:
-            ``[batch, seq, hidden]`` in the dtype of the weight.
-
-        Raises:
-            TypeError: ``ids`` is not an int64 tensor of two dimensions.
-            ValueError: an id outside the vocabulary, or ranks that differ in batch.
-            RuntimeError: another rank raised an error on its own ids.
         """
         if not isinstance(sharding, Sharding):
             return self._after_handshake(ids, sharding)
@@ -121,21 +109,11 @@ class VocabParallelHead(ShardedLinear):
 
     The input is ``[batch, seq, hidden]``. The output is ``[batch, tokens, vocab_local]``, with the tokens in the order
     of the ranks, as ``vocab_parallel_cross_entropy`` takes them. Given labels, the head returns the loss instead, and
-    never holds the logits of all tokens.
+    never holds the logits of all tokens. See ``VocabParallelEmbedding`` for the other arguments.
 
     Args:
-        hidden_size: the hidden size.
-        num_embeddings: the size of the full vocabulary.
-        mesh: the vocabulary and the tokens are sharded over its tp dimension.
-        group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
         bias: whether the logits have a bias.
         overlap: "auto", "ring", "symm_mem" or "none": how the all-gather overlaps with the GEMM.
-        device: the device of the weights.
-        dtype: the dtype of the weights.
-
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: a size below 1, an unknown ``overlap``, or a mesh without a tp dimension.
     """
 
     def __init__(
@@ -178,8 +156,7 @@ class VocabParallelHead(ShardedLinear):
         Args:
             x_local: ``[batch, seq, hidden]``, of this rank's tokens.
             labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
-            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
-                their lengths in a handshake, which is a graph break under ``torch.compile``.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it there is a handshake.
             ignore_index: the label of tokens without loss.
             chunk_tokens: with labels, how many tokens have logits at a time; by default as many as fit into 128 MiB in
                 float32.
@@ -187,11 +164,6 @@ class VocabParallelHead(ShardedLinear):
         Returns:
             The logits, ``[batch, tokens, vocab_local]``. With labels, the loss of each of the group's tokens as
             ``vocab_parallel_cross_entropy`` returns it: ``[batch, tokens]``, float32 (float64 for float64).
-
-        Raises:
-            TypeError: an argument has another type.
-            ValueError: shapes that do not fit together, or a label outside the vocabulary.
-            RuntimeError: another rank raised an error on its own input.
         """
         if not isinstance(sharding, Sharding):
             return self._after_handshake(x_local, labels, sharding, ignore_index, chunk_tokens)
@@ -263,10 +235,10 @@ def vocab_parallel_cross_entropy(
         logits: ``[batch, tokens, vocab_local]`` of all of the group's tokens, as ``VocabParallelHead`` returns them.
         labels: int64 ``[batch, seq]`` of *this rank's* tokens, already shifted. They are all-gathered here.
         num_embeddings: the size of the full vocabulary.
-        mesh: as given to ``VocabParallelHead``.
-        group: as given to ``VocabParallelHead``.
-        sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it,
-            the ranks exchange their lengths in a handshake, which is a graph break under ``torch.compile``.
+        mesh: the mesh that ``VocabParallelHead`` was made with.
+        group: the group that ``VocabParallelHead`` was made with.
+        sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it
+            there is a handshake.
         ignore_index: the label of tokens without loss.
 
     Returns:
