@@ -282,12 +282,26 @@ def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
     return _ranks_of_equal(known[members])
 
 
-def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
-    """The ranks of ``group`` on other hosts than this one. Empty as long as the hosts are not known."""
+def known_per_host(group: ProcessGroup | None) -> int:
+    """How many consecutive ranks of ``group`` share a host: 1 if they are irregular, all as long as the hosts are not
+    known. The same on every rank. Never communicates."""
+    if group is None or not _hosts_are_known(group):
+        return size_of(group)
+    hosts = ranks_by_host(group)
+    per_host = ranks_per_host(hosts)
+    return 1 if len(hosts) > 1 and per_host == group.size() else per_host
+
+
+def _hosts_are_known(group: Ranks) -> bool:
     world = dist.group.WORLD
     assert world is not None
-    known, members = _hosts.get(world, {}), global_ranks(group)
-    if not (is_simulated() or members in known or tuple(range(world.size())) in known):
+    known = _hosts.get(world, {})
+    return is_simulated() or global_ranks(group) in known or tuple(range(world.size())) in known
+
+
+def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
+    """The ranks of ``group`` on other hosts than this one. Empty as long as the hosts are not known."""
+    if not _hosts_are_known(group):
         return frozenset()
     own = next(ranks for ranks in ranks_by_host(group) if group.rank() in ranks)
     return frozenset(range(group.size())).difference(own)

@@ -8,6 +8,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -27,12 +28,13 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
+from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from ..mask import Mask
-from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
-from ..planner.auto import traced_choice
+from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
+from ..planner.rules import fastest
 from ..schedule import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
 from ..strategies import COMMS, resolve, strategy_options
@@ -288,8 +290,6 @@ class AttentionLayer(nn.Module):
         """``_attend`` while torch.compile traces it. ``chosen`` is of ``AttentionOptions.with_choice``."""
         seed = traced_seed() if self._dropout_p else None
         ranks = self._parallel_context
-        if chosen is None:
-            chosen = traced_choice(q, k, v, mask, sharding, ranks, options)
         out: Tensor = attention_op(
             q, k, v, self._local_sinks, None, seed, chosen, mask, sharding, ranks, options, None
         )[0]
@@ -566,6 +566,46 @@ class HybridAttention(AttentionLayer):
     """
 
     strategy = "hybrid"
+
+
+class AutoAttention(AttentionLayer):
+    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options.
+
+    See ``AttentionLayer`` for the arguments.
+    """
+
+    strategy = "auto"
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, options: AttentionOptions) -> Tensor:
+        sequence, group = call.sequence, call.groups.sequence
+        if group is not None and group.size() > 1:
+            where = sequence.layout, group.size(), known_per_host(group), q.device.type
+            strategy, strategy_options = fastest(call.mask.is_local, self.num_heads, self.num_kv_heads, *where)
+            count_choice(strategy)
+            ranks = self._ranks(call.sharding)
+            groups = resolve(strategy, ranks.mesh, ranks.group, strategy_options)
+            sequence = replace(sequence, ring=groups.ring_size, ulysses=groups.ulysses_size)
+            call = call._replace(groups=groups, sequence=sequence)
+            options = replace(options, strategy=strategy, strategy_options=constants(strategy_options))
+        return super()._attend(q, k, v, call, options)
+
+    def _traced_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        sharding: Any,
+        options: AttentionOptions,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+        strategy, strategy_options = fastest(mask.is_local, self.num_heads, self.num_kv_heads, *where)
+        options = replace(options, strategy=strategy, strategy_options=constants(strategy_options))
+        return super()._traced_attention(q, k, v, mask, sharding, options, chosen)
+
+    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
+        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
 
 
 def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, si
 from ..opaque import Opaque, constant, real
 from ..schedule import attention_plan
 from ..sharding import Sharding
-from . import STRATEGIES, compared_options, resolve
+from . import resolve
 from .autograd import (
     SequenceParallelAttention,
     attention_backward,
@@ -63,8 +63,7 @@ class AttentionOptions(Opaque):
     """The constants of a call.
 
     Attributes:
-        strategy: the strategy's name. Under tensor parallelism it is that of the ranks with the same heads. "auto"
-            stands for the strategy that is chosen when the operator runs.
+        strategy: the strategy's name. Under tensor parallelism it is the strategy of the ranks with the same heads.
         strategy_options: (name, value) of each option of the strategy.
         tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
         first_head: the index in the model of the first query head.
@@ -98,23 +97,8 @@ class AttentionOptions(Opaque):
         return Heads(range(self.first_head, self.first_head + heads), per_kv)
 
     def with_choice(self, chosen: Tensor | None) -> AttentionOptions:
-        """The options with what was chosen when compiled code ran, if anything was.
-
-        With strategy "auto", ``chosen`` is a ``choice``, otherwise int64 ``[]``: whether k and v are ``replicated``.
-        """
-        if chosen is None:
-            return self
-        if self.strategy != "auto":
-            return replace(self, replicated=bool(chosen.item()))
-        index, ulysses_size = chosen.tolist()
-        name = tuple(STRATEGIES)[index]
-        options = {"ulysses_size": ulysses_size} if ulysses_size else compared_options(name)
-        return replace(self, strategy=name, strategy_options=constants(options))
-
-
-def choice(strategy: str, options: Mapping[str, Any]) -> Tensor:
-    """A strategy with its options, chosen when compiled code runs, as int64 ``[2]`` on the host."""
-    return torch.tensor([tuple(STRATEGIES).index(strategy), options.get("ulysses_size") or 0], device="cpu")
+        """The options with ``replicated``, which was ``chosen`` when compiled code ran: int64 ``[]``, or None."""
+        return self if chosen is None else replace(self, replicated=bool(chosen.item()))
 
 
 def constants(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -281,12 +265,12 @@ def attention_op(
         latent_weight: ``[h, nope + e, w]``, if k and v are latents and rotated keys (see ``latent.py``).
 
     Returns:
-        ``out [b, s, h, e]``; ``lse [b, h, s]``, which is undefined unless ``options.return_lse`` if the strategy is
-        "auto" or has an all-to-all; the tensors of ``_kept_dtypes``; and with ``options.draws_seed`` rank 0's seed.
+        ``out [b, s, h, e]``; ``lse [b, h, s]``, which is empty unless ``options.return_lse`` if the strategy has an
+        all-to-all; the tensors of ``_kept_dtypes``; and with ``options.draws_seed`` rank 0's seed.
     """
-    given, options = options, options.with_choice(chosen)
+    options = options.with_choice(chosen)
     groups, sequence = placement(sharding, ranks, options)
-    kept_dtypes = _kept_dtypes(q, k, groups, sequence, given)
+    kept_dtypes = _kept_dtypes(q, k, groups, sequence, options)
 
     def header() -> _SeedHeader:
         _check(q, k, v, latent_weight, mask, groups, sharding, options)
@@ -297,9 +281,11 @@ def attention_op(
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, options)
     call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = attention_forward(call, q, k, v)
-    results = [out, lse.flatten() if given.strategy == "auto" and not options.return_lse else lse]
+    results = [out, lse]
     if kept_dtypes:
-        kept = _to_keep(saved, head_exchange(call, q.shape, q.device))
+        exchange = head_exchange(call, q.shape, q.device)
+        assert exchange is not None
+        kept = _to_keep(saved, exchange)
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
         results += [q.new_empty(0, dtype=dtype) for dtype in kept_dtypes[len(kept) :]]
@@ -331,8 +317,7 @@ def _(
     lse = q.new_empty(batch, heads, length, dtype=dtype)
     kept_dtypes = _kept_dtypes(q, k, groups, sequence, options)
     if kept_dtypes and not options.return_lse:
-        size: Any = torch.library.get_ctx().new_dynamic_size() if options.strategy == "auto" else 0
-        lse = q.new_empty(size, dtype=dtype)
+        lse = q.new_empty(0, dtype=dtype)
     results = [q.new_empty(batch, length, heads, out_dim), lse]
     results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
     if options.draws_seed:
@@ -348,24 +333,18 @@ def _kept_dtypes(
 
     With an all-to-all these are head shards, whose number and sizes depend on the length. They are returned flat, as a
     fixed number of tensors of any size: k and v, if they are exchanged again in backward, and for each chunk of heads
-    the three of ``ulysses_forward``. The rest is empty. With strategy "auto" a ring may run, which returns k, v and q.
+    the three of ``ulysses_forward``. The rest is empty.
 
-    As an operator must not return its arguments, sequence shards of q, k and v are copied, and nothing else is.
+    As an operator must not return its arguments, sequence shards of k and v are copied, and nothing else is.
     """
-    if options.strategy == "auto":
-        chunks = min(MAX_CHUNKS, -(-q.shape[2] // 2))  # an all-to-all has at least two ranks
-    elif (exchange := head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)) is not None:
-        chunks = len(exchange.chunks)
-    else:
-        return []
-    return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * chunks
-
-
-def _to_keep(saved: Sequence[Tensor], exchange: HeadExchange | None) -> list[Tensor]:
-    """The tensors of ``_kept_dtypes``, of those that ``attention_forward`` saves."""
+    exchange = head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)
     if exchange is None:
-        q, k, v, *_ = saved
-        return [k, v, q]
+        return []
+    return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * len(exchange.chunks)
+
+
+def _to_keep(saved: Sequence[Tensor], exchange: HeadExchange) -> list[Tensor]:
+    """Select the saved tensors that the operator must return for backward."""
     chunks = 3 * len(exchange.chunks)
     again = saved[chunks:] or [saved[0].new_empty(0) for _ in range(2)]
     return [*again, *saved[:chunks]]

@@ -17,7 +17,7 @@ import seqpar
 from seqpar.layout import LAYOUTS, Layout
 
 from ..hosts import hosts_of
-from ..planner.test_auto import one_device
+from ..planner.test_rules import one_device
 from ..pool import OwnPool, Pool, on_ranks, start
 from ..reference import assert_close
 

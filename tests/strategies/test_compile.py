@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -26,9 +25,7 @@ from seqpar.layers.rotary import _rotary_table, rotary_length_op
 from seqpar.layers.sharded_vocab import VocabPart
 from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
 from seqpar.mesh import ParallelContext
-from seqpar.planner import auto, costs
-from seqpar.planner.auto import Candidate, candidates, choose_strategy_op
-from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op, choice
+from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
 
 from ..models import HEAD_DIM, HIDDEN, attention_layer, full, randomize
@@ -152,35 +149,23 @@ def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
 
 @contextmanager
 def chosen_by_length(group: ProcessGroup) -> Iterator[None]:
-    """Strategy "auto" takes another strategy for each length, one after another; gather="auto" sends hidden states if
-    the length is odd."""
-
-    def predict(summary: Any, seq_len: int, layout: Any, shape: Any, ranks: int, *_: Any) -> dict[Candidate, float]:
-        strategies = list(candidates(ranks, shape.heads))
-        return {strategies[seq_len % len(strategies)]: 0.0}
+    """gather="auto" sends hidden states if the length is odd."""
 
     def prefers_activations(kv_rows: Any, rows: tuple[int, int], *_: Any) -> bool:
         return bool(rows[0] % 2)
 
-    known = WeakKeyDictionary({group: {"cpu": costs.Costs(costs._CPU)}})
-    with (
-        mock.patch.object(auto, "predict", predict),
-        mock.patch.object(auto, "_choices", WeakKeyDictionary()),
-        mock.patch.object(costs, "_known", known),
-        mock.patch.object(context_parallel, "prefers_activations", prefers_activations),
-    ):
+    with mock.patch.object(context_parallel, "prefers_activations", prefers_activations):
         yield
 
 
 @on_ranks
 def compare_with_one_device(
     group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
-) -> tuple[int, set[str]]:
+) -> int:
     """Compare a layer that is compiled on all ranks but one with the layer on one device, on new documents of new
-    lengths, and what it sends with eager code; returns the number of graphs and the strategies that were chosen."""
-    with chosen_by_length(group), seqpar.trace() as t:
-        graphs = _compare_with_one_device(group, options, scaling, with_positions, eager_rank)
-    return graphs, set(t.chosen)
+    lengths, and what it sends with eager code; returns the number of graphs."""
+    with chosen_by_length(group):
+        return _compare_with_one_device(group, options, scaling, with_positions, eager_rank)
 
 
 def _compare_with_one_device(
@@ -239,17 +224,13 @@ DYNAMIC_LAYERS = [("ring", True, 1), ("tp_sp", True, -1), ("activations", True, 
 def test_angles_that_depend_on_the_length(pool: Pool, strategy: str, with_positions: bool, eager_rank: int) -> None:
     """Of all ranks' positions, also where a rank runs eagerly."""
     given = LAYER_STRATEGIES[strategy], DYNAMIC, with_positions, eager_rank
-    by_rank = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
-    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(2)]
+    graphs = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
+    assert graphs == [int(rank != eager_rank) for rank in range(2)]
 
 
-@pytest.mark.parametrize("eager_rank", [-1, 1])
-def test_strategies_that_are_chosen_when_a_layer_runs(pool: Pool, eager_rank: int) -> None:
-    """Every strategy in one graph, also where a rank runs eagerly."""
-    given = {"strategy": "auto"}, None, False, eager_rank
-    by_rank = pool.run(4, compare_with_one_device, *given, deadline_s=240.0)
-    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(4)]
-    assert all(chosen == {"ring", "context_parallel", "ulysses", "hybrid"} for _, chosen in by_rank)
+def test_auto_names_one_strategy_in_compiled_and_eager_code(pool: Pool) -> None:
+    given = {"strategy": "auto"}, None, False, 1
+    assert pool.run(4, compare_with_one_device, *given, deadline_s=240.0) == [1, 0, 1, 1]
 
 
 @pytest.mark.parametrize("scaling", [None, DYNAMIC])
@@ -257,8 +238,8 @@ def test_what_is_gathered_is_chosen_when_a_layer_runs(pool: Pool, scaling: dict[
     """Keys and values, and hidden states, in one graph; with positions, on which the angles depend, and without."""
     eager_rank = -1 if scaling is None else 1
     given = {"strategy": "context_parallel", "gather": "auto"}, scaling, scaling is not None, eager_rank
-    by_rank = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
-    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(2)]
+    graphs = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
+    assert graphs == [int(rank != eager_rank) for rank in range(2)]
 
 
 @on_ranks
@@ -452,17 +433,11 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
 
 @on_ranks
 def check_choice(group: ProcessGroup) -> None:
-    sharding, options = Sharding(22, "zigzag", group=group), AttentionOptions("auto")
-    q, k, v = (torch.randn(1, sharding.seq_local, n, 4, requires_grad=True) for n in (6, 2, 2))
-    where = Mask.causal(), sharding, ANY_RANKS, options
-    with chosen_by_length(group):
-        torch.library.opcheck(choose_strategy_op, (q, k, v, *where, True))
-    for strategy in (Candidate("ring", 1), Candidate("ulysses", 2)):
-        chosen = choice(strategy.strategy, strategy.options)
-        torch.library.opcheck(attention_op, (q, k, v, None, None, None, chosen, *where, None))
+    sharding = Sharding(22, "zigzag", group=group)
+    where = Mask.causal(), sharding, ANY_RANKS
     gathered = AttentionOptions("context_parallel", (("comm", "all_gather"),), replicated=True)
-    x, weights = q.flatten(2), [torch.randn(8, 24, requires_grad=True)]
-    torch.library.opcheck(gathers_activations_op, (x, 8, *where[:-1], replace(gathered, replicated=False)))
+    x, weights = torch.randn(1, sharding.seq_local, 24, requires_grad=True), [torch.randn(8, 24, requires_grad=True)]
+    torch.library.opcheck(gathers_activations_op, (x, 8, *where, replace(gathered, replicated=False)))
     of_own_tokens = torch.tensor(0), sharding, ANY_RANKS, ChunkOptions("ring", gathered)
     torch.library.opcheck(all_gather_linear_op, (x, weights, *of_own_tokens))
 
