@@ -248,7 +248,7 @@ def _traced(
         return_lse=return_lse,
         draws_seed=draws_seed,
     )
-    tensors = q, k, v, sinks, alibi_slopes, seed, None
+    tensors = q, k, v, sinks, alibi_slopes, seed
     out, lse, *_ = attention_op(*tensors, mask, sharding, ANY_RANKS, options, latent_weight)
     return (out, lse) if return_lse else out
 

@@ -476,7 +476,6 @@ class AttentionGroups:
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
         gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
         chunks: with ``gather``, in how many chunks of heads they are received; None decides by their size.
-        replicated: whether every rank of the ring holds the keys and values of all ranks, so that none are sent.
     """
 
     sequence: ProcessGroup | None = None
@@ -484,7 +483,6 @@ class AttentionGroups:
     ulysses: Ranks | None = None
     gather: bool | None = False
     chunks: int | None = None
-    replicated: bool = False
 
     @property
     def ring_size(self) -> int:
@@ -523,7 +521,7 @@ class AttentionGroups:
         Otherwise the number of all ranks of the ring, whose messages are then sent as inside one host. May be
         collective, see ``ranks_by_host``.
         """
-        return self.ring_size if self.replicated else ranks_per_host(self.hosts)  # replicated keys are not sent
+        return ranks_per_host(self.hosts)
 
     @cached_property
     def within(self) -> Ranks | None:

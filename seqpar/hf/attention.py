@@ -114,7 +114,7 @@ def _traced(
         where = shard.sharding.layout, shard.sharding.ranks, shard.sharding.per_host, q.device.type
         strategy, chosen = fastest(is_local, q.shape[2], k.shape[2], *where)
         options = replace(options, strategy=strategy, strategy_options=constants(chosen))
-    call = seed, None, mask, shard.sharding, ANY_RANKS, options
+    call = seed, mask, shard.sharding, ANY_RANKS, options
     out: Tensor = attention_op(q, k, v, score.sinks, None, *call, weight)[0]
     return out
 

@@ -46,6 +46,7 @@ from ..strategies.operators import (
     constant_float,
     constants,
     draw_seed,
+    plan_arguments,
     positions_op,
     traced_seed,
 )
@@ -261,11 +262,11 @@ class AttentionLayer(nn.Module):
         length = self._traced_length(x, positions, sharding)
         chunks = self._traced_chunks(x.shape[1], sharding)
         if positions is not None and chunks is not None:
-            positions = all_gather_positions_op(positions, None, sharding, ranks, chunks.options)
+            positions = all_gather_positions_op(positions, sharding, ranks, chunks.options)
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
-                positions = positions_op(q, None, sharding, ranks, options)
+                positions = positions_op(q, sharding, ranks, options)
             q, k = self.rope(q, k, positions, length)
         out = self._traced_attention(q, k, v, mask, sharding, options)
         return self._output(out.flatten(2), chunks)
@@ -278,21 +279,12 @@ class AttentionLayer(nn.Module):
         return length
 
     def _traced_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        sharding: Any,
-        options: AttentionOptions,
-        chosen: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
     ) -> Tensor:
-        """``_attend`` while torch.compile traces it. ``chosen`` is of ``AttentionOptions.with_choice``."""
+        """``_attend`` while torch.compile traces it."""
         seed = traced_seed() if self._dropout_p else None
         ranks = self._parallel_context
-        out: Tensor = attention_op(
-            q, k, v, self._local_sinks, None, seed, chosen, mask, sharding, ranks, options, None
-        )[0]
+        out: Tensor = attention_op(q, k, v, self._local_sinks, None, seed, mask, sharding, ranks, options, None)[0]
         return out
 
     @no_compile
@@ -380,7 +372,7 @@ class AttentionLayer(nn.Module):
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
         sequence = SequenceSharding(sharding.seq_len, sharding.layout, *degrees)
-        return MaskPlanner(sequence, groups.ring_rank, groups.gathers, groups.per_host, groups.replicated)
+        return MaskPlanner(sequence, *plan_arguments(groups, self._options(0.0).replicated))
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The projections ``[b, s, h * d]`` split into heads, ``[b, s, h, d]``, with q and k normalised."""
@@ -396,14 +388,12 @@ class AttentionLayer(nn.Module):
         """The probability of dropping an attention weight in the current mode, training or evaluation."""
         return self.dropout_p if self.training else 0.0
 
-    def _traced_options(self, replicated: bool = False) -> AttentionOptions:
+    def _traced_options(self) -> AttentionOptions:
         """``_options`` while torch.compile traces the layer."""
-        if not self._dropout_p:
-            return self._options(0.0, replicated)
-        return self._options(self._dropout_p, replicated, draws_seed=True)
+        return self._options(self._dropout_p, draws_seed=bool(self._dropout_p))
 
-    def _options(self, dropout_p: float, replicated: bool = False, draws_seed: bool = False) -> AttentionOptions:
-        """The constants of the layer's attention; ``replicated`` and ``draws_seed`` as in ``AttentionOptions``."""
+    def _options(self, dropout_p: float, draws_seed: bool = False) -> AttentionOptions:
+        """The constants of the layer's attention; ``draws_seed`` as in ``AttentionOptions``."""
         return AttentionOptions(
             strategy=self._attention_strategy,
             strategy_options=constants(self.strategy_options),
@@ -413,7 +403,6 @@ class AttentionLayer(nn.Module):
             softcap=constant_float(self.softcap),
             dropout_p=constant_float(dropout_p),
             backend=self.backend,
-            replicated=replicated,
             draws_seed=draws_seed,
         )
 
@@ -590,19 +579,12 @@ class AutoAttention(AttentionLayer):
         return super()._attend(q, k, v, call, options)
 
     def _traced_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        sharding: Any,
-        options: AttentionOptions,
-        chosen: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
     ) -> Tensor:
         where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
         strategy, strategy_options = fastest(mask.is_local, self.num_heads, self.num_kv_heads, *where)
         options = replace(options, strategy=strategy, strategy_options=constants(strategy_options))
-        return super()._traced_attention(q, k, v, mask, sharding, options, chosen)
+        return super()._traced_attention(q, k, v, mask, sharding, options)
 
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         """The options of all layers."""
 
         gather: Gather
-        """context_parallel with "all_gather": what ranks receive, "kv", "activations" or "auto"."""
+        """context_parallel with "all_gather": what ranks receive, "kv" or "activations"."""
         overlap: Overlap
         """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
         context: StrategyName | None

@@ -61,26 +61,17 @@ class TracedChunks(NamedTuple):
 
 
 def chunks_of(
-    tokens: int,
-    sharding: Sharding,
-    ranks: ParallelContext,
-    options: ChunkOptions,
-    device: torch.device,
-    chosen: Tensor | None = None,
+    tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
 ) -> SequenceChunks:
-    """The chunks of a layer whose rank holds ``tokens`` tokens. If it was ``chosen`` not to replicate the keys, these
-    tokens are all."""
+    """The chunks of a layer whose rank holds ``tokens`` tokens."""
     sharding.check_local(tokens)
-    attention = None if options.attention is None else options.attention.with_choice(chosen)
-    if attention is not None and attention.replicated:
-        groups, sequence = placement(sharding, ranks, attention)
-        return SequenceChunks.of_context(groups.sequence, sequence, device)
-    if chosen is not None:
-        return SequenceChunks.in_rank_order(None, [tokens], options.overlap, device)
-    group = ranks.tensor
     if options.attention is None:
+        group = ranks.tensor
         return SequenceChunks.in_rank_order(group, sharding.lengths_in(group), options.overlap, device)
     groups, sequence = placement(sharding, ranks, options.attention)
+    if options.attention.replicated:
+        return SequenceChunks.of_context(groups.sequence, sequence, device)
+    group = ranks.tensor
     assert group is not None
     return SequenceChunks.of_sharding(group, sequence, rank_in(groups.sequence), options.overlap, device)
 
@@ -89,16 +80,12 @@ def chunks_of(
 def all_gather_linear_op(
     x: Tensor,
     weights: Sequence[Tensor],
-    chosen: Tensor | None,
     sharding: Sharding,
     ranks: ParallelContext,
     options: ChunkOptions,
 ) -> list[Tensor]:
-    """``all_gather_linear``: ``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each.
-
-    ``chosen`` is of ``AttentionOptions.with_choice``: where the keys are not replicated, the tokens are not gathered.
-    """
-    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device, chosen)
+    """``all_gather_linear``: ``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     return list(all_gather_linear_forward(x.contiguous(), weights, chunks))
 
 
@@ -106,7 +93,6 @@ def all_gather_linear_op(
 def _(
     x: Tensor,
     weights: Sequence[Tensor],
-    chosen: Tensor | None,
     sharding: Sharding,
     ranks: ParallelContext,
     options: ChunkOptions,
@@ -122,13 +108,12 @@ def _all_gather_linear_backward(
     weights: Sequence[Tensor],
     need_x: bool,
     need_weights: Sequence[bool],
-    chosen: Tensor | None,
     sharding: Sharding,
     ranks: ParallelContext,
     options: ChunkOptions,
 ) -> list[Tensor]:
     """The gradients of ``x`` and of the weights that are needed, in this order."""
-    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device, chosen)
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     dx, dweights = all_gather_linear_backward(douts, x.contiguous(), weights, chunks, need_x, need_weights)
     return [d.contiguous() for d in (dx, *dweights) if d is not None]
 
@@ -140,7 +125,6 @@ def _(
     weights: Sequence[Tensor],
     need_x: bool,
     need_weights: Sequence[bool],
-    chosen: Tensor | None,
     sharding: Sharding,
     ranks: ParallelContext,
     options: ChunkOptions,
@@ -150,17 +134,17 @@ def _(
 
 
 def _save_all_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, chosen, *ctx.chunks = inputs
-    ctx.save_for_backward(chosen, x, *weights)
+    x, weights, *ctx.chunks = inputs
+    ctx.save_for_backward(x, *weights)
     ctx.need = x.requires_grad, [w.requires_grad for w in weights]
 
 
 def _backward_all_gather(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
-    chosen, x, *weights = ctx.saved_tensors
+    x, *weights = ctx.saved_tensors
     need_x, need_weights = ctx.need
-    grads = iter(_all_gather_linear_backward(list(douts), x, weights, need_x, need_weights, chosen, *ctx.chunks))
+    grads = iter(_all_gather_linear_backward(list(douts), x, weights, need_x, need_weights, *ctx.chunks))
     dx = next(grads) if need_x else None
-    return dx, [next(grads) if need else None for need in need_weights], None, None, None, None
+    return dx, [next(grads) if need else None for need in need_weights], None, None, None
 
 
 all_gather_linear_op.register_autograd(_backward_all_gather, setup_context=_save_all_gather)
@@ -212,10 +196,10 @@ linear_reduce_scatter_op.register_autograd(_backward_reduce_scatter, setup_conte
 
 @torch.library.custom_op("seqpar::all_gather_positions", mutates_args=())
 def all_gather_positions_op(
-    positions: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
+    positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> Tensor:
-    """``SequenceChunks.all_gather_positions``; ``chosen`` is as for ``all_gather_linear_op``."""
-    chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device, chosen)
+    """``SequenceChunks.all_gather_positions``."""
+    chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device)
     if chunks.group is None:
         full: Tensor = torch.atleast_2d(positions)
         return full.clone()  # an operator must not return its argument
@@ -223,19 +207,15 @@ def all_gather_positions_op(
 
 
 @all_gather_positions_op.register_fake
-def _(
-    positions: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
-) -> Tensor:
+def _(positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions) -> Tensor:
     tokens = torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
     return positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, tokens)
 
 
-def traced_all_gather_linear(
-    x: Tensor, weights: Sequence[Tensor], chunks: TracedChunks, chosen: Tensor | None = None
-) -> list[Tensor]:
+def traced_all_gather_linear(x: Tensor, weights: Sequence[Tensor], chunks: TracedChunks) -> list[Tensor]:
     """``all_gather_linear`` while torch.compile traces."""
     x, *weights = to_autocast_dtype(x, *weights)
-    outs: list[Tensor] = all_gather_linear_op(x, weights, chosen, chunks.sharding, chunks.ranks, chunks.options)
+    outs: list[Tensor] = all_gather_linear_op(x, weights, chunks.sharding, chunks.ranks, chunks.options)
     return outs
 
 
