@@ -2,12 +2,12 @@
 
 from .attention import (
     AttentionLayer,
+    AutoAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
     UlyssesAttention,
 )
-from .auto import AutoAttention
 from .context_parallel import ContextParallelAttention
 from .gradients import clip_grad_norm_, sync_gradients
 from .loss import token_loss

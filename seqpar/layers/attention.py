@@ -8,6 +8,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -27,12 +28,13 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
+from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from ..mask import Mask
-from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
-from ..planner.auto import traced_choice
+from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
+from ..planner.rules import fastest
 from ..schedule import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
 from ..strategies import COMMS, resolve, strategy_options
@@ -44,6 +46,7 @@ from ..strategies.operators import (
     constant_float,
     constants,
     draw_seed,
+    plan_arguments,
     positions_op,
     traced_seed,
 )
@@ -255,11 +258,11 @@ class AttentionLayer(nn.Module):
         length = self._traced_length(x, positions, sharding)
         chunks = self._tokens(x.shape[1], sharding)
         if positions is not None and chunks is not None:
-            positions = all_gather_positions(positions, None, *chunks[1:])
+            positions = all_gather_positions(positions, *chunks[1:])
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
-                positions = positions_op(q, None, sharding, ranks, options)
+                positions = positions_op(q, sharding, ranks, options)
             q, k = self.rope(q, k, positions, length)
         out = self._traced_attention(q, k, v, mask, sharding, options)
         return self._output(out.flatten(2), chunks)
@@ -272,23 +275,12 @@ class AttentionLayer(nn.Module):
         return length
 
     def _traced_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        sharding: Any,
-        options: AttentionOptions,
-        chosen: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
     ) -> Tensor:
-        """``_attend`` while torch.compile traces it. ``chosen`` is of ``AttentionOptions.with_choice``."""
+        """``_attend`` while torch.compile traces it."""
         seed = traced_seed() if self._dropout_p else None
         ranks = self._parallel_context
-        if chosen is None:
-            chosen = traced_choice(q, k, v, mask, sharding, ranks, options)
-        out: Tensor = attention_op(
-            q, k, v, self._local_sinks, None, seed, chosen, mask, sharding, ranks, options, None
-        )[0]
+        out: Tensor = attention_op(q, k, v, self._local_sinks, None, seed, mask, sharding, ranks, options, None)[0]
         return out
 
     @no_compile
@@ -349,7 +341,7 @@ class AttentionLayer(nn.Module):
             if positions is None:
                 positions = call.sequence.rank_positions(rank, x.device)
             elif chunks is not None:
-                positions = all_gather_positions(positions, None, *chunks[1:])
+                positions = all_gather_positions(positions, *chunks[1:])
             q, k = self.rope(q, k, positions, call.rotary_length)
         out = self._attend(q, k, v, call, self._options(call.dropout_p))
         return self._output(out.flatten(2), chunks)
@@ -381,7 +373,7 @@ class AttentionLayer(nn.Module):
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
         sequence = SequenceSharding(sharding.seq_len, sharding.layout, *degrees)
-        return MaskPlanner(sequence, groups.ring_rank, groups.gathers, groups.per_host, groups.replicated)
+        return MaskPlanner(sequence, *plan_arguments(groups, self._options(0.0).replicated))
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The projections ``[b, s, h * d]`` split into heads, ``[b, s, h, d]``, with q and k normalised."""
@@ -397,14 +389,12 @@ class AttentionLayer(nn.Module):
         """The probability of dropping an attention weight in the current mode, training or evaluation."""
         return self.dropout_p if self.training else 0.0
 
-    def _traced_options(self, replicated: bool = False) -> AttentionOptions:
+    def _traced_options(self) -> AttentionOptions:
         """``_options`` while torch.compile traces the layer."""
-        if not self._dropout_p:
-            return self._options(0.0, replicated)
-        return self._options(self._dropout_p, replicated, draws_seed=True)
+        return self._options(self._dropout_p, draws_seed=bool(self._dropout_p))
 
-    def _options(self, dropout_p: float, replicated: bool = False, draws_seed: bool = False) -> AttentionOptions:
-        """The constants of the layer's attention; ``replicated`` and ``draws_seed`` as in ``AttentionOptions``."""
+    def _options(self, dropout_p: float, draws_seed: bool = False) -> AttentionOptions:
+        """The constants of the layer's attention; ``draws_seed`` as in ``AttentionOptions``."""
         return AttentionOptions(
             strategy=self._attention_strategy,
             strategy_options=constants(self.strategy_options),
@@ -414,7 +404,6 @@ class AttentionLayer(nn.Module):
             softcap=constant_float(self.softcap),
             dropout_p=constant_float(dropout_p),
             backend=self.backend,
-            replicated=replicated,
             draws_seed=draws_seed,
         )
 
@@ -563,6 +552,39 @@ class HybridAttention(AttentionLayer):
     """
 
     strategy = "hybrid"
+
+
+class AutoAttention(AttentionLayer):
+    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options.
+
+    See ``AttentionLayer`` for the arguments.
+    """
+
+    strategy = "auto"
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, options: AttentionOptions) -> Tensor:
+        sequence, group = call.sequence, call.groups.sequence
+        if group is not None and group.size() > 1:
+            where = sequence.layout, group.size(), known_per_host(group), q.device.type
+            strategy, strategy_options = fastest(call.mask.is_local, self.num_heads, self.num_kv_heads, *where)
+            count_choice(strategy)
+            ranks = self._ranks(call.sharding)
+            groups = resolve(strategy, ranks.mesh, ranks.group, strategy_options)
+            sequence = replace(sequence, ring=groups.ring_size, ulysses=groups.ulysses_size)
+            call = call._replace(groups=groups, sequence=sequence)
+            options = replace(options, strategy=strategy, strategy_options=constants(strategy_options))
+        return super()._attend(q, k, v, call, options)
+
+    def _traced_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
+    ) -> Tensor:
+        where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+        strategy, strategy_options = fastest(mask.is_local, self.num_heads, self.num_kv_heads, *where)
+        options = replace(options, strategy=strategy, strategy_options=constants(strategy_options))
+        return super()._traced_attention(q, k, v, mask, sharding, options)
+
+    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
+        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
 
 
 def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:

@@ -16,12 +16,12 @@ from ..strategies.gathered_activations import Gather
 from ..strategies.sequence_chunks import Overlap
 from .attention import (
     AttentionLayer,
+    AutoAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
     UlyssesAttention,
 )
-from .auto import AutoAttention
 from .context_parallel import ContextParallelAttention
 from .rotary import RotaryEmbedding
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         """The options of all layers."""
 
         gather: Gather
-        """context_parallel with "all_gather": what ranks receive, "kv", "activations" or "auto"."""
+        """context_parallel with "all_gather": what ranks receive, "kv" or "activations"."""
         overlap: Overlap
         """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
         context: StrategyName | None
@@ -81,8 +81,8 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     shape.
 
     Args:
-        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp" or "auto". "auto" selects in each
-            call the strategy that is expected to be the fastest; it never selects "tp_sp", which shards the weights.
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp" or "auto". "auto" takes in each
+            call the strategy that should be the fastest; it never takes "tp_sp", which shards the weights.
         hidden_size: width of the hidden states.
         num_heads: query heads.
         num_kv_heads: KV heads, a divisor of ``num_heads``; by default ``num_heads`` (multi-head attention).

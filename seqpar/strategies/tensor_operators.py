@@ -73,41 +73,27 @@ class ShardedTokens(NamedTuple):
 
 
 def chunks_of(
-    tokens: int,
-    sharding: Sharding,
-    ranks: ParallelContext,
-    options: ChunkOptions,
-    device: torch.device,
-    chosen: Tensor | None = None,
+    tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
 ) -> SequenceChunks:
-    """The chunks of a layer whose rank holds ``tokens`` tokens. If it was ``chosen`` not to replicate the keys, these
-    tokens are all."""
-    attention = None if options.attention is None else options.attention.with_choice(chosen)
-    if attention is not None and attention.replicated:
-        sharding.check_local(tokens)
-        groups, sequence = placement(sharding, ranks, attention)
-        return SequenceChunks.of_context(groups.sequence, sequence, device)
-    if chosen is not None:
-        return SequenceChunks.in_rank_order(None, [tokens], options.overlap, device)
-    group = ranks.tensor
+    """The chunks of a layer whose rank holds ``tokens`` tokens."""
     if options.attention is None:
-        lengths = lengths_of(tokens, sharding, group, options)
-        return SequenceChunks.in_rank_order(group, lengths, options.overlap, device)
+        lengths = lengths_of(tokens, sharding, ranks.tensor, options)
+        return SequenceChunks.in_rank_order(ranks.tensor, lengths, options.overlap, device)
     sharding.check_local(tokens)
     groups, sequence = placement(sharding, ranks, options.attention)
-    assert group is not None
-    return SequenceChunks.of_sharding(group, sequence, rank_in(groups.sequence), options.overlap, device)
+    if options.attention.replicated:
+        return SequenceChunks.of_context(groups.sequence, sequence, device)
+    assert ranks.tensor is not None
+    return SequenceChunks.of_sharding(ranks.tensor, sequence, rank_in(groups.sequence), options.overlap, device)
 
 
-def gather_and_project(
-    x: Tensor, weights: Sequence[Tensor], tokens: ShardedTokens, chosen: Tensor | None = None
-) -> list[Tensor]:
+def gather_and_project(x: Tensor, weights: Sequence[Tensor], tokens: ShardedTokens) -> list[Tensor]:
     """All-gather ``x [b, s, in]`` and project it with ``weights [out_i, in]``, to ``[b, t, out_i]`` each.
 
     The gathered input is not kept: backward gathers it again, behind the GEMMs of the input's gradient.
     """
     x, *weights = to_autocast_dtype(x, *weights)
-    outs: list[Tensor] = all_gather_linear(x, weights, chosen, *tokens[1:])
+    outs: list[Tensor] = all_gather_linear(x, weights, *tokens[1:])
     return outs
 
 
@@ -129,16 +115,12 @@ def _new_tokens() -> Any:
 def all_gather_linear(
     x: Tensor,
     weights: Sequence[Tensor],
-    chosen: Tensor | None,
     sharding: Sharding,
     ranks: ParallelContext,
     options: ChunkOptions,
 ) -> list[Tensor]:
-    """``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each.
-
-    ``chosen`` is of ``AttentionOptions.with_choice``: where the keys are not replicated, the tokens are not gathered.
-    """
-    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device, chosen)
+    """``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     make_ready(chunks.group, x.device)
     outs: list[Tensor] = _ALGORITHMS[chunks.overlap].all_gather_linear(x.contiguous(), weights, chunks)
     return outs
@@ -154,13 +136,12 @@ def all_gather_linear_backward(
     x: Tensor,
     weights: Sequence[Tensor],
     needed: Sequence[bool],
-    chosen: Tensor | None,
     sharding: Sharding,
     ranks: ParallelContext,
     options: ChunkOptions,
 ) -> list[Tensor]:
     """The gradients of ``x`` and of the weights that are ``needed``."""
-    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device, chosen)
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     need_x, *need_weights = needed
     backward = _ALGORITHMS[chunks.overlap].all_gather_linear_backward
     dx, dweights = backward(douts, x.contiguous(), weights, chunks, need_x, need_weights)
@@ -248,12 +229,12 @@ class _ReduceScatterOutput(torch.autograd.Function):
     fake=lambda positions, *_: positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, _new_tokens())
 )
 def all_gather_positions(
-    positions: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
+    positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
 ) -> Tensor:
     """The positions ``[1 or b, t]`` of all tokens, from this rank's ``[s]`` or ``[b, s]``.
 
     Every call communicates. A cache could hold the result on one rank and not on another, which would then wait.
     """
-    chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device, chosen)
+    chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device)
     full: Tensor = torch.atleast_2d(positions)
     return full.clone() if chunks.size == 1 else chunks.all_gather(full)

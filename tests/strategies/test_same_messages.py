@@ -23,7 +23,6 @@ import seqpar
 from seqpar import Mask, Sharding
 from seqpar.cache import ByteCache
 from seqpar.layers import rotary
-from seqpar.planner import auto
 
 from ..pool import Pool, on_ranks
 from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES
@@ -81,7 +80,7 @@ def recorded(record: list[Operation]) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Empty every cache of the package. What a collective has set up (communicators, hosts, costs) is no cache."""
+    """Empty every cache of the package. What a collective has set up (communicators, hosts) is no cache."""
     for name, module in list(sys.modules.items()):
         if name.startswith("seqpar"):
             for value in vars(module).values():
@@ -91,8 +90,6 @@ def forget() -> None:
                     value.clear()
     rotary._tables.clear()
     MASK.plans.clear()
-    for choices in (auto._choices, auto._simulated):
-        choices.clear()
 
 
 def calls(group: ProcessGroup) -> Iterator[tuple[str, Callable[[], Any]]]:
