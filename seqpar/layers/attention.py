@@ -51,7 +51,7 @@ from ..strategies.operators import (
     traced_seed,
 )
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
-from .rotary import RotaryEmbedding, largest_length, rotary_length_op
+from .rotary import RotaryEmbedding, largest_length, rotary_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -271,7 +271,7 @@ class AttentionLayer(nn.Module):
         """The ``length`` of the rotary embedding, int64 ``[]`` on the host; None if it does not need it."""
         if self.rope is None or not self.rope.needs_length:
             return None
-        length: Tensor = rotary_length_op(x, positions, sharding)
+        length: Tensor = rotary_length(x, positions, sharding)
         return length
 
     def _traced_attention(
