@@ -46,58 +46,35 @@ _searched = [False]  # whether the process has been searched for wrappers that w
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a wrapper does to the gradients of its parameters: the sum over ``ranks``, divided by ``divisor``.
+    """What a wrapper does to the gradients of its parameters: the sum over ``ranks``, divided by ``divisor``."""
 
-    Attributes:
-        ranks: global ranks.
-        divisor: None if it is not known, as for DeepSpeed.
-        name: the name of the wrapper's class.
-        groups: process groups. A sum over one after another is a sum over ``ranks``.
-    """
-
-    ranks: frozenset[int]
-    divisor: float | None
-    name: str = field(compare=False)
-    groups: tuple[ProcessGroup, ...] = field(compare=False)
+    ranks: frozenset[int]  # global ranks
+    divisor: float | None  # None if it is not known, as for DeepSpeed
+    name: str = field(compare=False)  # of the wrapper's class
+    groups: tuple[ProcessGroup, ...] = field(compare=False)  # a sum over one after another is a sum over ``ranks``
 
 
 @dataclass
 class Boundary:
-    """Belongs to a node of autograd's graph where tokens are sharded or gathered.
+    """Belongs to a node of autograd's graph where tokens are sharded or gathered."""
 
-    Attributes:
-        ranks: the global ranks of the sequence.
-        region: what the gradients of parameters are that are used for the node's input.
-        backward: the number of the backward that has set ``factor``.
-        factor: by how much larger than without a wrapper the gradients between ``shard`` and ``unshard`` are.
-        open: whether a use of the same parameters may follow the node, as it may follow ``unshard``.
-    """
-
-    ranks: frozenset[int]
-    region: Region
-    open: bool = False
-    backward: int = -1
-    factor: int = 1
+    ranks: frozenset[int]  # the global ranks of the sequence
+    region: Region  # the gradients of parameters that were used for the node's input
+    open: bool = False  # whether a use of the same parameters may follow, as after ``unshard``
+    backward: int = -1  # the number of the backward that has set ``factor``
+    factor: int = 1  # how much larger the gradients between ``shard`` and ``unshard`` are because of a wrapper
 
 
 @dataclass
 class _Use:
-    """In which regions a parameter was used since its gradient was None.
+    """In which regions a parameter was used since its gradient was None."""
 
-    Attributes:
-        backward: the number of the last backward.
-        whole, partial: the regions.
-        unsharded: whether an ``unshard`` followed.
-        tied: whether the parameter was used both before and after an ``unshard``.
-        wrapper: the wrapper whose factor its gradient has, although the wrapper does not hold it.
-    """
-
-    backward: int = -1
+    backward: int = -1  # the number of the last backward
     whole: bool = False
     partial: bool = False
-    unsharded: bool = False
-    tied: bool = False
-    wrapper: str = ""
+    unsharded: bool = False  # whether an ``unshard`` followed
+    tied: bool = False  # whether the parameter was used both before and after an ``unshard``
+    wrapper: str = ""  # the wrapper whose factor its gradient has, although the wrapper does not hold it
 
 
 # By parameter and by the ranks of the sequence.
@@ -125,15 +102,9 @@ def note_frozen(x_local: Tensor, group: ProcessGroup) -> None:
 def factor_at(node: Any, gradients: Gradients = "auto") -> int:
     """In the backward of a node with a ``Boundary``: by how much larger the gradients of the sharded tokens are.
 
-    Args:
-        node: autograd's context of the Function.
-        gradients: "auto" looks for wrappers; "mean" and "sum" say whether one averages over the ranks of the sequence.
-
-    Returns:
-        The number of ranks of the sequence under a wrapper that averages over them, otherwise 1.
-
-    Raises:
-        ValueError: a wrapper averages over some ranks of the sequence only, or it is not known over which.
+    This is the number of ranks of the sequence under a wrapper that averages over them, otherwise 1. With
+    ``gradients="auto"`` it looks for wrappers, and raises a ValueError for one that averages over some of the ranks
+    only, or over unknown ones.
     """
     boundary: Boundary = node.boundary
     if boundary.backward != torch._C._current_graph_task_id():  # no later node of this backward has found it
@@ -142,19 +113,10 @@ def factor_at(node: Any, gradients: Gradients = "auto") -> int:
 
 
 def reduction_behind(node: Any, group: ProcessGroup, gradients: Gradients) -> Reduction | None:
-    """In the backward of the loss: how the gradients that it computes will be reduced by a wrapper.
+    """In the backward of the loss: how a wrapper will reduce the gradients, over all ranks of ``group`` or over others.
 
-    Args:
-        node: the loss's node of the graph; None if there is no graph, as under compiled autograd.
-        group: the ranks of the sequence.
-        gradients: as in ``factor_at``.
-
-    Returns:
-        The wrapper's reduction, over all ranks of the sequence or over other ranks. None if there is none, or if
-        ``gradients`` is not "auto".
-
-    Raises:
-        ValueError: as in ``factor_at``; or several wrappers differ.
+    None without a wrapper, and if ``gradients`` is not "auto". ``node`` is the loss's node of autograd's graph; None if
+    there is no graph, as under compiled autograd. Raises the errors of ``factor_at``, and one if wrappers differ.
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
     if node is None:
@@ -186,12 +148,12 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     seen: dict[Region, set[Any]] = {"whole": {None}, "partial": {None}}
     while starts:
         below, region = starts.pop()
-        stack, known = [below], seen[region]
+        stack, visited = [below], seen[region]
         while stack:  # a model has thousands of nodes
             below = stack.pop()
-            if below in known:
+            if below in visited:
                 continue
-            known.add(below)
+            visited.add(below)
             following = below.next_functions
             if not following:
                 leaves.append((getattr(below, "variable", None), region))
@@ -339,10 +301,6 @@ def gradient_kinds(
         group: the ranks that their gradients are reduced over.
         frozen: whether the module has frozen parameters too. What comes before ``unshard`` may then be frozen, so that
             ``unshard`` has no backward.
-
-    Raises:
-        ValueError: a gradient is whole on other ranks than those of ``group``, or has the factor of a wrapper; or a
-            parameter was used both before and after ``unshard``.
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
     unsharded_over = {
@@ -378,14 +336,11 @@ def gradient_kinds(
 
 
 class Owners(NamedTuple):
-    """Who reduces the gradients of which parameters in this process.
+    """Who reduces the gradients of which parameters in this process."""
 
-    Attributes:
-        reductions: by the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place.
-        parameters: by the ``id`` of such a tensor: the parameters that it stands for.
-    """
-
+    # By the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place.
     reductions: dict[int, tuple[Reduction, ...]]
+    # By the ``id`` of such a tensor: the parameters that it stands for.
     parameters: dict[int, tuple[nn.Parameter, ...]]
 
 
@@ -441,9 +396,9 @@ def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
 
 
 def _average(name: str, groups: Iterable[ProcessGroup | None], ranks: frozenset[int] | None = None) -> Reduction:
-    own = tuple(group for group in groups if group is not None)
-    ranks = ranks or frozenset(dist.get_process_group_ranks(own[0]))
-    return Reduction(ranks, len(ranks), name, own)
+    present = tuple(group for group in groups if group is not None)
+    ranks = ranks or frozenset(dist.get_process_group_ranks(present[0]))
+    return Reduction(ranks, len(ranks), name, present)
 
 
 def _hybrid_ranks(wrapper: Any) -> frozenset[int] | None:

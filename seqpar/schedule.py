@@ -213,21 +213,6 @@ class AttentionPlan:
         # The first and the last rank are the most likely ones to need less.
         return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
 
-    @cached_property
-    def received_rows(self) -> tuple[int, int]:
-        """The K/V rows that all ranks together receive in forward, inside hosts and between hosts. The same on every
-        rank."""
-        ranks, seq_len = range(self.sharding.ring), self.sharding.seq_len
-        if self.dense:
-            between = (self.hosts - 1) * seq_len
-            return (len(ranks) - 1) * seq_len - between, between
-        total = sum(_rows_of_others(self._visible(rank), [self.sharding.ring_positions(rank)]) for rank in ranks)
-        between = 0
-        for host in range(self.hosts) if self.hosts > 1 else ():
-            held = [self.sharding.ring_positions(rank) for rank in self._ranks_of_host(host)]
-            between += _rows_of_others(self._visible_on_host(host), held)
-        return total - between, between
-
     def nbytes(self) -> int:
         """The approximate size of the plan in memory."""
         exchanges = (*self._steps.values(), *self._fetches.values())
@@ -557,11 +542,6 @@ def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
             elif begin < end:
                 spans.append((begin, end))
     return Selection(tuple(spans)) if spans else NO_ROWS
-
-
-def _rows_of_others(ranges: Sequence[tuple[int, int]], held: Sequence[Positions]) -> int:
-    """How many positions of the ``ranges`` are not in ``held``."""
-    return sum(stop - start for start, stop in ranges) - sum(len(rows_in(ranges, own)) for own in held)
 
 
 def _stop(range_: tuple[int, int]) -> int:

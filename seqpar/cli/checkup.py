@@ -22,11 +22,10 @@ from ..comm.collectives import start_all_gather, start_all_to_all
 from ..comm.p2p import exchange
 from ..functional import attention
 from ..kernels import BACKENDS
-from ..layers import LocalAttention, MegatronAttention
+from ..layers import LocalAttention
 from ..mask import Mask
+from ..megatron import MegatronAttention
 from ..mesh import init_mesh, ranks_by_host
-from ..planner.costs import cost_file
-from ..planner.costs import measure as measure_costs
 from ..sharding import Sharding
 from ..strategies import STRATEGIES, compared_options
 
@@ -92,7 +91,6 @@ class Findings:
         device: the type of the ranks' devices, "cuda" or "cpu".
         links: one for each operation and size; empty if there is one rank.
         checks: one for each strategy and mask.
-        costs: the file in which the costs for ``strategy="auto"`` are stored; None if they were not measured.
     """
 
     ranks: int
@@ -101,14 +99,13 @@ class Findings:
     device: str
     links: list[Link]
     checks: list[Check]
-    costs: str | None = None
 
 
 def check_up(measure: bool, check: bool) -> Findings:
     """Measure the links and compare the strategies. All ranks of the job call this together.
 
     Args:
-        measure: whether to measure the links, and the costs for ``strategy="auto"``.
+        measure: whether to measure the links.
         check: whether to compare the strategies.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -117,12 +114,6 @@ def check_up(measure: bool, check: bool) -> Findings:
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    costs = None
-    if measure and group.size() > 1:
-        costs = cost_file(device, ranks_by_host(group))
-        measure_costs(group, device, costs)
-    else:
-        os.environ["SEQPAR_MEASURE"] = "0"  # so that ``strategy="auto"`` does not measure either
     return Findings(
         group.size(),
         len(ranks_by_host(group)),
@@ -130,7 +121,6 @@ def check_up(measure: bool, check: bool) -> Findings:
         device.type,
         list(measure_links(group, device)) if measure and group.size() > 1 else [],
         list(compare(group, device)) if check else [],
-        str(costs) if costs is not None and costs.exists() else None,
     )
 
 

@@ -26,10 +26,9 @@ from ..checks import check_int
 from ..comm.trace import trace
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
-from ..planner.costs import device_name
 from .checkup import Findings, check_up, synchronize
 from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
-from .tables import human_bytes
+from .tables import device_name, human_bytes
 
 _HEADS, _HEAD_DIM = 8, 64
 _LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel
@@ -216,8 +215,6 @@ def _print_findings(console: Console, found: Findings) -> None:
             ]
             table.add_row(human_bytes(size), *cells)
         _show(console, f"Messages among all ranks at once: {where}", table)
-    if found.costs:
-        console.print(f"costs stored for strategy 'auto': {found.costs}", highlight=False, soft_wrap=True)
     if found.checks:
         masks = list(dict.fromkeys(check.mask for check in found.checks))
         table = _table("relative error against float64", *masks)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 
@@ -61,3 +64,14 @@ def save_figure(figure: Any, path: Path) -> Path:
     figure.savefig(path, dpi=130)
     pyplot_without_display().close(figure)
     return path
+
+
+def device_name(device: torch.device) -> str:
+    """Such as "NVIDIA H200" or "AMD EPYC 9654 96-Core Processor"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):  # not Linux
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

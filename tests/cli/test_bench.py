@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib import import_module
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +29,12 @@ from seqpar.cli.comparison.machine import busy_seconds
 from seqpar.cli.comparison.measure import CaseMeasurement, Groups
 from seqpar.cli.comparison.peers import Peer, RefusalError, Setting, adapters, make_peer
 from seqpar.cli.comparison.results import BOTH, FORWARD, CaseResult, Sample, rows_of, table_of
-from seqpar.planner.auto import AttentionShape, mask_summary, predict
-from seqpar.planner.costs import measure
+from seqpar.planner.hardware import AttentionRate
+from seqpar.planner.layer import attention_seconds
+from seqpar.planner.setting import Setting as Simulated
 
 from ..pool import Pool, on_ranks
+from ..settings import H100, attention_shape
 
 CPU = torch.device("cpu")
 CASE = Case("causal", "causal", 64, 2, 1, 4, 4, 16, 16, "float32")
@@ -296,6 +298,13 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
         assert answer["peer_error"] < 1e-8
 
 
+# The order of magnitude of a core's rates, and of messages in shared memory.
+ONE_CORE = replace(
+    H100, attention={"cpu": AttentionRate(45e9, 40e9)}, p2p=1.5e9, peer=1.5e9, all_to_all=1.5e9, all_gather=1.5e9,
+    latency=100e-6, kernel=50e-6, gpus_per_host=2, device="cpu",
+)  # fmt: skip
+
+
 @on_ranks
 def _rank_worker(group: ProcessGroup) -> dict[str, Any]:
     """Measured and predicted seconds of strategies and layouts, forward and backward."""
@@ -306,14 +315,13 @@ def _rank_worker(group: ProcessGroup) -> dict[str, Any]:
     measurement = CaseMeasurement(case, Groups(group, group, group, group), CPU, config, lambda text: None)
     measurement.prepare({})
     measurement.rounds(until=time.monotonic() + 60)
-    torch.set_num_threads(1)
-    costs = measure(group, CPU)
-    shape = AttentionShape(1, 8, 8, 64, torch.float32)
     predicted: dict[str, float] = {}
-    for layout in config.layouts:
-        found = predict(mask_summary(Mask.causal(), 2048, layout, 2), 2048, layout, shape, 2, costs)
-        names = {"context_parallel": "all_gather"}
-        predicted |= {f"{names.get(c.strategy, c.strategy)} {layout}": seconds for c, seconds in found.items()}
+    for layout, (name, ulysses) in product(config.layouts, (("ring", 1), ("ulysses", 2), ("all_gather", 1))):
+        setting = Simulated(
+            attention_shape(8, 8, 64), ONE_CORE, Mask.causal(), 2048, ring=2 // ulysses, ulysses=ulysses,
+            layout=layout, gather=name == "all_gather", dtype=torch.float32,
+        )  # fmt: skip
+        predicted[f"{name} {layout}"] = attention_seconds(setting)
     samples = {s.name: statistics.median(s.seconds[BOTH]) for s in measurement.result.samples}
     return {"measured": samples, "predicted": predicted, "busy": measurement.result.busy_share}
 

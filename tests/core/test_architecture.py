@@ -14,6 +14,7 @@ FLOORS = (
         "checks",
         "keys",
         "layout",
+        "library",
         "heads",
         "mask",
         "mesh",
@@ -25,7 +26,7 @@ FLOORS = (
     ),
     ("schedule", "comm", "kernels"),
     ("strategies", "planner", "functional", "sharding"),
-    ("layers",),
+    ("layers", "megatron"),
     ("hf", "cli"),
     ("peers",),
 )

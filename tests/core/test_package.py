@@ -102,7 +102,7 @@ def test_the_development_install_has_the_kernels() -> None:
 
 def test_importing_is_light() -> None:
     """What only some users have, or what is slow to import, is imported at its first use."""
-    heavy = ["triton", "transformers", "flash_attn", "matplotlib", "pandas", "rich", "typer"]
+    heavy = ["triton", "transformers", "flash_attn", "matplotlib", "pandas", "rich", "typer", "seqpar.megatron"]
     program = f"""
 import sys, torch
 before = set(sys.modules)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...planner.costs import device_name
 from ..launch import cores
+from ..tables import device_name
 
 
 def busy_seconds() -> float:
