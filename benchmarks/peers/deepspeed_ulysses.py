@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, Setting, sdpa
+from seqpar.cli.bench_cases import Peer, Setting, sdpa
 
 NAME = "DeepSpeed DistributedAttention"
 

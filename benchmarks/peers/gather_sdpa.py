@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.cli.comparison.peers import Peer, Setting, sdpa
+from seqpar.cli.bench_cases import Peer, Setting, sdpa
 from seqpar.comm.collectives import all_gather_single, reduce_scatter_single
 
 NAME = "all-gather + SDPA"

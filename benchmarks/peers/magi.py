@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_cases import Peer, RefusalError, Setting
 
 NAME = "MagiAttention"
 _CHUNK = 512  # tokens that are dispatched together

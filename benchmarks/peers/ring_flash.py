@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_cases import Peer, RefusalError, Setting
 
 NAME = "ring-flash-attn"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.nn import functional
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_cases import Peer, RefusalError, Setting
 
 NAME = "PyTorch context_parallel"
 

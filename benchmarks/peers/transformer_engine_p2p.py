@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, Setting
+from seqpar.cli.bench_cases import Peer, Setting
 
 NAME = "TransformerEngine, p2p"
 

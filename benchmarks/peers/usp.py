@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_cases import Peer, RefusalError, Setting
 
 NAME = "yunchang LongContextAttention"
 

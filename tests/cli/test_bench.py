@@ -22,13 +22,32 @@ from torch.distributed import ProcessGroup
 
 from seqpar import Mask
 from seqpar.cli import main
-from seqpar.cli.comparison.attempts import peer_attempt, silence, strategy_attempt
-from seqpar.cli.comparison.cases import PRESETS, BenchConfig, Case, Contender
-from seqpar.cli.comparison.charts import draw_charts
-from seqpar.cli.comparison.machine import busy_seconds
-from seqpar.cli.comparison.measure import CaseMeasurement, Groups
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting, adapters, make_peer
-from seqpar.cli.comparison.results import BOTH, FORWARD, CaseResult, Sample, rows_of, table_of
+from seqpar.cli.bench import draw_charts
+from seqpar.cli.bench_cases import (
+    PRESETS,
+    BenchConfig,
+    Case,
+    Contender,
+    Peer,
+    RefusalError,
+    Setting,
+    adapters,
+    make_peer,
+)
+from seqpar.cli.bench_run import (
+    BOTH,
+    FORWARD,
+    CaseMeasurement,
+    CaseResult,
+    Groups,
+    Sample,
+    busy_seconds,
+    peer_attempt,
+    rows_of,
+    silence,
+    strategy_attempt,
+    table_of,
+)
 from seqpar.planner.auto import AttentionShape, mask_summary, predict
 from seqpar.planner.costs import measure
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.cli import checkup, doctor, main
-from seqpar.cli.checkup import Check, Findings, Link, compare, measure_links
+from seqpar.cli import doctor, main
+from seqpar.cli.doctor import Check, Findings, Link, compare, measure_links
 
 from ..pool import Pool, on_ranks
 
@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @on_ranks
 def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, str | None]]:
-    right: Callable[..., Tensor] = vars(checkup)["attention"]
+    right: Callable[..., Tensor] = vars(doctor)["attention"]
 
     def wrong(*args: Any, strategy: str, **options: Any) -> Tensor:
         out: Tensor = right(*args, strategy=strategy, **options)
@@ -41,7 +41,7 @@ def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, st
 
     patch = pytest.MonkeyPatch()
     if broken:
-        patch.setattr(checkup, "attention", wrong)
+        patch.setattr(doctor, "attention", wrong)
     try:
         return [(c.what, c.mask, c.ok, c.problem) for c in compare(group, CPU)]
     finally:
@@ -67,7 +67,7 @@ def test_a_wrong_strategy_is_found(pool: Pool) -> None:
 @on_ranks
 def _links(group: ProcessGroup) -> list[Link]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(checkup, "_SIZES", (8, 4096))
+    patch.setattr(doctor, "_SIZES", (8, 4096))
     try:
         return list(measure_links(group, CPU))
     finally:
