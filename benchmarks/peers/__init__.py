@@ -1,7 +1,7 @@
 """Adapters for the distributed attention of other packages, for ``seqpar bench``: one adapter in each module.
 
 This folder is installed as ``seqpar.peers``. ``requirements.txt`` lists the packages that can be installed on every
-machine; none of them is a dependency of seqpar. ``seqpar.cli.bench_cases`` documents the arguments and the result
+machine; none of them is a dependency of seqpar. ``seqpar.cli.bench_runners`` documents the arguments and the result
 of an adapter. An adapter only calls its package and computes nothing else. Its results are compared with those of one
 device before it is timed.
 """
