@@ -66,7 +66,7 @@ def run_in_time(
     save: Callable[[Report], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run the tasks in order, and leave out those that would not end in time.
+    """Run the tasks in order, and leave out the tasks that would not end in time.
 
     Args:
         tasks: the tasks, the most important one first.

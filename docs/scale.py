@@ -156,7 +156,7 @@ def count(grid: Grid, mask: str) -> str:
 
 
 def spread(grid: Grid, gpus: int, tokens: int) -> str:
-    """How far the tokens/s of the slowest strategy are below those of the fastest one."""
+    """1 - tokens/s of the slowest strategy / tokens/s of the fastest one."""
     rates = [x.tokens_per_s for x in grid["causal", gpus, tokens].by_strategy.values() if x.fits]
     return f"{1 - min(rates) / max(rates):.1%}".replace("%", " %")
 
@@ -205,7 +205,7 @@ def section(grid: Grid) -> str:
         hidden_from(grid),
         "### What packed documents change",
         """Packed documents with the lengths of MagiAttention's benchmark: most have 200 to 2,000 tokens, and the
-        longest 196,608. Each cell has the best choice, and its tokens/s divided by the tokens/s of one causal document:""",
+        longest 196,608. Each cell has the best choice, and its tokens/s over the tokens/s of one causal document:""",
         packed(grid),
         f"""Best cells: {count(grid, "mix:magi")}. Packed documents have fewer visible pairs than one document, and
         everything else in a step is the same. MFU counts only visible pairs, so it is lower where the weights or the

@@ -84,7 +84,7 @@ def compile_for(launch: Launch, target: str, *, aligned: bool = True) -> Any:
         launch: the kernel and its arguments.
         target: a key of ``TARGETS``.
         aligned: whether tensors start, and integers are, multiples of 16 as far as the arguments say; False compiles
-            the variant for tensors and strides of which nothing is known.
+            the variant for tensors and strides without known alignment.
 
     Raises:
         RuntimeError: under ``TRITON_INTERPRET=1``, where Triton interprets kernels instead of compiling them.

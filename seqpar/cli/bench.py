@@ -1,6 +1,6 @@
 """``seqpar bench``: strategies and other packages side by side on this machine, on the same inputs.
 
-Units: seconds and bytes. Tokens and operations per second are those of all ranks together.
+Units: seconds and bytes. Tokens and operations per second are of all ranks together.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def read_tokens(text: str) -> int:
 
 
 def _name(choice: Choice) -> str:
-    """The strategy; under tensor parallelism also that of attention, such as "tp_sp + ring"."""
+    """The strategy; under tensor parallelism also the strategy of attention, such as "tp_sp + ring"."""
     return choice.strategy if choice.context in (choice.strategy, "local") else f"{choice.strategy} + {choice.context}"
 
 
