@@ -10,7 +10,7 @@ import json
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, cast
 
@@ -26,7 +26,7 @@ from ..checks import check_int
 from ..comm.trace import trace
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
-from .doctor_ranks import HEAD_DIM, HEADS, Check, RankReport, examine_ranks, measured_dtype, synchronize
+from .doctor_ranks import HEAD_DIM, HEADS, Check, Link, RankReport, examine_ranks, measured_dtype, synchronize
 from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
 from .tables import device_name, human_bytes
 
@@ -262,75 +262,62 @@ def _start_ranks(measure: bool, check: bool, nproc: int | None) -> RankReport | 
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
-    software = _table("", "installed", "tested")
-    for v in report["versions"]:
-        software.add_row(v["name"], v["version"], v["tested"])
-    software.add_row("build of torch", report["build"], "")
-    available = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in report["distributed"].items())
-    software.add_row("distributed", available, "")
-    _show(console, f"Software, {report['platform']}", software)
-    devices = _table("", "")
-    for d in report["devices"]:
-        peers = d.get("peers")
-        devices.add_row(d["name"], d["what"] + (f", can access the memory of {peers}" if peers else ""))
-    if len(report["devices"]) == 1:
-        devices.add_row("CUDA", "none")
-    _show(console, "Devices", devices)
-    kernels = _table("backend", "runs here")
-    for k in report["kernels"]:
-        kernels.add_row(k["name"], "[green]yes[/]" if k["available"] else f"[red]no[/]: {escape(str(k['reason']))}")
-    _show(console, "Attention backends, best first", kernels)
-    if (rates := report.get("rates")) is not None:
-        table = _table("operation", "rate")
-        for operation, rate in rates["operations"].items():
-            table.add_row(operation, rate)
-        _show(console, f"Measured now: {rates['device']}, {rates['dtype']}", table)
-    ranks = report.get("ranks")
-    if isinstance(ranks, str):
+    for title, columns, rows in _tables(report):
+        table = Table(show_header=any(columns))
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
+        console.print(table)
+    if isinstance(ranks := report.get("ranks"), str):
         console.print(f"\n[bold red]Several ranks failed[/]: {escape(ranks)}", highlight=False)
-    elif ranks is not None:
-        _print_ranks(console, ranks)
     if report["install"]:
         console.print("\n[bold]To install or to upgrade[/]", highlight=False)
         for line in report["install"]:
             console.print(f"  {escape(line)}", highlight=False)
 
 
-def _print_ranks(console: Console, report: RankReport) -> None:
-    where = f"{report.ranks} rank(s) on {report.hosts} host(s), {report.backend}, {report.device}"
-    if links := report.links:
-        table = _table("each rank sends", *dict.fromkeys(link.operation for link in links))
-        for size in dict.fromkeys(link.nbytes for link in links):
-            cells = [
-                f"{link.seconds * 1e6:,.0f} µs"
-                + (f", {link.bytes_per_second / 1e9:.2f} GB/s" if size >= 1 << 10 else "")
-                for link in links
-                if link.nbytes == size
-            ]
-            table.add_row(human_bytes(size), *cells)
-        _show(console, f"Messages among all ranks at once: {where}", table)
-    if report.checks:
-        masks = list(dict.fromkeys(check.mask for check in report.checks))
-        table = _table("relative error against float64", *masks)
-        for what in dict.fromkeys(check.what for check in report.checks):
-            by_mask = {check.mask: check for check in report.checks if check.what == what}
-            table.add_row(what, *(_verdict(by_mask.get(mask)) for mask in masks))
-        _show(console, f"Self-check, forward and backward: {where}", table)
+def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+    """Yields titles, columns and rows."""
+    versions = [(v["name"], v["version"], v["tested"]) for v in report["versions"]]
+    available = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in report["distributed"].items())
+    versions += [("build of torch", report["build"], ""), ("distributed", available, "")]
+    yield f"Software, {report['platform']}", ("", "installed", "tested"), versions
+    devices = [
+        (d["name"], d["what"] + (f", can access the memory of {d['peers']}" if d.get("peers") else ""))
+        for d in report["devices"]
+    ]
+    yield "Devices", ("", ""), devices if len(devices) > 1 else [*devices, ("CUDA", "none")]
+    kernels = [
+        (k["name"], "[green]yes[/]" if k["available"] else f"[red]no[/]: {escape(str(k['reason']))}")
+        for k in report["kernels"]
+    ]
+    yield "Attention backends, best first", ("backend", "runs here"), kernels
+    if (rates := report.get("rates")) is not None:
+        title = f"Measured now: {rates['device']}, {rates['dtype']}"
+        yield title, ("operation", "rate"), list(rates["operations"].items())
+    ranks = report.get("ranks")
+    if not isinstance(ranks, RankReport):
+        return
+    where = f"{ranks.ranks} rank(s) on {ranks.hosts} host(s), {ranks.backend}, {ranks.device}"
+    operations = dict.fromkeys(link.operation for link in ranks.links)
+    cells = {(link.nbytes, link.operation): _link(link) for link in ranks.links}
+    if ranks.links:
+        sizes = dict.fromkeys(link.nbytes for link in ranks.links)
+        links = [(human_bytes(size), *(cells[size, operation] for operation in operations)) for size in sizes]
+        yield f"Messages among all ranks at once: {where}", ("each rank sends", *operations), links
+    if ranks.checks:
+        verdicts = {(check.what, check.mask): _verdict(check) for check in ranks.checks}
+        masks, names = (dict.fromkeys(key[i] for key in verdicts) for i in (1, 0))
+        checks = [(name, *(verdicts.get((name, mask), "") for mask in masks)) for name in names]
+        yield f"Self-check, forward and backward: {where}", ("relative error against float64", *masks), checks
 
 
-def _verdict(check: Check | None) -> str:
-    if check is None:
-        return ""
+def _link(link: Link) -> str:
+    rate = f", {link.bytes_per_second / 1e9:.2f} GB/s" if link.nbytes >= 1 << 10 else ""
+    return f"{link.seconds * 1e6:,.0f} µs{rate}"
+
+
+def _verdict(check: Check) -> str:
     return f"[green]{check.error:.1e}[/]" if check.problem is None else f"[red]{escape(check.problem)}[/]"
-
-
-def _show(console: Console, title: str, table: Table) -> None:
-    console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
-    console.print(table)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(show_header=any(columns))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
