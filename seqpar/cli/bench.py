@@ -102,9 +102,11 @@ def bench(
     out: Annotated[str, typer.Option(help="Folder for the CSV, the JSON, the charts and the traces.")] = "bench",
 ) -> None:
     """Compare strategies, layouts and other packages on this machine. The default takes less than five minutes."""
-    options = {k: tuple(x) if isinstance(x, list) else x for k, x in locals().items() if x is not None and k != "nproc"}
+    options: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in locals().items() if x is not None}
+    del options["nproc"]
     with bad_options():
-        config = BenchConfig(**options | {"seq_len": tuple(map(read_tokens, seq_len or ()))})
+        options["seq_len"] = tuple(map(read_tokens, seq_len or ()))
+        config = BenchConfig(**options)
     if under_launcher():
         run_bench(config)
         return

@@ -278,7 +278,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
             console.print(f"  {escape(line)}", highlight=False)
 
 
-def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequence[tuple[str, ...]]]]:
     """Yields titles, columns and rows."""
     versions = [(v["name"], v["version"], v["tested"]) for v in report["versions"]]
     available = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in report["distributed"].items())
