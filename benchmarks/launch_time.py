@@ -6,7 +6,7 @@ everything before the driver: the Python code of one step of a ring, with tensor
     python benchmarks/launch_time.py
 
 Prints the CPU time of the calling thread in microseconds, as the median and the fastest of ``--rounds`` rounds.
-``repeated`` is a step whose launches repeat those of an earlier step. ``first`` is a step whose launches Triton has to
+``repeated`` is a step whose launches repeat an earlier step's. ``first`` is a step whose launches Triton has to
 dispatch; its kernels are already compiled. ``of it a launch`` is the time of one launch in ``repeated``, without the
 allocation of outputs and everything else around the launches.
 """

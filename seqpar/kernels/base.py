@@ -78,7 +78,7 @@ class Grads(NamedTuple):
         dk: ``[b, k, n, d]``.
         dv: ``[b, k, n, e]``.
         new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
-        new_dkv: the same of ``dk`` and ``dv``.
+        new_dkv: whether ``dk`` and ``dv`` are uninitialised.
     """
 
     dq: Tensor
@@ -118,7 +118,7 @@ class Backend(Protocol):
     def unsupported(
         self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
     ) -> str | None:
-        """Why it cannot compute this call, or None. ``v_head_dim`` is that of ``v`` where it is not that of ``q``."""
+        """Why it cannot compute this call, or None. ``v_head_dim``: of v; by default the head_dim of q."""
         ...
 
     def forward(
@@ -168,7 +168,6 @@ def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
 
 
 def head_dims(head_dim: int, v_head_dim: int | None) -> str:
-    """The head_dims as text, for messages."""
     return f"head_dim={head_dim}" + (f" of q and k, {v_head_dim} of v" if v_head_dim not in (None, head_dim) else "")
 
 

@@ -137,7 +137,7 @@ def _computed(tile: Tile) -> float:
 
 
 def _take(target: Tensor, value: Tensor) -> Tensor:
-    """Give ``target`` the values of ``value``, which nobody else has: its memory, unless ``target`` is a view."""
+    """Give ``target`` the values of ``value``, which nothing else uses: its memory, unless ``target`` is a view."""
     if target._base is None and target.is_contiguous() and value.is_contiguous() and target.dtype == value.dtype:
         return target.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     return target.copy_(value)
