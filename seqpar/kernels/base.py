@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .elementwise import elementwise_kernels
 
 Carry = tuple[Tensor, Tensor]

@@ -33,7 +33,7 @@ from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_leng
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..planner.auto import traced_choice
-from ..schedule import MaskPlanner
+from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..planner.auto import AttentionShape, choose_strategy
-from ..schedule import MaskPlanner
+from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding
 from ..strategies import resolve
 from ..strategies.operators import AttentionOptions, constants

@@ -16,7 +16,7 @@ from ..checks import check_choice, check_hidden
 from ..layout import Layout, SequenceSharding
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, ranks_by_host
-from ..schedule import attention_plan
+from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..strategies import Comm
 from ..strategies.autograd import to_autocast_dtype, with_gradient

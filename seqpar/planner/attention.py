@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..heads import Heads
 from ..kernels.cpu import computed_pairs as pairs_computed_on_cpu
-from ..keys import ShardKeys
 from ..layout import CPU
 from ..mesh import AttentionGroups
-from ..schedule import AttentionPlan
+from ..schedule.plan import AttentionPlan
+from ..schedule.rows import ShardKeys
 from ..strategies.call import AttentionCall
 from ..strategies.remote import RemoteSteps, Returns, of_heads
 from ..strategies.ring import halves

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.p2p import Pending
-from ..schedule import AttentionPlan, Exchange, Step, Transfer
+from ..schedule.plan import AttentionPlan, Exchange, Step, Transfer
 from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width
 from ..strategies.transport import KV, Message
 from .setting import BETWEEN, LEVELS, WITHIN, Setting

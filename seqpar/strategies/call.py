@@ -14,10 +14,10 @@ from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels.base import Score
 from ..kernels.expansion import Expansion, RepeatedHeads
-from ..keys import KeyIntervals
 from ..layout import SequenceSharding, split_range
 from ..mesh import AttentionGroups
-from ..schedule import AttentionPlan
+from ..schedule.plan import AttentionPlan
+from ..schedule.rows import KeyIntervals
 from .latent import LatentKeys
 
 # K/V are sent in chunks of heads of at least this many bytes, by device type. A transfer of this size takes much longer

@@ -19,9 +19,9 @@ from ..comm.p2p import make_ready
 from ..comm.streams import TransferStream
 from ..comm.trace import count_step
 from ..heads import Heads
-from ..keys import GatheredKeys
 from ..mesh import AttentionGroups
-from ..schedule import Step
+from ..schedule.plan import Step
+from ..schedule.rows import GatheredKeys
 from .call import AttentionCall
 from .transport import KV, KeyValues, Message, Transport
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, new_message
-from ..keys import GatheredKeys, Selection
 from ..mesh import AttentionGroups, Ranks
-from ..schedule import AttentionPlan, Exchange, Step, Transfer
+from ..schedule.plan import AttentionPlan, Exchange, Step, Transfer
+from ..schedule.rows import GatheredKeys, Selection
 from .call import AttentionCall
 
 KV = tuple[Tensor, Tensor]

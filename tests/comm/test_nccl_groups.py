@@ -17,7 +17,7 @@ from seqpar.comm.p2p import Message, Pending
 from seqpar.heads import Heads
 from seqpar.kernels.base import Score
 from seqpar.layout import LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan
 from seqpar.strategies import call as calls
 from seqpar.strategies import remote, ring, transport
 from seqpar.strategies.call import AttentionCall

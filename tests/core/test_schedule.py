@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
-from seqpar.keys import KeyIntervals, Selection
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan, Exchange
+from seqpar.schedule.plan import AttentionPlan, Exchange
+from seqpar.schedule.rows import KeyIntervals, Selection
 from seqpar.strategies.head_exchange import HeadExchange
 from seqpar.strategies.ulysses import MAX_CHUNKS
 

@@ -34,7 +34,7 @@ from seqpar.planner.hardware import HARDWARE
 from seqpar.planner.layer import RankTimeline, attention_seconds
 from seqpar.planner.setting import Setting
 from seqpar.planner.simulate import Timeline
-from seqpar.schedule import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan
 
 from ..pool import OwnPool, Pool, on_ranks, start
 from ..reference import assert_close

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import seqpar
 from seqpar import Mask, Sharding
 from seqpar.layout import LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan
 from seqpar.strategies.gathered_activations import prefers_activations
 
 from ..cases import Batch

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import cached_tensors, upload
-from .layout import CPU, Positions
+from ..cache import cached_tensors, upload
+from ..layout import CPU, Positions
 
 # More spans than this are selected by one index instead of a slice each.
 _MAX_SLICES = 16

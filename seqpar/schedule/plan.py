@@ -42,11 +42,12 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from .cache import ByteCache, cached_tensors
-from .keys import NO_ROWS, GatheredKeys, KeyIntervals, Selection, ShardKeys
-from .layout import CPU, Positions, SequenceSharding, Stripe
-from .mask import Mask
-from .runs import Runs
+from ..cache import ByteCache, cached_tensors
+from ..layout import CPU, Positions, SequenceSharding, Stripe
+from ..mask import Mask
+from ..runs import Runs
+from .rounds import exchange_groups
+from .rows import NO_ROWS, GatheredKeys, KeyIntervals, Selection, ShardKeys
 
 # Under a striped layout, a rank's queries see up to one range of keys per document. If documents times ranks exceed
 # this number, a rank receives all keys between the first and the last one that it needs. A list of ranges would then
@@ -54,8 +55,6 @@ from .runs import Runs
 _EXACT_RANGES = 2048
 # The same for a narrow window under a striped layout, which leaves gaps between the keys of neighbouring queries.
 _EXACT_QUERIES = 4096
-# The most peers in one group of messages: see ``exchange_groups``.
-_MAX_PEERS = 16
 # If every rank needs the whole sequence except for at most this share, an all-gather is a collective of all rows.
 _DENSE_WITHOUT = 1 / 1024
 # Positions below this fit into 32 bits, also after the number of ranks is added to them.
@@ -566,25 +565,3 @@ def _rows_of_others(ranges: Sequence[tuple[int, int]], held: Sequence[Positions]
 
 def _stop(range_: tuple[int, int]) -> int:
     return range_[1]
-
-
-def exchange_groups(ranks: int, rank: int) -> list[list[int]]:
-    """The peers of ``rank`` in an exchange between all pairs of ranks, in groups of at most 16.
-
-    The peers come from the rounds of a round-robin tournament (the circle method), which pairs every rank with one peer
-    in each round. A group is a number of rounds, the same rounds on every rank. So whatever a rank sends or receives in
-    its ``i``-th group, its peers receive or send in their ``i``-th group. NCCL divides a group with more operations
-    than it can launch at once into parts, in an order that differs between ranks. Ranks that wait for one another's
-    later parts would then deadlock. A group of 16 peers has at most 32 operations, which NCCL launches at once.
-    """
-    players = ranks + ranks % 2  # with an odd number of ranks, one of them has no peer in each round
-    peers = []
-    for turn in range(players - 1):
-        if rank == players - 1:
-            peer = turn * (players // 2) % (players - 1)  # 2 * peer = turn, modulo players - 1
-        else:
-            peer = (turn - rank) % (players - 1)
-            peer = players - 1 if peer == rank else peer
-        peers.append(peer)
-    groups = [peers[i : i + _MAX_PEERS] for i in range(0, len(peers), _MAX_PEERS)]
-    return [[peer for peer in group if peer < ranks] for group in groups]
