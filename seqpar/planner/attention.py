@@ -23,7 +23,7 @@ from ..kernels.cpu import computed_pairs as pairs_computed_on_cpu
 from ..layout import CPU
 from ..mesh import AttentionGroups
 from ..schedule.plan import AttentionPlan
-from ..schedule.rows import ShardKeys
+from ..schedule.rows import ShardRows
 from ..strategies.call import AttentionCall
 from ..strategies.remote import RemoteSteps, Returns, of_heads
 from ..strategies.ring import halves
@@ -134,7 +134,7 @@ class AttentionTimeline:
         by_owner = computed_pairs(s.mask, s.seq_len, shards[plan.rank], shards, s.hardware.tile)
         pairs: dict[int, float] = {}
         for i, step in enumerate(plan):
-            if isinstance(step.keys, ShardKeys):
+            if isinstance(step.keys, ShardRows):
                 pairs[i] = by_owner[step.receives[0].owner if i else plan.rank]
             elif step.keys is not None:
                 pairs[i] = sum(by_owner[transfer.owner] for transfer in step.receives)

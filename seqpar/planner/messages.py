@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.p2p import Pending
-from ..schedule.plan import AttentionPlan, Exchange, Step, Transfer
+from ..schedule.plan import AttentionPlan, Hop, Step, Transfer
 from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width
 from ..strategies.transport import KV, Message
 from .setting import BETWEEN, LEVELS, WITHIN, Setting
@@ -105,7 +105,7 @@ class RecordedTransport:
     def __init__(self, timeline: Timeline, place: RankPlace, plan: AttentionPlan) -> None:
         self._timeline, self._place, self._plan = timeline, place, plan
 
-    def start_fetch(self, fetch: Exchange, own: Any) -> Callable[[], Any]:
+    def start_fetch(self, fetch: Hop, own: Any) -> Callable[[], Any]:
         return self._start("fetch", "ring across hosts", fetch, _row_bytes(own.kv))
 
     def start_step(self, step: Step, own: Any, fetched: Any) -> Callable[[], KV]:
@@ -119,15 +119,15 @@ class RecordedTransport:
         return wait_for_kv
 
     def start_return(
-        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Any], fetch: Exchange | None
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Any], fetch: Hop | None
     ) -> Callable[[], None]:
         return self._start("dk, dv", "ring", step, _row_bytes(own), is_return=True)
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Any], own: list[Tensor]) -> Callable[[], None]:
+    def start_fetch_return(self, fetch: Hop, sums: dict[int, Any], own: list[Tensor]) -> Callable[[], None]:
         return self._start("sums of dk, dv", "ring across hosts", fetch, _row_bytes(own), is_return=True)
 
     def _start(
-        self, name: str, stream: str, exchange: Exchange, row_bytes: float, is_return: bool = False
+        self, name: str, stream: str, exchange: Hop, row_bytes: float, is_return: bool = False
     ) -> Callable[[], None]:
         """Record an exchange of the plan. A return sends the gradients of the rows that the exchange received."""
         bandwidth_within = None
@@ -142,7 +142,7 @@ class RecordedTransport:
         number = self._place.start(self._timeline, name, stream, sent, received, bandwidth_within)
         return lambda: self._timeline.wait(number)
 
-    def _collective(self, exchange: Exchange, row_bytes: float) -> Messages:
+    def _collective(self, exchange: Hop, row_bytes: float) -> Messages:
         """What this rank sends in an all-gather: its longest possible shard, to each peer.
 
         A fetch gathers over the ranks of other hosts. A step gathers inside the host, the shards of all hosts.
@@ -158,7 +158,7 @@ class RecordedTransport:
     def _messages(self, transfers: tuple[Transfer, ...], row_bytes: float) -> Messages:
         """The messages of some transfers; this rank sends none to itself."""
         return [
-            (self._place.level_to(ring=transfer.peer), len(transfer.rows) * row_bytes)
+            (self._place.level_to(ring=transfer.peer), len(transfer.owner_rows) * row_bytes)
             for transfer in transfers
             if transfer.peer != self._plan.rank
         ]

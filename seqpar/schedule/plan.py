@@ -46,8 +46,8 @@ from ..cache import ByteCache, cached_tensors
 from ..layout import CPU, Positions, SequenceSharding, Stripe
 from ..mask import Mask
 from ..runs import Runs
-from .rounds import exchange_groups
-from .rows import NO_ROWS, GatheredKeys, KeyIntervals, Selection, ShardKeys
+from .rounds import p2p_rounds
+from .rows import NO_ROWS, GatheredRows, KeyIntervals, RowSpans, ShardRows
 
 # Under a striped layout, a rank's queries see up to one range of keys per document. If documents times ranks exceed
 # this number, a rank receives all keys between the first and the last one that it needs. A list of ranges would then
@@ -68,29 +68,30 @@ class Transfer:
     Attributes:
         peer: a rank of the ring. In a step, it is this rank itself if this rank has fetched the rows.
         owner: the rank of the ring whose shard has the rows. It is the sender, unless the sender has fetched them.
-        rows: the rows, as indices into the owner's shard.
-        at: the rows, as indices into the sender's tensor: its shard, or the rows of the owner that it has fetched.
+        owner_rows: the rows, as indices into the owner's shard.
+        sender_rows: the same rows, as indices into the sender's tensor: its shard, or the owner's rows that the sender
+            has fetched.
     """
 
     peer: int
     owner: int
-    rows: Selection
-    at: Selection
+    owner_rows: RowSpans
+    sender_rows: RowSpans
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class Hop:
     """The K/V rows that one rank sends and receives at a time.
 
     Attributes:
         receives: the transfers that this rank receives.
         sends: the transfers that this rank sends. The transfers to one peer form one message, in this order.
-        groups: the peers, in groups. The messages of one group are sent and received together.
+        rounds: the peers, round by round. The messages of one round are sent and received together.
     """
 
     receives: tuple[Transfer, ...] = ()
     sends: tuple[Transfer, ...] = ()
-    groups: Sequence[Sequence[int]] = ()
+    rounds: Sequence[Sequence[int]] = ()
 
     @property
     def is_local(self) -> bool:
@@ -99,14 +100,14 @@ class Exchange:
 
 
 @dataclass(frozen=True, eq=False)
-class Step(Exchange):
+class Step(Hop):
     """One step of the ring on one rank.
 
     Attributes:
         keys: the keys that this rank computes with; None if its queries see none of the step's keys.
     """
 
-    keys: ShardKeys | GatheredKeys | None = None
+    keys: ShardRows | GatheredRows | None = None
 
 
 class AttentionPlan:
@@ -141,7 +142,7 @@ class AttentionPlan:
         self.replicated = replicated
         self._runs = mask.runs(sharding.seq_len)
         self._steps: dict[int, Step] = {}
-        self._fetches: dict[int, Exchange] = {}
+        self._fetches: dict[int, Hop] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
         self._host_ranges: dict[int, tuple[tuple[int, int], ...]] = {}
         self._token = object()  # the plan's key in caches, which must not hold a reference to the plan
@@ -171,7 +172,7 @@ class AttentionPlan:
         """How many exchanges between hosts there are."""
         return min(1, self.hosts - 1) if self.gather else self.hosts - 1
 
-    def fetch(self, index: int) -> Exchange:
+    def fetch(self, index: int) -> Hop:
         """What this rank sends to ranks of other hosts, and receives for all ranks of its own host, in one fetch."""
         if index not in self._fetches:
             self._fetches[index] = self._plan_fetch(index)
@@ -230,7 +231,9 @@ class AttentionPlan:
     def nbytes(self) -> int:
         """The approximate size of the plan in memory."""
         exchanges = (*self._steps.values(), *self._fetches.values())
-        spans = sum(len(t.rows.spans) + 2 for exchange in exchanges for t in (*exchange.receives, *exchange.sends))
+        spans = sum(
+            len(t.owner_rows.spans) + 2 for exchange in exchanges for t in (*exchange.receives, *exchange.sends)
+        )
         return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
 
     def intervals(self, index: int, device: torch.device, positions: bool = False) -> KeyIntervals | None:
@@ -281,20 +284,20 @@ class AttentionPlan:
             self._ranges[query_rank] = visible_ranges(self._runs, queries, self.sharding.seq_len, exact)
         return self._ranges[query_rank]
 
-    def _transfer_rows(self, query_rank: int, key_rank: int) -> Selection:
+    def _transfer_rows(self, query_rank: int, key_rank: int) -> RowSpans:
         """The rows of ``key_rank``'s shard that are sent to ``query_rank``."""
         held = self.sharding.ring_positions(key_rank)
         if self.dense:
-            return Selection(((0, len(held)),)) if len(held) else NO_ROWS
+            return RowSpans(((0, len(held)),)) if len(held) else NO_ROWS
         if query_rank != self.rank and not self._may_see(query_rank, held):
             return NO_ROWS
         return rows_in(self._visible(query_rank), held)
 
-    def _fetched_rows(self, host: int, key_rank: int) -> Selection:
+    def _fetched_rows(self, host: int, key_rank: int) -> RowSpans:
         """The rows of ``key_rank``'s shard that are sent to ``host``: those that any of its ranks needs."""
         held = self.sharding.ring_positions(key_rank)
         if self.dense:
-            return Selection(((0, len(held)),)) if len(held) else NO_ROWS
+            return RowSpans(((0, len(held)),)) if len(held) else NO_ROWS
         ranks = self._ranks_of_host(host)
         if self.rank not in ranks and not any(self._may_see(rank, held) for rank in ranks):
             return NO_ROWS
@@ -336,24 +339,24 @@ class AttentionPlan:
     def _local_step(self) -> Step:
         held = self.sharding.together().ring_positions(0) if self.replicated else self._queries
         rows = rows_in(self._visible(self.rank), held)
-        everything = Selection(((0, len(held)),))
-        return Step(keys=ShardKeys(held, everything) if len(rows) else None)
+        everything = RowSpans(((0, len(held)),))
+        return Step(keys=ShardRows(held, everything) if len(rows) else None)
 
     def _remote_step(self, index: int) -> Step:
         size, (host, local) = self.per_host, divmod(self.rank, self.per_host)
         if self.gather:
-            groups = _ranks_of(exchange_groups(size, local), host * size, 1)
+            rounds = _ranks_of(p2p_rounds(size, local), host * size, 1)
             # What this rank has fetched itself comes last.
-            sources = targets = [*(peer for group in groups for peer in group), *([self.rank] * (self.hosts > 1))]
+            sources = targets = [*(peer for peers in rounds for peer in peers), *([self.rank] * (self.hosts > 1))]
             owners = range(self.hosts)
         else:
             distance, step = self._distances(index)
             sources, targets = [host * size + (local - step) % size], [host * size + (local + step) % size]
-            groups = [[peer for peer in {*sources, *targets} if peer != self.rank]]
+            rounds = [[peer for peer in {*sources, *targets} if peer != self.rank]]
             owners = range((host - distance) % self.hosts, (host - distance) % self.hosts + 1)
         receives = [self._transfer(self.rank, peer, peer, owner) for peer in sources for owner in owners]
         sends = [self._transfer(peer, self.rank, peer, owner) for peer in targets for owner in owners]
-        return self._step(receives, sends, groups)
+        return self._step(receives, sends, rounds)
 
     def _transfer(self, receiver: int, sender: int, peer: int, host: int) -> Transfer:
         """The rows that ``sender`` sends to ``receiver``, a rank of the same host. Their owner is the rank of ``host``
@@ -366,33 +369,33 @@ class AttentionPlan:
             at = self._fetched_rows(self.rank // size, owner).locate(rows)
         return Transfer(peer, owner, rows, at)
 
-    def _step(self, receives: list[Transfer], sends: list[Transfer], groups: list[list[int]]) -> Step:
+    def _step(self, receives: list[Transfer], sends: list[Transfer], rounds: list[list[int]]) -> Step:
         """The step with these transfers, except those without rows."""
-        receives, sends = [t for t in receives if len(t.rows)], [t for t in sends if len(t.rows)]
+        receives, sends = [t for t in receives if len(t.owner_rows)], [t for t in sends if len(t.owner_rows)]
         if not receives and not sends:
             return _EMPTY_STEP
-        shards = tuple(ShardKeys(self.sharding.ring_positions(t.owner), t.rows) for t in receives)
-        keys: ShardKeys | GatheredKeys | None = shards[0] if shards else None
+        shards = tuple(ShardRows(self.sharding.ring_positions(t.owner), t.owner_rows) for t in receives)
+        keys: ShardRows | GatheredRows | None = shards[0] if shards else None
         if self.gather and shards:
             ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
-            keys = GatheredKeys(ranges, ShardKeys(self._queries, rows_in(ranges, self._queries)), shards)
-        return Step(tuple(receives), tuple(sends), groups, keys)
+            keys = GatheredRows(ranges, ShardRows(self._queries, rows_in(ranges, self._queries)), shards)
+        return Step(tuple(receives), tuple(sends), rounds, keys)
 
-    def _plan_fetch(self, index: int) -> Exchange:
+    def _plan_fetch(self, index: int) -> Hop:
         size, hosts, (host, local) = self.per_host, self.hosts, divmod(self.rank, self.per_host)
         if self.gather:
-            groups = _ranks_of(exchange_groups(hosts, host), local, size)
-            sources = targets = [peer for group in groups for peer in group]
+            rounds = _ranks_of(p2p_rounds(hosts, host), local, size)
+            sources = targets = [peer for peers in rounds for peer in peers]
         else:
             sources, targets = ([(host + d) % hosts * size + local] for d in (-index - 1, index + 1))
-            groups = [list({*sources, *targets})]
+            rounds = [list({*sources, *targets})]
         receives = [Transfer(peer, peer, rows, rows) for peer in sources if len(rows := self._fetched_rows(host, peer))]
         sends = [
             Transfer(peer, self.rank, rows, rows)
             for peer in targets
             if len(rows := self._fetched_rows(peer // size, self.rank))
         ]
-        return Exchange(tuple(receives), tuple(sends), groups)
+        return Hop(tuple(receives), tuple(sends), rounds)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_token": None}
@@ -404,9 +407,9 @@ class AttentionPlan:
 _EMPTY_STEP = Step()
 
 
-def _ranks_of(groups: list[list[int]], first: int, stride: int) -> list[list[int]]:
-    """The ranks ``first + i * stride`` of the indices ``i`` in ``groups``."""
-    return [[first + i * stride for i in group] for group in groups]
+def _ranks_of(rounds: list[list[int]], first: int, stride: int) -> list[list[int]]:
+    """The ranks ``first + i * stride`` of the indices ``i`` in ``rounds``."""
+    return [[first + i * stride for i in indices] for indices in rounds]
 
 
 def _intervals_on_host(plan: ReferenceType[AttentionPlan], index: int) -> KeyIntervals | None:
@@ -541,7 +544,7 @@ def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[i
                 yield lo_at + shift, hi_at + shift
 
 
-def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
+def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> RowSpans:
     """The rows of a shard with positions ``held`` that have a position in one of ``ranges``."""
     spans: list[tuple[int, int]] = []
     for stripe, offset in held.with_offsets():
@@ -555,7 +558,7 @@ def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
                 spans[-1] = spans[-1][0], end
             elif begin < end:
                 spans.append((begin, end))
-    return Selection(tuple(spans)) if spans else NO_ROWS
+    return RowSpans(tuple(spans)) if spans else NO_ROWS
 
 
 def _rows_of_others(ranges: Sequence[tuple[int, int]], held: Sequence[Positions]) -> int:

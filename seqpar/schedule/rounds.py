@@ -6,7 +6,7 @@ from __future__ import annotations
 _MAX_PEERS = 16
 
 
-def exchange_groups(ranks: int, rank: int) -> list[list[int]]:
+def p2p_rounds(ranks: int, rank: int) -> list[list[int]]:
     """The peers of ``rank`` in an exchange between all pairs of ranks, in groups of at most 16.
 
     The peers come from the rounds of a round-robin tournament (the circle method), which pairs every rank with one peer

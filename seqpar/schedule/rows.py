@@ -68,7 +68,7 @@ class KeyIntervals:
 
 
 @dataclass(frozen=True)
-class Selection:
+class RowSpans:
     """Some rows of a shard, as increasing (start, stop) pairs of local indices."""
 
     spans: tuple[tuple[int, int], ...]
@@ -94,7 +94,7 @@ class Selection:
 
         return cached_tensors(("selection", self.spans), device, make)
 
-    def locate(self, rows: Selection) -> Selection:
+    def locate(self, rows: RowSpans) -> RowSpans:
         """The indices of ``rows``, a subset of the selected rows, among the selected rows."""
         if not self.spans or self.spans[0][0] == 0 == len(self.spans) - 1:
             return rows
@@ -110,7 +110,7 @@ class Selection:
                 found[-1] = found[-1][0], end
             else:
                 found.append((begin, end))
-        return Selection(tuple(found))
+        return RowSpans(tuple(found))
 
     def copy_to(self, out: Tensor, x: Tensor) -> None:
         """Copy the selected rows of ``x [..., rows, heads, head_dim]`` into ``out``."""
@@ -140,7 +140,7 @@ class Selection:
         return torch.searchsorted(self.index(x.device), x)
 
 
-NO_ROWS = Selection(())
+NO_ROWS = RowSpans(())
 
 
 def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ShardKeys:
+class ShardRows:
     """Keys of one step that come from one rank: some rows of its shard.
 
     Attributes:
@@ -162,7 +162,7 @@ class ShardKeys:
     """
 
     held: Positions
-    rows: Selection
+    rows: RowSpans
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -179,7 +179,7 @@ class ShardKeys:
 
 
 @dataclass(frozen=True)
-class GatheredKeys:
+class GatheredRows:
     """Keys of one step that come from all other ranks, sorted by position.
 
     Attributes:
@@ -189,8 +189,8 @@ class GatheredKeys:
     """
 
     ranges: tuple[tuple[int, int], ...]
-    own: ShardKeys
-    shards: tuple[ShardKeys, ...]
+    own: ShardRows
+    shards: tuple[ShardRows, ...]
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
@@ -229,7 +229,7 @@ class GatheredKeys:
         """For each shard, ``(row, start, count)`` of its ranges of consecutive positions; None if there are many."""
         return [self._pieces_of(shard) for shard in self.shards]
 
-    def _pieces_of(self, shard: ShardKeys) -> list[tuple[int, int, int]] | None:
+    def _pieces_of(self, shard: ShardRows) -> list[tuple[int, int, int]] | None:
         if not shard.held.is_ranges or len(shard.rows.spans) > _MAX_SLICES:
             return None
         pieces, row = [], 0

@@ -21,7 +21,7 @@ from ..comm.trace import count_step
 from ..heads import Heads
 from ..mesh import AttentionGroups
 from ..schedule.plan import Step
-from ..schedule.rows import GatheredKeys
+from ..schedule.rows import GatheredRows
 from .call import AttentionCall
 from .transport import KV, KeyValues, Message, Transport
 
@@ -181,7 +181,7 @@ def new_gradients(
     if not step.receives:
         return []
     rows, both = step_k.shape[1], (step_k, step_v)
-    if isinstance(step.keys, GatheredKeys):
+    if isinstance(step.keys, GatheredRows):
         return [Message([x], rows, dtype=dtype) for x in both]
     return [Message(both, rows, dtype=dtype, to=groups.within)]
 

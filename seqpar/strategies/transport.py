@@ -21,8 +21,8 @@ from torch import Tensor
 from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, new_message
 from ..mesh import AttentionGroups, Ranks
-from ..schedule.plan import AttentionPlan, Exchange, Step, Transfer
-from ..schedule.rows import GatheredKeys, Selection
+from ..schedule.plan import AttentionPlan, Hop, Step, Transfer
+from ..schedule.rows import GatheredRows, RowSpans
 from .call import AttentionCall
 
 KV = tuple[Tensor, Tensor]
@@ -75,7 +75,7 @@ class KeyValues:
         self.kv = kv  # [b, k, n, d], [b, k, n, e]
         self._all_rows = message
 
-    def message(self, rows: Selection, to: Ranks | None, length: int | None = None) -> Message:
+    def message(self, rows: RowSpans, to: Ranks | None, length: int | None = None) -> Message:
         """A message of ``rows``, to be sent to ranks of ``to``. With ``length`` it is padded to that many rows; the
         values of the padding are undefined."""
         full = len(rows) == self.kv[0].shape[1]
@@ -87,7 +87,7 @@ class KeyValues:
             self._all_rows = message  # every step of the ring sends it again
         return message
 
-    def copy_rows(self, rows: Selection, out: Sequence[Tensor]) -> None:
+    def copy_rows(self, rows: RowSpans, out: Sequence[Tensor]) -> None:
         """Copy the rows of k and of v into ``out``."""
         for x, target in zip(self.kv, out, strict=True):
             rows.copy_to(target, x)
@@ -96,7 +96,7 @@ class KeyValues:
 class Transport(Protocol):
     """How K/V and their gradients are sent. The planner has an implementation that only records the messages."""
 
-    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], Any]:
+    def start_fetch(self, fetch: Hop, own: KeyValues) -> Callable[[], Any]:
         """Start a fetch. The returned function waits for it, and returns the ``fetched`` of ``start_step``."""
 
     def start_step(self, step: Step, own: KeyValues, fetched: Any) -> Callable[[], KV]:
@@ -104,7 +104,7 @@ class Transport(Protocol):
         has no keys for this rank."""
 
     def start_return(
-        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Any], fetch: Exchange | None
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Any], fetch: Hop | None
     ) -> Callable[[], None]:
         """Start to return a step's gradients. The returned function waits, and adds the received gradients.
 
@@ -116,7 +116,7 @@ class Transport(Protocol):
             fetch: the fetch whose rows the step sends; None if the step sends the senders' own rows.
         """
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Any], own: list[Tensor]) -> Callable[[], None]:
+    def start_fetch_return(self, fetch: Hop, sums: dict[int, Any], own: list[Tensor]) -> Callable[[], None]:
         """Start to return the sums of a fetch to the owners. The returned function waits, and adds the received sums to
         ``own``."""
 
@@ -134,9 +134,9 @@ class _Messages:
     def __init__(self, plan: AttentionPlan, groups: AttentionGroups) -> None:
         self._plan, self._groups = plan, groups
 
-    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], dict[int, KeyValues]]:
-        sends = {t.peer: own.message(t.at, self._groups.across) for t in fetch.sends}
-        received = {t.peer: Message(own.kv, len(t.rows)) for t in fetch.receives}
+    def start_fetch(self, fetch: Hop, own: KeyValues) -> Callable[[], dict[int, KeyValues]]:
+        sends = {t.peer: own.message(t.sender_rows, self._groups.across) for t in fetch.sends}
+        received = {t.peer: Message(own.kv, len(t.owner_rows)) for t in fetch.receives}
         pending = self._fetch_exchange(fetch, sends, received)
 
         def wait() -> dict[int, KeyValues]:
@@ -151,11 +151,11 @@ class _Messages:
         sends: dict[int, Message] = {}
         for peer, transfers in _by_peer(step.sends).items():
             if len(transfers) == 1:
-                sends[peer] = sources[transfers[0].owner].message(transfers[0].at, within)
+                sends[peer] = sources[transfers[0].owner].message(transfers[0].sender_rows, within)
                 continue
-            sends[peer] = Message(own.kv, sum(len(t.rows) for t in transfers), to=within)
+            sends[peer] = Message(own.kv, sum(len(t.owner_rows) for t in transfers), to=within)
             for transfer, views in zip(transfers, _views(transfers, sends), strict=True):
-                sources[transfer.owner].copy_rows(transfer.at, views)
+                sources[transfer.owner].copy_rows(transfer.sender_rows, views)
         received = self._buffers(step.receives, sends, own.kv)
         pending = self._step_exchange(step, sends, received)
 
@@ -170,14 +170,14 @@ class _Messages:
         return wait
 
     def start_return(
-        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Message], fetch: Exchange | None
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Message], fetch: Hop | None
     ) -> Callable[[], None]:
         sends: dict[int, Message] = {}
         if len(step.receives) == 1:
             assert grad is not None
             sends[step.receives[0].peer] = grad
         elif grad is not None:
-            assert isinstance(step.keys, GatheredKeys)
+            assert isinstance(step.keys, GatheredRows)
             sends = self._buffers(step.receives, {}, grad.tensors, to=self._groups.within)
             for i, views in enumerate(_views(step.receives, sends)):
                 for x, view in zip(grad.tensors, views, strict=True):
@@ -185,33 +185,33 @@ class _Messages:
         # Gradients come from the ranks that K/V were sent to.
         received = self._buffers(step.sends, sends, own)
         pending = self._step_exchange(step, sends, received)
-        fetched_rows = {t.owner: len(t.rows) for t in fetch.receives} if fetch is not None else {}
+        fetched_rows = {t.owner: len(t.owner_rows) for t in fetch.receives} if fetch is not None else {}
 
         def accumulate() -> None:
             pending.wait()
             for transfer, views in zip(step.sends, _views(step.sends, received), strict=True):
                 owner, message = transfer.owner, received[transfer.peer]
                 if owner == self._plan.rank:
-                    _add_rows(transfer.rows, own, views)
-                elif owner not in sums and len(transfer.at) == fetched_rows[owner] == message.rows:
+                    _add_rows(transfer.owner_rows, own, views)
+                elif owner not in sums and len(transfer.sender_rows) == fetched_rows[owner] == message.rows:
                     sums[owner] = message
                 else:
                     if owner not in sums:
                         sums[owner] = Message(own, fetched_rows[owner])
                         sums[owner].flat.zero_()
-                    _add_rows(transfer.at, sums[owner].tensors, views)
+                    _add_rows(transfer.sender_rows, sums[owner].tensors, views)
             received.clear()
 
         return accumulate
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Message], own: list[Tensor]) -> Callable[[], None]:
-        received = {t.peer: Message(own, len(t.rows)) for t in fetch.sends}
+    def start_fetch_return(self, fetch: Hop, sums: dict[int, Message], own: list[Tensor]) -> Callable[[], None]:
+        received = {t.peer: Message(own, len(t.owner_rows)) for t in fetch.sends}
         pending = self._fetch_exchange(fetch, dict(sums), received)
 
         def accumulate() -> None:
             pending.wait()
             for transfer in fetch.sends:
-                _add_rows(transfer.rows, own, received.pop(transfer.peer).tensors)
+                _add_rows(transfer.owner_rows, own, received.pop(transfer.peer).tensors)
 
         return accumulate
 
@@ -226,17 +226,17 @@ class _Messages:
         return {
             peer: own[peer]
             if peer == self._plan.rank and peer in own
-            else Message(like, sum(len(t.rows) for t in part), to=to)
+            else Message(like, sum(len(t.owner_rows) for t in part), to=to)
             for peer, part in _by_peer(transfers).items()
         }
 
-    def _fetch_exchange(self, fetch: Exchange, sends: dict[int, Message], received: dict[int, Message]) -> Pending:
-        """Exchange messages with ranks of other hosts, in the groups of the fetch."""
+    def _fetch_exchange(self, fetch: Hop, sends: dict[int, Message], received: dict[int, Message]) -> Pending:
+        """Hop messages with ranks of other hosts, in the groups of the fetch."""
         size = self._plan.per_host
         return _exchange(fetch, sends, received, lambda peer: peer // size, self._groups.across)
 
     def _step_exchange(self, step: Step, sends: dict[int, Message], received: dict[int, Message]) -> Pending:
-        """Exchange messages with ranks of this host, in the groups of the step."""
+        """Hop messages with ranks of this host, in the groups of the step."""
         size = self._plan.per_host
         return _exchange(step, sends, received, lambda peer: peer % size, self._groups.within)
 
@@ -247,7 +247,7 @@ class _Collectives:
     def __init__(self, plan: AttentionPlan, groups: AttentionGroups) -> None:
         self._plan, self._groups = plan, groups
 
-    def start_fetch(self, fetch: Exchange, own: KeyValues) -> Callable[[], Tensor]:
+    def start_fetch(self, fetch: Hop, own: KeyValues) -> Callable[[], Tensor]:
         assert self._groups.across is not None
         gathered, pending = start_all_gather(self._message(own), self._groups.across)  # [hosts, elements]
 
@@ -261,7 +261,7 @@ class _Collectives:
         assert self._groups.within is not None
         by_host = self._message(own)[None] if fetched is None else fetched  # [hosts, elements]
         gathered, pending = start_all_gather(by_host, self._groups.within)  # [ranks of a host, hosts, elements]
-        views = [self._rank_of(gathered, t, own.kv).narrow(0, len(t.rows)) for t in step.receives]
+        views = [self._rank_of(gathered, t, own.kv).narrow(0, len(t.owner_rows)) for t in step.receives]
         del by_host, fetched, gathered
 
         def wait() -> KV:
@@ -271,7 +271,7 @@ class _Collectives:
         return wait
 
     def start_return(
-        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Tensor], fetch: Exchange | None
+        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Tensor], fetch: Hop | None
     ) -> Callable[[], None]:
         plan, within = self._plan, self._groups.within
         assert within is not None
@@ -279,8 +279,8 @@ class _Collectives:
         by_rank = own[0].new_empty(plan.per_host, plan.hosts, elements)
         by_rank[plan.rank % plan.per_host, plan.rank // plan.per_host].zero_()  # ``own`` has this rank's part
         for i, transfer in enumerate(step.receives):
-            assert grad is not None and isinstance(step.keys, GatheredKeys)
-            views = self._rank_of(by_rank, transfer, own).narrow(0, len(transfer.rows))
+            assert grad is not None and isinstance(step.keys, GatheredRows)
+            views = self._rank_of(by_rank, transfer, own).narrow(0, len(transfer.owner_rows))
             for x, view in zip(grad.tensors, views, strict=True):
                 step.keys.gather(i, x, view)
         total, pending = start_reduce_scatter(by_rank, within)  # [hosts, elements]
@@ -295,7 +295,7 @@ class _Collectives:
 
         return accumulate
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Tensor], own: list[Tensor]) -> Callable[[], None]:
+    def start_fetch_return(self, fetch: Hop, sums: dict[int, Tensor], own: list[Tensor]) -> Callable[[], None]:
         assert self._groups.across is not None
         total, pending = start_reduce_scatter(sums[self._plan.rank], self._groups.across)
 
@@ -307,7 +307,7 @@ class _Collectives:
 
     def _message(self, own: KeyValues) -> Tensor:
         """This rank's K/V, ``[elements]``."""
-        return own.message(Selection(((0, own.kv[0].shape[1]),)), self._groups.within, self._plan.longest).flat
+        return own.message(RowSpans(((0, own.kv[0].shape[1]),)), self._groups.within, self._plan.longest).flat
 
     def _rank_of(self, x: Tensor, transfer: Transfer, like: Sequence[Tensor]) -> Message:
         """The message of the transfer's owner in ``x [ranks of a host, hosts, elements]``."""
@@ -332,12 +332,12 @@ def _views(transfers: Sequence[Transfer], messages: dict[int, Message]) -> list[
     views, offsets = [], dict.fromkeys(messages, 0)
     for transfer in transfers:
         message, offset = messages[transfer.peer], offsets[transfer.peer]
-        views.append(message.narrow(offset, len(transfer.rows)))
-        offsets[transfer.peer] += len(transfer.rows)
+        views.append(message.narrow(offset, len(transfer.owner_rows)))
+        offsets[transfer.peer] += len(transfer.owner_rows)
     return views
 
 
-def _add_rows(rows: Selection, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _add_rows(rows: RowSpans, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Add ``values`` to the rows of ``targets``, tensor by tensor."""
     for target, x in zip(targets, values, strict=True):
         rows.add_to(target, x)
@@ -345,7 +345,7 @@ def _add_rows(rows: Selection, targets: Sequence[Tensor], values: Sequence[Tenso
 
 def _sorted_keys(step: Step, received: list[list[Tensor]]) -> KV:
     """k and v of all received rows, sorted by position. Empties ``received``."""
-    if not isinstance(step.keys, GatheredKeys) or len(received) == 1:
+    if not isinstance(step.keys, GatheredRows) or len(received) == 1:
         k, v = received.pop()
         return k, v
     k, v = Message(received[0], len(step.keys)).tensors  # [b, k, n, d], [b, k, n, e]
@@ -356,13 +356,13 @@ def _sorted_keys(step: Step, received: list[list[Tensor]]) -> KV:
 
 
 def _exchange(
-    planned: Exchange,
+    planned: Hop,
     sends: dict[int, Message],
     received: dict[int, Message],
     index: Callable[[int], int],
     ranks: Any,
 ) -> Pending:
-    """Exchange messages in the planned groups of peers. ``index`` maps a rank of the ring to its index in ``ranks``."""
+    """Hop messages in the planned groups of peers. ``index`` maps a rank of the ring to its index in ``ranks``."""
     groups = [
         exchange(
             [(index(peer), sends[peer].flat) for peer in peers if peer in sends],
@@ -370,7 +370,7 @@ def _exchange(
             ranks,
             borrow=True,
         )
-        for peers in planned.groups
+        for peers in planned.rounds
     ]
     # The buffers include the message from this rank to itself, which is not sent.
     return Pending.all(groups, [message.flat for message in (*sends.values(), *received.values())])

@@ -15,8 +15,8 @@ from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule.plan import AttentionPlan, Exchange
-from seqpar.schedule.rows import KeyIntervals, Selection
+from seqpar.schedule.plan import AttentionPlan, Hop
+from seqpar.schedule.rows import KeyIntervals, RowSpans
 from seqpar.strategies.head_exchange import HeadExchange
 from seqpar.strategies.ulysses import MAX_CHUNKS
 
@@ -60,15 +60,15 @@ def test_every_send_has_its_receive(problem: Scheduled) -> None:
     mask, shards, gather, per_host = problem
     schedules = [AttentionPlan(mask, shards, rank, gather, per_host) for rank in range(shards.ring)]
     assert len({len(s) for s in schedules}) == 1 == len({s.dense for s in schedules})
-    exchanges: list[list[Exchange]] = [[plan[i] for plan in schedules] for i in range(len(schedules[0]))]
+    exchanges: list[list[Hop]] = [[plan[i] for plan in schedules] for i in range(len(schedules[0]))]
     exchanges += [[plan.fetch(i) for plan in schedules] for i in range(schedules[0].fetches)]
     for exchange in exchanges:
-        sent = [(r, t.peer, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.sends]
-        received = [(t.peer, r, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.receives]
+        sent = [(r, t.peer, t.owner, t.owner_rows) for r, e in enumerate(exchange) for t in e.sends]
+        received = [(t.peer, r, t.owner, t.owner_rows) for r, e in enumerate(exchange) for t in e.receives]
         assert sorted(sent, key=str) == sorted(received, key=str)
         for rank, one in enumerate(exchange):
             peers = {t.peer for t in (*one.sends, *one.receives)} - {rank}
-            assert peers <= {peer for group in one.groups for peer in group}
+            assert peers <= {peer for peers in one.rounds for peer in peers}
 
 
 @settings(max_examples=100)
@@ -89,11 +89,11 @@ def test_rows_are_sent_once_to_each_other_host(problem: Scheduled) -> None:
             has = {plan.rank: torch.arange(len(held[plan.rank]))}
             for transfer in (t for i in range(plan.fetches) for t in plan.fetch(i).receives):
                 assert transfer.peer // per_host != host and transfer.peer == transfer.owner
-                has[transfer.owner] = transfer.rows.index(CPU)
+                has[transfer.owner] = transfer.owner_rows.index(CPU)
                 arrived[held[transfer.owner][has[transfer.owner]]] += 1
             for transfer in (t for step in plan for t in step.sends):
                 assert transfer.peer in ranks
-                assert torch.equal(has[transfer.owner][transfer.at.index(CPU)], transfer.rows.index(CPU))
+                assert torch.equal(has[transfer.owner][transfer.sender_rows.index(CPU)], transfer.owner_rows.index(CPU))
         assert torch.equal(arrived, wanted.long()) or plans[0].dense
 
 
@@ -104,7 +104,7 @@ def test_only_visible_rows_are_fetched(problem: Scheduled) -> None:
     dense = mask.dense(shards.seq_len)
     for rank in range(shards.ring):
         fetched = sum(
-            len(t.rows) for step in AttentionPlan(mask, shards, rank, gather, per_host) for t in step.receives
+            len(t.owner_rows) for step in AttentionPlan(mask, shards, rank, gather, per_host) for t in step.receives
         )
         mine = shards.ring_positions(rank).tensor(CPU)
         seen = dense[mine].any(0)
@@ -122,7 +122,7 @@ def test_a_window_fetches_from_its_neighbour_only() -> None:
 @pytest.mark.parametrize("spans", [1, 16, 17, 40])
 def test_rows_are_selected_by_few_operators(spans: int) -> None:
     """By slices or by one index, and never by an operator for each of many documents."""
-    selection = Selection(tuple((5 * i + 1, 5 * i + 1 + i % 4 + 1) for i in range(spans)))
+    selection = RowSpans(tuple((5 * i + 1, 5 * i + 1 + i % 4 + 1) for i in range(spans)))
     rows = torch.cat([torch.arange(start, stop) for start, stop in selection.spans])
     x = torch.randn(2, 3, 5 * spans + 1, 2, 4)
     values, target = torch.randn(2, 3, len(rows), 2, 4), x.clone()
@@ -157,7 +157,7 @@ def test_many_documents_are_few_spans(layout: Layout) -> None:
     seq_len = 1 << 20
     mask = Mask.documents([*range(0, seq_len, 131), seq_len])
     plan = AttentionPlan(mask, SequenceSharding(seq_len, layout, ring=64), 31)
-    assert max(len(t.rows.spans) for step in plan for t in (*step.sends, *step.receives)) <= 2
+    assert max(len(t.owner_rows.spans) for step in plan for t in (*step.sends, *step.receives)) <= 2
 
 
 def pairs(intervals: KeyIntervals | None) -> int:
