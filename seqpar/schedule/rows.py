@@ -1,4 +1,4 @@
-"""Selected rows of a shard, and the keys of a step: the values of which a schedule consists.
+"""Which rows of K/V a rank needs: rows of a shard, the keys of a step, and the ranges of positions that queries see.
 
 Their sizes do not grow with the sequence. What the kernels need for each query is computed on the kernels' device.
 
@@ -7,7 +7,8 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,8 +18,12 @@ import torch
 from torch import Tensor
 
 from ..cache import cached_tensors, upload
-from ..layout import CPU, Positions
+from ..layout import CPU, Positions, Stripe
+from ..runs import Runs
 
+# Under a striped layout, a narrow window leaves gaps between the keys of neighbouring queries. Up to this many queries of
+# a run, the gaps are left out.
+_EXACT_QUERIES = 4096
 # More spans than this are selected by one index instead of a slice each.
 _MAX_SLICES = 16
 
@@ -252,3 +257,88 @@ class GatheredRows:
         for i, shard in enumerate(self.shards):
             positions[self.rows_of(i, device)] = shard.positions(device)
         return positions
+
+
+def visible_ranges(
+    rows: Sequence[Runs], queries: Positions, seq_len: int, exact: bool = True
+) -> tuple[tuple[int, int], ...]:
+    """Ranges of global positions that hold every key that some of ``queries`` sees, disjoint and increasing.
+
+    Args:
+        rows: by batch row, the mask's runs.
+        queries: the positions of the queries.
+        seq_len: tokens of the full sequence.
+        exact: whether the ranges must hold no other keys. Queries with gaps between them, as in a striped layout, then
+            have up to one range per run. Otherwise they have one range, from the first visible key to the last.
+    """
+    found: list[tuple[int, int]] = []
+    for runs in rows:
+        for stripe in queries.stripes:
+            found += _seen_by_stripe(runs, stripe, exact)
+    return merged_ranges((start, min(stop, seq_len)) for start, stop in found)
+
+
+def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The union of ``ranges``, which may overlap, disjoint and increasing."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        elif start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of positions that queries at ``stripe`` see. They may overlap."""
+    first, last = bisect_right(runs.starts, stripe.start) - 1, bisect_left(runs.starts, stripe.stop)
+    consecutive = stripe.block >= stripe.count
+    if not consecutive and not exact:
+        # lo and hi never decrease along the queries, so the first and the last query bound all intervals.
+        yield runs.bounds(stripe.start, stripe.stop - 1)
+        return
+    ends = [*runs.starts[first + 1 : last], stripe.stop]
+    for (start, lo, lo_step, hi, hi_step), end in zip(runs.rows[first:last], ends, strict=True):
+        if consecutive:
+            x0, x1 = max(start, stripe.start), end - 1
+        else:
+            begin, stop = stripe.count_below(start), stripe.count_below(end)
+            if begin == stop:
+                continue
+            x0, x1 = stripe.at(begin), stripe.at(stop - 1)
+        lo_at, hi_at = lo + lo_step * (x0 - start), hi + hi_step * (x0 - start)
+        if lo_at >= hi_at:
+            continue  # no query of this run sees a key
+        gap = 1 if consecutive else stripe.stride - stripe.block + 1  # between neighbouring queries
+        if lo_step == 0 or hi_step == 0 or hi_at - lo_at >= gap or stop - begin > _EXACT_QUERIES:
+            yield lo_at, hi + hi_step * (x1 - start)
+        else:  # a window that is narrower than the gap
+            for index in range(begin, stop):
+                shift = stripe.at(index) - x0
+                yield lo_at + shift, hi_at + shift
+
+
+def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> RowSpans:
+    """The rows of a shard with positions ``held`` that have a position in one of ``ranges``."""
+    spans: list[tuple[int, int]] = []
+    for stripe, offset in held.with_offsets():
+        # Start at the first range that overlaps the stripe.
+        first = bisect_right(ranges, stripe.start, key=_stop)
+        for start, stop in ranges[first:]:
+            if start >= stripe.stop:
+                break
+            begin, end = stripe.count_below(start) + offset, stripe.count_below(stop) + offset
+            if spans and spans[-1][1] == begin:
+                spans[-1] = spans[-1][0], end
+            elif begin < end:
+                spans.append((begin, end))
+    return RowSpans(tuple(spans)) if spans else NO_ROWS
+
+
+def rows_of_others(ranges: Sequence[tuple[int, int]], held: Sequence[Positions]) -> int:
+    """How many positions of the ``ranges`` are not in ``held``."""
+    return sum(stop - start for start, stop in ranges) - sum(len(rows_in(ranges, own)) for own in held)
+
+
+def _stop(range_: tuple[int, int]) -> int:
+    return range_[1]
