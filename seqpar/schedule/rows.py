@@ -21,8 +21,8 @@ from ..cache import cached_tensors, upload
 from ..layout import CPU, Positions, Stripe
 from ..runs import Runs
 
-# Under a striped layout, a narrow window leaves gaps between the keys of neighbouring queries. Up to this many queries of
-# a run, the gaps are left out.
+# Under a striped layout, a narrow window leaves gaps between the keys of neighbouring queries. The gaps of up to this
+# many queries of a run are left out.
 _EXACT_QUERIES = 4096
 # More spans than this are selected by one index instead of a slice each.
 _MAX_SLICES = 16
