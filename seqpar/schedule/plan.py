@@ -1,7 +1,8 @@
-"""Which rank sends which keys to which rank at which step, and what each rank computes with them: pure functions.
+"""Which rank sends which keys to which rank at which step, and which keys each query sees: pure functions.
 
-A schedule is computed from the mask, the sharding and the rank alone, without a process group and without data. The
-runtime executes it, tests and byte counts read it, and the planner simulates it for any number of ranks.
+A plan is computed from the mask, the sharding and the rank alone, without a process group and without data. The runtime
+executes it as a program (``program.py``), tests and byte counts read it, and the planner simulates it for any number of
+ranks. ``print(plan)`` shows its steps.
 
 In a ring of ``n`` ranks, step 0 computes with a rank's own keys. At step ``h``, rank ``r`` computes with keys of rank
 ``(r - h) % n``. The owner of K/V rows sends them directly to the rank that needs them, instead of forwarding them
@@ -10,10 +11,11 @@ its queries see, and no step waits for a neighbour to forward a block. An all-ga
 after step 0 merged into one.
 
 If the ranks are on several hosts, every row is sent once to each other host that needs it, and shared inside that host.
-Rank ``l`` of a host *fetches* the rows of rank ``l`` of each other host that any rank of its host needs. The steps then
-send the fetched rows from rank to rank inside the host. A ring over several hosts thus has one ring inside the host for
-each fetch, in whose first step a rank computes with the rows that it has fetched itself. Half of the steps with keys of
-the own host come first and half come last, so that the first fetch and the last return overlap with computation.
+In an inter-host hop, rank ``l`` of a host receives the rows of rank ``l`` of another host that any rank of its own host
+needs. The intra-host hops of the next steps send these rows from rank to rank inside the host. A ring over several
+hosts thus has one ring inside the host for each inter-host hop, in whose first step a rank computes with the rows that
+it has received itself. Half of the steps with keys of the rank's host come first and half come last, so that the first
+inter-host hop and the last return of gradients overlap with computation.
 
 The cost of planning grows with the runs of the mask and the ranks of the group, not with the tokens. The intervals of
 each query are computed on the device that the kernels run on, by formulas over the runs.
@@ -32,7 +34,7 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -42,8 +44,10 @@ import torch
 from torch import Tensor
 
 from ..cache import ByteCache, cached_tensors
+from ..heads import Heads
 from ..layout import CPU, Positions, SequenceSharding
 from ..mask import Mask
+from .program import NO_HOP, Hop, Program, Step, Transfer
 from .rounds import p2p_rounds
 from .rows import (
     NO_ROWS,
@@ -65,55 +69,6 @@ _EXACT_RANGES = 2048
 _DENSE_WITHOUT = 1 / 1024
 # Positions below this fit into 32 bits, also after the number of ranks is added to them.
 _INT32 = 1 << 30
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Rows of K/V that this rank sends to ``peer`` or receives from it.
-
-    Attributes:
-        peer: a rank of the ring. In a step, it is this rank itself if this rank has fetched the rows.
-        owner: the rank of the ring whose shard has the rows. It is the sender, unless the sender has fetched them.
-        owner_rows: the rows, as indices into the owner's shard.
-        sender_rows: the same rows, as indices into the sender's tensor: its shard, or the owner's rows that the sender
-            has fetched.
-    """
-
-    peer: int
-    owner: int
-    owner_rows: RowSpans
-    sender_rows: RowSpans
-
-
-@dataclass(frozen=True, eq=False)
-class Hop:
-    """The K/V rows that one rank sends and receives at a time.
-
-    Attributes:
-        receives: the transfers that this rank receives.
-        sends: the transfers that this rank sends. The transfers to one peer form one message, in this order.
-        rounds: the peers, round by round. The messages of one round are sent and received together.
-    """
-
-    receives: tuple[Transfer, ...] = ()
-    sends: tuple[Transfer, ...] = ()
-    rounds: Sequence[Sequence[int]] = ()
-
-    @property
-    def is_local(self) -> bool:
-        """Whether nothing is sent or received, as at step 0, which computes with this rank's own K/V."""
-        return not self.receives and not self.sends
-
-
-@dataclass(frozen=True, eq=False)
-class Step(Hop):
-    """One step of the ring on one rank.
-
-    Attributes:
-        keys: the keys that this rank computes with; None if its queries see none of the step's keys.
-    """
-
-    keys: ShardRows | GatheredRows | None = None
 
 
 class AttentionPlan:
@@ -148,9 +103,10 @@ class AttentionPlan:
         self.replicated = replicated
         self._runs = mask.runs(sharding.seq_len)
         self._steps: dict[int, Step] = {}
-        self._fetches: dict[int, Hop] = {}
+        self._inter_host_hops: dict[int, Hop] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
         self._host_ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._programs: dict[Hashable, Program] = {}
         self._token = object()  # the plan's key in caches, which must not hold a reference to the plan
 
     def __len__(self) -> int:
@@ -174,34 +130,29 @@ class AttentionPlan:
         return self.sharding.ring // self.per_host
 
     @property
-    def fetches(self) -> int:
+    def inter_host_hops(self) -> int:
         """How many exchanges between hosts there are."""
         return min(1, self.hosts - 1) if self.gather else self.hosts - 1
-
-    def fetch(self, index: int) -> Hop:
-        """What this rank sends to ranks of other hosts, and receives for all ranks of its own host, in one fetch."""
-        if index not in self._fetches:
-            self._fetches[index] = self._plan_fetch(index)
-        return self._fetches[index]
-
-    def fetch_of(self, index: int) -> int | None:
-        """The index of the fetch whose rows step ``index`` sends; None if it sends the sender's own rows."""
-        if self.gather:
-            return 0 if index and self.fetches else None
-        distance, _ = self._distances(index)
-        return distance - 1 if distance else None
-
-    def ends_fetch(self, index: int) -> bool:
-        """Whether step ``index`` is the last one that sends rows of its fetch."""
-        return self.gather or self._distances(index)[1] == self.per_host - 1
 
     def prepare(self) -> AttentionPlan:
         """Plan all steps now, and return the plan."""
         for _ in self:
             pass
-        for index in range(self.fetches):
-            self.fetch(index)
         return self
+
+    def __str__(self) -> str:
+        return "\n".join([f"rank {self.rank} of {self.sharding.ring}", *map(str, self)])
+
+    def program(
+        self, heads: Heads, num_chunks: int = 1, *, attends: bool = True, prefetch: int = 2, split_own: bool = True
+    ) -> Program:
+        """The steps of a call with these heads. Made once; see ``Program``."""
+        key = heads, num_chunks, attends, prefetch, split_own
+        if key not in self._programs:
+            steps = tuple(self)
+            attends = attends and bool(len(self._queries))
+            self._programs[key] = Program(steps, heads, num_chunks, attends, prefetch, split_own, self.gather)
+        return self._programs[key]
 
     @cached_property
     def longest(self) -> int:
@@ -236,10 +187,8 @@ class AttentionPlan:
 
     def nbytes(self) -> int:
         """The approximate size of the plan in memory."""
-        exchanges = (*self._steps.values(), *self._fetches.values())
-        spans = sum(
-            len(t.owner_rows.spans) + 2 for exchange in exchanges for t in (*exchange.receives, *exchange.sends)
-        )
+        hops = (*(step.intra_host for step in self._steps.values()), *self._inter_host_hops.values())
+        spans = sum(len(t.owner_rows.spans) + 2 for hop in hops for t in (*hop.receives, *hop.sends))
         return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
 
     def intervals(self, index: int, device: torch.device, positions: bool = False) -> KeyIntervals | None:
@@ -299,7 +248,7 @@ class AttentionPlan:
             return NO_ROWS
         return rows_in(self._visible(query_rank), held)
 
-    def _fetched_rows(self, host: int, key_rank: int) -> RowSpans:
+    def _host_rows(self, host: int, key_rank: int) -> RowSpans:
         """The rows of ``key_rank``'s shard that are sent to ``host``: those that any of its ranks needs."""
         held = self.sharding.ring_positions(key_rank)
         if self.dense:
@@ -346,23 +295,27 @@ class AttentionPlan:
         held = self.sharding.together().ring_positions(0) if self.replicated else self._queries
         rows = rows_in(self._visible(self.rank), held)
         everything = RowSpans(((0, len(held)),))
-        return Step(keys=ShardRows(held, everything) if len(rows) else None)
+        return Step(0, ShardRows(held, everything) if len(rows) else None)
 
     def _remote_step(self, index: int) -> Step:
         size, (host, local) = self.per_host, divmod(self.rank, self.per_host)
         if self.gather:
+            distance, step, last = min(1, self.hosts - 1), 0, 0
             rounds = _ranks_of(p2p_rounds(size, local), host * size, 1)
-            # What this rank has fetched itself comes last.
+            # The rows that an inter-host hop has brought this rank come last.
             sources = targets = [*(peer for peers in rounds for peer in peers), *([self.rank] * (self.hosts > 1))]
             owners = range(self.hosts)
         else:
-            distance, step = self._distances(index)
+            (distance, step), last = self._distances(index), size - 1
             sources, targets = [host * size + (local - step) % size], [host * size + (local + step) % size]
             rounds = [[peer for peer in {*sources, *targets} if peer != self.rank]]
             owners = range((host - distance) % self.hosts, (host - distance) % self.hosts + 1)
         receives = [self._transfer(self.rank, peer, peer, owner) for peer in sources for owner in owners]
         sends = [self._transfer(peer, self.rank, peer, owner) for peer in targets for owner in owners]
-        return self._step(receives, sends, rounds)
+        hop = _hop(receives, sends, rounds)
+        if not distance:
+            return Step(index, self._keys(hop), hop)
+        return Step(index, self._keys(hop), hop, self._inter_host(distance), step == 0, step == last)
 
     def _transfer(self, receiver: int, sender: int, peer: int, host: int) -> Transfer:
         """The rows that ``sender`` sends to ``receiver``, a rank of the same host. Their owner is the rank of ``host``
@@ -372,45 +325,46 @@ class AttentionPlan:
         rows = NO_ROWS if owner == receiver else self._transfer_rows(receiver, owner)
         at = rows
         if owner != sender and sender == self.rank and len(rows):
-            at = self._fetched_rows(self.rank // size, owner).locate(rows)
+            at = self._host_rows(self.rank // size, owner).locate(rows)
         return Transfer(peer, owner, rows, at)
 
-    def _step(self, receives: list[Transfer], sends: list[Transfer], rounds: list[list[int]]) -> Step:
-        """The step with these transfers, except those without rows."""
-        receives, sends = [t for t in receives if len(t.owner_rows)], [t for t in sends if len(t.owner_rows)]
-        if not receives and not sends:
-            return _EMPTY_STEP
-        shards = tuple(ShardRows(self.sharding.ring_positions(t.owner), t.owner_rows) for t in receives)
-        keys: ShardRows | GatheredRows | None = shards[0] if shards else None
-        if self.gather and shards:
-            ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
-            keys = GatheredRows(ranges, ShardRows(self._queries, rows_in(ranges, self._queries)), shards)
-        return Step(tuple(receives), tuple(sends), rounds, keys)
+    def _keys(self, hop: Hop) -> ShardRows | GatheredRows | None:
+        """The keys that a hop brings."""
+        shards = tuple(ShardRows(self.sharding.ring_positions(t.owner), t.owner_rows) for t in hop.receives)
+        if not self.gather or not shards:
+            return shards[0] if shards else None
+        ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
+        return GatheredRows(ranges, ShardRows(self._queries, rows_in(ranges, self._queries)), shards)
 
-    def _plan_fetch(self, index: int) -> Hop:
-        size, hosts, (host, local) = self.per_host, self.hosts, divmod(self.rank, self.per_host)
-        if self.gather:
-            rounds = _ranks_of(p2p_rounds(hosts, host), local, size)
-            sources = targets = [peer for peers in rounds for peer in peers]
-        else:
-            sources, targets = ([(host + d) % hosts * size + local] for d in (-index - 1, index + 1))
-            rounds = [list({*sources, *targets})]
-        receives = [Transfer(peer, peer, rows, rows) for peer in sources if len(rows := self._fetched_rows(host, peer))]
-        sends = [
-            Transfer(peer, self.rank, rows, rows)
-            for peer in targets
-            if len(rows := self._fetched_rows(peer // size, self.rank))
-        ]
-        return Hop(tuple(receives), tuple(sends), rounds)
+    def _inter_host(self, distance: int) -> Hop:
+        """The hop that brings rows of the host at a distance; in an all-gather, of all hosts. Planned once."""
+        if distance not in self._inter_host_hops:
+            size, hosts, (host, local) = self.per_host, self.hosts, divmod(self.rank, self.per_host)
+            if self.gather:
+                rounds = _ranks_of(p2p_rounds(hosts, host), local, size)
+                sources = targets = [peer for peers in rounds for peer in peers]
+            else:
+                sources, targets = ([(host + d) % hosts * size + local] for d in (-distance, distance))
+                rounds = [list({*sources, *targets})]
+            received = ((peer, peer, self._host_rows(host, peer)) for peer in sources)
+            sent = ((peer, self.rank, self._host_rows(peer // size, self.rank)) for peer in targets)
+            receives, sends = (
+                [Transfer(peer, owner, rows, rows) for peer, owner, rows in transfers] for transfers in (received, sent)
+            )
+            self._inter_host_hops[distance] = _hop(receives, sends, rounds)
+        return self._inter_host_hops[distance]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_token": None}
+        return {**self.__dict__, "_token": None, "_programs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _token=object())
 
 
-_EMPTY_STEP = Step()
+def _hop(receives: list[Transfer], sends: list[Transfer], rounds: list[list[int]]) -> Hop:
+    """The hop with the transfers that have rows."""
+    receives, sends = ([t for t in transfers if t.owner_rows.count] for transfers in (receives, sends))
+    return Hop(tuple(receives), tuple(sends), rounds) if receives or sends else NO_HOP
 
 
 def _ranks_of(rounds: list[list[int]], first: int, stride: int) -> list[list[int]]:

@@ -74,16 +74,21 @@ class KeyIntervals:
 
 @dataclass(frozen=True)
 class RowSpans:
-    """Some rows of a shard, as increasing (start, stop) pairs of local indices."""
+    """Some rows of a shard, as increasing (start, stop) pairs of local indices.
+
+    Attributes:
+        spans: the pairs.
+        count: the number of rows.
+    """
 
     spans: tuple[tuple[int, int], ...]
+    count: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", sum(stop - start for start, stop in self.spans))
 
     def __len__(self) -> int:
-        return self._length
-
-    @cached_property
-    def _length(self) -> int:
-        return sum(stop - start for start, stop in self.spans)
+        return self.count
 
     def index(self, device: torch.device) -> Tensor:
         """The selected rows, int64 ``[rows]``. Cached."""
@@ -117,26 +122,28 @@ class RowSpans:
                 found.append((begin, end))
         return RowSpans(tuple(found))
 
-    def copy_to(self, out: Tensor, x: Tensor) -> None:
-        """Copy the selected rows of ``x [..., rows, heads, head_dim]`` into ``out``."""
-        if len(self.spans) > _MAX_SLICES:
-            out.copy_(x.index_select(-3, self.index(x.device)))
-            return
-        offset = 0
-        for start, stop in self.spans:
-            out[..., offset : offset + stop - start, :, :] = x[..., start:stop, :, :]
-            offset += stop - start
+    def copy_to(self, out: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """Copy the selected rows of each of ``xs [..., rows, heads, head_dim]`` into ``out``."""
+        for target, x in zip(out, xs, strict=True):
+            if len(self.spans) > _MAX_SLICES:
+                target.copy_(x.index_select(-3, self.index(x.device)))
+                continue
+            offset = 0
+            for start, stop in self.spans:
+                target[..., offset : offset + stop - start, :, :] = x[..., start:stop, :, :]
+                offset += stop - start
 
-    def add_to(self, target: Tensor, values: Tensor) -> None:
-        """Add ``values`` to the selected rows of ``target [..., rows, heads, head_dim]``."""
-        if len(self.spans) > _MAX_SLICES:
-            # Every row is selected once, so the order of the additions does not matter.
-            target.index_add_(target.dim() - 3, self.index(target.device), values)
-            return
-        offset = 0
-        for start, stop in self.spans:
-            target[..., start:stop, :, :] += values[..., offset : offset + stop - start, :, :]
-            offset += stop - start
+    def add_to(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Add ``values`` to the selected rows of each of ``targets [..., rows, heads, head_dim]``."""
+        for target, x in zip(targets, values, strict=True):
+            if len(self.spans) > _MAX_SLICES:
+                # Every row is selected once, so the order of the additions does not matter.
+                target.index_add_(target.dim() - 3, self.index(target.device), x)
+                continue
+            offset = 0
+            for start, stop in self.spans:
+                target[..., start:stop, :, :] += x[..., offset : offset + stop - start, :, :]
+                offset += stop - start
 
     def counts_below(self, x: Tensor) -> Tensor:
         """How many of the selected rows are smaller than each element of ``x``, an integer tensor of local indices."""
@@ -213,21 +220,23 @@ class GatheredRows:
             lambda: self.counts_below(shard.positions(device)),
         )
 
-    def scatter(self, index: int, x: Tensor, out: Tensor) -> None:
-        """Copy the rows ``x [..., rows, heads, head_dim]`` of ``shards[index]`` to their places in ``out``."""
-        if (pieces := self._pieces[index]) is None:
-            out.index_copy_(out.dim() - 3, self.rows_of(index, x.device), x)
-            return
-        for row, start, count in pieces:
-            out[..., start : start + count, :, :] = x[..., row : row + count, :, :]
+    def scatter(self, index: int, xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Copy the rows ``xs [..., rows, heads, head_dim]`` of ``shards[index]`` to their places in ``out``."""
+        pieces = self._pieces[index]
+        for x, target in zip(xs, out, strict=True):
+            if pieces is None:
+                target.index_copy_(target.dim() - 3, self.rows_of(index, x.device), x)
+            for row, start, count in pieces or ():
+                target[..., start : start + count, :, :] = x[..., row : row + count, :, :]
 
-    def gather(self, index: int, x: Tensor, out: Tensor) -> None:
-        """Copy the rows of ``shards[index]`` from their places in ``x [..., k_len, heads, head_dim]`` to ``out``."""
-        if (pieces := self._pieces[index]) is None:
-            out.copy_(x.index_select(-3, self.rows_of(index, x.device)))
-            return
-        for row, start, count in pieces:
-            out[..., row : row + count, :, :] = x[..., start : start + count, :, :]
+    def gather(self, index: int, xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Copy the rows of ``shards[index]`` from their places in ``xs [..., k_len, heads, head_dim]`` to ``out``."""
+        pieces = self._pieces[index]
+        for x, target in zip(xs, out, strict=True):
+            if pieces is None:
+                target.copy_(x.index_select(-3, self.rows_of(index, x.device)))
+            for row, start, count in pieces or ():
+                target[..., row : row + count, :, :] = x[..., start : start + count, :, :]
 
     @cached_property
     def _pieces(self) -> list[list[tuple[int, int, int]] | None]:

@@ -90,7 +90,8 @@ def test_a_plan_made_ahead_travels_with_the_mask() -> None:
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert torch.equal(ours.lo, theirs.lo) and torch.equal(ours.hi, theirs.hi)
-        assert plan[step].sends == fresh[step].sends and plan[step].receives == fresh[step].receives
+        hop, expected = plan[step].intra_host, fresh[step].intra_host
+        assert hop.sends == expected.sends and hop.receives == expected.receives
 
 
 WORKER = """

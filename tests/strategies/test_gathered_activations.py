@@ -207,8 +207,9 @@ def test_received_rows_are_those_of_all_plans(rules: Rules, per_host: int) -> No
     for layout in LAYOUTS:
         mask, sharding = combined_mask(fitted(rules, 61)), SequenceSharding(61, layout, 6)
         plans = [AttentionPlan(mask, sharding, rank, True, per_host) for rank in range(6)]
-        received = sum(len(t.owner_rows) for plan in plans for step in plan for t in step.receives)
-        between = sum(len(t.owner_rows) for plan in plans for i in range(plan.fetches) for t in plan.fetch(i).receives)
+        received = sum(len(t.owner_rows) for plan in plans for step in plan for t in step.intra_host.receives)
+        hops = [x.inter_host for plan in plans for x in plan if x.inter_host is not None and x.starts_inter_host]
+        between = sum(len(t.owner_rows) for hop in hops for t in hop.receives)
         assert [plan.received_rows for plan in plans] == [(received - between, between)] * 6
 
 
