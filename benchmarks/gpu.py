@@ -66,9 +66,9 @@ from gpu_report import Report, Task, dtype_name, markdown, run_in_time
 import seqpar
 from seqpar.kernels import select
 from seqpar.kernels.base import Backend, Grads, OutputGrad, Score
-from seqpar.keys import KeyIntervals
 from seqpar.layout import shard_positions, split_range
 from seqpar.mask import Mask
+from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import apply_rotary, attention_backward, attention_forward, delta, merge_
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,8 +22,8 @@ from seqpar.kernels import BACKENDS
 from seqpar.kernels.base import Backend, Grads, OutputGrad, Score
 from seqpar.kernels.library import LibraryBackend
 from seqpar.kernels.triton import TritonBackend
-from seqpar.keys import KeyIntervals
 from seqpar.mask import Mask
+from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import delta
 from tests.reference import Rule, Rules, combined_mask, dense_gradients, visible_pairs
 

@@ -30,7 +30,7 @@ from rich.table import Table
 import seqpar.triton_kernels.backward as backward
 import seqpar.triton_kernels.forward as forward
 from seqpar.kernels.base import Score
-from seqpar.keys import KeyIntervals
+from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import attention_backward, attention_forward, delta
 from seqpar.triton_kernels.configs import table_config
 from seqpar.triton_kernels.launch import Repeated

@@ -75,7 +75,7 @@ class Score(Protocol):
 
 
 class Intervals(Protocol):
-    """Which keys each query sees. ``seqpar.keys.KeyIntervals`` has this protocol, and documents the fields."""
+    """Which keys each query sees. ``seqpar.schedule.rows.KeyIntervals`` has this protocol, and documents the fields."""
 
     @property
     def lo(self) -> Tensor: ...  # int32 [1 or batch, q_len]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, runs
 
 # With more runs than this, dividing the intervals takes longer than a kernel that takes key intervals saves.

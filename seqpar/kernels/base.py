@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .elementwise import elementwise_kernels
 
 Carry = tuple[Tensor, Tensor]
@@ -205,3 +205,14 @@ def finish(carry: Carry, score: Score, dtype: torch.dtype) -> Carry:
         acc = acc * weight.transpose(1, 2).unsqueeze(-1)
         lse = with_sink
     return acc.to(dtype), lse
+
+
+def sink_gradient(score: Score, output: OutputGrad) -> Tensor | None:
+    """The gradient ``[h]`` of the sinks, summed over the queries of ``output``; None without sinks."""
+    if score.sinks is None:
+        return None
+    assert output.delta is not None
+    lse = output.lse
+    # The softmax weight of the sink, [b, h, q]. It is nan for a sink of -inf and a query that sees no key.
+    weight = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse).nan_to_num_(0.0)
+    return -(weight * output.delta).sum((0, 2))  # the sink has no value, only a weight in the denominator

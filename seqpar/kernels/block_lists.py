@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 
 _K_BLOCK = 128  # of FlashAttention-4's kernels for a head_dim up to 128
 _Q_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: a multiple of what one thread block computes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, empty_carry, finish, merge_
 from .tiles import Kind, Tile, tiles
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..cache import upload
 from ..comm.trace import count_backend
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .bands import Abilities, Call, cut
 from .base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, head_dims, merge_, row_delta
 from .triton import TritonBackend
