@@ -20,7 +20,7 @@ from .layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengt
 from .mask import Mask
 from .mesh import known_per_host, rank_in, sequence_group, size_of
 from .planner.rules import named
-from .schedule import MaskPlanner
+from .schedule.plan import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
 from .strategies import StrategyName, resolve

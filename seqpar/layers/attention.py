@@ -33,7 +33,7 @@ from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_leng
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
 from ..planner.rules import named
-from ..schedule import MaskPlanner
+from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
 from ..spec import AttentionSpec, constant_float, constants
 from ..strategies import COMMS, resolve, strategy_options
@@ -48,7 +48,7 @@ from ..strategies.operators import (
     traced_seed,
 )
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
-from .rotary import RotaryEmbedding, largest_length, rotary_length_op
+from .rotary import RotaryEmbedding, largest_length, rotary_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -269,7 +269,7 @@ class AttentionLayer(nn.Module):
         """The ``length`` of the rotary embedding, int64 ``[]`` on the host; None if it does not need it."""
         if self.rope is None or not self.rope.needs_length:
             return None
-        length: Tensor = rotary_length_op(x, positions, sharding)
+        length: Tensor = rotary_length(x, positions, sharding)
         return length
 
     def _traced_attention(

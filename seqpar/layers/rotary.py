@@ -31,12 +31,14 @@ from ..cache import context_of, upload
 from ..checks import check_choice, check_int, check_number
 from ..comm.handshake import all_gather_header, propagate_errors
 from ..kernels.elementwise import elementwise_kernels
+from ..library import operator
 from ..mesh import Ranks
 from ..opaque import Opaque, passed_as_it_is, real
 from ..sharding import Sharding
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
 Frequencies = tuple[Tensor, float]
+Table = tuple[Tensor, Tensor]  # cos and sin, each [1 or b, s, 1, d / 2]
 
 _TABLE_BYTES = 512 << 20  # of all cached tables; where a new one exceeds it, the others are removed
 _FLOAT64_ELEMENTS = 1 << 22  # how many angles exist in float64 at a time
@@ -127,8 +129,8 @@ class RotaryEmbedding(nn.Module):
         if torch.compiler.is_compiling():
             if length is not None and not isinstance(length, Tensor):
                 length = torch.full((), length, dtype=torch.int64, device="cpu")
-            cos, sin = _rotary_table(positions, self._in_operators, dtype, device, length)
-            return cos, sin
+            table: Table = rotary_table(positions, self._in_operators, dtype, device, length)
+            return table
         tokens = None
         if self.needs_length:
             tokens = _own_length(positions) if length is None else int(length)
@@ -164,25 +166,17 @@ def largest_length(positions: Tensor, ranks: Ranks | None) -> int:
     return max(header.length for header in headers)
 
 
-@torch.library.custom_op("seqpar::rotary_length", mutates_args=())
-def rotary_length_op(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
-    """The ``length`` of ``RotaryEmbedding.forward``, int64 ``[]`` on the host.
+@operator(fake=lambda x, positions, sharding: torch.empty((), dtype=torch.int64, device="cpu"))
+def rotary_length(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
+    """The ``length`` of ``RotaryEmbedding.forward`` for this rank's tokens ``x [b, s, ...]``: int64 ``[]`` on the host.
 
-    Args:
-        x: ``[b, s, ...]``, this rank's tokens.
-        positions: ``[s]`` or ``[b, s]``, their positions; None: those that the sharding gives them.
-        sharding: of the sequence.
+    Without ``positions [s]`` or ``[b, s]``, the sharding gives the tokens their positions.
     """
     if positions is None:
         return torch.tensor(sharding.seq_len, device="cpu")
     with propagate_errors(sharding.sequence_group):
         sharding.check_local(x.shape[1])
     return torch.tensor(largest_length(positions, sharding.sequence_group), device="cpu")
-
-
-@rotary_length_op.register_fake
-def _(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @passed_as_it_is()
@@ -193,22 +187,19 @@ class _Rotary(Opaque):
         self.embedding = embedding
 
 
-@torch.library.custom_op("seqpar::rotary_table", mutates_args=())
-def _rotary_table(
-    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
-) -> list[Tensor]:
-    """``RotaryEmbedding.cos_sin``, which torch.compile does not trace: the table is made once for all layers."""
-    # Copies: the compiler may write to the result of an operator once it needs it no longer.
-    return [x.clone() for x in rotary.embedding.cos_sin(positions, dtype, device, length)]
-
-
-@_rotary_table.register_fake
-def _(
-    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
-) -> list[Tensor]:
+def _fake_table(positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, _: Any) -> Table:
     batch = positions.shape[0] if positions.dim() == 2 else 1
     shape = batch, positions.shape[-1], 1, real(rotary).embedding.head_dim // 2
-    return [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+
+
+@operator(fake=_fake_table)
+def rotary_table(
+    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``RotaryEmbedding.cos_sin`` for compiled code."""
+    cos, sin = rotary.embedding.cos_sin(positions, dtype, device, length)
+    return cos.clone(), sin.clone()  # the compiler may write to the result of an operator once it needs it no longer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -218,9 +209,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return kernels.apply_rotary(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [b, s, h, d / 2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-Table = tuple[Tensor, Tensor]  # cos and sin, each [1 or b, s, 1, d / 2]
 
 
 def _make_table(

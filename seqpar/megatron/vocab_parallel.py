@@ -22,6 +22,8 @@ from ..strategies.tensor_operators import ChunkOptions, ShardedTokens
 from .sharded_vocab import (
     IGNORE_INDEX,
     VocabPart,
+    check_float_tensor,
+    check_id_tensor,
     check_ids,
     check_labels,
     check_logits,
@@ -86,6 +88,7 @@ class VocabParallelEmbedding(ShardedWeights):
         """
         if not isinstance(sharding, Sharding):
             return self._after_handshake(ids, sharding)
+        check_id_tensor("ids", ids)
         return self._embed(ids, sharding, None)
 
     @no_compile
@@ -168,6 +171,8 @@ class VocabParallelHead(ShardedLinear):
         if not isinstance(sharding, Sharding):
             return self._after_handshake(x_local, labels, sharding, ignore_index, chunk_tokens)
         check_hidden(x_local, self.in_features, self)
+        if labels is not None:
+            check_id_tensor("labels", labels)
         x_local = with_gradient_on_all_ranks(x_local)
         return self._compute(x_local, labels, ignore_index, chunk_tokens, sharding, None)
 
@@ -264,6 +269,8 @@ def _cross_entropy(
     sharding: Sharding,
     lengths: tuple[int, ...] | None,
 ) -> Tensor:
+    check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
+    check_id_tensor("labels", labels)
     options = ChunkOptions("none", lengths=lengths)
     loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
     return loss

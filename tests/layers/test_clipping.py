@@ -58,7 +58,7 @@ def train(group: ProcessGroup, strategy: str) -> None:
     assert_same_weights(parallel, local)
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_steps_that_clip_equal_one_device(pool: Pool, strategy: str, world: int) -> None:
     pool.run(world, train, strategy)

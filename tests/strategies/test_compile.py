@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar.layers.rotary import _rotary_table, rotary_length_op
+from seqpar.layers.rotary import rotary_length, rotary_table
 from seqpar.megatron.sharded_vocab import (
     VocabPart,
     vocab_cross_entropy,
@@ -440,9 +440,9 @@ def check_rotary_operators(group: ProcessGroup) -> None:
     sharding, rope = Sharding(22, "zigzag", group=group), seqpar.RotaryEmbedding(4, scaling=DYNAMIC)
     x, positions = torch.randn(1, sharding.seq_local, 8), sharding.positions()
     for given in (positions, None):
-        torch.library.opcheck(rotary_length_op, (x, given, sharding))
+        torch.library.opcheck(rotary_length, (x, given, sharding))
     for length in (torch.tensor(22), None):
-        torch.library.opcheck(_rotary_table, (positions, rope._in_operators, torch.float64, x.device, length))
+        torch.library.opcheck(rotary_table, (positions, rope._in_operators, torch.float64, x.device, length))
 
 
 def test_opcheck_of_rotary_operators(pool: Pool) -> None:
