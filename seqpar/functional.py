@@ -25,7 +25,7 @@ from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
 from .strategies import StrategyName, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
-from .strategies.operators import ANY_RANKS, attend, attention_op, draw_seed, traced_seed
+from .strategies.operators import attend, draw_seed, traced_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -215,9 +215,7 @@ def _traced(
         seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
     elif spec.dropout_p:
         seed, spec = traced_seed(), spec.having(draws_seed=True)
-    call = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ANY_RANKS
-    out, lse, *_ = attention_op(*call)
-    return out, lse
+    return attend(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding)
 
 
 @no_compile
@@ -305,7 +303,8 @@ def _eager(
     mask.check_length(seq_len)
     if sharding is None:
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group)
-    call = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding
+    on_host = torch.tensor(seed, device="cpu") if spec.dropout_p else None
+    call = q, k, v, sinks, alibi_slopes, on_host, latent_weight, spec, mask, sharding
     return attend(*call, joins_backward=joins_backward)
 
 

@@ -18,7 +18,7 @@ from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
 from ..planner.rules import named
 from ..spec import AttentionSpec, constant_float, constants
-from ..strategies.operators import ANY_RANKS, attention_op
+from ..strategies.operators import attend
 from .batch import BatchShard
 from .generate import decode
 from .latent import expand, hands_on_latents, latent_weight
@@ -111,8 +111,7 @@ def _traced(
     where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
     spec = named(_spec(patch, in_layer, score, dropout), mask, q.shape[2], k.shape[2], *where)
     tensors = q, k, v, score.sinks, None, _dropout_seed(module, shard, dropout), weight
-    out: Tensor = attention_op(*tensors, spec, mask, sharding, ANY_RANKS)[0]
-    return out
+    return attend(*tensors, spec, mask, sharding)[0]
 
 
 def _spec(patch: Patch, in_layer: LayerMask, score: Score, dropout: float) -> AttentionSpec:

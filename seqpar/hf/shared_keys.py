@@ -24,7 +24,7 @@ from ..layout import shard_positions
 from ..mask import Mask
 from ..sharding import Sharding, unshard
 from ..spec import AttentionSpec
-from ..strategies.operators import ANY_RANKS, attention_op
+from ..strategies.operators import attend
 from .state import Patch
 
 _GATHERED = "_seqpar_gathered"
@@ -90,8 +90,7 @@ def attend_to_shared_keys(
     if gathered is None or gathered[0].dtype != k.dtype:
         gathered = _AllGatherKeys.apply(k, sharding), _AllGatherKeys.apply(v, sharding)  # [b, t, n, d] each
         setattr(shared, _GATHERED, gathered)
-    out: Tensor = attention_op(q, *gathered, sinks, None, seed, None, spec, mask, sharding, ANY_RANKS)[0]
-    return out
+    return attend(q, *gathered, sinks, None, seed, None, spec, mask, sharding)[0]
 
 
 class _AllGatherKeys(torch.autograd.Function):

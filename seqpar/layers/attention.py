@@ -40,7 +40,6 @@ from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.operators import (
     attend,
-    attention_op,
     draw_seed,
     placement,
     plan_arguments,
@@ -278,8 +277,7 @@ class AttentionLayer(nn.Module):
         """``_attend`` while torch.compile traces it."""
         seed = traced_seed() if self._dropout_p else None
         tensors = q, k, v, self._local_sinks, None, seed, None
-        out: Tensor = attention_op(*tensors, spec, mask, sharding, self._parallel_context)[0]
-        return out
+        return attend(*tensors, spec, mask, sharding, self._parallel_context)[0]
 
     @no_compile
     def _eager(
@@ -345,7 +343,8 @@ class AttentionLayer(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """Attention of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, d]``: ``[b, s, h, d]``."""
-        tensors = q, k, v, self._local_sinks, None, call.seed, None
+        seed = torch.tensor(call.seed, device="cpu") if call.spec.dropout_p else None
+        tensors = q, k, v, self._local_sinks, None, seed, None
         where = call.spec, call.mask, call.sharding, self._parallel_context
         out, _ = attend(*tensors, *where, joins_backward=call.joins_backward)
         return out

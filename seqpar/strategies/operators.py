@@ -4,7 +4,8 @@ A compiled function must not depend on values that change from step to step. The
 sharding and the ranks as opaque objects (``seqpar.opaque``), which they read when they run. Checks, plans and
 communication are never traced. Only the constants in ``AttentionSpec`` are part of the compiled function.
 
-Eager calls do not use the operators, because dispatching one takes a tenth of a millisecond.
+Eager code calls the same operators (see ``library.py``). There, the autograd.Function of attention computes by itself
+instead of calling the operator again, and keeps its ``AttentionCall`` for backward.
 
 Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim of q
 and k, e head_dim of v.
@@ -29,17 +30,15 @@ from ..comm.handshake import all_gather_header
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
 from ..layout import SequenceSharding, check_length
+from ..library import operator
 from ..mask import Mask, layer_mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..opaque import real
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..spec import AttentionSpec
-from . import resolve
+from . import autograd, resolve
 from .autograd import (
-    SequenceParallelAttention,
-    attention_backward,
-    attention_forward,
     gradient_state,
     head_exchange,
     head_exchange_of,
@@ -191,8 +190,79 @@ def _check(
         check_length(q.shape[1], sharding.seq_len, size_of(group), rank_in(group), sharding.layout, q.shape[2])
 
 
-@torch.library.custom_op("seqpar::attention", mutates_args=())
-def attention_op(
+class _Attention(torch.autograd.Function):
+    """The arguments of ``attention`` to its results. Differentiable once: the backward communicates."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        sinks, alibi_slopes, seed, latent_weight, spec, *where = args
+        ctx.set_materialize_grads(False)
+        ctx.constants, ctx.shapes, ctx.call = (spec, *where), (q.shape, k.shape, v.shape), None
+        if _runs_now(where[1]):
+            ctx.call = _call(q, k, v, *args)
+            results = autograd.attention_forward(with_latents(ctx.call, latent_weight, q.shape, v.shape), q, k, v)
+            results, saved = results[:2], results[2:]
+        else:
+            results = attention(q, k, v, *args)
+            seed = results[-1] if spec.draws_seed else seed
+            saved = results[2 : len(results) - spec.draws_seed] or (q, k, v, *results[:2])
+        ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *saved)
+        ctx.mark_non_differentiable(*results[1 if not spec.return_lse else 2 :])
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
+        sinks, alibi_slopes, seed, latent_weight, *saved = ctx.saved_tensors
+        needs_weight_gradient = latent_weight is not None and ctx.needs_input_grad[6]
+        dsinks, d_weight = None, None
+        if ctx.call is not None:
+            sums = new_weight_gradient(latent_weight, needs_weight_gradient)
+            call = with_latents(ctx.call, latent_weight, ctx.shapes[0], ctx.shapes[2], sums)
+            dq, dk, dv, dsinks = autograd.attention_backward(call, saved, dout, dlse, *ctx.shapes)
+            d_weight = None if sums is None else sums.to(latent_weight.dtype)
+        else:
+            tensors = sinks, alibi_slopes, seed, latent_weight
+            dlse = dlse if ctx.constants[0].return_lse else None
+            dq, dk, dv, *others = attention_backward(
+                dout, dlse, saved, *ctx.shapes, *tensors, *ctx.constants, needs_weight_gradient
+            )
+            d_weight = others.pop() if needs_weight_gradient else None
+            dsinks = others[0] if others else None
+        return dq, dk, dv, dsinks, None, None, d_weight, *[None] * 4
+
+
+def _runs_now(sharding: Sharding) -> bool:
+    """Whether neither a tracer, which wraps the sharding, nor a mode is to see attention as one operator."""
+    return real(sharding) is sharding and not seen_by_dispatch_mode()
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    latent_weight: Tensor | None,
+    spec: AttentionSpec,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+) -> AttentionCall:
+    """The call of an operator whose tensors fit. With ``spec.draws_seed`` all ranks take rank 0's seed."""
+    groups, sequence = placement(sharding, ranks, spec)
+
+    def header() -> _SeedHeader:
+        _check(q, k, v, latent_weight, mask, groups, sharding, spec)
+        return _SeedHeader(_number(seed))
+
+    agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
+    heads = spec.heads(q.shape, k.shape)
+    return make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, spec)
+
+
+def _fake_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -205,7 +275,34 @@ def attention_op(
     sharding: Sharding,
     ranks: ParallelContext,
 ) -> list[Tensor]:
-    """``attention_forward`` as an operator.
+    groups, sequence = placement(real(sharding), real(ranks), spec)
+    batch, length, heads, dim = q.shape
+    out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
+    kept_dtypes = _kept_dtypes(q, k, groups, sequence, spec)
+    lse_shape = (batch, heads, length) if spec.return_lse or not kept_dtypes else (0,)
+    results = [q.new_empty(batch, length, heads, out_dim), q.new_empty(lse_shape, dtype=accumulator(q.dtype))]
+    results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
+    if spec.draws_seed:
+        _check_seed_is_kept()
+        results.append(torch.empty((), dtype=torch.int64, device="cpu"))
+    return results
+
+
+@operator(fake=_fake_attention, autograd=lambda *args: list(_Attention.apply(*args)))
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    latent_weight: Tensor | None,
+    spec: AttentionSpec,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+) -> list[Tensor]:
+    """``attention_forward`` as an operator: the only way to the kernels.
 
     Args:
         q, k, v: ``[b, s, h, d]``, ``[b, s, n, d]`` and ``[b, s, n, e]``.
@@ -220,60 +317,19 @@ def attention_op(
         ``out [b, s, h, e]``; ``lse [b, h, s]``, which is empty unless ``spec.return_lse`` if the strategy has an
         all-to-all; the tensors of ``_kept_dtypes``; and with ``spec.draws_seed`` rank 0's seed.
     """
-    groups, sequence = placement(sharding, ranks, spec)
-    kept_dtypes = _kept_dtypes(q, k, groups, sequence, spec)
-
-    def header() -> _SeedHeader:
-        _check(q, k, v, latent_weight, mask, groups, sharding, spec)
-        return _SeedHeader(_number(seed))
-
-    agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
-    heads = spec.heads(q.shape, k.shape)
-    call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, spec)
-    call = with_latents(call, latent_weight, q.shape, v.shape)
-    out, lse, *saved = attention_forward(call, q, k, v)
+    call = _call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
+    out, lse, *saved = autograd.attention_forward(with_latents(call, latent_weight, q.shape, v.shape), q, k, v)
     results = [out, lse]
-    if kept_dtypes:
-        exchange = head_exchange(call, q.shape, q.device)
-        assert exchange is not None
+    exchange = head_exchange(call, q.shape, q.device)
+    if exchange is not None:
         kept = _to_keep(saved, exchange)
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
-        results += [q.new_empty(0, dtype=dtype) for dtype in kept_dtypes[len(kept) :]]
+        dtypes = _kept_dtypes(q, k, call.groups, call.sharding, spec)
+        results += [q.new_empty(0, dtype=dtype) for dtype in dtypes[len(kept) :]]
     if spec.draws_seed:
-        results.append(torch.tensor(agreed.seed, device="cpu"))
+        results.append(torch.tensor(call.score.dropout_seed, device="cpu"))
     return [x.contiguous() for x in results]
-
-
-@attention_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    latent_weight: Tensor | None,
-    spec: AttentionSpec,
-    mask: Mask,
-    sharding: Sharding,
-    ranks: ParallelContext,
-) -> list[Tensor]:
-    sharding, ranks = real(sharding), real(ranks)
-    groups, sequence = placement(sharding, ranks, spec)
-    batch, length, heads, dim = q.shape
-    out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
-    dtype = accumulator(q.dtype)
-    lse = q.new_empty(batch, heads, length, dtype=dtype)
-    kept_dtypes = _kept_dtypes(q, k, groups, sequence, spec)
-    if kept_dtypes and not spec.return_lse:
-        lse = q.new_empty(0, dtype=dtype)
-    results = [q.new_empty(batch, length, heads, out_dim), lse]
-    results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
-    if spec.draws_seed:
-        _check_seed_is_kept()
-        results.append(torch.empty((), dtype=torch.int64, device="cpu"))
-    return results
 
 
 def _kept_dtypes(
@@ -315,8 +371,13 @@ def _from_kept(
     return saved + ([k.view(k_shape), v.view(v_shape)] if exchange.shares_kv else [])
 
 
-@torch.library.custom_op("seqpar::attention_backward", mutates_args=())
-def attention_backward_op(
+@operator(
+    fake=lambda dout, dlse, saved, q_shape, k_shape, v_shape, sinks, alibi_slopes, seed, weight, *constants: [
+        *(saved[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)),
+        *(torch.empty_like(x) for x in (sinks, weight if constants[-1] else None) if x is not None),
+    ]
+)
+def attention_backward(
     dout: Tensor | None,
     dlse: Tensor | None,
     saved: Sequence[Tensor],
@@ -352,32 +413,9 @@ def attention_backward_op(
     saved = [x.contiguous() for x in saved]
     if exchange is not None:
         saved = _from_kept(saved, exchange, q_shape, k_shape, v_shape, call.v_head_dim(v_shape))
-    gradients = attention_backward(call, saved, dout, dlse, q_shape, k_shape, v_shape)
+    gradients = autograd.attention_backward(call, saved, dout, dlse, q_shape, k_shape, v_shape)
     of_weight = None if d_weight is None else d_weight.to(saved[0].dtype)
     return [x.contiguous() for x in (*gradients, of_weight) if x is not None]
-
-
-@attention_backward_op.register_fake
-def _(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    saved: Sequence[Tensor],
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    v_shape: Sequence[int],
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    latent_weight: Tensor | None,
-    spec: AttentionSpec,
-    mask: Mask,
-    sharding: Sharding,
-    ranks: ParallelContext,
-    needs_weight_gradient: bool,
-) -> list[Tensor]:
-    gradients = [saved[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
-    others = sinks, latent_weight if needs_weight_gradient else None
-    return gradients + [torch.empty_like(x) for x in others if x is not None]
 
 
 @torch.library.custom_op("seqpar::positions", mutates_args=())
@@ -403,31 +441,6 @@ def _number(seed: Tensor | None) -> int:
     return 0 if seed is None else int(seed.item())
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, sinks, alibi_slopes, seed, latent_weight, *ctx.call = inputs
-    out, lse, *kept = output
-    if ctx.call[0].draws_seed:
-        *kept, seed = kept
-    ctx.set_materialize_grads(False)
-    ctx.shapes = q.shape, k.shape, v.shape
-    ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *(kept or (q, k, v, out, lse)))
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    sinks, alibi_slopes, seed, latent_weight, *saved = ctx.saved_tensors
-    dout, dlse = grads[0], grads[1] if ctx.call[0].return_lse else None
-    needs_weight_gradient = latent_weight is not None and ctx.needs_input_grad[6]
-    tensors = sinks, alibi_slopes, seed, latent_weight
-    dq, dk, dv, *others = attention_backward_op(
-        dout, dlse, saved, *ctx.shapes, *tensors, *ctx.call, needs_weight_gradient
-    )
-    d_weight = others.pop() if needs_weight_gradient else None
-    return dq, dk, dv, others[0] if others else None, None, None, d_weight, *[None] * 4
-
-
-attention_op.register_autograd(_backward, setup_context=_setup_context)
-
-
 def seen_by_dispatch_mode() -> bool:
     """Whether a dispatch mode is on that must see attention as one operator, such as selective checkpointing's."""
     mode = _get_current_dispatch_mode()
@@ -440,7 +453,7 @@ def attend(
     v: Tensor,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
-    seed: int,
+    seed: Tensor | None,
     latent_weight: Tensor | None,
     spec: AttentionSpec,
     mask: Mask,
@@ -449,21 +462,14 @@ def attend(
     *,
     joins_backward: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of an eager call whose arguments are checked.
+    """``(out, lse)`` of checked arguments (see ``attention``), in eager and in compiled code.
 
-    Under a dispatch mode, such as selective checkpointing's, this calls the operator. ``joins_backward`` is False if it
-    is known that no rank's inputs require gradients.
+    ``joins_backward`` is False if it is known that no rank's inputs require gradients.
     """
-    groups, sequence = placement(sharding, ranks, spec)
-    several = groups.ring_size * groups.ulysses_size > 1
-    if several and joins_backward and gradient_state(q, k, v, sinks, latent_weight) == 1:
-        q = with_gradient(q)
-    if seen_by_dispatch_mode():
-        on_host = torch.tensor(seed, device="cpu") if spec.dropout_p else None
-        tensors = q, k, v, sinks, alibi_slopes, on_host, latent_weight
-        out, lse, *_ = attention_op(*tensors, spec, mask, sharding, ranks)
-        return out, lse
-    heads = spec.heads(q.shape, k.shape)
-    call = make_call(q.shape[3], heads, sinks, alibi_slopes, seed, mask, groups, sequence, spec)
-    out, lse = SequenceParallelAttention.apply(q, k, v, sinks, latent_weight, call)
-    return out, lse
+    tensors = q, k, v, sinks, latent_weight
+    if joins_backward and not torch.compiler.is_compiling() and gradient_state(*tensors) == 1:
+        groups, _ = placement(sharding, ranks, spec)
+        if groups.ring_size * groups.ulysses_size > 1:
+            q = with_gradient(q)
+    results = attention(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
+    return results[0], results[1]

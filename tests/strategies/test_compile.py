@@ -26,7 +26,7 @@ from seqpar.megatron.sharded_vocab import (
 )
 from seqpar.mesh import ParallelContext
 from seqpar.spec import AttentionSpec
-from seqpar.strategies.operators import ANY_RANKS, attention_op
+from seqpar.strategies.operators import ANY_RANKS, attention
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, linear_reduce_scatter
 
 from ..models import HEAD_DIM, HIDDEN, attention_layer, full, randomize
@@ -386,14 +386,14 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
     shapes = (6, 4), (2, 4), (2, 3)
     q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
     sinks = torch.randn(6, requires_grad=True)
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, None, call, *where))
+    torch.library.opcheck(attention, (q, k, v, sinks, None, None, None, call, *where))
     dropout, seed = replace(call, dropout_p=0.25, draws_seed=True), torch.tensor(group.rank())
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, seed, None, dropout, *where))
+    torch.library.opcheck(attention, (q, k, v, sinks, None, seed, None, dropout, *where))
     # Latent attention: 5 numbers, a rotated key of 2, and a weight that makes 2 and 3 numbers for each head of them.
     latents, rotated = (torch.randn(1, sharding.seq_local, 1, n, requires_grad=True) for n in (5, 2))
     weight = torch.randn(6, 2 + 3, 5, requires_grad=True)
     tensors = q, latents, rotated, sinks, None, None, weight
-    torch.library.opcheck(attention_op, (*tensors, call, *where))
+    torch.library.opcheck(attention, (*tensors, call, *where))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])
