@@ -267,6 +267,8 @@ def _eager(
             if dropout_seed >= 2**63:
                 raise ValueError(f"dropout_seed={dropout_seed}: expected a seed in [0, 2**63)")
         q, k, v, sinks, alibi_slopes, latent_weight = _checked_inputs(*tensors)
+        if mask.batch not in (1, q.shape[0]):
+            raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
         if spec.strategy == "auto":
             cluster = size_of(groups.sequence), known_per_host(groups.sequence), q.device.type
             spec = named(spec, mask, q.shape[2], k.shape[2], layout, *cluster)
