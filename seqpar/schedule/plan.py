@@ -148,9 +148,8 @@ class AttentionPlan:
         """The steps of a call with these heads. Made once; see ``Program``."""
         key = heads, num_chunks, attends, prefetch, split_own
         if key not in self._programs:
-            steps = tuple(self)
-            attends = attends and bool(len(self._queries))
-            self._programs[key] = Program(steps, heads, num_chunks, attends, prefetch, split_own, self.gather)
+            attends = attends and self._has_queries
+            self._programs[key] = Program(tuple(self), heads, num_chunks, attends, prefetch, split_own, self.gather)
         return self._programs[key]
 
     @cached_property
@@ -183,8 +182,9 @@ class AttentionPlan:
             device: where the kernels run.
             positions: whether the scores depend on global positions.
         """
-        keys = self[index].keys
-        if keys is None or not len(self._queries):
+        step = self._steps.get(index) or self[index]
+        keys = step.keys
+        if keys is None or not self._has_queries:
             return None
 
         def make() -> KeyIntervals:
@@ -214,6 +214,10 @@ class AttentionPlan:
     @property
     def _queries(self) -> Positions:
         return self.sharding.ring_positions(self.rank)
+
+    @cached_property
+    def _has_queries(self) -> bool:
+        return len(self._queries) > 0
 
     def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
         """``visible_ranges`` of one ring rank's queries."""

@@ -73,10 +73,8 @@ class Hop:
         return _by_peer(self.sends)
 
     def __str__(self) -> str:
-        words = []
-        for verb, transfers, to in (("receive", self.receives, "from"), ("send", self.sends, "to")):
-            words += [f"{verb} {len(t.owner_rows)} rows of {t.owner} {to} {t.peer}" for t in transfers]
-        return ", ".join(words) or "no messages"
+        words = [f"receive {len(t.owner_rows)} rows of {t.owner} from {t.peer}" for t in self.receives]
+        return ", ".join([*words, *(f"send {len(t.owner_rows)} rows to {t.peer}" for t in self.sends)]) or "no messages"
 
 
 NO_HOP = Hop()
@@ -128,8 +126,7 @@ class Step:
             words.append(f"attend to {len(self.keys)} keys")
         if self.q_heads is not None:
             words.append(f"query heads {self.q_heads.start} to {self.q_heads.stop - 1}")
-        words += [f"post {level} of {i}" for level, i in self.posts]
-        return "; ".join(words + ["last"] * self.is_last)
+        return "; ".join(words)
 
 
 class Program:
@@ -204,7 +201,11 @@ class Program:
         return heads.queries_in(self.heads), heads.kv_in(self.heads)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.steps))
+        lines = []
+        for number, step in enumerate(self.steps):
+            posts = [f"{level} of {i}" for level, i in step.posts]
+            lines.append(f"{number}  {step}" + (f"; post {', '.join(posts)}" if posts else ""))
+        return "\n".join(lines)
 
 
 def _posts(steps: Sequence[Step], prefetch: int, gather: bool) -> list[list[Post]]:

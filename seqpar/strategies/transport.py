@@ -9,7 +9,7 @@ Shapes: b batch, k keys of a step, n KV heads, d head_dim of q and k, e head_dim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
 from operator import floordiv, mod
@@ -110,7 +110,7 @@ class PeerToPeer:
 
         def wait() -> KV:
             pending.wait()
-            views = list(_views(step.intra_host.receives, received))
+            views = _views(step.intra_host.receives, received)
             received.clear()
             return _step_kv(step, views, local)
 
@@ -202,6 +202,8 @@ class PeerToPeer:
             )
             for peers in hop.rounds
         ]
+        if len(rounds) == 1 and rank not in received:
+            return received, rounds[0]
         return received, Pending.all(rounds, [message.flat for message in (*sends.values(), *received.values())])
 
 
@@ -288,12 +290,13 @@ def _rows(transfers: Sequence[Transfer]) -> int:
     return sum(t.owner_rows.count for t in transfers)
 
 
-def _views(transfers: Sequence[Transfer], messages: dict[int, Message]) -> Iterator[list[Tensor]]:
+def _views(transfers: Sequence[Transfer], messages: dict[int, Message]) -> list[list[Tensor]]:
     """For each transfer, views of its rows in the message of its peer: one view per tensor."""
-    offsets = dict.fromkeys(messages, 0)
+    views, offsets = [], dict.fromkeys(messages, 0)
     for transfer in transfers:
-        yield messages[transfer.peer].narrow(offsets[transfer.peer], transfer.owner_rows.count)
+        views.append(messages[transfer.peer].narrow(offsets[transfer.peer], transfer.owner_rows.count))
         offsets[transfer.peer] += transfer.owner_rows.count
+    return views
 
 
 def _step_kv(step: Step, received: list[list[Tensor]], local: KeyValues) -> KV:
