@@ -31,7 +31,7 @@ from .layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengt
 from .mask import Mask
 from .mesh import AttentionGroups, known_per_host, rank_in, sequence_group, size_of
 from .planner.rules import fastest
-from .schedule import MaskPlanner
+from .schedule.plan import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
 from .strategies import STRATEGIES, Comm, StrategyName, check_strategy, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype

@@ -13,9 +13,11 @@ and averages whole ones. For that, the backward notes here which parameters were
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -57,7 +60,7 @@ class Boundary:
 
     ranks: frozenset[int]  # the global ranks of the sequence
     region: Region  # the gradients of parameters that were used for the node's input
-    open: bool = False  # whether modules with the same parameters may follow the node, as they may follow ``unshard``
+    open: bool = False  # whether a use of the same parameters may follow, as after ``unshard``
     backward: int = -1  # the number of the backward that has set ``factor``
     factor: int = 1  # how much larger the gradients between ``shard`` and ``unshard`` are because of a wrapper
 
@@ -70,7 +73,7 @@ class _Use:
     whole: bool = False
     partial: bool = False
     unsharded: bool = False  # whether an ``unshard`` followed
-    open: bool = False  # whether modules with the same parameter may follow this ``unshard``
+    tied: bool = False  # whether the parameter was used both before and after an ``unshard``
     wrapper: str = ""  # the wrapper whose factor its gradient has, although the wrapper does not hold it
 
 
@@ -184,6 +187,7 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
         boundary.backward, boundary.factor = task, factor
     unsharded = any(boundary.region == "partial" for boundary in boundaries)
     is_open = any(boundary.open for boundary in boundaries)
+    after = _used_after_unshard(ranks) if is_open and factor == 1 else set()
     # Gradients that a wrapper averages over the sequence never reach sync_gradients.
     wrapper = next((r.name for r in found), "") if factor > 1 else ""
     for leaf, region in leaves if _any_boundary[0] or wrapper else ():
@@ -192,9 +196,58 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
                 use = _use(p, ranks, task)
                 setattr(use, region, True)
                 use.unsharded |= unsharded
-                use.open |= is_open and region == "partial"
+                use.tied |= region == "partial" and id(leaf) in after
                 use.wrapper = use.wrapper or wrapper
     return found
+
+
+# Terms of a loss: their operands are not used together.
+_SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0")
+
+
+def _used_after_unshard(ranks: frozenset[int]) -> set[int]:
+    """The ``id`` of every leaf that the running backward's loss uses together with an output of ``unshard``.
+
+    A node of the graph does not know the nodes above it, so this starts at the tensors whose backward is running.
+    """
+    roots: list[Any] = []
+    for frame in sys._current_frames().values():  # on GPUs, backward runs in another thread than its caller
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code is _engine_run_backward.__code__:
+                roots += [getattr(x, "grad_fn", None) or getattr(x, "node", None) for x in caller.f_locals["t_outputs"]]
+            caller = caller.f_back
+    below: dict[Any, tuple[Any, ...]] = {None: ()}  # the graph
+    cuts: set[Any] = {None}  # where tokens are sharded or gathered
+    after: set[Any] = set()  # every ``unshard``, and what follows it up to the next cut
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, complete = stack.pop()
+        if complete:
+            boundary = getattr(node, "boundary", None)
+            if boundary is not None and boundary.ranks == ranks:
+                cuts.add(node)
+                after.update((node,) if boundary.open else ())
+            elif any(x in after for x in below[node]):
+                after.add(node)
+        elif node not in below:
+            below[node] = tuple(x for x, _ in node.next_functions)
+            stack += [(node, True), *((x, False) for x in below[node])]
+    terms: set[Any] = set()
+    starts = list(roots)
+    while starts:
+        node = starts.pop()
+        if node in after and node not in cuts and node not in terms and node.name() in _SUMS:
+            terms.add(node)
+            starts += below[node]
+    used: set[Any] = set()
+    starts = [x for node in after - terms - cuts for x in below[node] if x not in after]
+    while starts:
+        node = starts.pop()
+        if node not in used and node not in cuts:
+            used.add(node)
+            starts += below[node]
+    return {id(node.variable) for node in used if hasattr(node, "variable")}
 
 
 def _any_wrapper() -> str:
@@ -235,7 +288,7 @@ def _use(p: nn.Parameter, ranks: frozenset[int], task: int) -> _Use:
 
 
 def gradient_kinds(
-    named: Sequence[tuple[str, nn.Parameter]], group: ProcessGroup, frozen: bool, tied: Collection[nn.Parameter]
+    named: Sequence[tuple[str, nn.Parameter]], group: ProcessGroup, frozen: bool
 ) -> list[tuple[bool, bool, bool]]:
     """For each parameter: is its gradient known to be whole, is it known to be partial, or have its values to tell?
 
@@ -248,7 +301,6 @@ def gradient_kinds(
         group: the ranks that their gradients are reduced over.
         frozen: whether the module has frozen parameters too. What comes before ``unshard`` may then be frozen, so that
             ``unshard`` has no backward.
-        tied: the parameters that the module holds under several names.
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
     unsharded_over = {
@@ -264,11 +316,11 @@ def gradient_kinds(
                     f"ranks of the sequence, but {use.wrapper} does not hold it; wrap the model as a whole, and leave "
                     "sync_gradients out"
                 )
-        if p in tied and any(use.open for use in uses.values()):
+        if any(use.tied for use in uses.values()):
             raise ValueError(
-                f"{name}: a tied weight that was used before unshard. If it was used after unshard too, that part of "
-                "its gradient is whole and must not be summed, which its values cannot tell; compute the loss from "
-                "sharded tokens (token_loss), or wrap the model in DDP or FSDP over the ranks of the sequence"
+                f"{name}: used before unshard, where its gradient is a part of a sum, and after unshard, where its "
+                "gradient is whole; compute the loss from sharded tokens (token_loss), or wrap the model in DDP or "
+                "FSDP over the ranks of the sequence"
             )
         whole_over = {over for over, use in uses.items() if use.whole} if uses else unsharded_over
         for over in whole_over - {ranks}:

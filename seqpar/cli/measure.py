@@ -17,8 +17,8 @@ from ..kernels import BackendName, backends
 from ..mesh import init_mesh
 from ..planner import HARDWARE, Hardware
 from ..planner.hardware import AttentionRate
-from .checkup import Link, measure_links
 from .doctor import _attention_rate, _copy_rate, _matrix_rate
+from .doctor_ranks import Link, measure_links
 from .launch import cores, launch
 
 _RANKS = 2

@@ -35,7 +35,7 @@ from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_leng
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
 from ..planner.rules import fastest
-from ..schedule import MaskPlanner
+from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,25 +57,23 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     Raises:
         TypeError: a sparse gradient, or an argument of another type.
         ValueError: the ranks' parameters differ in number, name, shape or dtype; or the gradients have been summed over
-            these ranks before, by a wrapper or by this function; or a parameter is used both before ``shard`` and on
-            sharded tokens.
+            these ranks before, by a wrapper or by this function; or a parameter is used both on sharded tokens and
+            before ``shard`` or after ``unshard``.
         RuntimeError: another rank raised an error on its own gradients.
     """
     check_module("module", module)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     frozen = any(not p.requires_grad for p in module.parameters())
-    times = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-    tied = {p for p, count in times.items() if count > 1}
     tensor_parallel = tensor_parallel_parameters(module)
     if not tensor_parallel:
-        _sync(named, sequence_group(mesh, group), frozen, tied)
+        _sync(named, sequence_group(mesh, group), frozen)
         return
     by_groups: dict[tuple[ProcessGroup, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
         by_groups.setdefault(_groups_left(p, p in tensor_parallel, mesh, group), []).append((name, p))
     for groups, parameters in by_groups.items():  # in the same order on every rank
         for summed_over in groups:
-            _sync(parameters, summed_over, frozen, tied)
+            _sync(parameters, summed_over, frozen)
 
 
 def tensor_parallel_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -187,9 +184,7 @@ class _GradientHeader(NamedTuple):
     gradients: Fingerprint
 
 
-def _sync(
-    named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, frozen: bool, tied: Collection[nn.Parameter]
-) -> None:
+def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, frozen: bool) -> None:
     """Reduce the gradients of these parameters over ``group``."""
     if group is None or group.size() == 1:
         return
@@ -203,7 +198,7 @@ def _sync(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
                 )
             _check_not_reduced(name, p, group, owned.get(id(p), ()))
-        for (_, p), kind in zip(named, gradient_kinds(named, group, frozen, tied), strict=True):
+        for (_, p), kind in zip(named, gradient_kinds(named, group, frozen), strict=True):
             facts.append([int(p.grad is not None), *map(int, kind)])
         described = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
         return _GradientHeader(len(named), fingerprint(described), fingerprint(str(facts)))

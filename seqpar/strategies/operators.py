@@ -35,7 +35,7 @@ from ..layout import SequenceSharding, check_length
 from ..mask import Mask, layer_mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..opaque import Opaque, constant, real
-from ..schedule import attention_plan
+from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from . import resolve
 from .autograd import (

@@ -12,7 +12,6 @@ FLOORS = (
     (
         "cache",
         "checks",
-        "keys",
         "layout",
         "library",
         "heads",

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import seqpar
 from seqpar import Mask, Sharding
 from seqpar.layout import LAYOUTS, Layout
-from seqpar.schedule import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan
 
 from ..cases import Batch
 from ..pool import Pool, mesh_of, on_ranks
