@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,41 +138,6 @@ def with_gradient(x: Tensor) -> Tensor:
     whose inputs do would wait for it. With the alias it takes part.
     """
     return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
-
-
-class SequenceParallelAttention(torch.autograd.Function):
-    """``(q, k, v, sinks, weight) -> (out, lse)`` on sequence shards. Saves only its inputs, ``out`` and ``lse``.
-
-    In latent attention, k and v are latents and rotated keys, and ``weight [h, nope + e, w]`` expands them (see
-    ``latent.py``). Otherwise it is None.
-
-    Differentiable once: the backward communicates, and is not itself recorded.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, weight: Tensor | None, call: AttentionCall
-    ) -> tuple[Tensor, Tensor]:
-        """``q [b, s, h, d]``, ``k [b, s, n, d]``, ``v [b, s, n, e]`` to ``out [b, s, h, e]`` and ``lse [b, h, s]``."""
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.shapes = call, (q.shape, k.shape, v.shape)
-        call = with_latents(call, weight, q.shape, v.shape)
-        out, lse, *saved = attention_forward(call, q, k, v)
-        ctx.save_for_backward(weight, *saved)
-        if not call.return_lse:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        """``dout [b, s, h, e]`` and ``dlse [b, h, s]`` to the gradients of q, k, v, the sinks and the weight."""
-        weight, *saved = ctx.saved_tensors
-        d_weight = None if weight is None else new_weight_gradient(weight, ctx.needs_input_grad[4])
-        q_shape, _, v_shape = ctx.shapes
-        call = with_latents(ctx.call, weight, q_shape, v_shape, d_weight)
-        gradients = attention_backward(call, saved, dout, dlse, *ctx.shapes)
-        return *gradients, None if d_weight is None else d_weight.to(weight.dtype), None
 
 
 def with_latents(

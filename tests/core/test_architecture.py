@@ -24,7 +24,7 @@ FLOORS = (
         "triton_kernels",
     ),
     ("schedule", "comm", "kernels"),
-    ("strategies", "planner", "functional", "sharding"),
+    ("strategies", "planner", "functional", "sharding", "spec"),
     ("layers", "megatron"),
     ("hf", "cli"),
     ("peers",),

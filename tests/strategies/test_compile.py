@@ -25,7 +25,8 @@ from seqpar.megatron.sharded_vocab import (
     vocab_linear_cross_entropy,
 )
 from seqpar.mesh import ParallelContext
-from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op
+from seqpar.spec import AttentionSpec
+from seqpar.strategies.operators import ANY_RANKS, attention
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, linear_reduce_scatter
 
 from ..models import HEAD_DIM, HIDDEN, attention_layer, full, randomize
@@ -378,21 +379,21 @@ def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:
 @on_ranks
 def check_operator(group: ProcessGroup, strategy: str) -> None:
     options = dict(STRATEGIES[strategy])
-    call = AttentionOptions(options.pop("strategy"), tuple(options.items()), return_lse=True)
+    call = AttentionSpec(options.pop("strategy"), tuple(options.items()), return_lse=True)
     sharding = Sharding(22, "zigzag", group=group)
     where = Mask.causal(), sharding, ANY_RANKS
     torch.manual_seed(group.rank())
     shapes = (6, 4), (2, 4), (2, 3)
     q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
     sinks = torch.randn(6, requires_grad=True)
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, *where, call, None))
+    torch.library.opcheck(attention, (q, k, v, sinks, None, None, None, call, *where))
     dropout, seed = replace(call, dropout_p=0.25, draws_seed=True), torch.tensor(group.rank())
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, seed, *where, dropout, None))
+    torch.library.opcheck(attention, (q, k, v, sinks, None, seed, None, dropout, *where))
     # Latent attention: 5 numbers, a rotated key of 2, and a weight that makes 2 and 3 numbers for each head of them.
     latents, rotated = (torch.randn(1, sharding.seq_local, 1, n, requires_grad=True) for n in (5, 2))
     weight = torch.randn(6, 2 + 3, 5, requires_grad=True)
-    tensors = q, latents, rotated, sinks, None, None
-    torch.library.opcheck(attention_op, (*tensors, *where, call, weight))
+    tensors = q, latents, rotated, sinks, None, None, weight
+    torch.library.opcheck(attention, (*tensors, call, *where))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])
@@ -404,7 +405,7 @@ def test_opcheck(pool: Pool, strategy: str) -> None:
 def check_tensor_parallel_operators(group: ProcessGroup) -> None:
     sharding = Sharding(22, "zigzag", group=group, strategy="tp_sp")
     ranks = ParallelContext(None, group)
-    call = ChunkOptions("ring", AttentionOptions("local", tensor_parallel=True))
+    call = ChunkOptions("ring", AttentionSpec("local", tensor_parallel=True))
     x = torch.randn(1, sharding.seq_local, 8, requires_grad=True)
     weights = [torch.randn(n, 8, requires_grad=True) for n in (4, 6)]
     torch.library.opcheck(all_gather_linear, (x, weights, sharding, ranks, call))
