@@ -46,16 +46,16 @@ from ..reference import (
 )
 from ..strategy_cases import STRATEGIES, WORLDS
 
-# While editing, two sizes have a case of every strategy, mask, head count, feature and dtype.
-# The values of ``comm`` that are other names of ring, Ulysses and hybrid: on one number of ranks only.
+IN_SHARED_MEMORY = 3
+# ``comm`` has other names for ring, Ulysses and hybrid. These run on one number of ranks.
 OTHER_NAMES = ("p2p", "a2a", "a2a+p2p")
+# `make test-fast` runs worlds 2 and 4. On 3 ranks the messages go through shared memory.
 EVERY_STRATEGY_AND_WORLD = [
-    pytest.param(strategy, world, marks=() if world in (2, 4) else pytest.mark.slow, id=f"{strategy}-{world}")
+    pytest.param(strategy, world, marks=pytest.mark.slow if world == IN_SHARED_MEMORY else (), id=f"{strategy}-{world}")
     for strategy in STRATEGIES
     for world in ((4,) if strategy in OTHER_NAMES else WORLDS)
 ]
-# Of v, beside 8 of q and k: the same, less, more.
-V_HEAD_DIMS = (None, 4, 12, 5)
+V_HEAD_DIMS = (None, 4, 12, 5)  # head_dim of v; q and k have 8
 Results = dict[str, Tensor]  # out, lse, dq, dk, dv and, with sinks, dsinks
 
 
@@ -236,7 +236,7 @@ def test_masks(batch: Batch, strategy: str, world: int) -> None:
         Case(Problem(53, rows_of(rules), heads=6, kv_heads=3, v_head_dim=v_head_dim, rules=rules), strategy, layout)
         for (layout, rules), v_head_dim in zip(product(LAYOUTS, RULES), cycle(V_HEAD_DIMS), strict=False)
     ]
-    batch.check(world, attend_on_rank, cases, verify)
+    batch.check(world, attend_on_rank, cases, verify, shared_memory=world == IN_SHARED_MEMORY)
 
 
 @pytest.mark.parametrize(("strategy", "world"), EVERY_STRATEGY_AND_WORLD)
@@ -246,7 +246,7 @@ def test_heads(batch: Batch, strategy: str, world: int) -> None:
         Case(Problem(48, heads=heads, kv_heads=kv_heads, v_head_dim=v_head_dim), strategy, layout)
         for (layout, (heads, kv_heads)), v_head_dim in zip(product(LAYOUTS, HEADS), cycle(V_HEAD_DIMS), strict=False)
     ]
-    batch.check(world, attend_on_rank, cases, verify)
+    batch.check(world, attend_on_rank, cases, verify, shared_memory=world == IN_SHARED_MEMORY)
 
 
 FEATURES: tuple[dict[str, Any], ...] = (
@@ -288,7 +288,7 @@ def test_features(batch: Batch, strategy: str, world: int) -> None:
     cases.append(Case(all_padding, strategy))
     cases.append(Case(base, strategy, "zigzag", seq_len_given=True))
     cases.append(Case(base, strategy, "striped", backend="reference"))
-    batch.check(world, attend_on_rank, cases, verify)
+    batch.check(world, attend_on_rank, cases, verify, shared_memory=world == IN_SHARED_MEMORY)
 
 
 def test_one_rank(batch: Batch) -> None:
