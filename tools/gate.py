@@ -2,9 +2,9 @@
 
 Prints registers, spills, shared memory, matrix instructions, products of tiles, tiles that go through registers into a
 product, and how many blocks fit a processor. Exits with 1 if a kernel spills more than ``SPILLS`` allows, exceeds the
-memory of its GPU, does not use the matrix unit, or on sm_90 waits for a product at once. ``--json`` prints one object
-per kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core. PyTorch and Triton
-must be installed; seqpar need not be.
+memory of its GPU, does not use its newest matrix instructions, or on sm_90 waits for a product at once. ``--json``
+prints one object per kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core.
+PyTorch and Triton must be installed; seqpar need not be.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ FEATURE_SPILLS: dict[tuple[str, str, int, str], int] = {
     ),
 }
 UNALIGNED_SPILLS = 256
+# The matrix instructions of half precision. A target that is not here has one kind.
+NEWEST_MATRIX = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
+# Products of tiles at head_dim 128: five in one loop; of the pair, four in one loop, and three in each of two loops.
+PRODUCTS = {"backward": 5, "dkdv": 4, "dq": 6}
 _SAME_TABLE = {"sm_86": ("sm_120",), "gfx942": ("gfx950",)}  # targets that use another's configurations
 _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
 
@@ -253,6 +257,13 @@ def verdict(case: Case, found: Resources) -> str:
         wrong.append(f"{found.shared_bytes} bytes of shared memory, {found.tensor_columns} columns of tensor memory")
     if case.needs_matrix and not found.matrix:
         wrong.append("no matrix instructions")
+    if case.needs_matrix and case.dtype == torch.bfloat16 and case.feature == "plain":
+        newest = NEWEST_MATRIX.get(case.target, found.matrix)
+        if found.matrix != newest:
+            wrong.append(f"{found.matrix} instead of {newest}")
+        products = PRODUCTS.get(case.kernel, found.products)
+        if case.target == "sm_90" and case.head_dim == 128 and found.products != products:
+            wrong.append(f"{found.products} products instead of {products}")
     if found.synchronous:
         wrong.append(f"{found.synchronous} products are waited for at once")
     # At head_dim 256 half of the warps' registers hold the accumulators, and Triton reloads one factor.

@@ -346,7 +346,8 @@ def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_random_cases(batch: Batch, world: int) -> None:
     """Shapes, masks, features, strategies and layouts drawn together; the seed is in the case's id."""
-    batch.check(world, attend_on_rank, [random_case(1000 * world + seed) for seed in range(60)], verify)
+    cases = [random_case(1000 * world + seed) for seed in range(60)]
+    batch.check(world, attend_on_rank, cases, verify, shared_memory=world == IN_SHARED_MEMORY)
 
 
 @on_ranks
@@ -376,7 +377,7 @@ def attend_without_group(group: ProcessGroup) -> Tensor:
 def test_the_default_group(pool: Pool) -> None:
     x = torch.randn(1, 32, 2, 4, generator=torch.Generator().manual_seed(3))
     expected = attention(x, x, x, strategy="local")
-    for out in pool.run(8, attend_without_group):
+    for out in pool.run(pool.ranks, attend_without_group):
         torch.testing.assert_close(out, expected)
 
 
