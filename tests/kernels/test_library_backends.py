@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -42,7 +43,7 @@ from ..reference import (
     solve,
     visible_pairs,
 )
-from ..standins import LIBRARIES, backend_names, stand_ins
+from ..standins import LIBRARIES, SIGNATURES, backend_names, stand_ins, with_parameters
 from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
 
 
@@ -396,6 +397,17 @@ def test_the_operators_of_this_pytorch_take_the_arguments(name: str, packed: boo
         assert out.shape == q.shape and lse.shape == ((4, 64) if packed else (2, 4, 32)) and lse.dtype == torch.float32
         dq, dk, dv = backend.call_backward(out, q, k, k, out, lse, options)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
+
+
+@pytest.mark.parametrize("module", SIGNATURES)
+def test_recorded_signatures_are_those_of_the_package(module: str) -> None:
+    """Where the package is installed."""
+    package = pytest.importorskip(module)
+    for name, recorded in SIGNATURES[module].items():
+        found, expected = (
+            signature(x).parameters.values() for x in (getattr(package, name), with_parameters(recorded))
+        )
+        assert [(x.name, x.default) for x in found] == [(x.name, x.default) for x in expected], name
 
 
 @pytest.mark.parametrize("name", ["reference", "cudnn", "flash_attn_3", "flash_attn_4"])
