@@ -306,7 +306,7 @@ def attend(group: ProcessGroup, layout: str, options: dict[str, Any]) -> tuple[l
     return results, handshakes[0]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_attention_with_a_sharding(batch: Batch, strategy: str, world: int) -> None:
     """A shard made with zigzag cannot be attended to as contiguous: the layout is written once."""
@@ -365,7 +365,7 @@ def check_layer(by_rank: list[tuple[list[Tensor], int]]) -> None:
             assert_close(actual, right, torch.float64, name)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_layers_with_a_sharding(batch: Batch, strategy: str, world: int) -> None:
     batch.check(
@@ -384,8 +384,9 @@ def layer_on_mesh(group: ProcessGroup, layout: str, options: dict[str, Any], own
 @pytest.mark.parametrize("own", [False, True], ids=["sharding's mesh", "layer's mesh"])
 @pytest.mark.parametrize("strategy", ["ring", "hybrid", "all_gather", "activations", "tp_sp"])
 def test_layers_with_a_sharding_on_a_mesh(batch: Batch, strategy: str, own: bool) -> None:
+    layouts = LAYOUTS[own : own + 1]
     batch.check(
-        8, layer_on_mesh, LAYOUTS, lambda layout, by_rank: check_layer(by_rank), LAYER_STRATEGIES[strategy], own
+        8, layer_on_mesh, layouts, lambda layout, by_rank: check_layer(by_rank), LAYER_STRATEGIES[strategy], own
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -188,7 +188,9 @@ def test_full_mask(batch: Batch, world: int) -> None:
     heads = ((8, torch.float32, HEAD_DIM), (2, torch.bfloat16, 3), (1, torch.float64, 7))
     cases = [
         Case(options, layout=layout, kv_heads=kv_heads, dtype=dtype, v_head_dim=v_head_dim)
-        for options, layout, (kv_heads, dtype, v_head_dim) in product(RING + GATHER, LAYOUTS, heads)
+        for (options, layout), (kv_heads, dtype, v_head_dim) in zip(
+            product(RING + GATHER, LAYOUTS), cycle(heads), strict=False
+        )
     ]
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
@@ -208,7 +210,9 @@ def test_ulysses(batch: Batch, world: int) -> None:
     heads = ((8, torch.float32, HEAD_DIM), (world, torch.bfloat16, HEAD_DIM), (world, torch.bfloat16, 6))
     cases = [
         Case(options, rules, layout, kv_heads=kv_heads, dtype=dtype, v_head_dim=v_head_dim)
-        for options, rules, layout, (kv_heads, dtype, v_head_dim) in product(ULYSSES, (FULL, CAUSAL), LAYOUTS, heads)
+        for (options, rules, layout), (kv_heads, dtype, v_head_dim) in zip(
+            product(ULYSSES, (FULL, CAUSAL), LAYOUTS), cycle(heads), strict=False
+        )
     ]
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
@@ -367,7 +371,9 @@ def test_only_what_the_mask_needs(batch: Batch, world: int) -> None:
     shared = [fitted(rules, TOKENS) for rules in RULES if rows_of(rules) == 1]
     cases = [
         Case(options, rules, layout, dtype=torch.bfloat16, v_head_dim=v_head_dim)
-        for options, rules, layout, v_head_dim in product(RING[:1] + GATHER, shared, LAYOUTS, (HEAD_DIM, 2))
+        for (options, rules, layout), v_head_dim in zip(
+            product(RING[:1] + GATHER, shared, LAYOUTS), cycle((HEAD_DIM, 2)), strict=False
+        )
     ]
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
