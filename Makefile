@@ -57,7 +57,7 @@ lint: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The page on scale and its charts, from the planner. Takes a few minutes.
+# The section on scale in docs/planning.md and its charts, from the planner. Takes a few minutes.
 scale: $(READY)
 	$(BIN)/python docs/scale.py
 

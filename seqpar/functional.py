@@ -24,13 +24,14 @@ from .checks import (
     no_compile,
 )
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
+from .comm.trace import count_choice
 from .heads import Heads
 from .kernels import BackendName, check_backend
 from .layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from .mask import Mask
-from .mesh import AttentionGroups, rank_in, sequence_group, size_of
-from .planner.auto import AttentionShape, choose_strategy, traced_choice
-from .schedule import MaskPlanner
+from .mesh import AttentionGroups, known_per_host, rank_in, sequence_group, size_of
+from .planner.rules import fastest
+from .schedule.plan import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
 from .strategies import STRATEGIES, Comm, StrategyName, check_strategy, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
@@ -146,10 +147,8 @@ def attention(
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
         v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens. ``v_head_dim`` may differ from ``head_dim``, as
             in latent attention (DeepSeek). Messages are not padded then.
-        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" selects the strategy that
-            is expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once
-            per machine (see ``docs/strategies.md``). It compares the time of forward and backward, or of forward alone
-            if no backward follows.
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" takes the one that should
+            be the fastest by a rule over the mask, the heads, the layout and the hosts (``seqpar.planner.rules``).
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
@@ -230,6 +229,9 @@ def _traced(
     check_inputs(q, k, v, latent_weight)
     check_head_vector("sinks", sinks, q, batched=False)
     check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
+    if strategy == "auto":
+        where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+        strategy, strategy_options = fastest(mask.is_local, q.shape[2], k.shape[2], *where)
     seed, draws_seed = None, False
     if dropout_p and dropout_seed is not None:
         seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
@@ -246,8 +248,7 @@ def _traced(
         return_lse=return_lse,
         draws_seed=draws_seed,
     )
-    chosen = traced_choice(q, k, v, mask, sharding, ANY_RANKS, options)
-    tensors = q, k, v, sinks, alibi_slopes, seed, chosen
+    tensors = q, k, v, sinks, alibi_slopes, seed
     out, lse, *_ = attention_op(*tensors, mask, sharding, ANY_RANKS, options, latent_weight)
     return (out, lse) if return_lse else out
 
@@ -318,6 +319,11 @@ def _eager(
         check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
+        if strategy == "auto" and groups.sequence is not None and groups.sequence.size() > 1:
+            where = layout, groups.sequence.size(), known_per_host(groups.sequence), q.device.type
+            strategy, strategy_options = fastest(mask.is_local, q.shape[2], k.shape[2], *where)
+            groups = resolve(strategy, mesh, group, strategy_options)
+            count_choice(strategy)
     seed = int(draw_seed().item()) if draws_seed else dropout_seed or 0
     batch, length, num_heads, head_dim = q.shape
     joins_backward = torch.is_grad_enabled()
@@ -340,11 +346,6 @@ def _eager(
         assert seq_len is not None
         check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout, num_heads)
     mask.check_length(seq_len)
-    if strategy == "auto" and groups.sequence is not None and groups.sequence.size() > 1:
-        shape = AttentionShape(batch, num_heads, k.shape[2], (head_dim + v.shape[3]) // 2, q.dtype)
-        chosen = choose_strategy(mask, seq_len, layout, shape, groups.sequence, q.device, joins_backward)
-        strategy, strategy_options = chosen.strategy, chosen.options
-        groups = resolve(strategy, mesh, group, strategy_options)
     out, lse = attend(
         q,
         k,
@@ -398,7 +399,7 @@ def mask_planner(
     """
     check_sharding(sharding)
     if strategy == "auto":
-        raise ValueError("strategy='auto': it depends on the shapes of q, k and v too; name the strategy to plan for")
+        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
     groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
     spread = SequenceSharding(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
     return MaskPlanner(spread, groups.ring_rank, groups.gathers, groups.per_host)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -21,10 +20,6 @@ settings.register_profile("seqpar", deadline=None, derandomize=True, max_example
 settings.load_profile("seqpar")
 
 torch.set_num_threads(1)
-
-# strategy="auto" neither measures this machine nor reads earlier measurements, so that it chooses the same on every
-# machine.
-os.environ["SEQPAR_MEASURE"], os.environ["SEQPAR_CACHE"] = "0", os.devnull
 
 _CASES_RAN = pytest.StashKey[int]()
 # A test that takes longer than this, alone on one core, is marked slow.

@@ -17,7 +17,7 @@ from ..checks import no_compile
 from ..functional import attention
 from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
-from ..planner.auto import traced_choice
+from ..planner.rules import fastest
 from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op, constant_float, constants
 from .batch import BatchShard
 from .generate import decode
@@ -109,8 +109,12 @@ def _traced(
     options = _operator_options(patch, in_layer, score, dropout)
     assert shard.sharding is not None
     seed = _dropout_seed(module, shard, dropout)
-    chosen = traced_choice(q, k, v, mask, shard.sharding, ANY_RANKS, options)
-    call = seed, chosen, mask, shard.sharding, ANY_RANKS, options
+    if patch.strategy == "auto":
+        is_local = mask.is_local or in_layer[1] is not None or bool(in_layer[2])
+        where = shard.sharding.layout, shard.sharding.ranks, shard.sharding.per_host, q.device.type
+        strategy, chosen = fastest(is_local, q.shape[2], k.shape[2], *where)
+        options = replace(options, strategy=strategy, strategy_options=constants(chosen))
+    call = seed, mask, shard.sharding, ANY_RANKS, options
     out: Tensor = attention_op(q, k, v, score.sinks, None, *call, weight)[0]
     return out
 

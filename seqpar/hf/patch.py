@@ -22,7 +22,7 @@ from . import hooks
 from .attention import attention_forward
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, replace_loss_function, restore_loss_function
-from .masks import asked_mask, asked_masks, known_structures, layer_mask_of, no_mask
+from .masks import asked_mask, asked_masks, layer_mask_of, no_mask, structure
 from .monitoring import verify_while_training
 from .multimodal import before_text_model
 from .own import give_calls_back, take_over_calls
@@ -189,7 +189,7 @@ def _compare_masks(root: PreTrainedModel, trace: Trace, patch: Patch) -> None:
     asked = [asked_mask(**arguments) for arguments in trace.asked]
     disputed = asked_masks(asked, claims, trace.tokens, type(root).__name__)
     patch.disputed.update(disputed)
-    patch.known_masks.update(known_structures(asked))
+    patch.known_masks.update(structure(x.function) for x in asked)
     patch.layer_masks.update((not x[0], *x[1:]) if x in disputed else x for _, x in claims)
 
 

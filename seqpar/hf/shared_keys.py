@@ -89,7 +89,7 @@ def attend_to_shared_keys(
     if gathered is None or gathered[0].dtype != k.dtype:
         gathered = _AllGatherKeys.apply(k, sharding), _AllGatherKeys.apply(v, sharding)  # [b, t, n, d] each
         setattr(shared, _GATHERED, gathered)
-    out: Tensor = attention_op(q, *gathered, sinks, None, seed, None, mask, sharding, ANY_RANKS, options, None)[0]
+    out: Tensor = attention_op(q, *gathered, sinks, None, seed, mask, sharding, ANY_RANKS, options, None)[0]
     return out
 
 

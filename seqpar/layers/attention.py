@@ -8,6 +8,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -27,13 +28,14 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
+from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from ..mask import Mask
-from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
-from ..planner.auto import traced_choice
-from ..schedule import MaskPlanner
+from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
+from ..planner.rules import fastest
+from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
@@ -44,15 +46,12 @@ from ..strategies.operators import (
     constant_float,
     constants,
     draw_seed,
+    plan_arguments,
     positions_op,
     traced_seed,
 )
-from ..strategies.sequence_chunks import SequenceChunks
-from ..strategies.tensor_operators import (
-    TracedChunks,
-    all_gather_positions_op,
-)
-from .rotary import RotaryEmbedding, largest_length, rotary_length_op
+from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
+from .rotary import RotaryEmbedding, largest_length, rotary_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -257,13 +256,13 @@ class AttentionLayer(nn.Module):
             _check_positions(positions, x)
         ranks, options = self._parallel_context, self._traced_options()
         length = self._traced_length(x, positions, sharding)
-        chunks = self._traced_chunks(x.shape[1], sharding)
+        chunks = self._tokens(x.shape[1], sharding)
         if positions is not None and chunks is not None:
-            positions = all_gather_positions_op(positions, None, sharding, ranks, chunks.options)
+            positions = all_gather_positions(positions, *chunks[1:])
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
-                positions = positions_op(q, None, sharding, ranks, options)
+                positions = positions_op(q, sharding, ranks, options)
             q, k = self.rope(q, k, positions, length)
         out = self._traced_attention(q, k, v, mask, sharding, options)
         return self._output(out.flatten(2), chunks)
@@ -272,27 +271,16 @@ class AttentionLayer(nn.Module):
         """The ``length`` of the rotary embedding, int64 ``[]`` on the host; None if it does not need it."""
         if self.rope is None or not self.rope.needs_length:
             return None
-        length: Tensor = rotary_length_op(x, positions, sharding)
+        length: Tensor = rotary_length(x, positions, sharding)
         return length
 
     def _traced_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        sharding: Any,
-        options: AttentionOptions,
-        chosen: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
     ) -> Tensor:
-        """``_attend`` while torch.compile traces it. ``chosen`` is of ``AttentionOptions.with_choice``."""
+        """``_attend`` while torch.compile traces it."""
         seed = traced_seed() if self._dropout_p else None
         ranks = self._parallel_context
-        if chosen is None:
-            chosen = traced_choice(q, k, v, mask, sharding, ranks, options)
-        out: Tensor = attention_op(
-            q, k, v, self._local_sinks, None, seed, chosen, mask, sharding, ranks, options, None
-        )[0]
+        out: Tensor = attention_op(q, k, v, self._local_sinks, None, seed, mask, sharding, ranks, options, None)[0]
         return out
 
     @no_compile
@@ -340,7 +328,12 @@ class AttentionLayer(nn.Module):
     def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
         """``forward`` of a checked ``x [b, s, hidden]``."""
         rank, positions = rank_in(call.groups.sequence), call.positions
-        chunks = self._chunks(call.sequence, rank, x.device)
+        sharding, sequence = call.sharding, call.sequence
+        if sharding is None and self.strategy == "tp_sp":
+            sharding = Sharding(
+                sequence.seq_len, sequence.layout, mesh=self.mesh, group=self.group, strategy=self.strategy
+            )
+        chunks = self._tokens(x.shape[1], sharding)
         if call.joins_backward and chunks is not None:  # the projections communicate
             x = with_gradient(x)
         q, k, v = self._heads_of(self._project(x, chunks))
@@ -348,7 +341,7 @@ class AttentionLayer(nn.Module):
             if positions is None:
                 positions = call.sequence.rank_positions(rank, x.device)
             elif chunks is not None:
-                positions = chunks.all_gather_positions(positions)
+                positions = all_gather_positions(positions, *chunks[1:])
             q, k = self.rope(q, k, positions, call.rotary_length)
         out = self._attend(q, k, v, call, self._options(call.dropout_p))
         return self._output(out.flatten(2), chunks)
@@ -380,7 +373,7 @@ class AttentionLayer(nn.Module):
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
         sequence = SequenceSharding(sharding.seq_len, sharding.layout, *degrees)
-        return MaskPlanner(sequence, groups.ring_rank, groups.gathers, groups.per_host, groups.replicated)
+        return MaskPlanner(sequence, *plan_arguments(groups, self._options(0.0).replicated))
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The projections ``[b, s, h * d]`` split into heads, ``[b, s, h, d]``, with q and k normalised."""
@@ -396,14 +389,12 @@ class AttentionLayer(nn.Module):
         """The probability of dropping an attention weight in the current mode, training or evaluation."""
         return self.dropout_p if self.training else 0.0
 
-    def _traced_options(self, replicated: bool = False) -> AttentionOptions:
+    def _traced_options(self) -> AttentionOptions:
         """``_options`` while torch.compile traces the layer."""
-        if not self._dropout_p:
-            return self._options(0.0, replicated)
-        return self._options(self._dropout_p, replicated, draws_seed=True)
+        return self._options(self._dropout_p, draws_seed=bool(self._dropout_p))
 
-    def _options(self, dropout_p: float, replicated: bool = False, draws_seed: bool = False) -> AttentionOptions:
-        """The constants of the layer's attention; ``replicated`` and ``draws_seed`` as in ``AttentionOptions``."""
+    def _options(self, dropout_p: float, draws_seed: bool = False) -> AttentionOptions:
+        """The constants of the layer's attention; ``draws_seed`` as in ``AttentionOptions``."""
         return AttentionOptions(
             strategy=self._attention_strategy,
             strategy_options=constants(self.strategy_options),
@@ -413,7 +404,6 @@ class AttentionLayer(nn.Module):
             softcap=constant_float(self.softcap),
             dropout_p=constant_float(dropout_p),
             backend=self.backend,
-            replicated=replicated,
             draws_seed=draws_seed,
         )
 
@@ -466,19 +456,15 @@ class AttentionLayer(nn.Module):
         degrees = groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks
         return (self.strategy, *degrees, layout, self.softcap, dropout_p)
 
-    def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
-        """The tokens of the ranks that all-gather before the projections; None if the layer does not all-gather."""
+    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
+        """The tokens that are all-gathered before the projections; None if the layer does not all-gather."""
         return None
 
-    def _traced_chunks(self, tokens: int, sharding: Any) -> TracedChunks | None:
-        """``_chunks`` while torch.compile traces."""
-        return None
-
-    def _project(self, x: Tensor, chunks: SequenceChunks | TracedChunks | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
         """q ``[b, s, h * d]``, k and v ``[b, s, n * d]`` of the tokens that this rank attends with."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def _output(self, out: Tensor, chunks: SequenceChunks | TracedChunks | None) -> Tensor:
+    def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
         """The output projection ``[b, s, h * d]`` to ``[b, s, hidden]``, for this rank's tokens."""
         y: Tensor = self.o_proj(out)
         return y
@@ -566,6 +552,39 @@ class HybridAttention(AttentionLayer):
     """
 
     strategy = "hybrid"
+
+
+class AutoAttention(AttentionLayer):
+    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options.
+
+    See ``AttentionLayer`` for the arguments.
+    """
+
+    strategy = "auto"
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, options: AttentionOptions) -> Tensor:
+        sequence, group = call.sequence, call.groups.sequence
+        if group is not None and group.size() > 1:
+            where = sequence.layout, group.size(), known_per_host(group), q.device.type
+            strategy, strategy_options = fastest(call.mask.is_local, self.num_heads, self.num_kv_heads, *where)
+            count_choice(strategy)
+            ranks = self._ranks(call.sharding)
+            groups = resolve(strategy, ranks.mesh, ranks.group, strategy_options)
+            sequence = replace(sequence, ring=groups.ring_size, ulysses=groups.ulysses_size)
+            call = call._replace(groups=groups, sequence=sequence)
+            options = replace(options, strategy=strategy, strategy_options=constants(strategy_options))
+        return super()._attend(q, k, v, call, options)
+
+    def _traced_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, options: AttentionOptions
+    ) -> Tensor:
+        where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+        strategy, strategy_options = fastest(mask.is_local, self.num_heads, self.num_kv_heads, *where)
+        options = replace(options, strategy=strategy, strategy_options=constants(strategy_options))
+        return super()._traced_attention(q, k, v, mask, sharding, options)
+
+    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
+        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
 
 
 def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import SequenceSharding
 from ..mesh import AttentionGroups
-from .call import AttentionCall
+from .call import AttentionCall, Run
 from .head_exchange import HeadExchange
 from .head_exchange_in_memory import HeadExchangeInMemory
 from .latent import LatentKeys
@@ -57,9 +57,9 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
     with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
         if exchange is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            out, lse = ring_forward(call, call.heads, q, k, v)
+            out, lse = _attend(call, call.heads, q, k, v)
             return out, lse, q, k, v, out, lse
-        out, *saved = ulysses_forward(exchange, partial(ring_forward, call), q, k, v, call.v_head_dim(v.shape))
+        out, *saved = ulysses_forward(exchange, partial(_attend, call), q, k, v, call.v_head_dim(v.shape))
         lse = lse_to_sequence(exchange, saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
     return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
 
@@ -92,15 +92,25 @@ def attention_backward(
     with torch.autocast(like.device.type, enabled=False):
         if exchange is None:
             q, k, v, out, lse = saved
-            dq, dk, dv, dsinks = ring_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
+            dq, dk, dv, dsinks = _attend_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
         else:
             if call.return_lse:
                 dlse = lse_gradient_to_heads(exchange, dout, dlse)
-            ring = partial(ring_backward, call)
-            dq, dk, dv, dsinks = ulysses_backward(exchange, ring, saved, dout, dlse, q_shape, k_shape, v_shape)
+            backward = partial(_attend_backward, call)
+            dq, dk, dv, dsinks = ulysses_backward(exchange, backward, saved, dout, dlse, q_shape, k_shape, v_shape)
     if dsinks is not None and sinks is not None:
         dsinks = dsinks.to(sinks.dtype)
     return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks
+
+
+def _attend(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return ring_forward(Run(call, heads, q, k, v), q, k, v)
+
+
+def _attend_backward(
+    call: AttentionCall, heads: Heads, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *out: Tensor
+) -> Gradients:
+    return ring_backward(Run(call, heads, q, k, v, lse_gradient=dlse is not None), dout, dlse, q, k, v, *out)
 
 
 def gradient_state(*tensors: Tensor | None) -> int:

@@ -13,7 +13,7 @@ and k, e head_dim of v.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import index
 from typing import Any, NamedTuple
@@ -35,9 +35,9 @@ from ..layout import SequenceSharding, check_length
 from ..mask import Mask, layer_mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
 from ..opaque import Opaque, constant, real
-from ..schedule import attention_plan
+from ..schedule.plan import attention_plan
 from ..sharding import Sharding
-from . import STRATEGIES, compared_options, resolve
+from . import resolve
 from .autograd import (
     SequenceParallelAttention,
     attention_backward,
@@ -63,8 +63,7 @@ class AttentionOptions(Opaque):
     """The constants of a call.
 
     Attributes:
-        strategy: the strategy's name. Under tensor parallelism it is that of the ranks with the same heads. "auto"
-            stands for the strategy that is chosen when the operator runs.
+        strategy: the strategy's name. Under tensor parallelism it is the strategy of the ranks with the same heads.
         strategy_options: (name, value) of each option of the strategy.
         tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
         first_head: the index in the model of the first query head.
@@ -96,25 +95,6 @@ class AttentionOptions(Opaque):
         heads = int(q_shape[2])
         per_kv = heads // int(k_shape[2]) if self.q_per_kv is None else self.q_per_kv
         return Heads(range(self.first_head, self.first_head + heads), per_kv)
-
-    def with_choice(self, chosen: Tensor | None) -> AttentionOptions:
-        """The options with what was chosen when compiled code ran, if anything was.
-
-        With strategy "auto", ``chosen`` is a ``choice``, otherwise int64 ``[]``: whether k and v are ``replicated``.
-        """
-        if chosen is None:
-            return self
-        if self.strategy != "auto":
-            return replace(self, replicated=bool(chosen.item()))
-        index, ulysses_size = chosen.tolist()
-        name = tuple(STRATEGIES)[index]
-        options = {"ulysses_size": ulysses_size} if ulysses_size else compared_options(name)
-        return replace(self, strategy=name, strategy_options=constants(options))
-
-
-def choice(strategy: str, options: Mapping[str, Any]) -> Tensor:
-    """A strategy with its options, chosen when compiled code runs, as int64 ``[2]`` on the host."""
-    return torch.tensor([tuple(STRATEGIES).index(strategy), options.get("ulysses_size") or 0], device="cpu")
 
 
 def constants(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -183,15 +163,17 @@ def placement(
         groups = resolve(options.strategy, mesh, group, dict(options.strategy_options))
     if groups.sequence is not None and not options.tensor_parallel:
         sharding.check_ranks(groups.sequence)
-    if options.replicated:
-        groups = with_replicated_keys(groups)
     ring, ulysses = groups.ring_size, groups.ulysses_size
+    if options.replicated:
+        groups = AttentionGroups(sequence=groups.sequence)  # nothing is sent
     return groups, SequenceSharding(sharding.seq_len, sharding.layout, ring, ulysses, tensor_size)
 
 
-def with_replicated_keys(groups: AttentionGroups) -> AttentionGroups:
-    """The same ranks, each of which holds the keys and values of all of them."""
-    return replace(groups, gather=False, chunks=None, replicated=True)
+def plan_arguments(groups: AttentionGroups, replicated: bool) -> tuple[int, bool, int | None, bool]:
+    """The arguments of ``AttentionPlan`` besides the mask and the sharding."""
+    if replicated:
+        return rank_in(groups.sequence), False, None, True
+    return groups.ring_rank, groups.gathers, groups.per_host, False
 
 
 def make_call(
@@ -211,7 +193,7 @@ def make_call(
     return AttentionCall(
         groups=groups,
         sharding=sharding,
-        plan=attention_plan(mask, sharding, groups.ring_rank, groups.gathers, groups.per_host, groups.replicated),
+        plan=attention_plan(mask, sharding, *plan_arguments(groups, options.replicated)),
         score=Score(
             softmax_scale=head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale,
             softcap=options.softcap,
@@ -239,7 +221,7 @@ def _check(
     options: AttentionOptions,
 ) -> None:
     """Raise unless the tensors fit the mask and the sharding."""
-    if groups.replicated:
+    if options.replicated:
         keys = f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {sharding.seq_len} of the sequence"
         if not k.shape[1] == v.shape[1] == sharding.seq_len:
             raise ValueError(keys)
@@ -261,7 +243,6 @@ def attention_op(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    chosen: Tensor | None,
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -275,18 +256,16 @@ def attention_op(
         sinks: ``[h]``.
         alibi_slopes: ``[h]`` or ``[b, h]``.
         seed: the dropout seed, int64 ``[]`` on the host.
-        chosen: of ``AttentionOptions.with_choice``.
         mask, sharding, options: of the call.
         ranks: of the call; ``ANY_RANKS`` for those of the sharding.
         latent_weight: ``[h, nope + e, w]``, if k and v are latents and rotated keys (see ``latent.py``).
 
     Returns:
-        ``out [b, s, h, e]``; ``lse [b, h, s]``, which is undefined unless ``options.return_lse`` if the strategy is
-        "auto" or has an all-to-all; the tensors of ``_kept_dtypes``; and with ``options.draws_seed`` rank 0's seed.
+        ``out [b, s, h, e]``; ``lse [b, h, s]``, which is empty unless ``options.return_lse`` if the strategy has an
+        all-to-all; the tensors of ``_kept_dtypes``; and with ``options.draws_seed`` rank 0's seed.
     """
-    given, options = options, options.with_choice(chosen)
     groups, sequence = placement(sharding, ranks, options)
-    kept_dtypes = _kept_dtypes(q, k, groups, sequence, given)
+    kept_dtypes = _kept_dtypes(q, k, groups, sequence, options)
 
     def header() -> _SeedHeader:
         _check(q, k, v, latent_weight, mask, groups, sharding, options)
@@ -297,9 +276,11 @@ def attention_op(
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, options)
     call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = attention_forward(call, q, k, v)
-    results = [out, lse.flatten() if given.strategy == "auto" and not options.return_lse else lse]
+    results = [out, lse]
     if kept_dtypes:
-        kept = _to_keep(saved, head_exchange(call, q.shape, q.device))
+        exchange = head_exchange(call, q.shape, q.device)
+        assert exchange is not None
+        kept = _to_keep(saved, exchange)
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
         results += [q.new_empty(0, dtype=dtype) for dtype in kept_dtypes[len(kept) :]]
@@ -316,7 +297,6 @@ def _(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    chosen: Tensor | None,
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -331,8 +311,7 @@ def _(
     lse = q.new_empty(batch, heads, length, dtype=dtype)
     kept_dtypes = _kept_dtypes(q, k, groups, sequence, options)
     if kept_dtypes and not options.return_lse:
-        size: Any = torch.library.get_ctx().new_dynamic_size() if options.strategy == "auto" else 0
-        lse = q.new_empty(size, dtype=dtype)
+        lse = q.new_empty(0, dtype=dtype)
     results = [q.new_empty(batch, length, heads, out_dim), lse]
     results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
     if options.draws_seed:
@@ -348,24 +327,18 @@ def _kept_dtypes(
 
     With an all-to-all these are head shards, whose number and sizes depend on the length. They are returned flat, as a
     fixed number of tensors of any size: k and v, if they are exchanged again in backward, and for each chunk of heads
-    the three of ``ulysses_forward``. The rest is empty. With strategy "auto" a ring may run, which returns k, v and q.
+    the three of ``ulysses_forward``. The rest is empty.
 
-    As an operator must not return its arguments, sequence shards of q, k and v are copied, and nothing else is.
+    As an operator must not return its arguments, sequence shards of k and v are copied, and nothing else is.
     """
-    if options.strategy == "auto":
-        chunks = min(MAX_CHUNKS, -(-q.shape[2] // 2))  # an all-to-all has at least two ranks
-    elif (exchange := head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)) is not None:
-        chunks = len(exchange.chunks)
-    else:
-        return []
-    return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * chunks
-
-
-def _to_keep(saved: Sequence[Tensor], exchange: HeadExchange | None) -> list[Tensor]:
-    """The tensors of ``_kept_dtypes``, of those that ``attention_forward`` saves."""
+    exchange = head_exchange_of(groups, sequence, options.heads(q.shape, k.shape), MAX_CHUNKS)
     if exchange is None:
-        q, k, v, *_ = saved
-        return [k, v, q]
+        return []
+    return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * len(exchange.chunks)
+
+
+def _to_keep(saved: Sequence[Tensor], exchange: HeadExchange) -> list[Tensor]:
+    """Select the saved tensors that the operator must return for backward."""
     chunks = 3 * len(exchange.chunks)
     again = saved[chunks:] or [saved[0].new_empty(0) for _ in range(2)]
     return [*again, *saved[:chunks]]
@@ -373,21 +346,16 @@ def _to_keep(saved: Sequence[Tensor], exchange: HeadExchange | None) -> list[Ten
 
 def _from_kept(
     kept: Sequence[Tensor],
-    local: Sequence[Tensor],
-    exchange: HeadExchange | None,
+    exchange: HeadExchange,
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],
     out_dim: int,
 ) -> list[Tensor]:
-    """The tensors that ``attention_forward`` saves, of those of ``_to_keep`` and of ``local``, out and lse."""
-    k, v, *rest = kept
-    if exchange is None:
-        out, lse = local
-        batch, length, heads, _ = q_shape
-        return [rest[0].view(q_shape), k.view(k_shape), v.view(v_shape), out, lse.view(batch, heads, length)]
+    """Inverse of ``_to_keep``: rebuild what ``attention_backward`` expects."""
+    k, v, *in_heads = kept
     shapes = saved_shapes(exchange, q_shape, k_shape, v_shape, out_dim)
-    saved = [x.view(shape) for x, shape in zip(rest, shapes, strict=False)]
+    saved = [x.view(shape) for x, shape in zip(in_heads, shapes, strict=False)]
     return saved + ([k.view(k_shape), v.view(v_shape)] if exchange.shares_kv else [])
 
 
@@ -395,15 +363,13 @@ def _from_kept(
 def attention_backward_op(
     dout: Tensor | None,
     dlse: Tensor | None,
-    kept: Sequence[Tensor],
-    local: Sequence[Tensor],
+    saved: Sequence[Tensor],
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    chosen: Tensor | None,
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -416,23 +382,22 @@ def attention_backward_op(
     Returns ``dq, dk, dv``, then ``dsinks`` if there are sinks, then the gradient of ``latent_weight`` if it is needed.
 
     Args:
-        kept: k, v and q, or the tensors of ``_kept_dtypes``.
-        local: the forward's ``out`` and ``lse``; empty if the strategy has an all-to-all and is not "auto".
+        saved: q, k, v, out and lse, or with an all-to-all the tensors of ``_kept_dtypes``.
         dout, dlse, q_shape, k_shape, v_shape: as for ``attention_backward``.
-        sinks, alibi_slopes, seed, chosen, mask, sharding, ranks, options, latent_weight: as for the forward.
+        sinks, alibi_slopes, seed, mask, sharding, ranks, options, latent_weight: as for the forward.
         needs_weight_gradient: whether the weight's gradient is returned.
     """
-    options = options.with_choice(chosen)
     groups, sequence = placement(sharding, ranks, options)
     heads = options.heads(q_shape, k_shape)
     call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, options)
     d_weight = new_weight_gradient(latent_weight, needs_weight_gradient)
     call = with_latents(call, latent_weight, q_shape, v_shape, d_weight)
-    exchange = head_exchange(call, q_shape, kept[0].device)
-    kept, local = ([x.contiguous() for x in tensors] for tensors in (kept, local))
-    saved = _from_kept(kept, local, exchange, q_shape, k_shape, v_shape, call.v_head_dim(v_shape))
+    exchange = head_exchange(call, q_shape, saved[0].device)
+    saved = [x.contiguous() for x in saved]
+    if exchange is not None:
+        saved = _from_kept(saved, exchange, q_shape, k_shape, v_shape, call.v_head_dim(v_shape))
     gradients = attention_backward(call, saved, dout, dlse, q_shape, k_shape, v_shape)
-    of_weight = None if d_weight is None else d_weight.to(kept[0].dtype)
+    of_weight = None if d_weight is None else d_weight.to(saved[0].dtype)
     return [x.contiguous() for x in (*gradients, of_weight) if x is not None]
 
 
@@ -440,15 +405,13 @@ def attention_backward_op(
 def _(
     dout: Tensor | None,
     dlse: Tensor | None,
-    kept: Sequence[Tensor],
-    local: Sequence[Tensor],
+    saved: Sequence[Tensor],
     q_shape: Sequence[int],
     k_shape: Sequence[int],
     v_shape: Sequence[int],
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    chosen: Tensor | None,
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -456,21 +419,18 @@ def _(
     latent_weight: Tensor | None,
     needs_weight_gradient: bool,
 ) -> list[Tensor]:
-    gradients = [kept[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
+    gradients = [saved[0].new_empty(shape) for shape in (q_shape, k_shape, v_shape)]
     others = sinks, latent_weight if needs_weight_gradient else None
     return gradients + [torch.empty_like(x) for x in others if x is not None]
 
 
 @torch.library.custom_op("seqpar::positions", mutates_args=())
-def positions_op(
-    like: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions
-) -> Tensor:
+def positions_op(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions) -> Tensor:
     """Global positions of the tokens of ``like [b, s, ...]``, int64 ``[s]`` on the host. With replicated keys, the
     positions of all tokens.
 
     The result is cached, and must not be written to. Rotary embeddings recognise it by identity.
     """
-    options = options.with_choice(chosen)
     groups, sequence = placement(sharding, ranks, options)
     if options.replicated:
         return sequence.together().rank_positions(0)
@@ -478,9 +438,7 @@ def positions_op(
 
 
 @positions_op.register_fake
-def _(
-    like: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions
-) -> Tensor:
+def _(like: Tensor, sharding: Sharding, ranks: ParallelContext, options: AttentionOptions) -> Tensor:
     return torch.empty(like.shape[1], dtype=torch.int64, device="cpu")
 
 
@@ -490,28 +448,25 @@ def _number(seed: Tensor | None) -> int:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, sinks, alibi_slopes, seed, chosen, *ctx.call, latent_weight = inputs
+    q, k, v, sinks, alibi_slopes, seed, *ctx.call, latent_weight = inputs
     out, lse, *kept = output
     if ctx.call[-1].draws_seed:
         *kept, seed = kept
     ctx.set_materialize_grads(False)
     ctx.shapes = q.shape, k.shape, v.shape
-    local = [out, lse] if ctx.call[-1].strategy == "auto" or not kept else []
-    ctx.local = len(local)
-    ctx.save_for_backward(sinks, alibi_slopes, seed, chosen, latent_weight, *local, *(kept or (k, v, q)))
+    ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *(kept or (q, k, v, out, lse)))
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    sinks, alibi_slopes, seed, chosen, latent_weight, *saved = ctx.saved_tensors
-    local, kept = saved[: ctx.local], saved[ctx.local :]
+    sinks, alibi_slopes, seed, latent_weight, *saved = ctx.saved_tensors
     dout, dlse = grads[0], grads[1] if ctx.call[-1].return_lse else None
     needs_weight_gradient = latent_weight is not None and ctx.needs_input_grad[-1]
-    tensors = sinks, alibi_slopes, seed, chosen
+    tensors = sinks, alibi_slopes, seed
     dq, dk, dv, *others = attention_backward_op(
-        dout, dlse, kept, local, *ctx.shapes, *tensors, *ctx.call, latent_weight, needs_weight_gradient
+        dout, dlse, saved, *ctx.shapes, *tensors, *ctx.call, latent_weight, needs_weight_gradient
     )
     d_weight = others.pop() if needs_weight_gradient else None
-    return dq, dk, dv, others[0] if others else None, *[None] * 7, d_weight
+    return dq, dk, dv, others[0] if others else None, *[None] * 6, d_weight
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -557,9 +512,7 @@ def attend(
             strategy: Any = "tp_sp" if options.tensor_parallel else None
             sharding = Sharding(sequence.seq_len, sequence.layout, mesh=mesh, group=group, strategy=strategy)
         seed = torch.tensor(dropout_seed, device="cpu") if options.dropout_p else None
-        out, lse, *_ = attention_op(
-            q, k, v, sinks, alibi_slopes, seed, None, mask, sharding, ranks, options, latent_weight
-        )
+        out, lse, *_ = attention_op(q, k, v, sinks, alibi_slopes, seed, mask, sharding, ranks, options, latent_weight)
         return out, lse
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, dropout_seed, mask, groups, sequence, options)
     out, lse = SequenceParallelAttention.apply(q, k, v, sinks, latent_weight, call)

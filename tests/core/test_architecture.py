@@ -12,8 +12,8 @@ FLOORS = (
     (
         "cache",
         "checks",
-        "keys",
         "layout",
+        "library",
         "heads",
         "mask",
         "mesh",
@@ -25,7 +25,7 @@ FLOORS = (
     ),
     ("schedule", "comm", "kernels"),
     ("strategies", "planner", "functional", "sharding"),
-    ("layers",),
+    ("layers", "megatron"),
     ("hf", "cli"),
     ("peers",),
 )

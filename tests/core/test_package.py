@@ -96,7 +96,7 @@ main()
 
 def test_importing_is_light_and_finds_the_kernels() -> None:
     """What only some users have, or what is slow to import, is imported at its first use."""
-    heavy = ["triton", "transformers", "flash_attn", "matplotlib", "pandas", "rich", "typer"]
+    heavy = ["triton", "transformers", "flash_attn", "matplotlib", "pandas", "rich", "typer", "seqpar.megatron"]
     program = f"""
 import sys, torch
 before = set(sys.modules)

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar import Mask, cache, schedule
+from seqpar import Mask, cache
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan, attention_plan
+from seqpar.schedule import plan as plans
+from seqpar.schedule.plan import AttentionPlan, attention_plan
 
 from ..pool import Pool, on_ranks
 
@@ -53,7 +54,7 @@ def test_past_masks_leave_nothing_behind() -> None:
                     plan.intervals(step, CPU)
 
     cache._tensors.clear()  # of earlier tests: tracemalloc would see what replaces it, but not that it is freed
-    schedule._plans.clear()
+    plans._plans.clear()
     tracemalloc.start()
     use(range(200))
     gc.collect()
@@ -89,7 +90,8 @@ def test_a_plan_made_ahead_travels_with_the_mask() -> None:
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert torch.equal(ours.lo, theirs.lo) and torch.equal(ours.hi, theirs.hi)
-        assert plan[step].sends == fresh[step].sends and plan[step].receives == fresh[step].receives
+        hop, expected = plan[step].intra_host, fresh[step].intra_host
+        assert hop.sends == expected.sends and hop.receives == expected.receives
 
 
 @on_ranks

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar import Mask, Sharding, schedule
+from seqpar import Mask, Sharding
 from seqpar import sharding as sharding_module
 from seqpar.comm import handshake
 from seqpar.layout import LAYOUTS
+from seqpar.schedule import plan
 
 from ..cases import Batch
 from ..pool import Pool, mesh_of, on_ranks
@@ -682,7 +683,7 @@ def test_comparing_masks_does_not_keep_them() -> None:
         layer(q.flatten(2), mask=mask)
         masks.append(weakref.ref(mask))
     del mask
-    schedule._plans.clear()  # this cache is bounded in bytes
+    plan._plans.clear()  # this cache is bounded in bytes
     gc.collect()
     assert not any(mask() is not None for mask in masks)
 

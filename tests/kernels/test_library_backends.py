@@ -24,9 +24,9 @@ from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_
 from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
 from seqpar.kernels.triton import TritonBackend
-from seqpar.keys import KeyIntervals
 from seqpar.layout import CPU, LAYOUTS, SequenceSharding
-from seqpar.schedule import AttentionPlan, attention_plan
+from seqpar.schedule.plan import AttentionPlan, attention_plan
+from seqpar.schedule.rows import KeyIntervals
 
 from ..fake_cuda import fake_cuda
 from ..pool import Pool, on_ranks

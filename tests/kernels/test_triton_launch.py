@@ -26,7 +26,7 @@ import seqpar.triton_kernels.merge as merge
 import seqpar.triton_kernels.preprocess as preprocess
 import seqpar.triton_kernels.rotary as rotary
 from seqpar.kernels.base import Score
-from seqpar.keys import KeyIntervals
+from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from tools.compiled import StubDriver
 

@@ -131,7 +131,7 @@ def attend_on_rank(group: ProcessGroup, case: Case) -> Results:
     with (
         hosts_of(case.per_host),
         mock.patch.dict(ulysses._CHUNK_WORK, cpu=1),
-        mock.patch.dict(call._CHUNK_BYTES, cpu=chunk_bytes),
+        mock.patch.dict(call._MIN_CHUNK_BYTES, cpu=chunk_bytes),
     ):
         return attend_in_chunks(group, case)
 
@@ -366,7 +366,7 @@ def attend_at_the_size_of_a_chunk(group: ProcessGroup, strategy: str) -> Results
     """Two ranks of 9 and 8 tokens, of which only the first has the bytes of a second chunk of heads."""
     problem = Problem(17, heads=4, kv_heads=4, head_dim=8)
     case = Case(problem, strategy, "contiguous", seq_len_given=True)
-    with mock.patch.dict(call._CHUNK_BYTES, cpu=2 * 9 * 4 * 8 * problem.dtype.itemsize // 2):
+    with mock.patch.dict(call._MIN_CHUNK_BYTES, cpu=2 * 9 * 4 * 8 * problem.dtype.itemsize // 2):
         return attend(case, rank_positions(17, 2, group.rank(), "contiguous"), group=group)
 
 

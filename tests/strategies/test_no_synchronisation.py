@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar import kernels
 from seqpar.layout import LAYOUTS
-from seqpar.strategies import autograd, gathered_activations, operators, tensor_sequence
+from seqpar.strategies import autograd, gathered_activations, operators, tensor_operators
 
 from ..fake_cuda import fake_cuda
 from ..strategy_cases import LAYER_STRATEGIES
@@ -103,6 +103,23 @@ def run_both_ways(function: type[torch.autograd.Function]) -> Any:
     return apply
 
 
+def look_inside(operator: Any) -> Callable[..., Any]:
+    """A function that does what an operator does with real tensors. An operator of fake tensors returns empty ones."""
+    in_forward = False
+
+    def call(*args: Any) -> Any:
+        nonlocal in_forward
+        if operator.autograd is None or in_forward:
+            return operator.function(*args)
+        in_forward = True
+        try:
+            return operator.autograd(*args)
+        finally:
+            in_forward = False
+
+    return call
+
+
 def run_without_autograd(function: Callable[..., Any], *inputs: Tensor) -> Any:
     """``gathered_activations.differentiable`` with gradients of any values."""
     return *function(*inputs), lambda *of_results: [torch.empty_like(x) for x in inputs]
@@ -111,7 +128,7 @@ def run_without_autograd(function: Callable[..., Any], *inputs: Tensor) -> Any:
 @contextmanager
 def without_a_gpu(world: int) -> Iterator[None]:
     """A fake process group of ``world`` ranks, of which this process is one in the middle, and no kernels."""
-    modules = autograd, gathered_activations, tensor_sequence
+    modules = autograd, gathered_activations, tensor_operators
     functions = [
         x for m in modules for x in vars(m).values() if isinstance(x, type) and issubclass(x, torch.autograd.Function)
     ]
@@ -122,6 +139,9 @@ def without_a_gpu(world: int) -> Iterator[None]:
             # Under a dispatch mode attention is one operator. Here its inside is to be seen.
             mock.patch.object(operators, "_get_current_dispatch_mode", return_value=None).start()
             mock.patch.object(gathered_activations, "differentiable", run_without_autograd).start()
+            for name, value in list(vars(tensor_operators).items()):
+                if isinstance(value, torch._ops.OpOverload):
+                    mock.patch.object(tensor_operators, name, look_inside(value)).start()
             for function in functions:
                 mock.patch.object(function, "apply", run_both_ways(function)).start()
             yield
