@@ -41,7 +41,7 @@ def test_size_of_a_plan_does_not_depend_on_the_tokens(layout: Layout, gather: bo
     assert sizes[1] < 1.5 * sizes[0] + 4096  # larger numbers take more bytes
 
 
-def test_past_masks_leave_nothing_behind() -> None:
+def test_past_masks_keep_no_memory() -> None:
     """400 masks in a row: the memory of host and device does not grow."""
     sharding = SequenceSharding(1 << 14, "zigzag", ring=4)
 
@@ -127,7 +127,7 @@ def test_a_layer_plans_for_its_own_ranks() -> None:
         layer(torch.randn(1, 64, 16), mask=mask, sharding=sharding)
 
 
-def test_a_value_larger_than_the_cache_is_not_kept() -> None:
+def test_cache_refuses_values_larger_than_itself() -> None:
     small: cache.ByteCache[torch.Tensor] = cache.ByteCache(100, cache.tensor_bytes)
     made = []
 

@@ -438,7 +438,7 @@ def handshakes_without_a_sharding(group: ProcessGroup, strategy: str) -> tuple[i
 
 
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
-def test_what_needs_a_handshake(pool: Pool, strategy: str) -> None:
+def test_handshakes_are_counted(pool: Pool, strategy: str) -> None:
     """The test of ``counted_handshakes``: calls without a sharding, and dropout whose seed rank 0 draws."""
     assert pool.run(2, handshakes_without_a_sharding, strategy) == [(1, 1, 0)] * 2
 
@@ -527,7 +527,7 @@ MISMATCHES = {
 }
 
 
-def test_what_disagrees_raises_without_communication(pool: Pool) -> None:
+def test_disagreement_raises_without_communication(pool: Pool) -> None:
     for messages in pool.run(8, mismatches):
         assert messages.keys() == MISMATCHES.keys()
         wrong = {

@@ -199,7 +199,7 @@ def test_float16(mask: str, steps: int) -> None:
     problem(rules=MASKS[mask], batch=2 if mask == "documents" else 1, dtype=torch.float16).check(steps)
 
 
-def test_values_of_bfloat16_are_computed_exactly_in_float32() -> None:
+def test_values_of_bfloat16() -> None:
     # The interpreter multiplies bfloat16 wrongly, so values that bfloat16 can hold are tested in float32.
     p = problem(batch=1)
     p.q, p.k, p.v, p.dout = (x.bfloat16().float() for x in (p.q, p.k, p.v, p.dout))
@@ -310,7 +310,7 @@ def nothing_visible(p: Problem, queries: int, keys: int) -> KeyIntervals:
     return KeyIntervals(empty, empty, p.q_positions[:queries].int(), p.k_positions[:keys].int())
 
 
-def test_no_keys_no_visible_keys_and_no_queries() -> None:
+def test_empty_keys_and_queries() -> None:
     p, score = problem(20), Score(1.0)
     out, lse = attention_forward(p.q, p.k[:, :0], p.v[:, :0], nothing_visible(p, 20, 0), score)
     assert torch.equal(out, torch.zeros_like(p.q)) and bool((lse == -torch.inf).all())
@@ -327,7 +327,7 @@ def test_no_keys_no_visible_keys_and_no_queries() -> None:
     assert all(torch.equal(g, torch.ones_like(g)) for g in grads)
 
 
-def test_a_step_with_nothing_visible_leaves_the_carry_as_it_is() -> None:
+def test_steps_without_visible_keys_keep_the_carry() -> None:
     p = problem(40)
     acc, lse = torch.randn(p.q.shape), torch.randn(2, 2, 40)
     before = acc.clone(), lse.clone()
@@ -337,7 +337,7 @@ def test_a_step_with_nothing_visible_leaves_the_carry_as_it_is() -> None:
         torch.testing.assert_close(found[1], before[1])
 
 
-def test_large_scores_neither_overflow_nor_turn_to_nan() -> None:
+def test_large_scores_stay_finite() -> None:
     p = problem(50, score=Score(300.0))
     out, lse = p.forward()
     assert bool(out.isfinite().all()) and bool(lse.isfinite().all())
@@ -346,7 +346,7 @@ def test_large_scores_neither_overflow_nor_turn_to_nan() -> None:
     assert all(bool(g.isfinite().all()) for g in grads)
 
 
-def test_the_probabilities_of_rows_past_the_last_key_do_not_reach_dq() -> None:
+def test_rows_past_the_last_key_do_not_reach_dq() -> None:
     """exp(0 - lse) overflows where every score is very negative."""
     p = problem(50, rules=MASKS["full"], score=Score(0.2))
     p.q, p.k = 4 + 0.1 * p.q, -4 + 0.1 * p.k  # scores of about -100
@@ -428,7 +428,7 @@ def test_a_scale_that_is_not_positive_raises() -> None:
     assert reason is not None and "softmax_scale" in reason
 
 
-def test_the_backend_names_what_it_cannot_do() -> None:
+def test_backend_refuses_inputs() -> None:
     backend, q = TritonBackend(), torch.zeros(1, 2, 1, 16)
     assert backend.unavailable() is None
     assert backend.unsupported(q, q, Score(1.0), lse_gradient=True) is None
@@ -517,7 +517,7 @@ def test_rotary_at_long_positions(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found.double(), torch.cat(expected, -1), atol=2e-6, rtol=0)
 
 
-def test_rotary_says_what_does_not_fit() -> None:
+def test_rotary_refuses_tables() -> None:
     x, table = torch.zeros(2, 5, 1, 8), torch.zeros(1, 5, 1, 4)
     with pytest.raises(ValueError, match=r"cos=\(1, 5, 1, 3\): expected \[1 or 2, 5, 1, 4\]"):
         apply_rotary(x, table[..., :3], table)

@@ -96,7 +96,7 @@ def test_float32_products_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launch.precision(torch.float32, False, hip=True) == "ieee"
 
 
-def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_keeps_the_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
     import seqpar.triton_kernels.tune as tune
@@ -166,7 +166,7 @@ def test_tuning_again_where_the_cache_is_damaged(
     assert [path.name for path in tmp_path.iterdir()] == [tune.cache_file().name]
 
 
-def test_tuning_leaves_out_what_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_skips_configurations_that_do_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import PTXASError
 
     import seqpar.triton_kernels.tune as tune

@@ -371,7 +371,7 @@ def attend_at_the_size_of_a_chunk(group: ProcessGroup, strategy: str) -> Results
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
-def test_uneven_shards_have_as_many_chunks(pool: Pool, strategy: str) -> None:
+def test_uneven_shards_have_equal_numbers_of_chunks(pool: Pool, strategy: str) -> None:
     problem = Problem(17, heads=4, kv_heads=4, head_dim=8)
     verify_group(Case(problem, strategy, "contiguous"), pool.run(2, attend_at_the_size_of_a_chunk, strategy))
 
@@ -405,7 +405,7 @@ def gradient_of_even_ranks(group: ProcessGroup, strategy: str) -> Tensor:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_that_only_some_ranks_have(pool: Pool, strategy: str) -> None:
+def test_gradients_on_some_ranks_only(pool: Pool, strategy: str) -> None:
     x = torch.randn(1, 24, 4, 4, generator=torch.Generator().manual_seed(4)).requires_grad_()
     _, lse = attention(x, x, x, strategy="local", return_lse=True)
     even = torch.cat([rank_positions(24, 4, rank, "contiguous") for rank in (0, 2)])
@@ -436,7 +436,7 @@ def strided_inputs(group: ProcessGroup, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_strides_do_not_matter(pool: Pool, strategy: str) -> None:
+def test_strided_inputs(pool: Pool, strategy: str) -> None:
     pool.run(3, strided_inputs, strategy)
 
 
@@ -447,7 +447,7 @@ def attend_with_wrong_layout(group: ProcessGroup) -> None:
     seqpar.ring_attention(x_local, x_local, x_local, group=group, layout="zigzag")
 
 
-def test_lengths_that_the_layout_does_not_give(pool: Pool) -> None:
+def test_lengths_of_another_layout_raise(pool: Pool) -> None:
     """A wrong layout is noticed where the lengths of the shards differ from the layout's."""
     with pytest.raises(AssertionError, match=r"length: the ranks hold \[6, 6, 5, 5\]"):
         pool.run(4, attend_with_wrong_layout)
@@ -473,7 +473,7 @@ def layers_in_a_row(group: ProcessGroup) -> tuple[Tensor, Tensor]:
     return x_local.grad, h.detach()
 
 
-def test_layers_in_a_row(pool: Pool) -> None:
+def test_gradients_through_many_strategies(pool: Pool) -> None:
     x = torch.randn(1, 40, 4, 8, generator=torch.Generator().manual_seed(6), dtype=torch.float64).requires_grad_()
     h, loss = x, torch.zeros((), dtype=torch.float64)
     for _, rules in LAYERS:

@@ -251,7 +251,7 @@ def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vo
 @on_ranks
 def compare_functions(group: ProcessGroup, strategy: str) -> None:
     """Every argument of the function, under ``dynamic=True``. The first rank compiles, the others run eagerly."""
-    options = STRATEGIES.get(strategy, {"strategy": "auto"})
+    options = STRATEGIES[strategy]
     torch._dynamo.reset()
     torch.manual_seed(1)
     sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
@@ -282,7 +282,7 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-FUNCTIONS = [("ring", 2), ("ulysses", 2), ("all_gather in chunks", 2), ("hybrid", 4), ("auto", 4)]
+FUNCTIONS = [("ring", 2), ("ulysses", 2), ("all_gather in chunks", 2), ("hybrid", 4)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), FUNCTIONS)
@@ -303,7 +303,7 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
     The first rank compiles, and the others run eagerly.
     """
     torch._dynamo.reset()
-    options = LAYER_STRATEGIES.get(strategy, {"strategy": "auto"})
+    options = LAYER_STRATEGIES[strategy]
     layer = attention_layer((6, 2), group=group, dropout_p=0.25, **options)
     randomize(layer)
 
@@ -336,7 +336,6 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
 
 DROPOUT = [("ring", 2, how) for how in (*RECOMPUTED, "checkpoint around it")]
 DROPOUT += [("tp_sp", 2, "plain"), ("activations", 2, "checkpoint")]
-DROPOUT += [("auto", 2, how) for how in RECOMPUTED]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
