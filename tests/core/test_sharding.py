@@ -307,7 +307,7 @@ def attend(group: ProcessGroup, layout: str, options: dict[str, Any]) -> tuple[l
     return results, handshakes[0]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_attention_with_a_sharding(batch: Batch, strategy: str, world: int) -> None:
     """A shard made with zigzag cannot be attended to as contiguous: the layout is written once."""
@@ -366,7 +366,7 @@ def check_layer(by_rank: list[tuple[list[Tensor], int]]) -> None:
             assert_close(actual, right, torch.float64, name)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_layers_with_a_sharding(batch: Batch, strategy: str, world: int) -> None:
     batch.check(
@@ -385,8 +385,9 @@ def layer_on_mesh(group: ProcessGroup, layout: str, options: dict[str, Any], own
 @pytest.mark.parametrize("own", [False, True], ids=["sharding's mesh", "layer's mesh"])
 @pytest.mark.parametrize("strategy", ["ring", "hybrid", "all_gather", "activations", "tp_sp"])
 def test_layers_with_a_sharding_on_a_mesh(batch: Batch, strategy: str, own: bool) -> None:
+    layouts = LAYOUTS[own : own + 1]
     batch.check(
-        8, layer_on_mesh, LAYOUTS, lambda layout, by_rank: check_layer(by_rank), LAYER_STRATEGIES[strategy], own
+        8, layer_on_mesh, layouts, lambda layout, by_rank: check_layer(by_rank), LAYER_STRATEGIES[strategy], own
     )
 
 
@@ -437,7 +438,7 @@ def handshakes_without_a_sharding(group: ProcessGroup, strategy: str) -> tuple[i
 
 
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
-def test_what_needs_a_handshake(pool: Pool, strategy: str) -> None:
+def test_handshakes_are_counted(pool: Pool, strategy: str) -> None:
     """The test of ``counted_handshakes``: calls without a sharding, and dropout whose seed rank 0 draws."""
     assert pool.run(2, handshakes_without_a_sharding, strategy) == [(1, 1, 0)] * 2
 
@@ -526,7 +527,7 @@ MISMATCHES = {
 }
 
 
-def test_what_disagrees_raises_without_communication(pool: Pool) -> None:
+def test_disagreement_raises_without_communication(pool: Pool) -> None:
     for messages in pool.run(8, mismatches):
         assert messages.keys() == MISMATCHES.keys()
         wrong = {

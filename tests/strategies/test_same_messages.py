@@ -223,11 +223,11 @@ def compare(by_rank: list[dict[str, list[Operation]]]) -> None:
             assert sent == [(x.group, x.nbytes) for x in there if x.name in RECEIVES], name
 
 
-def test_what_ranks_send_does_not_depend_on_their_caches(pool: Pool) -> None:
+def test_messages_do_not_depend_on_caches(pool: Pool) -> None:
     compare(pool.run(2, with_other_caches, shared_memory=False, deadline_s=60))
 
 
 @pytest.mark.slow
-def test_nor_does_what_the_ranks_of_a_hugging_face_model_send(pool: Pool) -> None:
+def test_messages_of_hugging_face_models_do_not_depend_on_caches(pool: Pool) -> None:
     pytest.importorskip("transformers")
     compare(pool.run(2, with_other_caches, hf=True, shared_memory=False, deadline_s=60))
