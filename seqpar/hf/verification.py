@@ -34,7 +34,7 @@ from ..mesh import global_ranks
 from ..rendezvous import group_timeout, meet
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .loss import reduce_over_ranks
-from .own import shared_calls
+from .per_rank import shared_calls
 from .recording import PinnedExperts, Recording, one_device, recording
 from .state import NAME, Patch, patch_of
 from .support import attention_layers
