@@ -17,7 +17,7 @@ from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
 from .log_probs import token_log_probs
 from .patch import parallelize, restore
-from .verification import VerificationError, VerificationReport, verify
+from .verification.run import VerificationError, VerificationReport, verify
 
 if TYPE_CHECKING:
     from .parallelism import ParallelismConfig

@@ -26,15 +26,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import seqpar
 import seqpar.hf
-from seqpar.hf import VerificationError, VerificationReport, verification
+from seqpar.hf import VerificationError, VerificationReport
 from seqpar.hf import attention as hf_attention
 from seqpar.hf import batch as hf_batch
 from seqpar.hf import loss as hf_loss
 from seqpar.hf import masks as hf_masks
 from seqpar.hf.loss import TokenLoss
-from seqpar.hf.monitoring import foreign_code
-from seqpar.hf.recording import PinnedExperts
 from seqpar.hf.state import current_forward, patch_of
+from seqpar.hf.verification import run
+from seqpar.hf.verification.monitoring import foreign_code
+from seqpar.hf.verification.recording import PinnedExperts
 from seqpar.mask import Mask
 
 from ..pool import Pool, on_ranks
@@ -554,7 +555,7 @@ def with_half_precision(group: ProcessGroup) -> tuple[bool, bool]:
     ok = []
     for pinned in (PinnedExperts, lambda pins, **arguments: PinnedExperts(False, **arguments)):
         model = seqpar.hf.parallelize(tiny("qwen3_moe", seed=3).to(torch.bfloat16), group=group)
-        with mock.patch.object(verification, "PinnedExperts", pinned):
+        with mock.patch.object(run, "PinnedExperts", pinned):
             batch = make_batch("plain", length=120, seed=3)
             ok.append(seqpar.hf.verify(model, batch, False, tolerance=0.15).ok)
     return ok[0], ok[1]
@@ -657,7 +658,7 @@ def while_training(group: ProcessGroup, fault: bool) -> tuple[int, str]:
     with mock.patch.dict(os.environ, {"SEQPAR_VERIFY": "2", "SEQPAR_VERIFY_TOKENS": "24"}):
         model = parallel(group, "mistral")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    from seqpar.hf import monitoring
+    from seqpar.hf.verification import monitoring
 
     reports: list[VerificationReport] = []
 

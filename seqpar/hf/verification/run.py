@@ -25,20 +25,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..checks import check_number
-from ..comm.communicator import existing_communicators
-from ..comm.handshake import Fingerprint, all_gather_header, fingerprint
-from ..layers.gradients import sync_gradients
-from ..layers.wrappers import gradient_wrappers, outermost
-from ..mesh import global_ranks
-from ..rendezvous import group_timeout, meet
+from ...checks import check_number
+from ...comm.communicator import existing_communicators
+from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
+from ...layers.gradients import sync_gradients
+from ...layers.wrappers import gradient_wrappers, outermost
+from ...mesh import global_ranks
+from ...rendezvous import group_timeout, meet
+from ..loss import reduce_over_ranks
+from ..per_rank import shared_calls
+from ..state import NAME, Patch, patch_of
+from ..support import attention_layers
+from ..tracing import attend_to_own_token
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
-from .loss import reduce_over_ranks
-from .per_rank import shared_calls
 from .recording import PinnedExperts, Recording, one_device, recording
-from .state import NAME, Patch, patch_of
-from .support import attention_layers
-from .tracing import attend_to_own_token
 
 # The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}

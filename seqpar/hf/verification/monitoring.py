@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from ..layers.wrappers import outermost
-from ..sharding import Sharding
-from .batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
+from ...layers.wrappers import outermost
+from ...sharding import Sharding
+from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
+from ..state import Patch
+from ..support import parameters_of
 from .comparison import Difference, FullBatch
-from .state import Patch
-from .support import parameters_of
-from .verification import (
+from .run import (
     DEADLINE_S,
     LIBRARIES,
     TOLERANCE,
