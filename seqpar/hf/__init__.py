@@ -15,13 +15,12 @@ except ImportError as error:
 
 from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
-from .log_probs import token_log_probs
+from .loss import token_log_probs
 from .patch import parallelize, restore
 from .verification.run import VerificationError, VerificationReport, verify
 
 if TYPE_CHECKING:
-    from .parallelism import ParallelismConfig
-    from .trainer import SequenceParallelMixin, SequenceParallelTrainer
+    from .accelerate import ParallelismConfig, SequenceParallelMixin, SequenceParallelTrainer
 
 __all__ = [
     "BatchShard",
@@ -44,11 +43,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what imports accelerate at its first use: that takes a second."""
     if name == "ParallelismConfig":
-        from .parallelism import ParallelismConfig
+        from .accelerate import ParallelismConfig
 
         return ParallelismConfig
     if name in ("SequenceParallelMixin", "SequenceParallelTrainer"):
-        from . import trainer
+        from . import accelerate as trainer
 
         return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

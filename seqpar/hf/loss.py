@@ -8,8 +8,9 @@ Shapes: tokens of this rank, hidden, vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.utils import ModelOutput
 
 from ..checks import no_compile
 from ..comm.collectives import all_gather
@@ -27,7 +30,8 @@ from ..layers.wrappers import averaging_wrappers
 from ..layout import shard_positions
 from ..reductions import factor_at, mark, note_frozen
 from .batch import IGNORE_INDEX, BatchShard
-from .state import Forward, Gradients, Patch, current_forward
+from .state import Forward, Gradients, Patch, current_forward, patch_of
+from .support import pools_last_token, predicts_in_place
 
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 _CHUNK_BYTES = 128 << 20
@@ -549,3 +553,64 @@ class _FusedCrossEntropy(torch.autograd.Function):
         # Multiply in float32: ``grad`` is one over the number of labels, and bfloat16 would round it by up to 0.4 %.
         scaled = (None if x is None else (x.to(grad.dtype) * grad).to(x.dtype) for x in ctx.saved_tensors)
         return (*scaled, None, None, None)
+
+
+LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks for log-probabilities
+
+
+@dataclass
+class LogProbsOutput(ModelOutput):
+    """The output of a forward that was asked for log-probabilities.
+
+    Attributes:
+        log_probs: float32 ``[batch, seq]``.
+    """
+
+    log_probs: Tensor | None = None
+
+
+def token_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The log-probability of each token given the tokens before it.
+
+    The logits are computed for a few tokens at a time (``loss_chunk`` of ``parallelize``), and again in backward. Each
+    rank must compute the same loss from the result. Backward then computes partial gradients, which are summed over the
+    ranks in the same way as those of ``model(**batch).loss``. With ``batches="own"``, each rank has its own batch and
+    its own loss.
+
+    Args:
+        model: a parallelized language model, also inside peft, DDP or FSDP.
+        batch: the full batch, as the model is called with it. Without ``labels`` or ``shift_labels``, all tokens are
+            labels, except for padding and for tokens whose position is 0 in ``position_ids``, which start a document.
+
+    Returns:
+        float32 ``[batch, seq - 1]``, the same on every rank. Entry ``t`` is the log-probability of label ``t + 1``, and
+        0 if this label is -100. With ``shift_labels [batch, seq]`` the result is ``[batch, seq]``, and entry ``t`` is
+        the log-probability of label ``t``. With ``outputs="local"``, or with a batch from ``shard_batch``, the result
+        has this rank's tokens only, ``[batch, seq_local]``.
+
+    Raises:
+        ValueError: the model is not parallelized, it does not predict the next token, or the batch cannot be sharded.
+    """
+    patch_of(model)
+    root = next(m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar"))
+    if pools_last_token(root) or predicts_in_place(root) or root.get_output_embeddings() is None:
+        raise ValueError(
+            f"model={type(root).__name__}: it does not predict the next token; give a causal language model"
+        )
+    given = dict(batch)
+    if "labels" not in given and "shift_labels" not in given:
+        given["labels"] = _labels(given)
+    output: Any = model(**given, **{LOG_PROBS: True})
+    return cast(Tensor, output.log_probs)
+
+
+def _labels(batch: dict[str, Any]) -> Tensor:
+    """The labels of a batch without labels: its tokens, and -100 for padding and the first token of each document."""
+    labels, ids, mask = batch.get("input_ids"), batch.get("position_ids"), batch.get("attention_mask")
+    if not isinstance(labels, Tensor) or "seqpar" in batch:
+        raise ValueError("batch: expected 'input_ids' [batch, seq] of a full batch, or 'labels'")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+    if isinstance(ids, Tensor) and ids.dim() <= 2:
+        labels = torch.where(ids == 0, IGNORE_INDEX, labels)
+    return labels

@@ -18,18 +18,17 @@ from ..checks import check_choice, check_int
 from ..kernels import BackendName, check_backend
 from ..layout import LAYOUTS, Layout
 from ..strategies import StrategyName, resolve
-from . import hooks
+from . import forward as hooks
 from .attention import attention_forward
+from .full_batch import OUTPUTS, before_text_model
 from .latent import hand_on_keys, hand_on_latents
 from .loss import GRADIENTS, replace_loss_function, restore_loss_function
 from .masks import asked_mask, asked_masks, known_structures, layer_mask_of, no_mask
-from .multimodal import before_text_model
 from .per_rank import give_calls_back, take_over_calls
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
-from .tracing import Trace
+from .trial import Trace
 from .verification.monitoring import verify_while_training
-from .whole import OUTPUTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -30,12 +30,11 @@ from ..comm.collectives import all_gather
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..comm.trace import count_sent
 from .batch import BOUNDARY_NAMES
+from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
 from .latent import hand_on_keys, hand_on_latents, hands_on_latents
 from .loss import MissingLogits
-from .multimodal import has_more_than_text, merges
 from .state import NAME, Patch, Whole
 from .support import parameters_of
-from .whole import PER_TOKEN, finish, generates, shard_call
 
 TensorSpec = tuple[Sequence[int], torch.dtype]  # shape and dtype
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .tracing import Trace, trace_tokens
+from .trial import Trace, trace_tokens
 
 # ``check_model`` checks class names before ``trace_tokens`` makes a trial run of the model. This check takes no time.
 # Its error names the layer, where the trial run would name a module inside the layer. It also finds layers that mix

@@ -26,7 +26,7 @@ import seqpar.hf
 from seqpar.hf.loss import MissingLogits
 from seqpar.hf.masks import no_mask
 from seqpar.hf.state import NAME
-from seqpar.hf.tracing import trace_tokens
+from seqpar.hf.trial import trace_tokens
 
 from ..pool import Pool, on_ranks
 from .workers import MODELS, PARALLELIZE, VOCAB, gradients, make_batch, one_device, table, tiny, worst

@@ -583,7 +583,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_relies_on() -> None:
-    """Undocumented names in accelerate and transformers, which ``hf/parallelism.py`` lists."""
+    """Undocumented names in accelerate and transformers, which ``hf/accelerate.py`` lists."""
     start = inspect.getsource(accelerate.Accelerator.__init__)
     assert 0 < start.index("parallelism_config.get_device_mesh(") < start.index("._validate_accelerator(self)")
     prepare = inspect.getsource(accelerate.Accelerator._prepare_one)

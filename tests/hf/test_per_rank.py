@@ -26,8 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import seqpar
 import seqpar.hf
+from seqpar.hf.accelerate import _is_for_own_batches
 from seqpar.hf.loss import MissingLogits
-from seqpar.hf.parallelism import _is_for_own_batches
 
 from ..live_bytes import LiveBytes
 from ..pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start

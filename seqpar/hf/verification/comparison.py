@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from ...layout import LAYOUTS, shard_positions
 from ...mask import document_boundaries
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES
+from ..full_batch import has_more_than_text, merges
 from ..masks import window_and_chunk
-from ..multimodal import has_more_than_text, merges
 from ..state import Patch
 from ..support import parameters_of, pools_last_token, predicts_in_place
 from .recording import Place, Recording

@@ -24,7 +24,7 @@ from ..latent import hand_on_keys, hand_on_latents, hands_on_latents, recorded_e
 from ..loss import restore_loss_function
 from ..state import Patch
 from ..support import attention_layers, parameters_of, text_model
-from ..tracing import replaced_interface
+from ..trial import replaced_interface
 
 _FIND_DOCUMENTS = "find_packed_sequence_indices"
 _INPUTS = ("input_ids", "position_ids", "labels")

@@ -36,7 +36,7 @@ from ..loss import reduce_over_ranks
 from ..per_rank import shared_calls
 from ..state import NAME, Patch, patch_of
 from ..support import attention_layers
-from ..tracing import attend_to_own_token
+from ..trial import attend_to_own_token
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .recording import PinnedExperts, Recording, one_device, recording
 

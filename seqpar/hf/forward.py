@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from ..checks import no_compile
 from ..layers.wrappers import averaging_wrappers, keeps_weight
+from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call, shard_merged_call
 from .generate import finish_forward, prepare_forward
-from .log_probs import LOG_PROBS, LogProbsOutput
 from .loss import (
+    LOG_PROBS,
     LazyLogits,
+    LogProbsOutput,
     MissingLogits,
     TokenLoss,
     check_loss,
@@ -30,10 +32,8 @@ from .loss import (
     replace_loss_function,
     version_of,
 )
-from .multimodal import has_more_than_text, merges, shard_merged_call
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import check_adapters, computes_cross_entropy, parameters_of, predicts_in_place, recomputes
-from .whole import FUSED, gather_outputs, generates, shard_call
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _NOISE = "neftune_noise_alpha"
