@@ -68,7 +68,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     Give it to ``TrainingArguments(parallelism_config=...)``, to a config of TRL, or to ``Accelerator``. No other code
     changes. ``accelerator.prepare``, which the Trainers call too, parallelizes the model. Ranks that share a sequence
     get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
-    preference and RL trainers, each rank has its own batches (``batches="own"``).
+    preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
     Further keyword arguments are the strategy's options, as in ``parallelize``.
 
@@ -80,9 +80,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         backend: as in ``parallelize``.
         gradients: as in ``parallelize``.
         loss_chunk: as in ``parallelize``.
-        outputs: as in ``parallelize``. Use "whole" if you evaluate with ``compute_metrics``, which needs the logits.
-        batches: "shared": the ranks of a sequence get the same batches. "own": every rank gets batches of its own, as
-            without sequence parallelism (see ``parallelize``). "auto": "own" in all trainers of TRL except SFTTrainer
+        outputs: as in ``parallelize``. Use "full" if you evaluate with ``compute_metrics``, which needs the logits.
+        batches: "shared": the ranks of a sequence get the same batches. "per_rank": every rank gets batches of its own, as
+            without sequence parallelism (see ``parallelize``). "auto": "per_rank" in all trainers of TRL except SFTTrainer
             and its subclasses, otherwise "shared".
         dp_replicate_size: the number of data-parallel replicas.
         dp_shard_size: the number of data-parallel ranks over which FSDP2 shards the weights, in addition to the ranks
@@ -167,7 +167,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         """
         batches, trainer = self._original.arguments["batches"], _trainer_being_made()
         if batches == "auto":
-            batches = "own" if _is_for_own_batches(trainer) else "shared"
+            batches = "per_rank" if _is_for_own_batches(trainer) else "shared"
         if self is not self._original and self.arguments["batches"] == batches:
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
@@ -222,7 +222,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         sizes = config.dp_replicate_size, config.dp_shard_size, cp_size
         mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
         config._group = mesh["cp"].get_group()
-        if batches == "own":
+        if batches == "per_rank":
             # accelerate would give the same batch to all ranks of a mesh dimension "cp", so that the mesh has none.
             config.dp_shard_size *= cp_size
             dp = config.dp_replicate_size, config.dp_shard_size
@@ -432,9 +432,9 @@ class SequenceParallelMixin(_Mixin):
         patch = self._patch
         if self.is_deepspeed_enabled and patch.gradients == "auto":
             raise deepspeed_error("the Trainer uses DeepSpeed")
-        if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "whole":
+        if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "full":
             raise ValueError(
-                "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='whole', or set "
+                "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "
                 "prediction_loss_only=True"
             )
 

@@ -193,7 +193,7 @@ def shard_batch(
         raise ValueError(
             "batch: the ranks of the sequence group passed different batches, but they share one sequence; give their "
             "samplers the same seed (only ranks along dp may have different ones), or use seqpar.hf.ShardedLoader; if "
-            "each rank has samples of its own, call parallelize with batches='own'"
+            "each rank has samples of its own, call parallelize with batches='per_rank'"
         )
     return specs[0].shard(rank_in(group), seed)
 

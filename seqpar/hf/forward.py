@@ -41,7 +41,7 @@ _ROUTER_LOSS = "load_balancing_loss_func"
 _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
 
 
-def take_over_forward(model: nn.Module) -> None:
+def wrap_forward(model: nn.Module) -> None:
     """Make ``model.forward(...)`` run the hooks too, as ``model(...)`` does: sentence-transformers calls it directly.
 
     A forward that was replaced before, by another package, is left as it is.
@@ -55,8 +55,8 @@ def take_over_forward(model: nn.Module) -> None:
         vars(model)["forward"] = MethodType(forward, model)  # a bound method is deep-copied together with the model
 
 
-def give_forward_back(model: nn.Module) -> None:
-    """Undo ``take_over_forward``."""
+def unwrap_forward(model: nn.Module) -> None:
+    """Undo ``wrap_forward``."""
     if getattr(vars(model).get("forward"), "__module__", None) == __name__:
         del vars(model)["forward"]
 
@@ -89,7 +89,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     parameters = parameters_of(model)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
-    whole = cut = keep_logits = None
+    full_call = cut = keep_logits = None
     merging = merges(model)
     if kwargs.get("seqpar") is not None:
         if merging and has_more_than_text(kwargs):
@@ -99,12 +99,14 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             )
     elif not generates(kwargs):
         if merging and has_more_than_text(kwargs):
-            kwargs, whole, kwargs["seqpar"], keep_logits = shard_merged_call(model, kwargs)
-            cut = whole.tokens[patch.rank]
+            kwargs, full_call, kwargs["seqpar"], keep_logits = shard_merged_call(model, kwargs)
+            cut = full_call.tokens[patch.rank]
         else:
-            kwargs, whole = shard_call(model, kwargs)
+            kwargs, full_call = shard_call(model, kwargs)
     shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
-    forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole, cut=cut, keep=keep_logits)
+    forward = Forward(
+        model, patch, shard, wants_loss=labels is not None, full_call=full_call, cut=cut, keep=keep_logits
+    )
     if shard is not None:
         if shard.jump is not None and "use_cache" in parameters and not _caches(model, kwargs):
             raise ValueError(
@@ -218,12 +220,14 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             output = LogProbsOutput(label_log_probs(output.logits, forward.targets, forward.patch.loss_chunk))
         elif forward.labels is not None and output is not None:
             output = _add_loss(output, forward, forward.labels)
-        elif output is not None and not (kwargs.get(FUSED) and (forward.whole or forward.patch.batches == "own")):
+        elif output is not None and not (
+            kwargs.get(FUSED) and (forward.full_call or forward.patch.batches == "per_rank")
+        ):
             _check_loss_of(output, forward)
         if forward.scores is not None and output is not None:
             output = _with_scores(output, forward.scores)
-        if forward.whole is not None and output is not None:
-            return gather_outputs(output, forward, forward.whole)
+        if forward.full_call is not None and output is not None:
+            return gather_outputs(output, forward, forward.full_call)
     finally:
         pop_forward()
     if output is None:  # the model's forward raised
@@ -233,7 +237,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
-        if forward.patch.batches == "own" and forward.patch.outputs == "whole":
+        if forward.patch.batches == "per_rank" and forward.patch.outputs == "full":
             return type(output)(**{**output, "logits": lazy.materialize()})
         return type(output)(**{**output, "logits": MissingLogits()})
     changed = forward.labels is not None or forward.scores is not None or forward.targets is not None

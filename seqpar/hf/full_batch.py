@@ -24,7 +24,7 @@ from ..mask import Mask
 from ..sharding import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard, shard_batch, shard_for_rank
 from .loss import LazyLogits, MissingLogits, all_gather_tokens, gradient_scale, reduce_over_ranks
-from .state import Forward, Outputs, Patch, Whole, current_forward, cuts_below
+from .state import Forward, FullCall, Outputs, Patch, current_forward, shards_text_model
 from .support import parameters_of, pools_last_token, text_model
 
 OUTPUTS: tuple[str, ...] = get_args(Outputs)
@@ -46,7 +46,7 @@ def generates(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
 
 
-def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], Whole]:
+def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], FullCall]:
     """The arguments of this rank's forward in a call with the full batch.
 
     Args:
@@ -90,7 +90,7 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
         num_items = local["num_items_in_batch"] = max(1, shard.num_items) if num_items is None else num_items
     rows = len(local["position_ids"])
     last = _last_tokens(model, batch) if pools else None
-    return local, Whole(rows, tokens, logits, fused, not shifted, num_items, last, row_labels)
+    return local, FullCall(rows, tokens, logits, fused, not shifted, num_items, last, row_labels)
 
 
 def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
@@ -129,13 +129,13 @@ def _is_checked(call: int) -> bool:
     return bool(every) and call % every == 0
 
 
-def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
+def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
     """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``.
 
     Args:
         output: the output of the model's forward, for this rank's tokens.
         forward: the current ``Forward``.
-        whole: describes the call with the full batch.
+        full_call: describes the call with the full batch.
 
     Returns:
         An output of the same type.
@@ -143,54 +143,54 @@ def gather_outputs(output: Any, forward: Forward, whole: Whole) -> Any:
     Raises:
         ValueError: the output is a tuple, and the caller has set ``logits_to_keep``.
     """
-    if whole.fused:
-        output = _reduce_fused_loss(output, forward, whole)
+    if full_call.fused:
+        output = _reduce_fused_loss(output, forward, full_call)
     which = forward.patch.outputs
-    leaves_logits_out = forward.wants_loss and which != "whole"
+    leaves_logits_out = forward.wants_loss and which != "full"
     if isinstance(output, tuple):
-        if whole.logits is not whole.tokens:
+        if full_call.logits is not full_call.tokens:
             raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
         output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
-        return output if which == "local" else tuple(map(_Gather(forward, whole).in_tuple, output))
+        return output if which == "local" else tuple(map(_Gather(forward, full_call).in_tuple, output))
     named = dict(output.items())
     if leaves_logits_out and "logits" in named:
         named["logits"] = MissingLogits()
-    if which != "local" or whole.last is not None:
-        gather = _Gather(forward, whole)
-        named = finish({name: gather(name, x) for name, x in named.items()}, whole, forward.model)
+    if which != "local" or full_call.last is not None:
+        gather = _Gather(forward, full_call)
+        named = finish({name: gather(name, x) for name, x in named.items()}, full_call, forward.model)
     return type(output)(**named)
 
 
-def finish(named: dict[str, Any], whole: Whole, model: Any) -> dict[str, Any]:
+def finish(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, Any]:
     """The outputs that the model returns on one device.
 
     Args:
         named: the outputs by name, for all tokens.
-        whole: describes the call with the full batch.
+        full_call: describes the call with the full batch.
         model: the parallelized model.
     """
-    if whole.drop_last:
+    if full_call.drop_last:
         named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
-    if whole.last is not None:
+    if full_call.last is not None:
         scores = named["logits"]  # [batch, seq, num_labels]
-        pooled = scores[torch.arange(whole.rows, device=scores.device), whole.last.to(scores.device)]
+        pooled = scores[torch.arange(full_call.rows, device=scores.device), full_call.last.to(scores.device)]
         named["logits"] = pooled  # [batch, num_labels]
-        if whole.labels is not None:
-            own = getattr(vars(model).get("_loss_function"), "own", None)  # that the user has set
+        if full_call.labels is not None:
+            own = getattr(vars(model).get("_loss_function"), "user_loss", None)  # that the user has set
             loss = own or LOSS_MAPPING["ForSequenceClassification"]
-            value = loss(logits=scores, labels=whole.labels, pooled_logits=pooled, config=model.config)
+            value = loss(logits=scores, labels=full_call.labels, pooled_logits=pooled, config=model.config)
             named = {"loss": value, **named}
     return named
 
 
-def _reduce_fused_loss(output: Any, forward: Forward, whole: Whole) -> Any:
+def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> Any:
     """Replace the loss of this rank's tokens by the loss of the full sequence.
 
     The loss of the tokens is the negative sum of ``log_probs [batch, seq_local]``, divided by ``num_items``.
     """
     if getattr(output, "loss", None) is None or getattr(output, "log_probs", None) is None:
         return output
-    local_loss = -output.log_probs.sum() / whole.num_items
+    local_loss = -output.log_probs.sum() / full_call.num_items
     # ``output.loss`` may also contain the router's loss, which has been reduced over the ranks already.
     loss = output.loss - local_loss + reduce_over_ranks(local_loss, forward.patch, forward.model)
     return type(output)(**{**output, "loss": loss})
@@ -199,9 +199,9 @@ def _reduce_fused_loss(output: Any, forward: Forward, whole: Whole) -> Any:
 class _Gather:
     """All-gathers the outputs of a forward that have a value for each token."""
 
-    def __init__(self, forward: Forward, whole: Whole) -> None:
+    def __init__(self, forward: Forward, full_call: FullCall) -> None:
         patch = self.patch = forward.patch
-        self.whole = whole
+        self.full_call = full_call
         self.scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
 
     def __call__(self, name: str, x: Any) -> Any:
@@ -215,8 +215,8 @@ class _Gather:
         if not isinstance(x, Tensor) or isinstance(x, MissingLogits) or name not in PER_TOKEN:
             return x
         if name == "router_logits":  # [batch * seq_local, experts]
-            return self._all_gather(x.unflatten(0, (self.whole.rows, -1)), self.whole.tokens).flatten(0, 1)
-        return self._all_gather(x, self.whole.logits if name == "logits" else self.whole.tokens)
+            return self._all_gather(x.unflatten(0, (self.full_call.rows, -1)), self.full_call.tokens).flatten(0, 1)
+        return self._all_gather(x, self.full_call.logits if name == "logits" else self.full_call.tokens)
 
     def in_tuple(self, x: Any) -> Any:
         """The output ``x`` of a call with ``return_dict=False``, all-gathered if it has the shape of hidden states.
@@ -268,7 +268,7 @@ def _is_scalar(x: Any) -> bool:
 
 def shard_merged_call(
     model: nn.Module, kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], Whole, BatchShard, Tensor | None]:
+) -> tuple[dict[str, Any], FullCall, BatchShard, Tensor | None]:
     """Prepare a call with a full batch with images, whose tokens are sharded before the text model runs.
 
     Args:
@@ -298,7 +298,7 @@ def shard_merged_call(
         batch.pop("position_ids")
         if len(ids) == 4:
             batch["position_ids"] = ids[0]
-    local, whole = shard_call(model, batch)
+    local, full_call = shard_call(model, batch)
     shard, keep = local["seqpar"], local.get("logits_to_keep")
     for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
         given.pop(name, None)
@@ -306,7 +306,7 @@ def shard_merged_call(
     if given.get("attention_mask") is None:  # with one, transformers does not look for documents, which ``shard`` has
         tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
         given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    return given, whole, shard, keep
+    return given, full_call, shard, keep
 
 
 @no_compile
@@ -326,7 +326,7 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if forward.cut is not None:
         kwargs = _cut(text, kwargs, forward, forward.cut)
         forward.cut = None
-        cuts_below[0] = False
+        shards_text_model[0] = False
     kwargs["seqpar"] = forward.shard
     return (), kwargs
 

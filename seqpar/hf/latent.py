@@ -25,7 +25,7 @@ def _unchanged(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     return latents, rotated
 
 
-def hand_on_latents(layer: nn.Module) -> bool:
+def enable_latent_kv(layer: nn.Module) -> bool:
     """Make ``layer`` pass latents to the attention function. Returns False if it is not a layer of latent attention."""
     if not callable(getattr(layer, _METHOD, None)) or not all(hasattr(layer, name) for name in _SIZES):
         return False
@@ -35,12 +35,12 @@ def hand_on_latents(layer: nn.Module) -> bool:
     return True
 
 
-def hand_on_keys(layer: nn.Module) -> None:
-    """Undo ``hand_on_latents``, so that ``layer`` passes keys and values again."""
+def disable_latent_kv(layer: nn.Module) -> None:
+    """Undo ``enable_latent_kv``, so that ``layer`` passes keys and values again."""
     vars(layer).pop(_METHOD, None)
 
 
-def hands_on_latents(layer: nn.Module) -> bool:
+def has_latent_kv(layer: nn.Module) -> bool:
     """Whether ``layer`` passes latents and rotated keys to the attention function instead of keys and values."""
     return vars(layer).get(_METHOD) is _unchanged
 
@@ -58,7 +58,7 @@ def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Te
 
     This changes nothing if ``layer`` has no latent attention, or if it hands on latents.
     """
-    if not callable(getattr(layer, _METHOD, None)) or hands_on_latents(layer):
+    if not callable(getattr(layer, _METHOD, None)) or has_latent_kv(layer):
         yield
         return
 
@@ -70,7 +70,7 @@ def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Te
     try:
         yield
     finally:
-        hand_on_keys(layer)
+        disable_latent_kv(layer)
 
 
 def latent_weight(layer: nn.Module, heads: int, latents: Tensor, copies: int) -> Tensor | None:

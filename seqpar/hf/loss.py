@@ -52,21 +52,21 @@ class TokenLoss:
             is called with the logits and the unshifted labels of the full sequence on every rank.
     """
 
-    def __init__(self, patch: Patch, model: nn.Module, own: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, patch: Patch, model: nn.Module, user_loss: Callable[..., Tensor] | None = None) -> None:
         self.patch = patch
         self.model = model
-        self.own = own
+        self.user_loss = user_loss
 
     @no_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """``_cross_entropy``, or the user's own loss function, with the same arguments."""
         default = LOSS_MAPPING.get(getattr(self.model, "loss_type", None) or "ForCausalLM")
-        if self.own is None or self.own is default:
+        if self.user_loss is None or self.user_loss is default:
             return self._cross_entropy(*args, **kwargs)
-        return self._own_loss(self.own, *args, **kwargs)
+        return self._user_loss(self.user_loss, *args, **kwargs)
 
-    def _own_loss(
-        self, own: Callable[..., Tensor], *args: Any, seqpar: BatchShard | None = None, **kwargs: Any
+    def _user_loss(
+        self, user_loss: Callable[..., Tensor], *args: Any, seqpar: BatchShard | None = None, **kwargs: Any
     ) -> Tensor:
         """``own`` with the logits and labels of the full sequence, the same on every rank.
 
@@ -78,7 +78,7 @@ class TokenLoss:
         shard = seqpar or (forward.batch_shard if forward is not None else None)
         if shard is None or shard.in_place is None:
             raise ValueError(
-                f"model.loss_function={own}: a loss function of your own gets the unshifted labels; call the model "
+                f"model.loss_function={user_loss}: a loss function of your own gets the unshifted labels; call the model "
                 "with the full batch and 'labels', without shift_labels"
             )
         named = {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}
@@ -89,12 +89,12 @@ class TokenLoss:
                 f"logits: shape {tuple(logits.shape)}; expected [batch, seq, vocabulary] for loss_function"
             )
         places = tuple(shard_positions(shard.seq_len, shard.ranks, rank, shard.layout) for rank in range(shard.ranks))
-        whole = {
+        full = {
             "logits": all_gather_tokens(logits, places, self.patch, self.patch.ranks),
             "labels": all_gather_tokens(shard.in_place[0].to(logits.device), places, self.patch),
         }
-        positional = [whole.pop(name) for name, _ in zip(tuple(whole), args, strict=False)]
-        loss = own(*positional, *args[2:], **{**kwargs, **whole})
+        positional = [full.pop(name) for name, _ in zip(tuple(full), args, strict=False)]
+        loss = user_loss(*positional, *args[2:], **{**kwargs, **full})
         return reduce_over_ranks(loss / self.patch.ranks, self.patch, self.model)
 
     def _cross_entropy(
@@ -164,9 +164,9 @@ def replace_loss_function(module: Any, patch: Patch, model: nn.Module) -> None:
     The ``TokenLoss`` hides a loss function that is a module and thus registered in ``module``: its parameters stay
     parameters of ``module``.
     """
-    own = getattr(module, "_loss_function", None)
-    if not isinstance(own, TokenLoss):
-        vars(module)["_loss_function"] = TokenLoss(patch, model, own)
+    user_loss = getattr(module, "_loss_function", None)
+    if not isinstance(user_loss, TokenLoss):
+        vars(module)["_loss_function"] = TokenLoss(patch, model, user_loss)
 
 
 def restore_loss_function(module: nn.Module) -> TokenLoss | None:
@@ -175,8 +175,8 @@ def restore_loss_function(module: nn.Module) -> TokenLoss | None:
     if not isinstance(ours, TokenLoss):
         return None  # the user has set another loss function since
     del vars(module)["_loss_function"]
-    if ours.own is not None and "_loss_function" not in module._modules:
-        vars(module)["_loss_function"] = ours.own
+    if ours.user_loss is not None and "_loss_function" not in module._modules:
+        vars(module)["_loss_function"] = ours.user_loss
     return ours
 
 
@@ -218,9 +218,9 @@ def check_loss(loss: Any, forward: Forward) -> None:
     raise ValueError(
         f"loss: the forward of {name} returned a loss of its own, or added a term to the loss of self.loss_function. "
         "It computes them from the tokens of one rank, so that neither the loss nor the gradients are one device's. "
-        "Set model.loss_function = f instead: f(logits, labels, vocab_size, **kwargs) gets the whole logits and the "
+        "Set model.loss_function = f instead: f(logits, labels, vocab_size, **kwargs) gets the full logits and the "
         f"unshifted labels. Or let {name} return no loss, and compute it from the outputs of model(**batch) without "
-        "labels, which are whole on every rank"
+        "labels, which are full on every rank"
     )
 
 
@@ -250,8 +250,8 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
         model: the parallelized model.
     """
     loss = local_loss
-    # With batches="own", the all-to-all of the outputs sums the parts of the loss.
-    if patch.group is not None and patch.ranks > 1 and patch.batches != "own":
+    # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
+    if patch.group is not None and patch.ranks > 1 and patch.batches != "per_rank":
         loss = all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
     forward = current_forward()
     if forward is not None and forward.model is model:
@@ -415,7 +415,7 @@ class MissingLogits(Tensor):
             return cls()
         raise ValueError(
             "logits: a call with labels returns a loss, but no logits, which take batch * seq * vocabulary numbers; "
-            "pass outputs='whole' to seqpar.hf.parallelize or seqpar.hf.ParallelismConfig (compute_metrics and "
+            "pass outputs='full' to seqpar.hf.parallelize or seqpar.hf.ParallelismConfig (compute_metrics and "
             "Trainer.predict need it, unless prediction_loss_only=True), or call the model without labels"
         )
 
@@ -574,7 +574,7 @@ def token_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
     The logits are computed for a few tokens at a time (``loss_chunk`` of ``parallelize``), and again in backward. Each
     rank must compute the same loss from the result. Backward then computes partial gradients, which are summed over the
-    ranks in the same way as those of ``model(**batch).loss``. With ``batches="own"``, each rank has its own batch and
+    ranks in the same way as those of ``model(**batch).loss``. With ``batches="per_rank"``, each rank has its own batch and
     its own loss.
 
     Args:

@@ -23,7 +23,7 @@ from transformers.masking_utils import and_masks, packed_sequence_mask_function
 from ..checks import no_compile
 from ..mask import LayerMask, Mask, layer_mask
 from .batch import BatchShard
-from .state import DecodeShard, Forward, Patch, current_forward, cuts_below
+from .state import DecodeShard, Forward, Patch, current_forward, shards_text_model
 from .support import text_model
 
 MaskFunction = Callable[..., Any]
@@ -211,7 +211,7 @@ def no_mask(
     """
     if cache_position is not None:  # transformers 5.0
         q_length, device = len(cache_position), cache_position.device
-    if cuts_below[0]:
+    if shards_text_model[0]:
         return _mask_of_call(mask_function, batch_size, q_length, attention_mask, device)
     if attention_mask is not None and not bool(attention_mask.all()):
         if kv_length is not None and kv_length > attention_mask.shape[-1]:

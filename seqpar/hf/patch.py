@@ -21,13 +21,13 @@ from ..strategies import StrategyName, resolve
 from . import forward as hooks
 from .attention import attention_forward
 from .full_batch import OUTPUTS, before_text_model
-from .latent import hand_on_keys, hand_on_latents
+from .latent import disable_latent_kv, enable_latent_kv
 from .loss import GRADIENTS, replace_loss_function, restore_loss_function
 from .masks import asked_mask, asked_masks, known_structures, layer_mask_of, no_mask
-from .per_rank import give_calls_back, take_over_calls
+from .per_rank import unwrap_call, wrap_call
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
-from .trial import Trace
+from .trial import MixingTrace
 from .verification.monitoring import verify_while_training
 
 if TYPE_CHECKING:
@@ -84,11 +84,11 @@ def parallelize(
             inside a wrapper over only some of the ranks.
         loss_chunk: how many tokens have logits at a time in the loss; by default as many as fit in 128 MiB.
         outputs: what a call with a full batch returns for each token (logits, hidden states, log-probabilities).
-            "whole": the outputs of all tokens, in order, on every rank. "local": those of this rank's tokens. "auto":
-            as "whole", but without logits if the call has labels, because the loss does not need all logits at once. A
-            loss that every rank computes from whole outputs has the same gradients as ``model(**batch).loss``: each
+            "full": the outputs of all tokens, in order, on every rank. "local": those of this rank's tokens. "auto":
+            as "full", but without logits if the call has labels, because the loss does not need all logits at once. A
+            loss that every rank computes from full outputs has the same gradients as ``model(**batch).loss``: each
             rank computes its partial gradients.
-        batches: "shared": the ranks of a sequence call the model with the same batch. "own": each rank calls it with a
+        batches: "shared": the ranks of a sequence call the model with the same batch. "per_rank": each rank calls it with a
             batch of its own and gets the outputs of that batch, as if the ranks were data-parallel. The batches are
             sharded over all ranks one after another, and backward recomputes all but one of these forwards. All ranks
             must call the model equally often, and each must call backward on a loss of its outputs. The sum of all
@@ -110,9 +110,9 @@ def parallelize(
     check_choice("gradients", gradients, GRADIENTS)
     check_choice("outputs", outputs, OUTPUTS)
     check_choice("batches", batches, BATCHES)
-    if batches == "own" and outputs == "local":
+    if batches == "per_rank" and outputs == "local":
         raise ValueError(
-            "outputs='local': with batches='own' each rank gets all outputs of its batch; leave outputs out"
+            "outputs='local': with batches='per_rank' each rank gets all outputs of its batch; leave outputs out"
         )
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)
@@ -137,7 +137,7 @@ def parallelize(
         module._seqpar = patch
         patch.modules.append(module)
     for layer in layers.values():
-        hand_on_latents(layer)
+        enable_latent_kv(layer)
     for root in roots:
         _register_hooks(root, patch)
         verify_while_training(root, patch)
@@ -159,8 +159,8 @@ def restore(model: Model) -> Model:
         handle.remove()
     for module in patch.loss_functions:
         hooks.unpatch_router_loss(module)
-        give_calls_back(module)
-        hooks.give_forward_back(module)
+        unwrap_call(module)
+        hooks.unwrap_forward(module)
         restore_loss_function(module)
     for original, ours, values_at_first in patch.config_copies:
         for name, value in vars(ours).items():
@@ -170,12 +170,12 @@ def restore(model: Model) -> Model:
     for module, name, original in patch.configs:
         setattr(module, name, original)
     for module in patch.modules:
-        hand_on_keys(module)
+        disable_latent_kv(module)
         del module._seqpar
     return model
 
 
-def _compare_masks(root: PreTrainedModel, trace: Trace, patch: Patch) -> None:
+def _compare_masks(root: PreTrainedModel, trace: MixingTrace, patch: Patch) -> None:
     """Compare the masks that ``root`` asked for in the trial run with its layers, and write the results to ``patch``.
 
     Raises:
@@ -228,7 +228,7 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
 def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     """Register the hooks of ``root``, and replace its loss functions. ``patch`` records both."""
     handles = patch.handles
-    hooks.take_over_forward(root)
+    hooks.wrap_forward(root)
     handles.append(root.register_forward_pre_hook(hooks.before_forward, with_kwargs=True))
     # always_call, because the ``Forward`` must end even if the model's forward raises an error.
     handles.append(root.register_forward_hook(hooks.after_forward, prepend=True, with_kwargs=True, always_call=True))
@@ -247,8 +247,8 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             hooks.patch_router_loss(module)
     if pools_last_token(root):
         handles.append(root.score.register_forward_hook(hooks.after_score))
-    if patch.batches == "own" and patch.ranks > 1:
-        take_over_calls(root)
+    if patch.batches == "per_rank" and patch.ranks > 1:
+        wrap_call(root)
     head = root.get_output_embeddings()
     if isinstance(head, nn.Module):
         handles.append(head.register_forward_pre_hook(hooks.before_head))

@@ -1,4 +1,4 @@
-"""Calls in which each rank of a sequence has a batch of its own: ``parallelize(..., batches="own")``.
+"""Calls in which each rank of a sequence has a batch of its own: ``parallelize(..., batches="per_rank")``.
 
 Forward: the ranks all-gather their batches, and run one sharded forward for each batch. An all-to-all then sends every
 rank the outputs of its own batch, for all tokens in order, as if the rank had run the model alone.
@@ -31,9 +31,9 @@ from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerp
 from ..comm.trace import count_sent
 from .batch import BOUNDARY_NAMES
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
-from .latent import hand_on_keys, hand_on_latents, hands_on_latents
+from .latent import disable_latent_kv, enable_latent_kv, has_latent_kv
 from .loss import MissingLogits
-from .state import NAME, Patch, Whole
+from .state import NAME, FullCall, Patch
 from .support import parameters_of
 
 TensorSpec = tuple[Sequence[int], torch.dtype]  # shape and dtype
@@ -45,7 +45,7 @@ _PLAIN = (bool, int, float, str)
 _CALL = "_call_impl"
 
 
-def take_over_calls(model: nn.Module) -> None:
+def wrap_call(model: nn.Module) -> None:
     """Make ``model(...)`` run ``call``.
 
     ``call`` runs the hooks and the forward of ``model`` once for each rank's batch. It could not do that from a hook.
@@ -53,24 +53,24 @@ def take_over_calls(model: nn.Module) -> None:
     vars(model)[_CALL] = MethodType(call, model)
 
 
-def give_calls_back(model: nn.Module) -> None:
-    """Undo ``take_over_calls``."""
+def unwrap_call(model: nn.Module) -> None:
+    """Undo ``wrap_call``."""
     vars(model).pop(_CALL, None)
 
 
 @contextmanager
-def shared_calls(model: nn.Module, patch: Patch) -> Iterator[None]:
+def shared_batches(model: nn.Module, patch: Patch) -> Iterator[None]:
     """In the block, ``model`` works as with ``batches="shared"``: all ranks call it with the same batch."""
-    batches, taken_over = patch.batches, _CALL in vars(model)
-    if taken_over:
-        give_calls_back(model)
+    batches, is_wrapped = patch.batches, _CALL in vars(model)
+    if is_wrapped:
+        unwrap_call(model)
     patch.batches = "shared"
     try:
         yield
     finally:
         patch.batches = batches
-        if taken_over:
-            take_over_calls(model)
+        if is_wrapped:
+            wrap_call(model)
 
 
 @no_compile
@@ -99,10 +99,10 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     group = patch.group
     assert group is not None  # ``parallelize`` does not take over the calls of a model on one rank
     recomputes = torch.is_grad_enabled()
-    outputs, wholes = [], []
+    outputs, full_calls = [], []
     for rank, (batch, seed) in enumerate(_all_gather_batches(model, kwargs, group)):
         try:
-            local, whole = shard_call(model, batch, seed)
+            local, full_call = shard_call(model, batch, seed)
         except ValueError as error:
             raise ValueError(f"the batch of rank {rank} of the sequence: {error}") from error
         if recomputes and rank < patch.ranks - 1:
@@ -112,17 +112,17 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
                 outputs.append(checkpoint(original_call, model, use_reentrant=False, **local))
         else:
             outputs.append(original_call(model, **local))
-        wholes.append(whole)
-    return _outputs_of_own_batch(outputs, wholes, model)
+        full_calls.append(full_call)
+    return _outputs_of_own_batch(outputs, full_calls, model)
 
 
 @contextmanager
 def _one_device(patch: Patch) -> Iterator[None]:
     """In the block, the model attends on this rank alone, with a transformers attention function."""
     patch.sharded = False
-    latent_layers = [module for module in patch.modules if hands_on_latents(module)]
+    latent_layers = [module for module in patch.modules if has_latent_kv(module)]
     for layer in latent_layers:
-        hand_on_keys(layer)
+        disable_latent_kv(layer)
     before = [(ours, ours._attn_implementation) for _, ours, _ in patch.config_copies]
     for original, ours, _ in patch.config_copies:
         implementation = original._attn_implementation
@@ -133,7 +133,7 @@ def _one_device(patch: Patch) -> Iterator[None]:
         for ours, implementation in before:
             ours._attn_implementation = implementation
         for layer in latent_layers:
-            hand_on_latents(layer)
+            enable_latent_kv(layer)
         patch.sharded = True
 
 
@@ -165,7 +165,7 @@ def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup)
 
     def header() -> _Header:
         if merges(model) and has_more_than_text(kwargs):
-            raise ValueError("batch: it has images; with batches='own' only batches of text are supported")
+            raise ValueError("batch: it has images; with batches='per_rank' only batches of text are supported")
         prepared.append(_Arguments(kwargs))
         ours = prepared[0]
         # The seed is not drawn, because drawing one would change the random numbers that the trainer draws next.
@@ -200,16 +200,16 @@ class _Arguments:
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         if kwargs.get("seqpar") is not None:
-            raise ValueError("batch: it is sharded already; with batches='own' call the model with the full batch")
+            raise ValueError("batch: it is sharded already; with batches='per_rank' call the model with the full batch")
         if kwargs.get("return_dict") is False:
-            raise ValueError("return_dict=False: with batches='own' outputs are exchanged by name; leave this out")
+            raise ValueError("return_dict=False: with batches='per_rank' outputs are exchanged by name; leave this out")
         given = {name: x for name, x in kwargs.items() if x is not None}
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
         if tokens.requires_grad:
             raise ValueError(
-                "inputs_embeds: they require gradients, which batches='own' does not support; give input_ids, or "
+                "inputs_embeds: they require gradients, which batches='per_rank' does not support; give input_ids, or "
                 "inputs_embeds.detach()"
             )
         self.rows, self.seq_len = tokens.shape[:2]
@@ -219,7 +219,7 @@ class _Arguments:
         for name, x in sorted(given.items()):
             if name in BOUNDARY_NAMES:
                 raise ValueError(
-                    f"{name}: not supported with batches='own'; give position_ids that restart at each document instead"
+                    f"{name}: not supported with batches='per_rank'; give position_ids that restart at each document instead"
                 )
             if name == "num_items_in_batch":
                 x = torch.as_tensor(x)  # plain values must be the same on every rank, but this number may differ
@@ -231,7 +231,7 @@ class _Arguments:
                 self.values[name] = x
             else:
                 raise TypeError(
-                    f"{name}={type(x).__name__}: with batches='own' the arguments are sent to the other ranks; "
+                    f"{name}={type(x).__name__}: with batches='per_rank' the arguments are sent to the other ranks; "
                     "expected a tensor, a number, a bool or a string"
                 )
         self.shapes = {name: tuple(self._dimensions(x)) for name, x in self.tensors.items()}
@@ -281,23 +281,25 @@ def _unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     return tensors
 
 
-def _outputs_of_own_batch(outputs: list[Any], wholes: list[Whole], model: Any) -> Any:
+def _outputs_of_own_batch(outputs: list[Any], full_calls: list[FullCall], model: Any) -> Any:
     """The output of this rank's batch for all tokens, from the parts that all ranks have computed.
 
     Args:
         outputs: item ``i`` is the output of the model on this rank's tokens of rank ``i``'s batch.
-        wholes: item ``i`` describes the forward on rank ``i``'s batch.
+        full_calls: item ``i`` describes the forward on rank ``i``'s batch.
         model: the parallelized model.
     """
     patch: Patch = model._seqpar
     own_output = outputs[patch.rank]
     keys = list(_tensor_keys(own_output))
     parts = [
-        _split_rows(name, _tensor_of(output, name, i), whole)
-        for output, whole in zip(outputs, wholes, strict=True)
+        _split_rows(name, _tensor_of(output, name, i), full_call)
+        for output, full_call in zip(outputs, full_calls, strict=True)
         for name, i in keys
     ]
-    places = [[None if name in _PARTIAL_SUMS else _places(name, whole) for name, _ in keys] for whole in wholes]
+    places = [
+        [None if name in _PARTIAL_SUMS else _places(name, full_call) for name, _ in keys] for full_call in full_calls
+    ]
     received = _ExchangeOutputs.apply(places, patch.rank, patch.group, *parts)
     named = {name: list(x) if isinstance(x, tuple | list) else x for name, x in own_output.items()}
     for (name, i), y in zip(keys, received, strict=True):
@@ -307,7 +309,7 @@ def _outputs_of_own_batch(outputs: list[Any], wholes: list[Whole], model: Any) -
         else:
             named[name][i] = y
     named = {name: tuple(x) if isinstance(x, list) else x for name, x in named.items()}
-    return type(own_output)(**finish(named, wholes[patch.rank], model))
+    return type(own_output)(**finish(named, full_calls[patch.rank], model))
 
 
 def _tensor_keys(output: Any) -> Iterator[tuple[str, int | None]]:
@@ -325,14 +327,14 @@ def _tensor_of(output: Any, name: str, i: int | None) -> Tensor:
     return x
 
 
-def _split_rows(name: str, x: Tensor, whole: Whole) -> Tensor:
+def _split_rows(name: str, x: Tensor, full_call: FullCall) -> Tensor:
     """``x`` as ``[batch, seq_local, ...]``. Models return router logits as ``[batch * seq_local, experts]``."""
-    return x.unflatten(0, (whole.rows, -1)) if name == "router_logits" else x
+    return x.unflatten(0, (full_call.rows, -1)) if name == "router_logits" else x
 
 
-def _places(name: str, whole: Whole) -> tuple[Tensor, ...]:
+def _places(name: str, full_call: FullCall) -> tuple[Tensor, ...]:
     """For each rank, the indices of its tokens along the sequence dimension of the full output, int64."""
-    return whole.logits if name == "logits" else whole.tokens
+    return full_call.logits if name == "logits" else full_call.tokens
 
 
 class _ExchangeOutputs(torch.autograd.Function):

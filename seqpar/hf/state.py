@@ -25,8 +25,8 @@ from .batch import BatchShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config
 Gradients = Literal["auto", "partial", "mean"]
-Outputs = Literal["auto", "whole", "local"]
-Batches = Literal["shared", "own"]
+Outputs = Literal["auto", "full", "local"]
+Batches = Literal["shared", "per_rank"]
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class GenerationStep:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class FullCall:
     """Describes a forward that was called with a full batch.
 
     Attributes:
@@ -191,7 +191,7 @@ class Forward:
         shard: what the attention layers need to know; None until a hook has set it.
         wants_loss: whether the caller passed labels.
         generation: set in a forward of ``model.generate``; otherwise None.
-        whole: set if the caller passed a full batch; otherwise None.
+        full_call: set if the caller passed a full batch; otherwise None.
         cut: int64 ``[seq_local]``, the positions of this rank's tokens, until the text model shards its input. None if
             the batch is sharded already.
         keep: int64, the indices of this rank's tokens whose logits are computed; None for all.
@@ -211,7 +211,7 @@ class Forward:
     shard: BatchShard | DecodeShard | None
     wants_loss: bool = False
     generation: GenerationStep | None = None
-    whole: Whole | None = None
+    full_call: FullCall | None = None
     cut: Tensor | None = None
     keep: Tensor | None = None
     hidden: Tensor | None = None
@@ -235,7 +235,7 @@ _forwards: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", defau
 
 # Whether ``cut`` of the innermost forward is set. It is stored in a list, because torch.compile can trace a read of a
 # list, but not of ``_forwards``.
-cuts_below = [False]
+shards_text_model = [False]
 
 
 def current_forward() -> Forward | None:
@@ -247,11 +247,11 @@ def current_forward() -> Forward | None:
 def push_forward(forward: Forward) -> None:
     """Make ``forward`` the innermost current forward."""
     _forwards.set((*_forwards.get(), forward))
-    cuts_below[0] = forward.cut is not None
+    shards_text_model[0] = forward.cut is not None
 
 
 def pop_forward() -> None:
     """Remove the innermost current forward."""
     _forwards.set(_forwards.get()[:-1])
     forward = current_forward()
-    cuts_below[0] = forward is not None and forward.cut is not None
+    shards_text_model[0] = forward is not None and forward.cut is not None

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .trial import Trace, trace_tokens
+from .trial import MixingTrace, trace_tokens
 
 # ``check_model`` checks class names before ``trace_tokens`` makes a trial run of the model. This check takes no time.
 # Its error names the layer, where the trial run would name a module inside the layer. It also finds layers that mix
@@ -121,7 +121,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trace:
+def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> MixingTrace:
     """Raise an error if ``model`` would compute wrong results on a sharded sequence.
 
     Args:
@@ -156,7 +156,7 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trace:
     return trace
 
 
-def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+def _check_trace(trace: MixingTrace, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     """Raise an error if the trial run found a layer that mixes or pools tokens. Warn if the trial run failed.
 
     Attention layers that ``_uses_interface`` does not recognize, but that the trial run has found, are added to

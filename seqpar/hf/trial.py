@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
-from .latent import expand, hands_on_latents
+from .latent import expand, has_latent_kv
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
@@ -45,7 +45,7 @@ MaskedLayer = tuple[nn.Module, bool | None, int | None]  # an attention layer, i
 
 
 @dataclass
-class Trace:
+class MixingTrace:
     """The results of a trial run.
 
     Attributes:
@@ -84,7 +84,7 @@ def attend_to_own_token(
     Returns:
         ``[batch, seq, heads, v_head_dim]``, and None for the attention weights.
     """
-    if hands_on_latents(module):
+    if has_latent_kv(module):
         k, v = expand(module, k, v)
     groups = q.shape[1] // k.shape[1]
     token = v + k.mean(-1, keepdim=True)  # [batch, kv_heads, seq, v_head_dim]
@@ -93,7 +93,7 @@ def attend_to_own_token(
 
 
 @torch.no_grad()
-def trace_tokens(root: PreTrainedModel) -> Trace:
+def trace_tokens(root: PreTrainedModel) -> MixingTrace:
     """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards.
 
     Returns:
@@ -131,7 +131,7 @@ class _Tracer:
     """The hooks and the attention function of a trial run, which write its results to ``trace``."""
 
     def __init__(self, root: PreTrainedModel) -> None:
-        self.trace = Trace()
+        self.trace = MixingTrace()
         self.root = root
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}

@@ -200,7 +200,7 @@ def run(group: ProcessGroup, name: str, batch: str, how: str) -> tuple[float, fl
         model = seqpar.hf.parallelize(tiny("llama"), group=group)
         model.loss_function = smoothed
     else:
-        own: Any = {"batches": "own"} if how == "own" else {}
+        own: Any = {"batches": "per_rank"} if how == "own" else {}
         model = seqpar.hf.parallelize(MODELS[name](), group=group, **own)
     outer: Any = DistributedDataParallel(model, process_group=group) if how == "ddp" else model
     if how == "shard_batch":
@@ -295,7 +295,7 @@ def test_logits_that_were_not_computed_say_so() -> None:
     logits = model(**make_batch("plain")).logits
     assert repr(logits) == "MissingLogits()" and not logits.requires_grad
     for use in (lambda: logits.shape, lambda: logits[0], lambda: logits.argmax(-1), lambda: logits + 1, logits.detach):
-        with pytest.raises(ValueError, match=r"outputs='whole' to seqpar.hf.parallelize or .*ParallelismConfig"):
+        with pytest.raises(ValueError, match=r"outputs='full' to seqpar.hf.parallelize or .*ParallelismConfig"):
             use()
 
 

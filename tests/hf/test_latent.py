@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.latent import hands_on_latents
+from seqpar.hf.latent import has_latent_kv
 
 from ..pool import Pool, on_ranks
 from .workers import PARALLELIZE, compare, gradients, make_batch, one_device_of, tiny, worst
@@ -104,8 +104,8 @@ def test_restore() -> None:
     expected = model(**batch).loss.item()
     seqpar.hf.parallelize(model, strategy="local")
     attention = model.model.layers[0].self_attn
-    assert hands_on_latents(attention)
+    assert has_latent_kv(attention)
     assert abs(model(**seqpar.hf.shard_batch(batch)).loss.item() - expected) < LOSS
     seqpar.hf.restore(model)
-    assert not hands_on_latents(attention)
+    assert not has_latent_kv(attention)
     assert model(**batch).loss.item() == expected

@@ -40,7 +40,7 @@ def from_logits(kind: str, batch: dict[str, Tensor], model: Any = None) -> Tenso
 @on_ranks
 def trained(group: ProcessGroup, kind: str, how: str, batches: Any, wrapper: str) -> tuple[float, float]:
     """The errors of the log-probabilities, and of the gradients of a loss computed from them."""
-    own, rank = batches == "own", group.rank()
+    own, rank = batches == "per_rank", group.rank()
     plain, model = tiny(kind), seqpar.hf.parallelize(tiny(kind), group=group, batches=batches, loss_chunk=5)
     given = [make_batch(how, 45 + 7 * i, seed=i) for i in range(group.size() if own else 1)]
     expected = [from_logits(kind, batch, plain) for batch in given]
@@ -59,7 +59,7 @@ def trained(group: ProcessGroup, kind: str, how: str, batches: Any, wrapper: str
     [
         ("gemma2", "packed", 4, "shared", "none"),
         ("qwen3_moe", "plain", 2, "shared", "ddp"),
-        ("mistral", "right", 2, "own", "none"),
+        ("mistral", "right", 2, "per_rank", "none"),
         ("gpt2", "plain", 1, "shared", "none"),
     ],
 )

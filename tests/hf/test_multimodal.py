@@ -221,7 +221,7 @@ def asked(group: ProcessGroup, kind: str) -> list[float]:
         *zip(output.hidden_states, expected.hidden_states, strict=True),
     ]
     seqpar.hf.restore(model)
-    seqpar.hf.parallelize(model, group=group, outputs="whole")
+    seqpar.hf.parallelize(model, group=group, outputs="full")
     pairs.append((model(**batch, labels=labels).logits, expected.logits))
     seqpar.hf.restore(model)
     pairs.append((model(**batch, labels=labels).logits, expected.logits))

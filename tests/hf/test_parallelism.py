@@ -230,12 +230,12 @@ def compare(ours: list[Run], theirs: Run, dp: int = 1) -> None:
 @pytest.mark.parametrize(
     ("world", "config", "kind", "batch", "data"),
     [
-        (2, {"cp_size": 2, "outputs": "whole"}, "mistral", 2, "rows"),
-        (4, {"cp_size": 2, "outputs": "whole", "strategy": "ulysses", "layout": "contiguous"}, "qwen3", 4, "rows"),
+        (2, {"cp_size": 2, "outputs": "full"}, "mistral", 2, "rows"),
+        (4, {"cp_size": 2, "outputs": "full", "strategy": "ulysses", "layout": "contiguous"}, "qwen3", 4, "rows"),
         (4, {"cp_size": -1, "strategy": "hybrid", "ulysses_size": 2}, "mistral", 2, "packed"),
         (2, {"cp_size": 2}, "gpt_oss", 2, "packed"),
-        (4, {"cp_size": 2, "outputs": "whole"}, "llama", 2, "stream"),
-        (2, {"cp_size": 2, "outputs": "whole"}, "llama", 2, "not across"),
+        (4, {"cp_size": 2, "outputs": "full"}, "llama", 2, "stream"),
+        (2, {"cp_size": 2, "outputs": "full"}, "llama", 2, "not across"),
     ],
 )
 def test_trainer(
@@ -270,7 +270,7 @@ def test_sft_trainer(
     """With TRL's fused head, the loss, entropy and accuracy come from per-token outputs; without it, from logits."""
     utilities = pytest.importorskip("trl.trainer.utils")
     if not hasattr(utilities, "add_fused_lm_head"):
-        config = {**config, "outputs": "whole"}
+        config = {**config, "outputs": "full"}
     dp = 1 if config["cp_size"] == -1 else world // config["cp_size"]
     # As in test_trainer, one process keeps gpt-oss's packed documents apart with this package only.
     own = {**config, "cp_size": 1}
@@ -454,8 +454,8 @@ def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
     [
         ("a wrapper", "it is trained without a wrapper"),
         ("a division", "its loss is a mean, which MultipliesByProcesses multiplies by the number of processes"),
-        ("evaluate", "pass outputs='whole' to"),
-        ("predict", "pass outputs='whole' to"),
+        ("evaluate", "pass outputs='full' to"),
+        ("predict", "pass outputs='full' to"),
     ],
 )
 def test_trainer_without(pools: dict[int, Pool], tmp_path: Path, what: str, message: str) -> None:

@@ -60,7 +60,7 @@ def trained(
     """Errors of the loss and gradients. ``checkpointing`` is the ``use_reentrant`` of activation checkpointing."""
     rank = group.rank()
     losses, grads = one_device(group.size(), kind, how)
-    model = seqpar.hf.parallelize(tiny(kind), group=group, batches="own", **PARALLELIZE[strategy])
+    model = seqpar.hf.parallelize(tiny(kind), group=group, batches="per_rank", **PARALLELIZE[strategy])
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         model.enable_input_require_grads()
@@ -103,7 +103,7 @@ def wrapped(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     losses, grads = one_device(world, "llama", "right")
     mesh = mesh_of(2, 4, 1, 1)
-    model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh, batches="own")
+    model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh, batches="per_rank")
     outer: Any = model
     if "checkpointed" in wrapper:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -138,7 +138,7 @@ def inferred(group: ProcessGroup) -> list[float]:
     del batch["labels"]
     with torch.no_grad():
         expected = plain(**batch, output_hidden_states=True, use_cache=False)
-        seqpar.hf.parallelize(model, group=group, batches="own")
+        seqpar.hf.parallelize(model, group=group, batches="per_rank")
         output = model(**batch, output_hidden_states=True)
         kept = model(**batch, logits_to_keep=5).logits
         assert isinstance(model(**batch, labels=batch["input_ids"]).logits, MissingLogits)
@@ -193,9 +193,9 @@ def classified(group: ProcessGroup, batches: Any, own_loss: bool) -> tuple[float
         return batch
 
     plain = made()
-    own = [batch_of_rows(i if batches == "own" else 0) for i in range(group.size())]
+    own = [batch_of_rows(i if batches == "per_rank" else 0) for i in range(group.size())]
     expected = [plain(**batch, use_cache=False) for batch in own]
-    torch.stack([x.loss for x in (expected if batches == "own" else expected[:1])]).sum().backward()
+    torch.stack([x.loss for x in (expected if batches == "per_rank" else expected[:1])]).sum().backward()
     model = seqpar.hf.parallelize(made(), group=group, batches=batches)
     output = model(**own[rank])
     output.loss.backward()
@@ -205,7 +205,7 @@ def classified(group: ProcessGroup, batches: Any, own_loss: bool) -> tuple[float
 
 
 @pytest.mark.parametrize("own_loss", [False, True])
-@pytest.mark.parametrize("batches", ["own", "shared"])
+@pytest.mark.parametrize("batches", ["per_rank", "shared"])
 def test_sequence_classification(pool: Pool, batches: str, own_loss: bool) -> None:
     for scores, loss, gradient in pool.run(2, classified, batches, own_loss):
         assert scores < OUTPUT and loss < LOSS and gradient < GRADIENT
@@ -215,7 +215,7 @@ def test_sequence_classification(pool: Pool, batches: str, own_loss: bool) -> No
 def peaks(group: ProcessGroup) -> tuple[int, int]:
     """The peak bytes of a forward and backward, for a shared batch and for own batches of the same size."""
     found = []
-    for batches in ("shared", "own"):
+    for batches in ("shared", "per_rank"):
         model = seqpar.hf.parallelize(tiny("llama"), group=group, batches=batches)
         batch = make_batch("plain", 1024, 1, seed=0)
         with LiveBytes() as live:
@@ -232,7 +232,7 @@ def test_activations_of_one_batch_at_a_time(pool: Pool) -> None:
 @on_ranks
 def refused(group: ProcessGroup, how: str) -> None:
     rank = group.rank()
-    model = seqpar.hf.parallelize(tiny("llama"), group=group, batches="own")
+    model = seqpar.hf.parallelize(tiny("llama"), group=group, batches="per_rank")
     batch: dict[str, Any] = batch_of(rank, "right")
     if how == "gap" and rank == 1:
         batch["attention_mask"][0, 3] = 0
@@ -282,7 +282,7 @@ def test_refused_calls(how: str, message: str, pool: Pool) -> None:
 def called_less(group: ProcessGroup, port: int) -> str:
     """The error if rank 1 calls the model once and rank 0 calls it twice."""
     group = start(port, "calls", group.rank(), group.size(), timeout_s=4.0)
-    model = seqpar.hf.parallelize(tiny("llama"), batches="own")
+    model = seqpar.hf.parallelize(tiny("llama"), batches="per_rank")
     with torch.no_grad():
         model(**batch_of(group.rank(), "right"))
         try:
@@ -303,7 +303,7 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match="batches='mine'"):
         seqpar.hf.parallelize(tiny("llama"), strategy="local", batches=unknown)
     with pytest.raises(ValueError, match="outputs='local'"):
-        seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="own", outputs="local")
+        seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="per_rank", outputs="local")
 
 
 class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]

@@ -108,7 +108,7 @@ def healthy_others(group: ProcessGroup) -> list[str]:
         (tiny("llama", auto=transformers.AutoModelForSequenceClassification), text, {}),
         (tiny("llama", auto=transformers.AutoModelForSequenceClassification), {**text, "labels": rows}, {}),
         (tiny("gemma2", auto=transformers.AutoModel), text, {}),
-        (tiny("mistral"), make_batch("left"), {"batches": "own"}),
+        (tiny("mistral"), make_batch("left"), {"batches": "per_rank"}),
     ]
     said = []
     for model, batch, arguments in cases:
@@ -116,7 +116,7 @@ def healthy_others(group: ProcessGroup) -> list[str]:
         report = seqpar.hf.verify(model, batch, raise_on_error=False)
         if not report.ok or report.layers < 2:
             said.append(f"{type(model).__name__}: {report}")
-    assert patch_of(model).batches == "own" and "_call_impl" in vars(model)
+    assert patch_of(model).batches == "per_rank" and "_call_impl" in vars(model)
     return said
 
 
@@ -313,9 +313,9 @@ def loss_of_its_own(group: ProcessGroup) -> VerificationReport:
     loss = model.loss_function
 
     class Forgetful(TokenLoss):
-        own = property(lambda self: None if current_forward() else lambda *x, **kwargs: 3 * loss(*x, **kwargs))
+        user_loss = property(lambda self: None if current_forward() else lambda *x, **kwargs: 3 * loss(*x, **kwargs))
 
-        def __init__(self, patch: Any, model: Any, own: Any = None) -> None:
+        def __init__(self, patch: Any, model: Any, user_loss: Any = None) -> None:
             self.patch, self.model = patch, model
 
     with mock.patch.object(hf_loss, "TokenLoss", Forgetful):
@@ -739,7 +739,7 @@ def test_code_of_known_libraries() -> None:
     assert foreign_code(model, patch) == ""
     model.model.layers[1].mlp.forward = lambda x: x
     assert "model.layers.1.mlp (LlamaMLP)" in foreign_code(model, patch)
-    vars(patch.loss_functions[0])["_loss_function"].own = lambda *args, **kwargs: None
+    vars(patch.loss_functions[0])["_loss_function"].user_loss = lambda *args, **kwargs: None
     assert "the loss_function of LlamaForCausalLM" in foreign_code(model, patch)
 
 

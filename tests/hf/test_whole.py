@@ -219,7 +219,7 @@ def chosen(group: ProcessGroup) -> None:
     labels = batch.pop("labels")
     mine = expected.logits[:, sharding.positions()]
     torch.testing.assert_close(local(**batch).logits, mine, atol=LOGITS, rtol=0)
-    whole = seqpar.hf.parallelize(tiny("llama"), group=group, outputs="whole")
+    whole = seqpar.hf.parallelize(tiny("llama"), group=group, outputs="full")
     output = whole(**batch, labels=labels)
     torch.testing.assert_close(output.logits, expected.logits, atol=LOGITS, rtol=0)
     assert abs(output.loss.item() - expected.loss.item()) < LOSS

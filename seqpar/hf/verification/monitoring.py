@@ -35,8 +35,8 @@ from .run import (
     VerificationReport,
     exchange,
     lowest_dtype,
+    unsharded_parameters,
     verify,
-    whole_parameters,
 )
 
 _log = logging.getLogger("seqpar")
@@ -90,7 +90,7 @@ class _Monitor:
         """
         started = time.monotonic()
         why = "its weights are sharded"
-        if len(whole_parameters(self.root)) == len([*self.root.parameters()]):
+        if len(unsharded_parameters(self.root)) == len([*self.root.parameters()]):
             try:
                 report = self._verify(batch)
                 why = "" if report.ok else str(report)
@@ -125,8 +125,8 @@ class _Monitor:
         patch, root = self.patch, self.root
         if patch.ranks == 1:
             return
-        whole = {n: p.grad for n, p in whole_parameters(root).items() if p.grad is not None}
-        norms = {n: g.detach().double().norm() for n, g in whole.items()}
+        full = {n: p.grad for n, p in unsharded_parameters(root).items() if p.grad is not None}
+        norms = {n: g.detach().double().norm() for n, g in full.items()}
         values = torch.stack([*norms.values()]).tolist() if norms else []
         by_rank = exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=DEADLINE_S))
         ranks = [dict(rank[0]) for rank in by_rank]
@@ -215,7 +215,7 @@ def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
 def foreign_code(root: PreTrainedModel, patch: Patch) -> str:
     """Which module of ``root`` runs code that is not of a known library, as text; empty if none does."""
     for module in patch.loss_functions:
-        loss_function = getattr(getattr(module, "_loss_function", None), "own", None)
+        loss_function = getattr(getattr(module, "_loss_function", None), "user_loss", None)
         if loss_function is not None and not _is_known(loss_function):
             return f"the loss_function of {_name(module)} is not transformers' own"
     for name, module in root.named_modules():

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
-from ..latent import hand_on_keys, hand_on_latents, hands_on_latents, recorded_expansion
+from ..latent import disable_latent_kv, enable_latent_kv, has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
 from ..state import Patch
 from ..support import attention_layers, parameters_of, text_model
@@ -139,7 +139,7 @@ class Recording:
         self.calls.append(Call(layer, implementation, q.shape[2], described))
         self.options[layer] = module, {"attention_mask": args[0] if args else None, **kwargs}
         self._keep(layer, "query", q, token_dim=2)
-        if hands_on_latents(module):
+        if has_latent_kv(module):
             self.keep_latents(module, k, v)
         else:
             self._keep(layer, "key", k, token_dim=2)
@@ -265,9 +265,9 @@ def one_device(
     with ExitStack() as stack:
         stack.enter_context(_without_hooks(patch.handles))
         stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
-        for layer in filter(hands_on_latents, patch.modules):
-            hand_on_keys(layer)
-            stack.callback(hand_on_latents, layer)
+        for layer in filter(has_latent_kv, patch.modules):
+            disable_latent_kv(layer)
+            stack.callback(enable_latent_kv, layer)
         for module in patch.loss_functions:
             if (ours := restore_loss_function(module)) is not None:
                 stack.callback(vars(module).__setitem__, "_loss_function", ours)

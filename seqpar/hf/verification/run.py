@@ -33,7 +33,7 @@ from ...layers.wrappers import gradient_wrappers, outermost
 from ...mesh import global_ranks
 from ...rendezvous import group_timeout, meet
 from ..loss import reduce_over_ranks
-from ..per_rank import shared_calls
+from ..per_rank import shared_batches
 from ..state import NAME, Patch, patch_of
 from ..support import attention_layers
 from ..trial import attend_to_own_token
@@ -119,7 +119,7 @@ def verify(
     attention, output and their gradients; the loss; and the gradient of every parameter.
 
     The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. A model with
-    ``batches="own"`` runs as if its ranks shared a batch. Gradients, random number generators, buffers and modes are
+    ``batches="per_rank"`` runs as if its ranks shared a batch. Gradients, random number generators, buffers and modes are
     restored afterwards. No optimizer step is made.
 
     Args:
@@ -153,7 +153,7 @@ def verify(
         stack.enter_context(_unchanged(model))
         stack.callback(patch.__setattr__, "calls", patch.calls)
         stack.callback(patch.__setattr__, "seed", patch.seed)
-        stack.enter_context(shared_calls(root, patch))
+        stack.enter_context(shared_batches(root, patch))
         run = _Verification(model, root, patch, batch, tolerance, deadline_s)
         report = run.report(shard, sync)
     if raise_on_error and not report.ok:
@@ -204,7 +204,7 @@ class _Verification:
 
         self.headers = all_gather_header(header, patch.group)
         self.weights, self.path = weights, path
-        self.whole = whole_parameters(root)
+        self.unsharded = unsharded_parameters(root)
         self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
 
     def report(
@@ -378,8 +378,8 @@ class _Verification:
         if sync is not None:
             sync(self.model)
         elif not gradient_wrappers(self.model, self.patch.group):
-            whole = self.model if foreign_wrappers(self.model, self.root) else self.root
-            sync_gradients(whole, mesh=self.patch.mesh, group=self.patch.given_group)
+            module = self.model if foreign_wrappers(self.model, self.root) else self.root
+            sync_gradients(module, mesh=self.patch.mesh, group=self.patch.given_group)
 
     def _compare(self, ours: _Run, theirs: _Run) -> list[Difference]:
         batch, tolerance = self.batch, self.tolerance
@@ -416,7 +416,7 @@ class _Verification:
         """Whether the ranks have different gradients of a parameter, whose sum is the one-device gradient."""
         group = self.patch.group
         parameter = dict(self.model.named_parameters())[name]
-        if group is None or name not in theirs or all(parameter is not p for p in self.whole.values()):
+        if group is None or name not in theirs or all(parameter is not p for p in self.unsharded.values()):
             return False
         mine, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
         total = mine.to(parameter.device, copy=True)
@@ -520,7 +520,7 @@ def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Modul
     return lines
 
 
-def whole_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are not sharded, by name. Every rank of the sequence holds them in full."""
     if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
         return {}
@@ -529,10 +529,10 @@ def whole_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 def _weight_sums(root: nn.Module) -> dict[str, float]:
     """A checksum of each parameter that is not sharded, by name."""
-    whole = {n: p for n, p in whole_parameters(root).items() if p.is_floating_point()}
+    full = {n: p for n, p in unsharded_parameters(root).items() if p.is_floating_point()}
     sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
-            for p in whole.values()]  # fmt: skip
-    return dict(zip(whole, torch.stack(sums).tolist() if sums else (), strict=True))
+            for p in full.values()]  # fmt: skip
+    return dict(zip(full, torch.stack(sums).tolist() if sums else (), strict=True))
 
 
 def _other_path(descriptions: list[str]) -> Difference:
