@@ -28,6 +28,7 @@ import copy
 import inspect
 import os
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
@@ -41,25 +42,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
-from ..checks import check_choice, check_int, check_options
-from ..kernels import BackendName, check_backend
-from ..layout import LAYOUTS, Layout
-from ..strategies import STRATEGIES, StrategyName, strategy_options
-from .full_batch import OUTPUTS
-from .loss import GRADIENTS
-from .patch import BATCHES, parallelize
-from .state import Batches, Gradients, Outputs, Patch, patch_of
+from ..checks import check_choice, check_int
+from ..layers.wrappers import deepspeed_error
+from .patch import Arguments, check_arguments, parallelize
+from .state import Batches, Patch, patch_of
 from .support import ignores_num_items
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from ..strategies import StrategyOptions
-
-
-from functools import partial
-
-from ..layers.wrappers import deepspeed_error
 
 
 class ParallelismConfig(accelerate.ParallelismConfig):
@@ -70,24 +60,19 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
     preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
-    Further keyword arguments are the strategy's options, as in ``parallelize``.
-
     Args:
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
             ``parallelism_config_cp_size`` in the YAML file of ``accelerate launch``, or 1.
-        strategy: as in ``parallelize``.
-        layout: as in ``parallelize``.
-        backend: as in ``parallelize``.
-        gradients: as in ``parallelize``.
-        loss_chunk: as in ``parallelize``.
-        outputs: as in ``parallelize``. Use "full" if you evaluate with ``compute_metrics``, which needs the logits.
-        batches: "shared": the ranks of a sequence get the same batches. "per_rank": every rank gets batches of its own, as
-            without sequence parallelism (see ``parallelize``). "auto": "per_rank" in all trainers of TRL except SFTTrainer
-            and its subclasses, otherwise "shared".
+        batches: "shared": the ranks of a sequence get the same batches. "per_rank": every rank gets its own batches, as
+            without sequence parallelism (see ``parallelize``). "auto": "per_rank" in all trainers of TRL except
+            SFTTrainer and its subclasses, otherwise "shared".
         dp_replicate_size: the number of data-parallel replicas.
         dp_shard_size: the number of data-parallel ranks over which FSDP2 shards the weights, in addition to the ranks
             of the sequence. If you give neither size, ``ranks / cp_size`` ranks are data-parallel: FSDP2 shards the
             weights over them if it is used, otherwise they are replicas.
+        arguments: further arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs and
+            the strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the
+            logits.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -105,42 +90,22 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         self,
         cp_size: int | None = None,
         *,
-        strategy: StrategyName = "ring",
-        layout: Layout = "zigzag",
-        backend: BackendName = "auto",
-        gradients: Gradients = "auto",
-        loss_chunk: int | None = None,
-        outputs: Outputs = "auto",
         batches: Batches | Literal["auto"] = "auto",
         dp_replicate_size: int | None = None,
         dp_shard_size: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **arguments: Unpack[Arguments],
     ) -> None:
         if cp_size is None:
             cp_size = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
         check_int("cp_size", cp_size)
         if cp_size < 1 and cp_size != -1:
             raise ValueError(f"cp_size={cp_size}: expected at least 1, or -1 for all ranks")
-        check_choice("strategy", strategy, STRATEGIES)
-        check_options(strategy, options, strategy_options(strategy))
-        check_choice("layout", layout, LAYOUTS)
-        check_backend(backend)
-        check_choice("gradients", gradients, GRADIENTS)
-        check_choice("outputs", outputs, OUTPUTS)
-        check_choice("batches", batches, ("auto", *BATCHES))
+        check_choice("batches", batches, ("auto", "shared", "per_rank"))
+        check_arguments(**arguments, batches="shared" if batches == "auto" else batches)
         # With a cp_size greater than 1, the parent class would check the requirements of accelerate's own backend.
         super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1)
         self.cp_size = cp_size
-        self.arguments: dict[str, Any] = {
-            "strategy": strategy,
-            "layout": layout,
-            "backend": backend,
-            "gradients": gradients,
-            "loss_chunk": loss_chunk,
-            "outputs": outputs,
-            "batches": batches,
-            **options,
-        }
+        self.arguments: dict[str, Any] = {**arguments, "batches": batches}
         # An Accelerator keeps a copy of this config, made by ``_for_accelerator``. Only the copy has the next values.
         self.sequence_ranks = 1  # the number of ranks that share a sequence
         self._original = self  # the config that the copy was made from
@@ -167,7 +132,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         """
         batches, trainer = self._original.arguments["batches"], _trainer_being_made()
         if batches == "auto":
-            batches = "per_rank" if _is_for_own_batches(trainer) else "shared"
+            batches = "per_rank" if _needs_per_rank_batches(trainer) else "shared"
         if self is not self._original and self.arguments["batches"] == batches:
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
@@ -187,9 +152,6 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         """The config that ``accelerator`` keeps: a copy with the mesh and the sizes of ``accelerator``.
 
         Its ``cp_size`` is 1, because the Trainer divides by it. The number of ranks is in ``sequence_ranks``.
-
-        Raises:
-            ValueError: DeepSpeed or tensor parallelism is used, or the sizes do not fit the number of processes.
         """
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
@@ -234,12 +196,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         return config
 
     def _parallelize(self, model: nn.Module) -> None:
-        """Parallelize ``model``, unless it is parallelized already or contains no transformers model.
-
-        Raises:
-            ValueError: ``model`` is parallelized over another number of ranks, or with another value of ``batches``;
-                or the Trainer would multiply its loss by the number of processes.
-        """
+        """Parallelize ``model``, unless it is parallelized already or contains no transformers model."""
         ranks, batches = self.sequence_ranks, self.arguments["batches"]
         if self._multiplier and ranks > 1:
             for root in model.modules():
@@ -271,7 +228,7 @@ def _trainer_being_made() -> Trainer | None:
     return None
 
 
-def _is_for_own_batches(trainer: Trainer | None) -> bool:
+def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
     """Whether ``trainer`` is a TRL trainer other than SFTTrainer and its subclasses.
 
     These trainers generate samples and compute rewards and statistics for the samples of each process. Processes with
@@ -367,11 +324,7 @@ def _rows_of_first_ranks(gathered: Tensor, sequence_ranks: int) -> Tensor:
 def _prepare_loader(
     accelerator: accelerate.Accelerator, loader: DataLoader[Any], sequence_ranks: int, device_placement: bool | None
 ) -> Any:
-    """The data loader of this rank that accelerate would make if the ranks of a sequence were one process.
-
-    Raises:
-        ValueError: accelerate is configured with ``dispatch_batches=True``.
-    """
+    """The data loader of this rank that accelerate would make if the ranks of a sequence were one process."""
     config = accelerator.dataloader_config
     if config.dispatch_batches:
         raise ValueError(
@@ -419,7 +372,8 @@ class SequenceParallelMixin(_Mixin):
 
     Ranks along dp get different batches. The ranks of a sequence get the same batches, which the model shards. The
     wrapper that the Trainer makes (DDP or FSDP over all ranks) averages the gradients. The result is the one-device
-    gradients.
+    gradients. Use it instead of ``ParallelismConfig`` for a model that you have parallelized yourself: over a mesh with
+    tensor parallelism, or for DeepSpeed.
 
     Raises:
         ValueError: the model is not parallelized; the number of ranks is not a multiple of the number of ranks of a
@@ -479,15 +433,7 @@ class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
 
 
 def _data_parallel(patch: Patch, world: int) -> int:
-    """The number of data-parallel ranks: groups of ranks that get different batches.
-
-    Args:
-        patch: the model's ``Patch``.
-        world: the number of ranks.
-
-    Raises:
-        ValueError: the ranks that share a sequence are not consecutive.
-    """
+    """The number of data-parallel ranks among ``world`` ranks: groups of ranks that get different batches."""
     if world == 1:
         return 1
     if patch.mesh is not None and "dp" in (patch.mesh.mesh_dim_names or ()):

@@ -5,13 +5,19 @@ tokens, in the order of the sequence. A loss that every rank computes from these
 backward, each rank keeps the gradients of its own tokens' outputs. The partial gradients of the ranks therefore sum to
 the one-device gradient, as with the model's own loss.
 
+A multimodal model, which merges the output of a vision or audio tower into the embeddings of a text model, runs on the
+full batch on every rank. Before its text model runs, ``before_text_model`` shards the merged embeddings, the positions,
+and all other tensors with a value for each token. The labels are sharded before the multimodal model runs. Each rank
+therefore computes the gradients of the towers and embeddings from its own tokens: they are partial gradients too. A
+batch without images is sharded before the multimodal model runs, as for any other model.
+
 Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +28,11 @@ from ..checks import no_compile
 from ..layout import shard_positions
 from ..mask import Mask
 from ..sharding import check_every
-from .batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchShard, shard_batch, shard_for_rank
+from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .loss import LazyLogits, MissingLogits, all_gather_tokens, gradient_scale, reduce_over_ranks
-from .state import Forward, FullCall, Outputs, Patch, current_forward, shards_text_model
+from .state import Forward, FullCall, Patch, current_forward, shards_text_model
 from .support import parameters_of, pools_last_token, text_model
 
-OUTPUTS: tuple[str, ...] = get_args(Outputs)
 # The ranks compare their batches in the first 4 calls, and then in every 64th call.
 _CHECKED_FIRST, _CHECKED_EVERY = 4, 64
 _SEED_STEP = 0x9E3779B97F4A7C15  # an odd number: the seeds of successive calls differ in many bits
@@ -38,38 +43,39 @@ _FUSED_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "
 # ranks must all-gather the same outputs, and the shapes differ between the ranks.
 PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_FUSED_PER_TOKEN)
 
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 for text
+_LABELS = ("labels", "shift_labels")  # sharded before the multimodal model runs
+_TEXT_INPUTS = {
+    *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", "past_key_values", "seqpar"),
+    *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES),
+}
+# Arguments of Qwen3-VL's text model: which tokens are visual, bool [rows, seq], and for each of the first layers the
+# values that it adds to the visual tokens, [visual tokens, hidden].
+_VISUAL_TOKENS, _VISUAL_EMBEDS = "visual_pos_masks", "deepstack_visual_embeds"
+_SHARDED_SEPARATELY = ("attention_mask", "position_ids", _VISUAL_EMBEDS)  # by ``_shard_text_inputs``
+
 
 def generates(kwargs: dict[str, Any]) -> bool:
-    """Whether a call with these arguments, which hold full tokens, generates: it fills or uses a cache."""
+    """Whether a call with full tokens reads or fills a cache."""
     if kwargs.get("past_key_values") is not None:
         return True
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
 
 
 def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], FullCall]:
-    """The arguments of this rank's forward in a call with the full batch.
+    """The arguments of this rank's forward in a call with the full batch, with the entry ``seqpar``.
 
-    Args:
-        model: the parallelized model.
-        kwargs: the arguments of the call.
-        seed: the seed of attention dropout, if all ranks are known to have the same batch. None: the ranks compare
-            their batches, in some of the calls, and agree on a seed.
-
-    Returns:
-        The arguments with this rank's tokens and the entry ``seqpar``, and what ``gather_outputs`` needs to know.
-
-    Raises:
-        ValueError: the batch cannot be sharded, or the ranks have different batches.
-        RuntimeError: another rank raised on its batch.
+    ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
+    compare their batches, in some of the calls, and agree on a seed.
     """
     patch: Patch = model._seqpar
     batch = {name: x for name, x in kwargs.items() if x is not None}
     pools = pools_last_token(model)
     row_labels = batch.pop("labels", None) if pools else None
-    fused, shifted = bool(batch.get(FUSED)), "shift_labels" in batch
+    fused, is_shifted = bool(batch.get(FUSED)), "shift_labels" in batch
     keep = batch.pop("logits_to_keep", 0)
     keeps_some = isinstance(keep, Tensor) or keep != 0
-    if keeps_some and ("labels" in batch or shifted):
+    if keeps_some and ("labels" in batch or is_shifted):
         raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
     if seed is None:
         local = _shard(batch, patch)
@@ -79,9 +85,9 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
     tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, patch.layout) for rank in range(patch.ranks))
     logits = tokens
     if keeps_some:
-        kept = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]
-        logits = tuple(torch.isin(kept, own).nonzero().flatten() for own in tokens)
-        local_keep = torch.searchsorted(tokens[patch.rank], kept[logits[patch.rank]])
+        wanted = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]
+        logits = tuple(torch.isin(wanted, positions).nonzero().flatten() for positions in tokens)
+        local_keep = torch.searchsorted(tokens[patch.rank], wanted[logits[patch.rank]])
         local["logits_to_keep"] = local_keep.to(local["position_ids"].device)
     num_items = None
     if fused and "labels" in local:  # the labels are shifted already: the fused head would shift ``labels`` once more
@@ -90,7 +96,7 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
         num_items = local["num_items_in_batch"] = max(1, shard.num_items) if num_items is None else num_items
     rows = len(local["position_ids"])
     last = _last_tokens(model, batch) if pools else None
-    return local, FullCall(rows, tokens, logits, fused, not shifted, num_items, last, row_labels)
+    return local, FullCall(rows, tokens, logits, fused, not is_shifted, num_items, last, row_labels)
 
 
 def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
@@ -104,9 +110,17 @@ def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
-    """This rank's part of ``batch``. In some calls the ranks compare their batches and agree on a seed."""
+    """This rank's part of ``batch``. In some calls the ranks compare their batches and agree on a seed.
+
+    In which calls must not depend on the batch: a rank with a different batch might then skip the comparison.
+    """
     call, patch.calls = patch.calls, patch.calls + 1
-    if _is_checked(call):
+    every = check_every()
+    if every is None:
+        compares = call < _CHECKED_FIRST or call % _CHECKED_EVERY == 0
+    else:
+        compares = bool(every) and call % every == 0
+    if compares:
         local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
         patch.seed = local["seqpar"].seed
     else:
@@ -115,60 +129,28 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
     return local
 
 
-def _is_checked(call: int) -> bool:
-    """Whether the ranks compare their batches in call number ``call``.
-
-    The result must not depend on the batch: a rank with a different batch might then skip the comparison.
-
-    Raises:
-        ValueError: the environment variable SEQPAR_CHECK is not a number.
-    """
-    every = check_every()
-    if every is None:
-        return call < _CHECKED_FIRST or call % _CHECKED_EVERY == 0
-    return bool(every) and call % every == 0
-
-
 def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
-    """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``.
-
-    Args:
-        output: the output of the model's forward, for this rank's tokens.
-        forward: the current ``Forward``.
-        full_call: describes the call with the full batch.
-
-    Returns:
-        An output of the same type.
-
-    Raises:
-        ValueError: the output is a tuple, and the caller has set ``logits_to_keep``.
-    """
+    """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``."""
     if full_call.fused:
         output = _reduce_fused_loss(output, forward, full_call)
-    which = forward.patch.outputs
-    leaves_logits_out = forward.wants_loss and which != "full"
+    outputs = forward.patch.outputs
+    leaves_logits_out = forward.wants_loss and outputs != "full"
     if isinstance(output, tuple):
         if full_call.logits is not full_call.tokens:
             raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
         output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
-        return output if which == "local" else tuple(map(_Gather(forward, full_call).in_tuple, output))
+        return output if outputs == "local" else tuple(map(_Gather(forward, full_call).in_tuple, output))
     named = dict(output.items())
     if leaves_logits_out and "logits" in named:
         named["logits"] = MissingLogits()
-    if which != "local" or full_call.last is not None:
+    if outputs != "local" or full_call.last is not None:
         gather = _Gather(forward, full_call)
         named = finish({name: gather(name, x) for name, x in named.items()}, full_call, forward.model)
     return type(output)(**named)
 
 
 def finish(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, Any]:
-    """The outputs that the model returns on one device.
-
-    Args:
-        named: the outputs by name, for all tokens.
-        full_call: describes the call with the full batch.
-        model: the parallelized model.
-    """
+    """The outputs that ``model`` returns on one device, from the outputs of all tokens."""
     if full_call.drop_last:
         named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
     if full_call.last is not None:
@@ -176,8 +158,8 @@ def finish(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, 
         pooled = scores[torch.arange(full_call.rows, device=scores.device), full_call.last.to(scores.device)]
         named["logits"] = pooled  # [batch, num_labels]
         if full_call.labels is not None:
-            own = getattr(vars(model).get("_loss_function"), "user_loss", None)  # that the user has set
-            loss = own or LOSS_MAPPING["ForSequenceClassification"]
+            user_loss = getattr(vars(model).get("_loss_function"), "user_loss", None)
+            loss = user_loss or LOSS_MAPPING["ForSequenceClassification"]
             value = loss(logits=scores, labels=full_call.labels, pooled_logits=pooled, config=model.config)
             named = {"loss": value, **named}
     return named
@@ -219,10 +201,7 @@ class _Gather:
         return self._all_gather(x, self.full_call.logits if name == "logits" else self.full_call.tokens)
 
     def in_tuple(self, x: Any) -> Any:
-        """The output ``x`` of a call with ``return_dict=False``, all-gathered if it has the shape of hidden states.
-
-        The outputs of such a call have no names.
-        """
+        """An output without a name (``return_dict=False``), all-gathered if it has the shape of hidden states."""
         if isinstance(x, tuple):
             return tuple(self.in_tuple(y) for y in x)
         per_token = isinstance(x, LazyLogits) or (isinstance(x, Tensor) and x.dim() == 3)
@@ -230,18 +209,6 @@ class _Gather:
 
     def _all_gather(self, x: Tensor, places: tuple[Tensor, ...]) -> Tensor:
         return all_gather_tokens(x, places, self.patch, self.scale)
-
-
-_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 for text
-_LABELS = ("labels", "shift_labels")  # sharded before the multimodal model runs
-_TEXT_INPUTS = {
-    *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", "past_key_values", "seqpar"),
-    *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES),
-}
-# Arguments of Qwen3-VL's text model: which tokens are visual, bool [rows, seq], and for each of the first layers the
-# values that it adds to the visual tokens, [visual tokens, hidden].
-_VISUAL_TOKENS, _VISUAL_EMBEDS = "visual_pos_masks", "deepstack_visual_embeds"
-_SHARDED_SEPARATELY = ("attention_mask", "position_ids", _VISUAL_EMBEDS)  # ``_cut`` shards them in a way of their own
 
 
 def merges(model: nn.Module) -> bool:
@@ -252,70 +219,51 @@ def merges(model: nn.Module) -> bool:
 def has_more_than_text(kwargs: dict[str, Any]) -> bool:
     """Whether the arguments of a call contain images, video, sound, or placeholder tokens for these."""
     plain = bool | int | float | str
-    if any(
-        not (name in _TEXT_INPUTS or x is None or isinstance(x, plain) or _is_scalar(x)) for name, x in kwargs.items()
-    ):
-        return True
+    for name, x in kwargs.items():
+        is_scalar = isinstance(x, plain) or (isinstance(x, Tensor) and x.dim() == 0)
+        if not (name in _TEXT_INPUTS or x is None or is_scalar):
+            return True
     ids = kwargs.get("position_ids")
     if isinstance(ids, Tensor) and ids.dim() == 3:  # several ids per token, as for images
         return True
     return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
 
 
-def _is_scalar(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 0
-
-
-def shard_merged_call(
-    model: nn.Module, kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], FullCall, BatchShard, Tensor | None]:
+def shard_merged_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[str, Any], FullCall, Tensor | None]:
     """Prepare a call with a full batch with images, whose tokens are sharded before the text model runs.
 
-    Args:
-        model: the multimodal model.
-        kwargs: the arguments of its forward.
-
     Returns:
-        * The arguments of the multimodal model, with all tokens and with this rank's labels.
-        * What ``gather_outputs`` needs to know about the call.
-        * What the attention layers need to know about the batch.
+        * The arguments of the multimodal model, with all tokens, this rank's labels, and the entry ``seqpar``.
+        * The ``FullCall``.
         * The indices of this rank's tokens whose logits are computed, int64; None for all.
-
-    Raises:
-        ValueError: the batch cannot be sharded, or the ranks have different batches.
     """
-    given = {name: x for name, x in kwargs.items() if x is not None}
-    ids = given.get("position_ids")
-    boundaries = [name for name in BOUNDARY_NAMES if name in given]
+    full = {name: x for name, x in kwargs.items() if x is not None}
+    ids = full.get("position_ids")
+    boundaries = [name for name in BOUNDARY_NAMES if name in full]
     if boundaries and ids is None:
         raise ValueError(
             f"{boundaries[0]}: with images and document boundaries, give position_ids that restart at each boundary; "
             "the positions that the model computes itself do not restart"
         )
-    batch = dict(given)
+    batch = dict(full)
     if isinstance(ids, Tensor) and ids.dim() == 3:
         # In [4, rows, seq], row 0 counts the tokens of each document. In [3, rows, seq] there is one document.
         batch.pop("position_ids")
         if len(ids) == 4:
             batch["position_ids"] = ids[0]
     local, full_call = shard_call(model, batch)
-    shard, keep = local["seqpar"], local.get("logits_to_keep")
     for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
-        given.pop(name, None)
-    given.update({name: local[name] for name in (*_LABELS, "num_items_in_batch") if name in local})
-    if given.get("attention_mask") is None:  # with one, transformers does not look for documents, which ``shard`` has
-        tokens: Any = given.get("input_ids", given.get("inputs_embeds"))
-        given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    return given, full_call, shard, keep
+        full.pop(name, None)
+    full.update({name: local[name] for name in (*_LABELS, "num_items_in_batch", "seqpar") if name in local})
+    if full.get("attention_mask") is None:  # with one, transformers does not look for documents, which ``shard`` has
+        tokens: Any = full.get("input_ids", full.get("inputs_embeds"))
+        full["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    return full, full_call, local.get("logits_to_keep")
 
 
 @no_compile
 def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The hook before the text model's forward: shard its arguments, unless the batch was sharded before.
-
-    Raises:
-        ValueError: a tensor argument has no dimension of tokens.
-    """
+    """The hook before the text model's forward: shard its arguments, unless the batch was sharded before."""
     forward = current_forward()
     if forward is None or forward.shard is None:
         return None
@@ -324,21 +272,17 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if "use_cache" in parameters and forward.generation is None and kwargs.get("past_key_values") is None:
         kwargs["use_cache"] = False
     if forward.cut is not None:
-        kwargs = _cut(text, kwargs, forward, forward.cut)
+        kwargs = _shard_text_inputs(text, kwargs, forward, forward.cut)
         forward.cut = None
         shards_text_model[0] = False
     kwargs["seqpar"] = forward.shard
     return (), kwargs
 
 
-def _cut(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: Tensor) -> dict[str, Any]:
-    """This rank's part of the text model's arguments.
+def _shard_text_inputs(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: Tensor) -> dict[str, Any]:
+    """This rank's part of the text model's arguments: the tokens at ``positions``, int64 ``[seq_local]``.
 
-    Args:
-        text: the text model.
-        kwargs: the arguments of its forward, with all tokens.
-        forward: the current ``Forward``. The masks of images and the largest position are added to its ``shard``.
-        positions: int64 ``[seq_local]``, the positions of this rank's tokens.
+    The masks of images and the largest position are added to ``forward.shard``.
     """
     shard, embeds = forward.batch_shard, kwargs.get("inputs_embeds")
     if shard is None or embeds is None:
@@ -354,17 +298,14 @@ def _cut(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: T
         else:
             raise ValueError(
                 f"{name}: the text model received a tensor of shape {tuple(x.shape)}, which cannot be sharded; its "
-                f"first dimensions must be those of the tokens, {rows, seq}"
+                f"first dimensions must be batch and seq, {rows, seq}"
             )
     masks = kwargs.get("attention_mask")
     by_type = masks if isinstance(masks, dict) else {"": masks}
-    blocks = {kind: shard.mask & mask for kind, mask in by_type.items() if isinstance(mask, Mask)}
+    blocks = {layer_type: shard.mask & mask for layer_type, mask in by_type.items() if isinstance(mask, Mask)}
     local["attention_mask"] = dict.fromkeys(masks) if isinstance(masks, dict) else None
     ids = kwargs.get("position_ids")
-    if ids is None:
-        local["position_ids"] = positions.expand(rows, -1)
-    else:
-        local["position_ids"] = ids.index_select(-1, positions)
+    local["position_ids"] = positions.expand(rows, -1) if ids is None else ids.index_select(-1, positions)
     longest = int(ids.max()) if ids is not None and forward.patch.depends_on_length else shard.max_position
     forward.shard = replace(shard, block_masks=blocks, max_position=longest)
     if kwargs.get(_VISUAL_EMBEDS) is not None:

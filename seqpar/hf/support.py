@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .trial import MixingTrace, trace_tokens
+from .trial import Trial, run_trial
 
-# ``check_model`` checks class names before ``trace_tokens`` makes a trial run of the model. This check takes no time.
+# ``check_model`` checks class names before ``run_trial`` makes a trial run of the model. This check takes no time.
 # Its error names the layer, where the trial run would name a module inside the layer. It also finds layers that mix
 # tokens only in sequences longer than that of the trial run.
 
@@ -50,7 +50,7 @@ _ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
 
 
 def check_adapters(modules: Iterable[nn.Module]) -> None:
-    """Raise a ValueError if one of the modules has an adapter of peft that cannot be sharded."""
+    """Raise an error if one of the modules has an adapter of peft that cannot be sharded."""
     for module in modules:
         adapters = getattr(module, "peft_config", None)
         for name, config in adapters.items() if isinstance(adapters, dict) else ():
@@ -66,11 +66,7 @@ def check_adapters(modules: Iterable[nn.Module]) -> None:
 
 
 def text_model(root: PreTrainedModel) -> PreTrainedModel:
-    """The model whose sequence is sharded: the text model inside a model with a vision or audio tower, or ``root``.
-
-    Raises:
-        ValueError: ``root`` has a tower, but does not merge the tower's output into the embeddings of a text model.
-    """
+    """The model whose sequence is sharded: the text model inside a model with a vision or audio tower, or ``root``."""
     towers = [name for name in _TOWERS if getattr(root.config, name, None) is not None]
     if not towers or root.config.get_text_config() is root.config:
         return root
@@ -94,18 +90,16 @@ def recomputes(model: Any) -> bool:
 def parameters_of(module: nn.Module) -> list[str]:
     """The names of the parameters of ``module.forward``, and of the parents' forwards if it may pass arguments on."""
     parents = (vars(cls)["forward"] for cls in type(module).__mro__[1:] if "forward" in vars(cls))
-    named: dict[str, Parameter] = {}
-    others: list[str] = []  # such as kwargs
+    names: dict[str, None] = {}
+    variadic: list[str] = []  # such as kwargs
     for forward in (module.forward, *parents):
         parameters = inspect.signature(forward).parameters
-        more = [name for name, p in parameters.items() if p.kind is Parameter.VAR_KEYWORD]
-        named.update(
-            {x: p for x, p in parameters.items() if x != "self" and p.kind not in _VARIADIC and x not in named}
-        )
-        others += more
-        if not more:
+        names.update(dict.fromkeys(x for x, p in parameters.items() if x != "self" and p.kind not in _VARIADIC))
+        passes_on = [name for name, p in parameters.items() if p.kind is Parameter.VAR_KEYWORD]
+        variadic += passes_on
+        if not passes_on:
             break
-    return [*named, *others]
+    return [*names, *variadic]
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -121,18 +115,10 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> MixingTrace:
-    """Raise an error if ``model`` would compute wrong results on a sharded sequence.
+def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
+    """Raise an error, with the name of the layer, if ``model`` would compute wrong results on a sharded sequence.
 
-    Args:
-        model: a transformers model.
-        layers: its ``attention_layers``. Attention layers that only the trial run finds are added.
-
-    Returns:
-        The results of the trial run.
-
-    Raises:
-        ValueError: ``model`` cannot be parallelized. The message has the reason and the name of the layer.
+    ``layers`` are its ``attention_layers``. Attention layers that only the trial run finds are added.
     """
     model_name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -151,44 +137,40 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> MixingT
     _check_layer_types(model, model_name)
     _check_head(model, model_name)
     _check_positions(text, model_name)
-    trace = trace_tokens(model)
-    _check_trace(trace, model, layers)
-    return trace
+    trial = run_trial(model)
+    _check_trial(trial, model, layers)
+    return trial
 
 
-def _check_trace(trace: MixingTrace, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
-    """Raise an error if the trial run found a layer that mixes or pools tokens. Warn if the trial run failed.
-
-    Attention layers that ``_uses_interface`` does not recognize, but that the trial run has found, are added to
-    ``layers``.
-    """
+def _check_trial(trial: Trial, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+    """Raise an error if the trial run found a layer that mixes or pools tokens. Warn if the trial run failed."""
     model_name = type(model).__name__
-    if trace.mixes is not None:
-        name, class_name = trace.mixes
+    if trial.mixes is not None:
+        name, class_name = trial.mixes
         raise ValueError(
             f"model={model_name}: layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its "
             "output for a token depended on other tokens, and not through transformers' AttentionInterface; such a "
             "layer cannot be sharded along the sequence"
         )
-    if trace.pools is not None and not pools_last_token(model):
-        name, class_name = trace.pools
+    if trial.pools is not None and not pools_last_token(model):
+        name, class_name = trial.pools
         raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) pools the tokens in its input, which would be those of "
-            "one rank only; use the model without this layer"
+            f"model={model_name}: layer {name!r} ({class_name}) pools the tokens in its input, and a rank has "
+            "only some of the tokens; use the model without this layer"
         )
-    if trace.error is not None:
+    if trial.error is not None:
         warnings.warn(
-            f"model={model_name}: its trial run on a few tokens failed ({type(trace.error).__name__}: {trace.error}), "
+            f"model={model_name}: its trial run on a few tokens failed ({type(trial.error).__name__}: {trial.error}), "
             "so that only the names of its layers were checked; compare it with one device by seqpar.hf.verify",
             stacklevel=4,
         )
         return
     known = set(map(id, layers.values()))
-    layers.update({name: m for name, m in model.named_modules() if m in trace.attends and id(m) not in known})
+    layers.update({name: m for name, m in model.named_modules() if m in trial.attends and id(m) not in known})
 
 
 def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] | None:
-    """Name and class of a layer that mixes tokens without the interface; None if there is none.
+    """Name and class of a layer that mixes tokens without the interface.
 
     Of nested layers it is the innermost one that is not a plain operator such as a convolution.
     """
@@ -248,13 +230,13 @@ def _check_positions(model: PreTrainedModel, model_name: str) -> None:
     for name, module in model.named_modules():
         if _POOLER.search(type(module).__name__):
             raise ValueError(
-                f"model={model_name}: layer {name!r} ({type(module).__name__}) pools the tokens in its input, which "
-                "would be those of one rank only; create the model with add_pooling_layer=False"
+                f"model={model_name}: layer {name!r} ({type(module).__name__}) pools the tokens in its input, and a "
+                "rank has only some of the tokens; create the model with add_pooling_layer=False"
             )
         if _counts_positions(module):
             raise ValueError(
                 f"model={model_name}: layer {name!r} ({type(module).__name__}) counts the positions of the tokens in "
-                "its input, which would be those of one rank only"
+                "its input, and a rank has only some of the tokens"
             )
 
 
@@ -267,7 +249,6 @@ def _counts_positions(module: nn.Module) -> bool:
 
 
 def _uses_interface(cls: type[Any]) -> bool:
-    """Whether the forward of ``cls`` gets its attention function from the interface."""
     return "ALL_ATTENTION_FUNCTIONS" in _forward_source(cls) or "attention_interface(" in _forward_source(cls)
 
 
@@ -294,7 +275,6 @@ def predicts_in_place(model: nn.Module) -> bool:
 
 
 def _function(method: Any) -> Any:
-    """The function of a method, without decorators."""
     function = inspect.unwrap(method)
     return getattr(function, "__func__", function)
 

@@ -26,7 +26,7 @@ import seqpar.hf
 from seqpar.hf.loss import MissingLogits
 from seqpar.hf.masks import no_mask
 from seqpar.hf.state import NAME
-from seqpar.hf.trial import trace_tokens
+from seqpar.hf.trial import run_trial
 
 from ..pool import Pool, on_ranks
 from .workers import MODELS, PARALLELIZE, VOCAB, gradients, make_batch, one_device, table, tiny, worst
@@ -497,14 +497,14 @@ def test_the_trial_run_changes_nothing(kind: str) -> None:
     model = tiny(kind)
     before = {name: (dict(vars(m)), [*m._forward_hooks], [*m.parameters()]) for name, m in model.named_modules()}
     random = torch.get_rng_state()
-    trace = trace_tokens(model)
+    trace = run_trial(model)
     assert (trace.mixes, trace.pools, trace.error, len(trace.attends)) == (None, None, None, 2)
     after = {name: (dict(vars(m)), [*m._forward_hooks], [*m.parameters()]) for name, m in model.named_modules()}
     assert all(map(operator.is_, model.parameters(), before[""][2]))
     assert [x[0].keys() for x in before.values()] == [x[0].keys() for x in after.values()]
     assert [x[1] for x in before.values()] == [x[1] for x in after.values()]
     assert torch.equal(random, torch.get_rng_state())
-    trace = trace_tokens(model.to("meta"))
+    trace = run_trial(model.to("meta"))
     assert (trace.mixes, trace.error, len(trace.attends)) == (None, None, 2)
 
 
@@ -514,9 +514,9 @@ def test_of_layers_that_are_alike_the_trial_runs_one(kind: str, run: int) -> Non
     model = tiny(kind, num_hidden_layers=6, **changes)
     with mock.patch.object(type(model.model.layers[0]), "forward", autospec=True) as forward:
         forward.side_effect = lambda layer, hidden_states, **kwargs: hidden_states
-        trace_tokens(model)
+        run_trial(model)
     assert forward.call_count == run
-    trace = trace_tokens(model)
+    trace = run_trial(model)
     assert {id(m) for m in trace.attends} == {id(layer.self_attn) for layer in model.model.layers}
 
 

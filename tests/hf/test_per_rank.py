@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.accelerate import _is_for_own_batches
+from seqpar.hf.accelerate import _needs_per_rank_batches
 from seqpar.hf.loss import MissingLogits
 
 from ..live_bytes import LiveBytes
@@ -351,5 +351,5 @@ def test_a_trainer_that_needs_own_batches(own: OwnPool, fsdp: bool) -> None:
 def test_which_trainers_need_own_batches() -> None:
     trl_sft: Any = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
     for cls, needs in ((PreferenceTrainer, True), (trl_sft, False), (transformers.Trainer, False)):
-        assert _is_for_own_batches(cls.__new__(cls)) is needs
-    assert not _is_for_own_batches(None)
+        assert _needs_per_rank_batches(cls.__new__(cls)) is needs
+    assert not _needs_per_rank_batches(None)

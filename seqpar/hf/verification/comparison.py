@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,77 +23,37 @@ from ..masks import window_and_chunk
 from ..state import Patch
 from ..support import parameters_of, pools_last_token, predicts_in_place
 from .recording import Place, Recording
+from .report import Difference
 
-_KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "backward", "gradient")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One difference between a parallelized model and the same model on one device.
-
-    Attributes:
-        kind: what differs. "batch", "path" or "weights": the ranks' batches, models or weights differ from one another.
-            "layer": a layer does not attend over the sharded sequence. "input": the tokens, positions or labels that
-            the model received. "forward": a tensor of the forward, the first one that differs. "loss": the loss.
-            "backward": the gradient of a tensor of the forward, the first one in backward that differs. "gradient": the
-            gradient of a parameter.
-        quantity: the name of the tensor or parameter.
-        layer: the name of the attention layer; empty for the model itself.
-        tokens: the global positions of the tokens that differ.
-        ranks: the ranks of the sequence on which the quantity differs.
-        error: the norm of the difference, relative to the norm of what one device computes.
-        tolerance: the largest error that counts as equal.
-        explanation: a probable cause.
-        stops: whether nothing after this difference can be compared.
-        at: its position in the order of the training step, among the differences of its kind.
-    """
-
-    kind: str
-    quantity: str
-    layer: str = ""
-    tokens: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
-    error: float = 0.0
-    tolerance: float = 0.0
-    explanation: str = ""
-    stops: bool = False
-    at: int = 0
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """A sort key: differences in the order of a training step."""
-        return _KINDS.index(self.kind), self.at
-
-    def values(self) -> tuple[Any, ...]:
-        """The attributes, in the order of the arguments of ``Difference``."""
-        return astuple(self)
-
-    def __str__(self) -> str:
-        where = f"layer {self.layer!r}, {self.quantity}" if self.layer else self.quantity
-        parts = [f"{self.kind}: {where}"]
-        if self.ranks:
-            parts.append(f"on rank(s) {', '.join(map(str, self.ranks))}")
-        if self.tokens:
-            parts.append(f"tokens {token_list(self.tokens)}")
-        if self.tolerance:
-            parts.append(f"error {self.error:.2g} (tolerance {self.tolerance:.0e})")
-        return "; ".join([*parts, *([self.explanation] if self.explanation else [])])
-
-
-def token_list(tokens: Iterable[int]) -> str:
-    """The increasing positions ``tokens`` as text, such as "0-3, 7". At most eight ranges are shown."""
-    ranges: list[list[int]] = []
-    for token in tokens:
-        if ranges and token == ranges[-1][1] + 1:
-            ranges[-1][1] = token
-        else:
-            ranges.append([token, token])
-    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in ranges[:8]]
-    return ", ".join(shown + ["..."] * (len(ranges) > 8))
+# Probable causes, by the quantity that differs first. The attention's are found by ``_explain_attention``.
+_ROTARY = "its input is equal to that on one device; the positions in its rotary embedding are probably different"
+_MIXED = "a module between the previous attention layer and this one mixes or changes tokens"
+_FORWARD_CAUSES = {**dict.fromkeys(("query", "key", "rotated keys"), _ROTARY), "input": _MIXED}
+_BACKWARD_CAUSES = dict.fromkeys(
+    ("query", "key", "value", "latents", "rotated keys"),
+    "the gradient of the attention's output is correct; the backward of the attention used different keys, values or "
+    "log-sum-exps",
+)
+# For a parameter whose gradient is the correct one times a factor. The first predicate that holds counts.
+_GRADIENT_CAUSES: tuple[tuple[Callable[[float, int], bool], str], ...] = (
+    (
+        lambda factor, ranks: abs(factor * ranks - 1) < 0.01,
+        "it is divided by the number of ranks, {ranks}, because a wrapper averages over them; call parallelize with "
+        "gradients='auto' or 'mean'",
+    ),
+    (
+        lambda factor, ranks: abs(factor / ranks - 1) < 0.01,
+        "it is multiplied by the number of ranks, {ranks}, because no wrapper averages over them; call parallelize "
+        "with gradients='partial'",
+    ),
+    (lambda factor, ranks: True, "it is the correct gradient times {factor:.4g}"),
+)
 
 
 class FullBatch:
     """A full batch, prepared for the parallelized model and for one device.
+
+    It is parsed here once more, so that a fault of ``hf/batch.py`` is found.
 
     Attributes:
         given: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would predict are
@@ -107,10 +66,6 @@ class FullBatch:
         position_ids: int64 ``[b, s]``.
         in_place: whether the model predicts each token itself, not the next one.
         labels: int64 ``[b, s]``, the label that the output for each token is compared with, or None.
-
-    Raises:
-        TypeError: the batch is not a mapping.
-        ValueError: the batch is sharded already, or has no tokens.
     """
 
     def __init__(self, batch: Mapping[str, Any], patch: Patch, root: PreTrainedModel) -> None:
@@ -118,8 +73,8 @@ class FullBatch:
             raise TypeError(f"batch={type(batch).__name__}: expected a dict of tensors, with 'input_ids'")
         if "seqpar" in batch:
             raise ValueError("batch: it is sharded already; give verify the full batch")
-        rest = dict(batch)
-        tokens = rest.get("input_ids", rest.get("inputs_embeds"))
+        entries = dict(batch)
+        tokens = entries.get("input_ids", entries.get("inputs_embeds"))
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
         rows, self.seq_len = tokens.shape[:2]
@@ -127,11 +82,11 @@ class FullBatch:
         self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.layout)
         index = torch.arange(self.seq_len)
         self.valid = torch.ones(shape, dtype=torch.bool)
-        boundaries = [rest.pop(name) for name in BOUNDARY_NAMES if name in rest]
+        boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
         for name in UNUSED_NAMES:
-            rest.pop(name, None)
+            entries.pop(name, None)
         self.merges = merges(root) and has_more_than_text(dict(batch))
-        ids, documents, jumps = rest.get("position_ids"), None, False
+        ids, documents, jumps = entries.get("position_ids"), None, False
         if self.merges and isinstance(ids, Tensor) and ids.dim() == 3:
             ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: row 0 counts the tokens, the others are for images
         if boundaries and boundaries[0] is not None:
@@ -146,31 +101,31 @@ class FullBatch:
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
         self.position_ids = ids.expand(shape)
         if not self.merges:  # with images, the model may compute the positions itself
-            rest["position_ids"] = self.position_ids
-        mask = rest.pop("attention_mask", None)
+            entries["position_ids"] = self.position_ids
+        mask = entries.pop("attention_mask", None)
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all()):
             self.valid = self.valid & (mask != 0).cpu()
-            rest["attention_mask"] = mask
+            entries["attention_mask"] = mask
         elif jumps:  # transformers would take jumps for documents
-            rest["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
+            entries["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
         self.in_place = predicts_in_place(root)
         self.given = dict(batch)
         self.labels: Tensor | None = None
         if not pools_last_token(root):  # a model that classifies sequences has one label per row
-            self._set_labels(rest)
+            self._set_labels(entries)
         if "use_cache" in parameters_of(root):
-            rest["use_cache"] = False
-        self.for_one_device = rest
+            entries["use_cache"] = False
+        self.for_one_device = entries
 
-    def _set_labels(self, rest: dict[str, Any]) -> None:
-        """Set the labels in ``given``, in ``rest`` and in ``self.labels``."""
-        labels, shifted = rest.get("labels"), rest.get("shift_labels")
-        if shifted is not None:
-            self.given["shift_labels"] = rest["shift_labels"] = self.labels = self._ignore_padding(shifted, 0)
-            rest["labels"] = self.labels  # without labels the model would compute no loss
+    def _set_labels(self, entries: dict[str, Any]) -> None:
+        """Set the labels in ``given``, in ``entries`` and in ``self.labels``."""
+        labels, targets = entries.get("labels"), entries.get("shift_labels")
+        if targets is not None:
+            self.given["shift_labels"] = entries["shift_labels"] = self.labels = self._ignore_padding(targets, 0)
+            entries["labels"] = self.labels  # without labels the model would compute no loss
         elif labels is not None:
             shift = 0 if self.in_place else 1
-            labels = self.given["labels"] = rest["labels"] = self._ignore_padding(labels, shift)
+            labels = self.given["labels"] = entries["labels"] = self._ignore_padding(labels, shift)
             self.labels = F.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:]
 
     def _ignore_padding(self, labels: Tensor, shift: int) -> Tensor:
@@ -180,7 +135,6 @@ class FullBatch:
 
     @property
     def checksum(self) -> int:
-        """A checksum of the tensors of ``given``."""
         value = 0
         for name in sorted(self.given):
             if isinstance(x := self.given[name], Tensor):
@@ -190,12 +144,9 @@ class FullBatch:
 
 
 def _documents(ids: Tensor) -> tuple[Tensor | None, bool]:
-    """The documents in the position ids ``[b, s]``, and whether the ids jump or repeat elsewhere.
+    """The index of each token's document, int ``[b, s]``, and whether the position ids jump or repeat elsewhere.
 
-    A document starts where the ids come back to the row's smallest id.
-
-    Returns:
-        int ``[b, s]``, or None if each row is one document; and whether they jump.
+    A document starts where the ids come back to the row's smallest id. None if each row is one document.
     """
     step = F.pad(ids.diff(dim=1), (1, 0), value=1)
     smallest = ids == ids.amin(1, keepdim=True)
@@ -209,19 +160,13 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
 
     With images, compare only the labels and the positions that the text model received. ``compare_tensors`` compares
     the merged embeddings.
-
-    Args:
-        ours: the recording of the parallelized model on this rank.
-        theirs: the recording of the model on one device.
-        batch: the full batch.
-        patch: the model's ``Patch``.
     """
     expected = {
         "input_ids": None if batch.merges else batch.for_one_device.get("input_ids"),
         "position_ids": theirs.inputs.get("position_ids", batch.position_ids) if batch.merges else batch.position_ids,
         "labels": batch.labels,
     }
-    found = []
+    differences = []
     for at, (name, full) in enumerate(expected.items()):
         mine = ours.inputs.get(name)
         if mine is None or full is None:
@@ -230,118 +175,116 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
         want = full.index_select(-1, batch.positions)  # [b, s_local], or [ids, b, s_local] for several ids per token
         mine = mine.expand(want.shape) if mine.shape[-1] == want.shape[-1] and mine.dim() <= want.dim() else mine
         if mine.shape != want.shape:
-            why = f"shape {tuple(mine.shape)}, expected this rank's part {tuple(want.shape)}"
-            found.append(Difference("input", name, error=math.inf, explanation=why, at=at))
+            differences.append(Difference("input", name, error=math.inf, explanation=_shapes(mine, want), at=at))
             continue
         valid = batch.valid.index_select(1, batch.positions)
         wrong = ((mine != want) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)
         if wrong.any():
             tokens = tuple(batch.positions[wrong].tolist())
-            why = _explain_input(name, mine, full, patch, batch)
-            found.append(Difference("input", name, tokens=tokens, error=math.inf, explanation=why, at=at))
-    return found
+            why = next(sentence for x, sentence in _input_causes(name, full, patch, batch) if _matches(mine, x, name))
+            differences.append(Difference("input", name, tokens=tokens, error=math.inf, explanation=why, at=at))
+    return differences
 
 
-def _explain_input(name: str, mine: Tensor, full: Tensor, patch: Patch, batch: FullBatch) -> str:
-    """A probable cause why the input ``mine [b, s_local]`` is not this rank's part of ``full [b, s]``."""
-    if name == "position_ids" and torch.equal(mine, torch.arange(mine.shape[-1]).expand(mine.shape)):
-        return "they count this rank's tokens, not those of the sequence"
+def _input_causes(name: str, full: Tensor, patch: Patch, batch: FullBatch) -> Iterator[tuple[Tensor | None, str]]:
+    """Wrong parts of ``full [..., s]`` that a rank may have, each with a sentence. The last one is any part."""
+    if name == "position_ids":
+        count = torch.arange(len(batch.positions)).expand(*full.shape[:-1], -1)
+        yield count, "they count this rank's tokens, not the tokens of the sequence"
     for layout in LAYOUTS:
-        other = full.index_select(-1, shard_positions(batch.seq_len, patch.ranks, patch.rank, layout))
-        if layout != patch.layout and other.shape == mine.shape and torch.equal(other, mine):
-            return f"they are those of layout {layout!r}, but the model has layout={patch.layout!r}"
+        if layout != patch.layout:
+            part = full.index_select(-1, shard_positions(batch.seq_len, patch.ranks, patch.rank, layout))
+            yield part, f"they belong to layout {layout!r}, but the model has layout={patch.layout!r}"
     if name == "labels":
-        unshifted = F.pad(full, (1, 0), value=IGNORE_INDEX)[:, : batch.seq_len]
-        twice = F.pad(full, (0, 1), value=IGNORE_INDEX)[:, 1:]
-        for candidate, how in ((twice, "shifted twice"), (unshifted, "not shifted")):
-            part = candidate.index_select(1, batch.positions)
-            known = (part != IGNORE_INDEX) & (mine != IGNORE_INDEX)
-            if known.any() and torch.equal(part[known], mine[known]):
-                return f"they are {how}: shard_batch shifts labels once, before the batch is cut"
-        return "they are not the labels of this rank's tokens"
-    return "they are not those of this rank's tokens"
+        once = "shard_batch shifts labels once, before the batch is cut"
+        for padding, start, how in (((0, 1), 1, "shifted twice"), ((1, 0), 0, "not shifted")):
+            moved = F.pad(full, padding, value=IGNORE_INDEX)[:, start : start + batch.seq_len]
+            yield moved.index_select(1, batch.positions), f"they are {how}: {once}"
+    yield None, f"they are not the {name if name == 'labels' else 'values'} of this rank's tokens"
+
+
+def _matches(mine: Tensor, candidate: Tensor | None, name: str) -> bool:
+    if candidate is None or mine.shape != candidate.shape:
+        return candidate is None
+    if name != "labels":
+        return torch.equal(mine, candidate)
+    counted = (candidate != IGNORE_INDEX) & (mine != IGNORE_INDEX)
+    return bool(counted.any()) and torch.equal(candidate[counted], mine[counted])
+
+
+def _shapes(mine: Tensor, want: Tensor) -> str:
+    return f"shape {tuple(mine.shape)}, expected this rank's part {tuple(want.shape)}"
 
 
 def compare_tensors(
     ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float, ranks: int
-) -> tuple[list[Difference], list[Difference]]:
-    """Compare the recorded tensors and their gradients.
-
-    Args:
-        ours: the recording of the parallelized model on this rank.
-        theirs: the recording of the model on one device.
-        batch: the full batch.
-        tolerance: the largest error that counts as equal, relative to the norm of a token's values.
-        ranks: the number of ranks of the sequence.
-
-    Returns:
-        The first tensor of the forward that differs, and the first gradient in backward that differs. Each list has at
-        most one item.
-    """
-    valid = batch.valid.index_select(1, batch.positions)  # [b, s_local]
-    order = {place: at for at, place in enumerate(theirs.tensors) if not _is_expanded(place, ours)}
-    forward, backward = [], []
-    for place in order:
-        found = _compare(ours.tensors.get(place), theirs.tensors[place], batch, valid, tolerance)
-        if found is not None:
-            tokens, error, why = found
-            why = why or _explain_forward(place, ours, theirs, batch, tolerance)
-            at = order[place]
-            forward.append(Difference("forward", place.quantity, place.layer, tokens, (), error, tolerance, why, at=at))
+) -> list[Difference]:
+    """The first recorded tensor of the forward that differs, and the first gradient in backward that differs."""
+    # a parallelized layer of latent attention records latents instead of keys and values
+    order = {
+        place: at
+        for at, place in enumerate(theirs.tensors)
+        if place.quantity not in ("key", "value") or Place(place.layer, "latents") not in ours.tensors
+    }
+    differences = []
+    for place, at in order.items():
+        result = _compare(ours.tensors.get(place), theirs.tensors[place], batch, tolerance)
+        if result is not None:
+            tokens, error, why = result
+            if not why and place.quantity == "attention":
+                why = _explain_attention(place, ours, theirs, batch, tolerance)
+            elif not why and (place.quantity != "input" or "input_ids" in ours.inputs):
+                why = _FORWARD_CAUSES.get(place.quantity, "")
+            differences.append(
+                Difference("forward", place.quantity, place.layer, tokens, (), error, tolerance, why, at=at)
+            )
             break
-    scale = _gradient_scale(ours, theirs, batch, valid, ranks)
+    scale = _gradient_scale(ours, theirs, batch, ranks)
     for place in reversed(order):
         if place not in theirs.gradients:
             continue
         mine = ours.gradients.get(place)
-        mine = None if mine is None else mine / scale
-        found = _compare(mine, theirs.gradients[place], batch, valid, tolerance)
-        if found is not None:
-            tokens, error, why = found
-            why = why or _explain_backward(place)
-            at = len(theirs.tensors) - order[place]
-            quantity = f"gradient of {place.quantity}"
-            backward.append(Difference("backward", quantity, place.layer, tokens, (), error, tolerance, why, at=at))
+        result = _compare(None if mine is None else mine / scale, theirs.gradients[place], batch, tolerance)
+        if result is not None:
+            tokens, error, why = result
+            why = why or _BACKWARD_CAUSES.get(place.quantity, "")
+            at, name = len(theirs.tensors) - order[place], f"gradient of {place.quantity}"
+            differences.append(Difference("backward", name, place.layer, tokens, (), error, tolerance, why, at=at))
             break
-    return forward, backward
-
-
-def _is_expanded(place: Place, ours: Recording) -> bool:
-    """Whether ``place`` holds keys or values of a layer of which the parallelized model records the latents instead."""
-    return place.quantity in ("key", "value") and Place(place.layer, "latents") in ours.tensors
+    return differences
 
 
 def _compare(
-    mine: Tensor | None, full: Tensor, batch: FullBatch, valid: Tensor, tolerance: float
+    mine: Tensor | None, full: Tensor, batch: FullBatch, tolerance: float
 ) -> tuple[tuple[int, ...], float, str] | None:
     """Compare ``mine [b, s_local, ...]`` with this rank's part of ``full [b, s, ...]``.
 
-    Returns:
-        The global positions of the tokens that differ, the largest error, and a probable cause, which is empty if it
-        is not known. None if nothing differs.
+    Returns the global positions of the tokens that differ, the largest error, and a cause if it is known. None if
+    nothing differs.
     """
     if mine is None:
         return (), math.inf, "this rank computed none"
     want = full.index_select(1, batch.positions)
     if mine.shape != want.shape:
-        return (), math.inf, f"shape {tuple(mine.shape)}, expected this rank's part {tuple(want.shape)}"
+        return (), math.inf, _shapes(mine, want)
     per_token = want.flatten(2).norm(dim=2)  # [b, s_local]
     # The error is relative to the token's norm plus the mean norm. With the token's norm alone, tokens whose values are
     # nothing but rounding error would count as different.
-    counted = batch.valid.sum().clamp(min=1)
-    mean = (full.flatten(2).norm(dim=2) * batch.valid).sum() / counted
-    error = (mine - want).flatten(2).norm(dim=2) / (per_token + mean).clamp(min=1e-30) * valid
+    mean = (full.flatten(2).norm(dim=2) * batch.valid).sum() / batch.valid.sum().clamp(min=1)
+    error = (mine - want).flatten(2).norm(dim=2) / (per_token + mean).clamp(min=1e-30)
+    error = error * batch.valid.index_select(1, batch.positions)
     wrong = ~(error <= tolerance)
     if not wrong.any():
         return None
     return tuple(batch.positions[wrong.any(0)].tolist()), float(error.nan_to_num(math.inf).max()), ""
 
 
-def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, valid: Tensor, ranks: int) -> float:
-    """The factor between this rank's gradients and those of one device: ``ranks``, ``1 / ranks`` or 1.
+def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, ranks: int) -> float:
+    """The factor between this rank's gradients and the gradients on one device: ``ranks``, ``1 / ranks`` or 1.
 
     It is not 1 if a wrapper averages the gradients of the parameters over the ranks, and the loss is scaled for that.
     """
+    valid = batch.valid.index_select(1, batch.positions)  # [b, s_local]
     for place in reversed(theirs.gradients):
         mine, full = ours.gradients.get(place), theirs.gradients[place]
         if mine is None:
@@ -355,27 +298,6 @@ def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, valid:
     return 1.0
 
 
-def _explain_forward(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
-    """A probable cause if ``place`` is the first tensor of the forward that differs; empty if none is known."""
-    if place.quantity in ("query", "key", "rotated keys"):
-        return "its input is equal to that on one device; the positions in its rotary embedding are probably different"
-    if place.quantity == "input" and "input_ids" in ours.inputs:
-        return "a module between the previous attention layer and this one mixes or changes tokens"
-    if place.quantity == "attention":
-        return _explain_attention(place, ours, theirs, batch, tolerance)
-    return ""
-
-
-def _explain_backward(place: Place) -> str:
-    """A probable cause if ``place`` has the first gradient in backward that differs; empty if none is known."""
-    if place.quantity in ("query", "key", "value", "latents", "rotated keys"):
-        return (
-            "the gradient of the attention's output is correct; the backward of the attention used different keys, "
-            "values or log-sum-exps"
-        )
-    return ""
-
-
 def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
     """A probable cause why this rank's attention differs although its queries, keys and values are correct.
 
@@ -386,8 +308,8 @@ def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: 
     q, k, v, right = (theirs.tensors[Place(place.layer, name)] for name in ("query", "key", "value", "attention"))
     mine, positions = ours.tensors[place], batch.positions
     i, j = positions[:, None], torch.arange(batch.seq_len)[None]
-    causal = bool(options.get("is_causal", None) if options.get("is_causal") is not None
-                  else getattr(module, "is_causal", True))  # fmt: skip
+    is_causal = options.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window, chunk = window_and_chunk(module, options.get("sliding_window"))
     parts: dict[str, Tensor] = {"the padding mask": batch.valid[:, None, :]}  # bool [b or 1, s_local or 1, s]
     dense, images = options.get("attention_mask"), ""
@@ -405,39 +327,30 @@ def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: 
         parts["the documents' boundaries"] = documents[:, positions][:, :, None] == documents[:, None, :]
     sinks = options.get("s_aux")
     sinks = None if sinks is None else sinks.detach().cpu().float()
-    scale = options.get("scaling") or q.shape[-1] ** -0.5
+    scale, softcap = options.get("scaling") or q.shape[-1] ** -0.5, options.get("softcap")
     valid = batch.valid.index_select(1, positions)
-    for left_out in (*parts, *filter(None, [images]), *([] if sinks is None else ["its sinks"])):
+    for missing in (*parts, *filter(None, [images]), *([] if sinks is None else ["its sinks"])):
         mask = torch.ones(1, 1, 1, dtype=torch.bool)
-        for name, part in {**parts, "causality": alone}.items() if left_out == images else parts.items():
-            mask = mask & (part if name != left_out else True)
-        found = _dense_attention(
-            q.index_select(1, positions), k, v, mask, scale, options.get("softcap"),
-            None if left_out == "its sinks" else sinks,
-        )  # fmt: skip
+        for name, part in {**parts, "causality": alone}.items() if missing == images else parts.items():
+            mask = mask & (part if name != missing else True)
+        q_local = q.index_select(1, positions)
+        found = _dense_attention(q_local, k, v, mask, scale, softcap, None if missing == "its sinks" else sinks)
         error = (mine - found).flatten(2).norm(dim=2) / right.flatten(2).norm(dim=2).mean()
         if mine.shape == found.shape and bool((error[valid] <= tolerance).all()):
-            return f"its queries, keys and values are correct; it is the attention without {left_out}"
+            return f"its queries, keys and values are correct; it is the attention without {missing}"
     return "its queries, keys and values are correct; the mask, the scale or the keys of other ranks are wrong"
 
 
 def _dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor,  # [b, s_local, h, d]
+    k: Tensor,  # [b, s, n, d]
+    v: Tensor,  # [b, s, n, v_head_dim]
+    mask: Tensor,  # bool [b, s_local, s], or 1 in any of these dimensions; True where a query sees a key
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # float32 [h]
 ) -> Tensor:
-    """Attention with a dense mask, as the reference.
-
-    Args:
-        q: ``[b, s_local, h, d]``.
-        k: ``[b, s, n, d]``.
-        v: ``[b, s, n, v_head_dim]``.
-        mask: bool ``[b, s_local, s]``, or 1 in any of these dimensions. True where a query sees a key.
-        scale: the factor of the scores.
-        softcap: the limit of the scores, or None.
-        sinks: float32 ``[h]``, or None.
-
-    Returns:
-        ``[b, s_local, h, v_head_dim]``.
-    """
+    """Attention with a dense mask: [b, s_local, h, v_head_dim]."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale  # [b, h, s_local, s]
@@ -452,47 +365,25 @@ def _dense_attention(
 def parameter_differences(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float, ranks: int
 ) -> list[Difference]:
-    """Compare the gradients of the parameters.
-
-    Args:
-        ours: the gradients of the parallelized model after they were summed over the ranks, by parameter name.
-        theirs: the gradients of the model on one device.
-        tolerance: the largest error that counts as equal, relative to the norm of the gradient.
-        ranks: the number of ranks of the sequence.
-
-    Returns:
-        The parameters whose gradients differ. The explanation says if they differ by a factor only.
-    """
+    """Compare the gradients of the parameters, by name, after they were summed over the ranks."""
     largest = max((float(g.norm()) for g in theirs.values()), default=0.0)
-    found = []
+    differences = []
     for name in dict.fromkeys([*theirs, *ours]):
         mine, want = ours.get(name), theirs.get(name)
         if want is None or mine is None:
             only = ours[name] if want is None else want
             if float(only.norm()) <= 1e-3 * tolerance * largest:
                 continue
-            why = "on one device it has no gradient" if want is None else "it has no gradient"
-            found.append(Difference("gradient", name, error=math.inf, tolerance=tolerance, explanation=why))
-            continue
-        mine, want = mine.float(), want.float()
-        scale = max(float(want.norm()), 1e-3 * largest, 1e-30)
-        error = float((mine - want).norm()) / scale
-        if error <= tolerance:
-            continue
-        factor = float((mine * want).sum()) / max(float(want.square().sum()), 1e-30)
-        why = ""
-        if ranks > 1 and float((mine - factor * want).norm()) / scale <= tolerance * max(abs(factor), 1.0):
-            if abs(factor * ranks - 1) < 0.01:
-                why = (
-                    f"it is divided by the number of ranks, {ranks}, because a wrapper averages over them; call "
-                    "parallelize with gradients='auto' or 'mean'"
-                )
-            elif abs(factor / ranks - 1) < 0.01:
-                why = (
-                    f"it is multiplied by the number of ranks, {ranks}, because no wrapper averages over them; call "
-                    "parallelize with gradients='partial'"
-                )
-            else:
-                why = f"it is the correct gradient times {factor:.4g}"
-        found.append(Difference("gradient", name, error=error, tolerance=tolerance, explanation=why))
-    return found
+            error, why = math.inf, "on one device it has no gradient" if want is None else "it has no gradient"
+        else:
+            mine, want = mine.float(), want.float()
+            scale = max(float(want.norm()), 1e-3 * largest, 1e-30)
+            error, why = float((mine - want).norm()) / scale, ""
+            if error <= tolerance:
+                continue
+            factor = float((mine * want).sum()) / max(float(want.square().sum()), 1e-30)
+            if ranks > 1 and float((mine - factor * want).norm()) / scale <= tolerance * max(abs(factor), 1.0):
+                sentence = next(sentence for applies, sentence in _GRADIENT_CAUSES if applies(factor, ranks))
+                why = sentence.format(ranks=ranks, factor=factor)
+        differences.append(Difference("gradient", name, error=error, tolerance=tolerance, explanation=why))
+    return differences
