@@ -6,7 +6,7 @@ processes counts each sequence once for every rank that shares it. A mean over a
 its numerator and its denominator contain the same factor.
 
 accelerate has no registry for such backends. This file therefore relies on the following behaviour of accelerate, the
-Trainer and TRL, which is not documented. ``tests/hf/test_parallelism.py`` tests it.
+Trainer and TRL, which is not documented. ``tests/hf/test_accelerate.py`` tests it.
 
 * ``Accelerator.__init__`` calls the config's ``get_device_mesh`` and then its ``_validate_accelerator(accelerator)``,
   and keeps the config and the mesh in ``accelerator.state``.

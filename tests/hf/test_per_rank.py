@@ -32,7 +32,7 @@ from seqpar.hf.loss import MissingLogits
 from ..live_bytes import LiveBytes
 from ..pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
 from .test_compose import fsdp1, fsdp1_gradients
-from .test_parallelism import torchrun
+from .test_accelerate import torchrun
 from .workers import PARALLELIZE, gradients, make_batch, tiny, worst
 
 pytestmark = pytest.mark.slow

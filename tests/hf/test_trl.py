@@ -26,7 +26,7 @@ import transformers
 import seqpar.hf
 
 from ..pool import OwnPool, on_ranks, start
-from .test_parallelism import torchrun
+from .test_accelerate import torchrun
 from .workers import VOCAB, tiny
 
 pytestmark = pytest.mark.slow

@@ -494,7 +494,7 @@ SCRIPT = """
 import torch.distributed as dist
 
 import seqpar.hf
-from tests.hf.test_parallelism import with_loop
+from tests.hf.test_accelerate import with_loop
 
 losses, _ = with_loop(seqpar.hf.ParallelismConfig(), "", "mistral", 4, "rows")
 assert dist.get_world_size() == 2
