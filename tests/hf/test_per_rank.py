@@ -1,9 +1,9 @@
-"""Each rank of a sequence has a batch of its own: outputs, losses and gradients are those of one device."""
+"""Each rank of a sequence has its own batch: outputs, losses and gradients are one device's."""
 
 from __future__ import annotations
 
 import copy
-from functools import cache
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -11,12 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
-
 pytest.importorskip("accelerate")
 
 import accelerate
@@ -31,12 +28,12 @@ from seqpar.hf.loss import MissingLogits
 
 from ..live_bytes import LiveBytes
 from ..pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
-from .test_compose import fsdp1, fsdp1_gradients
 from .test_accelerate import torchrun
-from .workers import PARALLELIZE, gradients, make_batch, tiny, worst
+from .test_compose import fsdp1, fsdp1_gradients, shard_fully
+from .workers import PARALLELIZE, Result, check, gradients, make_batch, tiny
 
 pytestmark = pytest.mark.slow
-LOSS, GRADIENT, OUTPUT = 2e-5, 1e-3, 1e-4
+OUTPUT = 1e-4
 
 
 def batch_of(rank: int, how: str) -> dict[str, Tensor]:
@@ -44,22 +41,20 @@ def batch_of(rank: int, how: str) -> dict[str, Tensor]:
     return make_batch(how, 45 + 7 * rank, 1 + rank % 3, seed=rank)
 
 
-@cache
-def one_device(world: int, kind: str, how: str) -> tuple[list[float], dict[str, Tensor]]:
-    """The loss of each batch, and the gradients of the weighted sum of the losses, without sequence parallelism."""
+def one_device(world: int, kind: str, how: str, divisor: int = 1) -> list[Result]:
+    """For each batch its loss, and the gradients of the weighted sum of the losses, divided by ``divisor``."""
     model = tiny(kind)
     losses = [model(**batch_of(rank, how), use_cache=False).loss for rank in range(world)]
-    torch.stack([(1 + rank) * loss for rank, loss in enumerate(losses)]).sum().backward()
-    return [loss.item() for loss in losses], gradients(model)
+    (torch.stack([(1 + rank) * loss for rank, loss in enumerate(losses)]).sum() / divisor).backward()
+    return [Result(loss.item(), gradients(model)) for loss in losses]
 
 
 @on_ranks
 def trained(
-    group: ProcessGroup, kind: str, strategy: str, how: str, checkpointing: bool | None = None
-) -> tuple[float, float]:
-    """Errors of the loss and gradients. ``checkpointing`` is the ``use_reentrant`` of activation checkpointing."""
+    group: ProcessGroup, expected: list[Result], kind: str, strategy: str, how: str, checkpointing: bool | None = None
+) -> None:
+    """``checkpointing`` is the ``use_reentrant`` of activation checkpointing."""
     rank = group.rank()
-    losses, grads = one_device(group.size(), kind, how)
     model = seqpar.hf.parallelize(tiny(kind), group=group, batches="per_rank", **PARALLELIZE[strategy])
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
@@ -67,7 +62,7 @@ def trained(
     loss = model(**batch_of(rank, how)).loss
     ((1 + rank) * loss).backward()
     seqpar.sync_gradients(model, group=group)
-    return abs(loss.item() - losses[rank]), worst(gradients(model), grads)
+    check(Result(loss.item(), gradients(model)), expected[rank])
 
 
 @pytest.mark.parametrize(
@@ -85,25 +80,13 @@ def trained(
 def test_loss_and_gradients(
     pool: Pool, kind: str, strategy: str, how: str, world: int, checkpointing: bool | None
 ) -> None:
-    for loss, gradient in pool.run(world, trained, kind, strategy, how, checkpointing):
-        assert loss < LOSS and gradient < GRADIENT
-
-
-def full_gradients(model: Any) -> dict[str, Tensor]:
-    """The full gradients, also of parameters that ``fully_shard`` has sharded."""
-    return {
-        name.replace("module.", ""): g.full_tensor() if isinstance(g, DTensor) else g
-        for name, g in gradients(model).items()
-    }
+    pool.run(world, trained, one_device(world, kind, how), kind, strategy, how, checkpointing)
 
 
 @on_ranks
-def wrapped(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
-    """Errors with wrappers that average over all ranks, of which four share each sequence."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    losses, grads = one_device(world, "llama", "right")
-    mesh = mesh_of(2, 4, 1, 1)
-    model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh, batches="per_rank")
+def wrapped(group: ProcessGroup, wrapper: str, expected: list[Result]) -> None:
+    rank = dist.get_rank()
+    model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh_of(2, 4, 1, 1), batches="per_rank")
     outer: Any = model
     if "checkpointed" in wrapper:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -112,78 +95,67 @@ def wrapped(group: ProcessGroup, wrapper: str) -> tuple[float, float]:
     elif wrapper == "fsdp1":
         outer = fsdp1(model, True, LlamaDecoderLayer)
     else:
-        everyone = dist.device_mesh.init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=everyone)
-        fully_shard(model, mesh=everyone)
+        shard_fully(model)
     loss = outer(**batch_of(rank, "right")).loss
     ((1 + rank) * loss).backward()
-    expected = {name: g / world for name, g in grads.items()}
-    ours = fsdp1_gradients(outer, "llama") if wrapper == "fsdp1" else full_gradients(outer)
-    return abs(loss.item() - losses[rank]), worst(ours, expected)
+    grads = fsdp1_gradients(outer, "llama") if wrapper == "fsdp1" else gradients(outer)
+    check(Result(loss.item(), grads), expected[rank])
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp, checkpointed layers", "fsdp1"])
-def test_wrappers_that_average(pool: Pool, wrapper: str) -> None:
-    for loss, gradient in pool.run(8, wrapped, wrapper):
-        assert loss < LOSS and gradient < GRADIENT
+def test_wrappers_over_all_ranks(pool: Pool, wrapper: str) -> None:
+    """Wrappers that average over all 8 ranks, of which four share each sequence."""
+    pool.run(8, wrapped, wrapper, one_device(8, "llama", "right", divisor=8))
 
 
 @on_ranks
-def inferred(group: ProcessGroup) -> list[float]:
-    """Errors of the outputs without labels, and of the tokens that a rank generates from its own prompt."""
+def inferred(group: ProcessGroup) -> None:
+    """The outputs without labels, and the tokens that a rank generates from its own prompt."""
     rank = group.rank()
     plain, model = tiny("mistral").eval(), tiny("mistral").eval()
-    batch = batch_of(rank, "left")
+    batch: dict[str, Any] = batch_of(rank, "left")
     del batch["labels"]
+    real = batch["attention_mask"].bool()
+
+    def equal(ours: Tensor, theirs: Tensor) -> None:
+        torch.testing.assert_close(ours[real], theirs[real], atol=OUTPUT, rtol=0)
+
     with torch.no_grad():
         expected = plain(**batch, output_hidden_states=True, use_cache=False)
         seqpar.hf.parallelize(model, group=group, batches="per_rank")
         output = model(**batch, output_hidden_states=True)
-        kept = model(**batch, logits_to_keep=5).logits
+        for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
+            equal(ours, theirs)
+        equal(output.logits, expected.logits)
+        last = model(**batch, logits_to_keep=5).logits
+        torch.testing.assert_close(last, expected.logits[:, -5:], atol=OUTPUT, rtol=0)
         assert isinstance(model(**batch, labels=batch["input_ids"]).logits, MissingLogits)
-        prompt = {name: x[:1] for name, x in batch.items()}
-        same = [
-            x.generate(**prompt, max_new_tokens=5 + 3 * rank, do_sample=False, eos_token_id=None)
-            for x in (plain, model)
-        ]
-    real = batch["attention_mask"].bool()
-    errors = [
-        float((ours - theirs)[real].abs().max())
-        for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True)
-    ]
-    errors.append(float((output.logits - expected.logits)[real].abs().max()))
-    errors.append(float((kept - expected.logits[:, -5:]).abs().max()))
-    assert torch.equal(same[0], same[1])
-    # A copy calls itself, and restoring gives the calls back.
-    other = copy.deepcopy(model)
-    with torch.no_grad():
+        prompt: dict[str, Any] = {name: x[:1] for name, x in batch.items()}
+        prompt.update(max_new_tokens=5 + 3 * rank, do_sample=False, eos_token_id=None)
+        assert torch.equal(model.generate(**prompt), plain.generate(**prompt))
+        # A copy calls itself, and restoring gives the calls back.
+        other = copy.deepcopy(model)
         for p in other.parameters():
             p.zero_()
         assert float(other(**batch).logits.abs().max()) == 0
-        errors.append(float((seqpar.hf.restore(model)(**batch).logits - expected.logits)[real].abs().max()))
-    return errors
+        equal(seqpar.hf.restore(model)(**batch).logits, expected.logits)
 
 
 def test_outputs_and_generation(pool: Pool) -> None:
-    for errors in pool.run(2, inferred):
-        assert max(errors) < OUTPUT, errors
+    pool.run(2, inferred)
+
+
+def focal(pooled_logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+    return (torch.nn.functional.cross_entropy(pooled_logits, labels, reduction="none") ** 2).mean()
 
 
 @on_ranks
-def classified(group: ProcessGroup, batches: Any, own_loss: bool) -> tuple[float, float, float]:
-    """Errors of scores, loss and gradients of a model that scores the last token of each row."""
-    rank = group.rank()
-
-    def focal(pooled_logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        return (torch.nn.functional.cross_entropy(pooled_logits, labels, reduction="none") ** 2).mean()
-
-    config = transformers.AutoConfig.for_model(**{**tiny("llama").config.to_dict(), "num_labels": 3})
+def classified(group: ProcessGroup, batches: Any, user_loss: bool) -> None:
+    """A model that scores the last token of each row."""
 
     def made() -> Any:
-        torch.manual_seed(0)
-        model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
-        if own_loss:
+        model = tiny("llama", auto=transformers.AutoModelForSequenceClassification, num_labels=3)
+        if user_loss:
             model.loss_function = focal
         return model
 
@@ -192,90 +164,88 @@ def classified(group: ProcessGroup, batches: Any, own_loss: bool) -> tuple[float
         batch["labels"] = torch.arange(len(batch["input_ids"])) % 3
         return batch
 
-    plain = made()
-    own = [batch_of_rows(i if batches == "per_rank" else 0) for i in range(group.size())]
-    expected = [plain(**batch, use_cache=False) for batch in own]
-    torch.stack([x.loss for x in (expected if batches == "per_rank" else expected[:1])]).sum().backward()
-    model = seqpar.hf.parallelize(made(), group=group, batches=batches)
-    output = model(**own[rank])
+    at = group.rank() if batches == "per_rank" else 0
+    by_rank = [batch_of_rows(i) for i in range(group.size() if batches == "per_rank" else 1)]
+    plain, model = made(), seqpar.hf.parallelize(made(), group=group, batches=batches)
+    expected = [plain(**batch, use_cache=False) for batch in by_rank]
+    torch.stack([x.loss for x in expected]).sum().backward()
+    output = model(**by_rank[at])
     output.loss.backward()
     seqpar.sync_gradients(model, group=group)
-    scores = float((output.logits - expected[rank].logits).abs().max())
-    return scores, abs(output.loss.item() - expected[rank].loss.item()), worst(gradients(model), gradients(plain))
+    torch.testing.assert_close(output.logits, expected[at].logits, atol=OUTPUT, rtol=0)
+    check(Result(output.loss.item(), gradients(model)), Result(expected[at].loss.item(), gradients(plain)))
 
 
-@pytest.mark.parametrize("own_loss", [False, True])
+@pytest.mark.parametrize("user_loss", [False, True])
 @pytest.mark.parametrize("batches", ["per_rank", "shared"])
-def test_sequence_classification(pool: Pool, batches: str, own_loss: bool) -> None:
-    for scores, loss, gradient in pool.run(2, classified, batches, own_loss):
-        assert scores < OUTPUT and loss < LOSS and gradient < GRADIENT
+def test_sequence_classification(pool: Pool, batches: str, user_loss: bool) -> None:
+    pool.run(2, classified, batches, user_loss)
 
 
 @on_ranks
 def peaks(group: ProcessGroup) -> tuple[int, int]:
-    """The peak bytes of a forward and backward, for a shared batch and for own batches of the same size."""
+    """The peak bytes of a forward and backward, for a shared batch and for each rank's batch of the same size."""
     found = []
     for batches in ("shared", "per_rank"):
-        model = seqpar.hf.parallelize(tiny("llama"), group=group, batches=batches)
-        batch = make_batch("plain", 1024, 1, seed=0)
+        options: Any = {"batches": batches}
+        model = seqpar.hf.parallelize(tiny("llama"), group=group, **options)
         with LiveBytes() as live:
-            model(**batch).loss.backward()
+            model(**make_batch("plain", 1024, 1, seed=0)).loss.backward()
         found.append(live.peak)
     return found[0], found[1]
 
 
-def test_activations_of_one_batch_at_a_time(pool: Pool) -> None:
-    for shared, own in pool.run(4, peaks):
-        assert own < 1.25 * shared, (own, shared)
+def test_memory_of_one_batch_at_a_time(pool: Pool) -> None:
+    for shared, per_rank in pool.run(4, peaks):
+        assert per_rank < 1.25 * shared, (per_rank, shared)
+
+
+def with_gap(batch: dict[str, Any]) -> None:
+    batch["attention_mask"][0, 3] = 0
+
+
+def cut_to_one_token(batch: dict[str, Any]) -> None:
+    batch.update({name: x[:, :1] for name, x in batch.items()})
+
+
+def shard(batch: dict[str, Any]) -> None:
+    batch.update(seqpar.hf.shard_batch(make_batch("plain"), check=False))
+
+
+# For each fault: the ranks that have it, a change of the batch, and what the error says.
+FAULTS: dict[str, tuple[tuple[int, ...], Callable[[dict[str, Any]], object], str]] = {
+    "gap": ((1,), with_gap, "the batch of rank 1 of the sequence: attention_mask: row 0 has zeros between ones"),
+    "arguments": ((1,), lambda batch: batch.update(use_cache=False), "arguments: the ranks of the group differ"),
+    "gradients": ((1,), lambda batch: torch.set_grad_enabled(False), "gradients"),
+    "sharded": ((0, 1), shard, "batch: it is sharded already"),
+    "boundaries": (
+        (0, 1), lambda batch: batch.update(cu_seq_lens_q=torch.tensor([0, 45])), "cu_seq_lens_q: not supported"
+    ),
+    "object": ((0, 1), lambda batch: batch.update(more=object()), "more=object"),
+    "tuple": ((0, 1), lambda batch: batch.update(return_dict=False), "return_dict=False"),
+    "short": ((1,), cut_to_one_token, "the batch of rank 1 of the sequence: batch: rows of 1 tokens"),
+    "nothing": ((0, 1), lambda batch: batch.clear(), "batch: expected 'input_ids'"),
+}  # fmt: skip
 
 
 @on_ranks
-def refused(group: ProcessGroup, how: str) -> None:
-    rank = group.rank()
+def with_fault(group: ProcessGroup, fault: str) -> None:
+    ranks, change, _ = FAULTS[fault]
     model = seqpar.hf.parallelize(tiny("llama"), group=group, batches="per_rank")
-    batch: dict[str, Any] = batch_of(rank, "right")
-    if how == "gap" and rank == 1:
-        batch["attention_mask"][0, 3] = 0
-    elif how == "arguments" and rank == 1:
-        batch["output_hidden_states"] = True
-    elif how == "gradients" and rank == 1:
-        torch.set_grad_enabled(False)
-    elif how == "sharded":
-        batch = seqpar.hf.shard_batch(make_batch("plain"), group=group)
-    elif how == "boundaries":
-        batch["cu_seq_lens_q"] = torch.tensor([0, 45])
-    elif how == "object":
-        batch["more"] = object()
-    elif how == "tuple":
-        batch["return_dict"] = False
-    elif how == "short" and rank == 1:
-        batch = {name: x[:, :1] for name, x in batch.items()}
-    elif how == "nothing":
-        batch = {}
+    batch: dict[str, Any] = batch_of(group.rank(), "right")
+    if group.rank() in ranks:
+        change(batch)
     try:
         model(**batch)
     finally:
         torch.set_grad_enabled(True)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("gap", "the batch of rank 1 of the sequence: attention_mask: row 0 has zeros between ones"),
-        ("arguments", "arguments: the ranks of the group differ"),
-        ("gradients", "gradients"),
-        ("sharded", "batch: it is sharded already"),
-        ("boundaries", "cu_seq_lens_q: not supported"),
-        ("object", "more=object"),
-        ("tuple", "return_dict=False"),
-        ("short", "the batch of rank 1 of the sequence: batch: rows of 1 tokens"),
-        ("nothing", "batch: expected 'input_ids'"),
-    ],
-)
-def test_refused_calls(how: str, message: str, pool: Pool) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_refused_calls(pool: Pool, fault: str) -> None:
     with pytest.raises(WorkerError) as raised:
-        pool.run(2, refused, how)
-    assert str(raised.value).count(f"Error: {message}") == 2, raised.value
+        pool.run(2, with_fault, fault)
+    assert str(raised.value).count(f"Error: {FAULTS[fault][2]}") == 2, raised.value
 
 
 @on_ranks
@@ -293,17 +263,9 @@ def called_less(group: ProcessGroup, port: int) -> str:
     return ""
 
 
-def test_a_rank_that_does_not_call(own: OwnPool) -> None:
-    waited, _ = own.pool.run(2, called_less, own.port)
-    assert "1" in waited and "handshake" in waited, waited
-
-
-def test_arguments() -> None:
-    unknown: Any = "mine"
-    with pytest.raises(ValueError, match="batches='mine'"):
-        seqpar.hf.parallelize(tiny("llama"), strategy="local", batches=unknown)
-    with pytest.raises(ValueError, match="outputs='local'"):
-        seqpar.hf.parallelize(tiny("llama"), strategy="local", batches="per_rank", outputs="local")
+def test_error_if_a_rank_does_not_call(own: OwnPool) -> None:
+    message, _ = own.pool.run(2, called_less, own.port)
+    assert "1" in message and "handshake" in message, message
 
 
 class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]
@@ -317,8 +279,8 @@ class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]
 
 
 @on_ranks
-def dealt_to(group: ProcessGroup, port: int, fsdp: bool) -> tuple[list[float], float, float]:
-    """A rank's batches, and errors of the loss and gradients, with a trainer that needs own batches."""
+def batches_of_trainer(group: ProcessGroup, port: int, fsdp: bool, expected: list[Result]) -> list[float]:
+    """A rank's batches with a trainer that needs batches per rank."""
     group = start(port, f"fsdp {fsdp}", group.rank(), group.size())
     rank = group.rank()
     with torchrun(group):
@@ -330,25 +292,22 @@ def dealt_to(group: ProcessGroup, port: int, fsdp: bool) -> tuple[list[float], f
         if fsdp:
             accelerate.state.AcceleratorState._reset_state()
         accelerator = PreferenceTrainer(fsdp, config).accelerator
-        dealt = [float(x) for x in accelerator.prepare_data_loader(rows)]
-        losses, grads = one_device(group.size(), "llama", "right")
+        batches = [float(x) for x in accelerator.prepare_data_loader(rows)]
         model = accelerator.prepare(tiny("llama"))
         loss = model(**batch_of(rank, "right")).loss
         accelerator.backward((1 + rank) * loss)
         assert accelerator.gather_for_metrics(torch.tensor([float(rank)])).tolist() == [0, 1]
-    expected = {name: g / group.size() for name, g in grads.items()}
-    return dealt, abs(loss.item() - losses[rank]), worst(full_gradients(model), expected)
+    check(Result(loss.item(), gradients(model)), expected[rank])
+    return batches
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_a_trainer_that_needs_own_batches(own: OwnPool, fsdp: bool) -> None:
-    (first, *errors), (second, *more) = own.pool.run(2, dealt_to, own.port, fsdp)
-    assert first == [0, 2, 4] and second == [1, 3, 5]
-    for loss, gradient in (errors, more):
-        assert loss < LOSS and gradient < GRADIENT
+def test_trainer_that_needs_batches_per_rank(own: OwnPool, fsdp: bool) -> None:
+    expected = one_device(2, "llama", "right", divisor=2)
+    assert own.pool.run(2, batches_of_trainer, own.port, fsdp, expected) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_which_trainers_need_own_batches() -> None:
+def test_which_trainers_need_batches_per_rank() -> None:
     trl_sft: Any = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
     for cls, needs in ((PreferenceTrainer, True), (trl_sft, False), (transformers.Trainer, False)):
         assert _needs_per_rank_batches(cls.__new__(cls)) is needs

@@ -41,37 +41,35 @@ from seqpar.mask import Mask
 from ..pool import Pool, on_ranks
 from .test_multimodal import make_batch as with_images
 from .test_multimodal import tiny as tiny_wrapper
-from .workers import MODELS, gradients, make_batch, tiny
+from .workers import BATCHES, MECHANISMS, gradients, make_batch, tiny
 
 pytestmark = pytest.mark.slow
-HEALTHY = (*(kind for kind in MODELS if kind != "qwen3"), "llama4", "gpt2", "deepseek_v3")
-BATCHES = ("plain", "packed", "left", "right")
 LAYER = "model.layers.{}.self_attn"
+RING: dict[str, Any] = {}
+ULYSSES: dict[str, Any] = {"strategy": "ulysses", "layout": "contiguous"}
+# By number of ranks and arguments of ``parallelize``: models and batches.
+HEALTHY: list[tuple[int, dict[str, Any], list[tuple[str, str]]]] = [
+    (1, RING, [("llama", "packed"), ("gpt_oss", "left")]),
+    (2, RING, [*(("llama", how) for how in BATCHES), *zip(MECHANISMS[1:], BATCHES[1:] * 2, strict=False)]),
+    (4, RING, [("llama4", "left"), ("gpt2", "packed"), ("gemma3", "right"), ("mistral", "packed")]),
+    (4, ULYSSES, [("llama", "packed"), ("gpt_oss", "left"), ("deepseek_v3", "packed")]),
+]
 
 
 @on_ranks
-def healthy(group: ProcessGroup, kinds: tuple[str, ...], **arguments: Any) -> list[str]:
-    wrong = []
-    for at, kind in enumerate(kinds):
-        batches = BATCHES if group.size() == 2 else (("packed", "left")[at % 2],)
+def healthy(group: ProcessGroup, cases: list[tuple[str, str]], arguments: dict[str, Any]) -> None:
+    for kind, how in cases:
         model = seqpar.hf.parallelize(tiny(kind), group=group, **arguments)
-        for how in batches:
-            report = seqpar.hf.verify(model, make_batch(how), raise_on_error=False)
-            if not report.ok or report.layers != 2:
-                wrong.append(f"{kind} {how}: {report}")
-    return wrong
+        assert seqpar.hf.verify(model, make_batch(how)).layers == 2, (kind, how)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("arguments", [{}, {"strategy": "ulysses", "layout": "contiguous"}], ids=["ring", "ulysses"])
-def test_healthy_models(pool: Pool, world: int, arguments: dict[str, Any]) -> None:
-    kinds = HEALTHY if not arguments and world > 1 else ("llama", "gpt_oss", "deepseek_v3")
-    for wrong in pool.run(world, healthy, kinds, **arguments):
-        assert not wrong, wrong[0]
+@pytest.mark.parametrize(("world", "arguments", "cases"), HEALTHY, ids=["1", "ring on 2", "ring on 4", "ulysses on 4"])
+def test_healthy_models(pool: Pool, world: int, arguments: dict[str, Any], cases: list[tuple[str, str]]) -> None:
+    pool.run(world, healthy, cases, arguments)
 
 
 @on_ranks
-def healthy_in_wrappers(group: ProcessGroup) -> list[str]:
+def healthy_in_wrappers(group: ProcessGroup) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -87,16 +85,12 @@ def healthy_in_wrappers(group: ProcessGroup) -> list[str]:
     def with_fsdp1(model: Any) -> Any:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
-    said = []
     for wrap in (with_ddp, with_fsdp2, with_fsdp1):
-        model = wrap(seqpar.hf.parallelize(tiny("gpt_oss"), group=group))
-        report = seqpar.hf.verify(model, make_batch("packed"), raise_on_error=False)
-        said += [] if report.ok else [f"{wrap.__name__}: {report}"]
-    return said
+        seqpar.hf.verify(wrap(seqpar.hf.parallelize(tiny("gpt_oss"), group=group)), make_batch("packed"))
 
 
 @on_ranks
-def healthy_others(group: ProcessGroup) -> list[str]:
+def healthy_others(group: ProcessGroup) -> None:
     """Models with images, models without a prediction per token, and ranks that have batches of their own."""
     text = make_batch("right")
     text.pop("labels")
@@ -110,19 +104,14 @@ def healthy_others(group: ProcessGroup) -> list[str]:
         (tiny("gemma2", auto=transformers.AutoModel), text, {}),
         (tiny("mistral"), make_batch("left"), {"batches": "per_rank"}),
     ]
-    said = []
     for model, batch, arguments in cases:
         seqpar.hf.parallelize(model, group=group, **arguments)
-        report = seqpar.hf.verify(model, batch, raise_on_error=False)
-        if not report.ok or report.layers < 2:
-            said.append(f"{type(model).__name__}: {report}")
+        assert seqpar.hf.verify(model, batch).layers >= 2
     assert patch_of(model).batches == "per_rank" and "_call_impl" in vars(model)
-    return said
 
 
 def test_healthy_others(pool: Pool) -> None:
-    for wrong in pool.run(2, healthy_others):
-        assert not wrong, wrong[0]
+    pool.run(2, healthy_others)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +123,7 @@ def pool_of_two() -> Any:
 
 
 def test_healthy_models_in_wrappers(pool_of_two: Pool) -> None:
-    for wrong in pool_of_two.run(2, healthy_in_wrappers):
-        assert not wrong, wrong[0]
+    pool_of_two.run(2, healthy_in_wrappers)
 
 
 def parallel(group: ProcessGroup, kind: str = "llama", **options: Any) -> Any:
@@ -492,7 +480,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "wrong positions of images": (
         lambda group: in_text_model(group, position_ids=lambda x: x[:1].expand(3, -1, -1)),
-        ("input", "", "position_ids"), "they are not those of this rank's tokens",
+        ("input", "", "position_ids"), "they are not the values of this rank's tokens",
     ),
     "other visual embeddings": (
         lambda group: in_text_model(group, deepstack_visual_embeds=lambda embeds: [2 * x for x in embeds]),
@@ -512,7 +500,7 @@ def report_of(group: ProcessGroup, fault: str) -> tuple[bool, list[tuple[str, st
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults(pool_of_two: Pool, fault: str) -> None:
+def test_planted_fault(pool_of_two: Pool, fault: str) -> None:
     _, place, words = FAULTS[fault]
     by_rank = pool_of_two.run(2, report_of, fault)
     ok, places, said = by_rank[0]
@@ -582,7 +570,7 @@ def in_another_collective(group: ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_reported() -> None:
+def test_report_of_a_missing_rank() -> None:
     pool = Pool(2)
     try:
         for said in pool.run(2, in_another_collective, deadline_s=40):
@@ -648,7 +636,7 @@ def test_ways_to_shard(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_nothing_is_left_behind(pool: Pool, kind: str) -> None:
+def test_verify_changes_nothing(pool: Pool, kind: str) -> None:
     for changed in pool.run(2, state_before_and_after, kind):
         assert not changed
 
@@ -743,13 +731,6 @@ def test_code_of_known_libraries() -> None:
     assert "the loss_function of LlamaForCausalLM" in foreign_code(model, patch)
 
 
-def test_refused_arguments() -> None:
-    with pytest.raises(ValueError, match="not parallelized"):
-        seqpar.hf.verify(tiny("llama"), make_batch("plain"))
-    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
-    with pytest.raises(ValueError, match="sharded already"):
-        seqpar.hf.verify(model, seqpar.hf.shard_batch(make_batch("plain")))
-    with pytest.raises(TypeError, match="expected a dict"):
-        seqpar.hf.verify(model, [1])
+def test_refused_environment() -> None:
     with mock.patch.dict(os.environ, {"SEQPAR_VERIFY": "often"}), pytest.raises(ValueError, match="SEQPAR_VERIFY="):
         seqpar.hf.parallelize(tiny("llama"), strategy="local")
