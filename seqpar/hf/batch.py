@@ -197,6 +197,18 @@ def mask_and_length(batch: Mapping[str, Any]) -> tuple[Mask, int]:
     return spec.mask, spec.seq_len
 
 
+def tokens_of(batch: Any, if_sharded: str) -> Tensor:
+    """The tokens of a full batch, ``[batch, seq]`` or ``[batch, seq, hidden]``."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch={type(batch).__name__}: expected a dict of tensors, with 'input_ids'")
+    if batch.get("seqpar") is not None:
+        raise ValueError(f"batch: it is sharded already; {if_sharded}")
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
+    return tokens
+
+
 class _BatchHeader(NamedTuple):
     """Whether a rank has a batch, a checksum of the batch, and the seed of the rank's random number generator."""
 
@@ -213,14 +225,7 @@ class _BatchSpec:
     """
 
     def __init__(self, batch: Mapping[str, Any] | None, ranks: int, layout: Layout, shift_labels: bool | None) -> None:
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"batch={type(batch).__name__}: expected a dict of tensors, with 'input_ids'")
-        if "seqpar" in batch:
-            raise ValueError("batch: it is sharded already; give shard_batch the full batch")
-        entries = dict(batch)
-        tokens = entries.get("input_ids", entries.get("inputs_embeds"))
-        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
+        tokens, entries = tokens_of(batch, "give shard_batch the full batch"), dict(batch or {})
         self.rows, self.seq_len = tokens.shape[:2]
         self.ranks, self.layout = ranks, layout
         if self.seq_len < ranks:

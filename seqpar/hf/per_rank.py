@@ -29,7 +29,7 @@ from ..checks import no_compile
 from ..comm.collectives import all_gather
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..comm.trace import count_sent
-from .batch import BOUNDARY_NAMES
+from .batch import BOUNDARY_NAMES, tokens_of
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
 from .latent import disable_latent_kv, enable_latent_kv, has_latent_kv
 from .loss import MissingLogits
@@ -172,14 +172,9 @@ class _Arguments:
     """
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("seqpar") is not None:
-            raise ValueError("batch: it is sharded already; with batches='per_rank' call the model with the full batch")
+        tokens = tokens_of(kwargs, "with batches='per_rank' call the model with the full batch")
         if kwargs.get("return_dict") is False:
             raise ValueError("return_dict=False: with batches='per_rank' outputs are exchanged by name; leave this out")
-        arguments = {name: x for name, x in kwargs.items() if x is not None}
-        tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
-        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
         if tokens.requires_grad:
             raise ValueError(
                 "inputs_embeds: they require gradients, which batches='per_rank' does not support; give input_ids, or "
@@ -189,7 +184,8 @@ class _Arguments:
         self.device = tokens.device
         self.tensors: dict[str, Tensor] = {}
         self.values: dict[str, Any] = {}
-        for name, x in sorted(arguments.items()):
+        for name in sorted(name for name, x in kwargs.items() if x is not None):
+            x = kwargs[name]
             if name in BOUNDARY_NAMES:
                 raise ValueError(
                     f"{name}: not supported with batches='per_rank'; give position_ids that restart at each document "

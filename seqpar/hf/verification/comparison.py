@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ...layout import LAYOUTS, shard_positions
 from ...mask import document_boundaries
-from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES
+from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of
 from ..full_batch import has_more_than_text, merges
 from ..masks import window_and_chunk
 from ..state import Patch
@@ -69,14 +69,7 @@ class FullBatch:
     """
 
     def __init__(self, batch: Mapping[str, Any], patch: Patch, root: PreTrainedModel) -> None:
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"batch={type(batch).__name__}: expected a dict of tensors, with 'input_ids'")
-        if "seqpar" in batch:
-            raise ValueError("batch: it is sharded already; give verify the full batch")
-        entries = dict(batch)
-        tokens = entries.get("input_ids", entries.get("inputs_embeds"))
-        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
+        tokens, entries = tokens_of(batch, "give verify the full batch"), dict(batch)
         rows, self.seq_len = tokens.shape[:2]
         shape = (rows, self.seq_len)
         self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.layout)
