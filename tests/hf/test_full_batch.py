@@ -21,7 +21,7 @@ import seqpar
 import seqpar.hf
 from seqpar.hf.loss import MissingLogits
 
-from ..pool import Pool, WorkerError, mesh_of, on_ranks
+from ..pool import Pool, mesh_of, on_ranks
 from .workers import (
     IN_PLACE,
     LOSS,
@@ -268,13 +268,13 @@ def test_different_batches(pool: Pool, interval: str | None, calls: int, raises:
 
 
 @on_ranks
-def short(group: ProcessGroup) -> None:
-    seqpar.hf.parallelize(tiny("llama"), group=group)(**make_batch("plain", length=3))
+def with_short_rows(group: ProcessGroup) -> None:
+    with pytest.raises(ValueError, match="rows of 3 tokens cannot be sharded over 4 ranks"):
+        seqpar.hf.parallelize(tiny("llama"), group=group)(**make_batch("plain", length=3))
 
 
 def test_refused_short_rows(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match="rows of 3 tokens cannot be sharded over 4 ranks"):
-        pool.run(4, short)
+    pool.run(4, with_short_rows)
 
 
 @on_ranks
