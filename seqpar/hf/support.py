@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from inspect import Parameter
 from typing import Any, cast
 
@@ -120,53 +121,80 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
 
     ``layers`` are its ``attention_layers``. Attention layers that only the trial run finds are added.
     """
-    model_name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"model={model_name}: encoder-decoder models attend across two sequences; give a decoder or an encoder"
-        )
-    text = text_model(model)
-    if (found := _find_mixer(text, layers if text is model else attention_layers(text))) is not None:
-        name, class_name = found
-        raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) mixes tokens but does not use transformers' "
-            "AttentionInterface; such a layer cannot be sharded along the sequence"
-        )
-    if not layers:
-        raise ValueError(f"model={model_name}: none of its layers uses transformers' AttentionInterface")
-    _check_layer_types(model, model_name)
-    _check_head(model, model_name)
-    _check_positions(text, model_name)
+    name = type(model).__name__
+    for reason in _reasons(model, layers):
+        raise ValueError(f"model={name}: {reason}")
     trial = run_trial(model)
-    _check_trial(trial, model, layers)
+    for reason in _reasons_of_trial(trial, model):
+        raise ValueError(f"model={name}: {reason}")
+    if trial.error is not None:
+        warnings.warn(
+            f"model={name}: its trial run on a few tokens failed ({type(trial.error).__name__}: {trial.error}), so "
+            "that only the names of its layers were checked; compare it with one device by seqpar.hf.verify",
+            stacklevel=3,
+        )
+    else:
+        known = set(map(id, layers.values()))
+        layers.update({name: m for name, m in model.named_modules() if m in trial.attends and id(m) not in known})
     return trial
 
 
-def _check_trial(trial: Trial, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
-    """Raise an error if the trial run found a layer that mixes or pools tokens. Warn if the trial run failed."""
-    model_name = type(model).__name__
-    if trial.mixes is not None:
-        name, class_name = trial.mixes
-        raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its "
-            "output for a token depended on other tokens, and not through transformers' AttentionInterface; such a "
+def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[str]:
+    """Why ``model`` cannot be parallelized, from its classes and its config."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "encoder-decoder models attend across two sequences; give a decoder or an encoder"
+    text = text_model(model)
+    if (mixer := _find_mixer(text, layers if text is model else attention_layers(text))) is not None:
+        yield (
+            f"layer {mixer[0]!r} ({mixer[1]}) mixes tokens but does not use transformers' AttentionInterface; such a "
             "layer cannot be sharded along the sequence"
         )
+    if not layers:
+        yield "none of its layers uses transformers' AttentionInterface"
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
+        if layer_type not in _LAYER_TYPES:
+            supported = ", ".join(_LAYER_TYPES)
+            yield f"layer {i} is of type {layer_type!r}; only {supported} can be sharded along the sequence"
+    loss = getattr(model, "loss_type", None)
+    # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type. It uses the loss function
+    # if its forward calls it, or the forward of a parent class to which it may pass its arguments on.
+    uses_loss_function = any("loss_function(" in _forward_source(cls) for cls in type(model).__mro__)
+    has_loss = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function)
+    if model.base_model is not model and not has_loss:
+        yield (
+            f"its loss is {loss or 'its own'}; supported are models with one prediction per token "
+            f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without "
+            "a head"
+        )
+    purposes = {"kwargs": "to pass the mask to the layers", "position_ids": "for the positions of each rank's tokens"}
+    for parameter, purpose in purposes.items():
+        if parameter not in parameters_of(model):
+            yield f"its forward takes no {parameter}, which are needed {purpose}"
+    for name, module in text.named_modules():
+        if _POOLER.search(type(module).__name__):
+            yield f"{_pools(name, type(module).__name__)}; create the model with add_pooling_layer=False"
+        if _counts_positions(module):
+            yield (
+                f"layer {name!r} ({type(module).__name__}) counts the positions of the tokens in its input, and a rank "
+                "has only some of the tokens"
+            )
+
+
+def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
+    if trial.mixes is not None:
+        name, class_name = trial.mixes
+        yield (
+            f"layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its output for a token "
+            "depended on other tokens, and not through transformers' AttentionInterface; such a layer cannot be "
+            "sharded along the sequence"
+        )
     if trial.pools is not None and not pools_last_token(model):
-        name, class_name = trial.pools
-        raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) pools the tokens in its input, and a rank has "
-            "only some of the tokens; use the model without this layer"
-        )
-    if trial.error is not None:
-        warnings.warn(
-            f"model={model_name}: its trial run on a few tokens failed ({type(trial.error).__name__}: {trial.error}), "
-            "so that only the names of its layers were checked; compare it with one device by seqpar.hf.verify",
-            stacklevel=4,
-        )
-        return
-    known = set(map(id, layers.values()))
-    layers.update({name: m for name, m in model.named_modules() if m in trial.attends and id(m) not in known})
+        yield f"{_pools(*trial.pools)}; use the model without this layer"
+
+
+def _pools(name: str, class_name: str) -> str:
+    return f"layer {name!r} ({class_name}) pools the tokens in its input, and a rank has only some of the tokens"
 
 
 def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] | None:
@@ -193,51 +221,6 @@ def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, st
 def _mixes_tokens(module: nn.Module) -> bool:
     name = type(module).__name__
     return isinstance(module, _OPERATORS) or bool(_MIXES_TOKENS.search(name) and not _ACTS_ON_EACH_TOKEN.search(name))
-
-
-def _check_layer_types(model: PreTrainedModel, model_name: str) -> None:
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type not in _LAYER_TYPES:
-            raise ValueError(
-                f"model={model_name}: layer {i} is of type {layer_type!r}; only {', '.join(_LAYER_TYPES)} can be "
-                "sharded along the sequence"
-            )
-
-
-def _check_head(model: PreTrainedModel, model_name: str) -> None:
-    loss = getattr(model, "loss_type", None)
-    # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type. It uses the loss function
-    # if its forward calls it, or the forward of a parent class to which it may pass its arguments on.
-    uses_loss_function = any("loss_function(" in _forward_source(cls) for cls in type(model).__mro__)
-    supported = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function)
-    has_head = model.base_model is not model
-    if has_head and not supported:
-        raise ValueError(
-            f"model={model_name}: its loss is {loss or 'its own'}; supported are models with one prediction per token "
-            f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without "
-            "a head"
-        )
-    for parameter, reason in (
-        ("kwargs", "which are needed to pass the mask to the layers"),
-        ("position_ids", "which are needed for the positions of each rank's tokens"),
-    ):
-        if parameter not in parameters_of(model):
-            raise ValueError(f"model={model_name}: its forward takes no {parameter}, {reason}")
-
-
-def _check_positions(model: PreTrainedModel, model_name: str) -> None:
-    for name, module in model.named_modules():
-        if _POOLER.search(type(module).__name__):
-            raise ValueError(
-                f"model={model_name}: layer {name!r} ({type(module).__name__}) pools the tokens in its input, and a "
-                "rank has only some of the tokens; create the model with add_pooling_layer=False"
-            )
-        if _counts_positions(module):
-            raise ValueError(
-                f"model={model_name}: layer {name!r} ({type(module).__name__}) counts the positions of the tokens in "
-                "its input, and a rank has only some of the tokens"
-            )
 
 
 def _counts_positions(module: nn.Module) -> bool:
@@ -279,14 +262,10 @@ def _function(method: Any) -> Any:
     return getattr(function, "__func__", function)
 
 
+@cache
 def _forward_source(cls: type[Any]) -> str:
     """The source code of the forward of ``cls`` without decorators; empty if it is not available."""
-    if cls not in _SOURCES:
-        try:
-            _SOURCES[cls] = inspect.getsource(inspect.unwrap(cls.forward))
-        except (OSError, TypeError, AttributeError):
-            _SOURCES[cls] = ""
-    return _SOURCES[cls]
-
-
-_SOURCES: dict[type[Any], str] = {}
+    try:
+        return inspect.getsource(inspect.unwrap(cls.forward))
+    except (OSError, TypeError, AttributeError):
+        return ""
