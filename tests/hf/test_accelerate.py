@@ -40,15 +40,6 @@ ROOT = Path(__file__).parents[2]
 Run = tuple[list[float], dict[str, float]]
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    """Pools by their number of ranks, because a Trainer uses all processes."""
-    pools = {2: Pool(2), 4: Pool(4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
-
-
 def sequences(count: int, length: int | None = 37, masked: int = 4) -> list[dict[str, Tensor]]:
     """Rows of ``length`` tokens, or of different lengths. With ``masked`` they have different numbers of labels."""
     g = torch.Generator().manual_seed(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,6 @@ pytestmark = pytest.mark.slow
 Batch = dict[str, Tensor]
 
 
-@pytest.fixture(scope="module")
-def pool_of_two() -> Iterator[Pool]:
-    """Two workers. Wrappers without a group average over both, which are the ranks of the sequence."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 @cache
 def all_ranks() -> DeviceMesh:
     return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -73,7 +65,7 @@ def wrapped(
     group: ProcessGroup, wrapper: str, kind: str, reentrant: bool | None, batches: list[Batch], losses: list[float],
     expected: Result,
 ) -> None:  # fmt: skip
-    mesh = mesh_of(2, 2, 2, 1)
+    mesh = mesh_of(2, 1, 2, 1)
     model = tiny(kind)
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -101,10 +93,10 @@ def wrapped(
         ("fsdp then parallelize", "llama", None),
     ],
 )
-def test_wrappers_over_all_ranks(pool: Pool, wrapper: str, kind: str, reentrant: bool | None) -> None:
-    """The wrapper reduces the gradients of two data-parallel ranks and four ranks of a sequence."""
+def test_wrappers_over_all_ranks(four: Pool, wrapper: str, kind: str, reentrant: bool | None) -> None:
+    """The wrapper reduces the gradients of two data-parallel ranks and two ranks of a sequence."""
     batches = [make_batch("packed", seed=3), make_batch("right", seed=4)]
-    pool.run(8, wrapped, wrapper, kind, reentrant, batches, *mean_of(kind, batches))
+    four.run(4, wrapped, wrapper, kind, reentrant, batches, *mean_of(kind, batches))
 
 
 def fsdp1(model: nn.Module, use_orig_params: bool, *units: type[nn.Module]) -> Any:
@@ -136,8 +128,8 @@ def wrapped_in_fsdp1(group: ProcessGroup, use_orig_params: bool, units: tuple[An
     [(True, ()), (False, ()), (True, (LlamaDecoderLayer,)), (False, (LlamaDecoderLayer, nn.Linear))],
     ids=["parameters", "flat", "layers", "layers and head, flat"],
 )
-def test_fsdp1(pool_of_two: Pool, use_orig_params: bool, units: tuple[Any, ...]) -> None:
-    pool_of_two.run(2, wrapped_in_fsdp1, use_orig_params, units, one_device_of("llama", "packed"))
+def test_fsdp1(two: Pool, use_orig_params: bool, units: tuple[Any, ...]) -> None:
+    two.run(2, wrapped_in_fsdp1, use_orig_params, units, one_device_of("llama", "packed"))
 
 
 class Around(nn.Module):
@@ -208,9 +200,9 @@ def loss_outside_the_forward(group: ProcessGroup, wrapper: str, expected: Result
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_loss_outside_the_forward(pool_of_two: Pool, wrapper: str) -> None:
+def test_loss_outside_the_forward(two: Pool, wrapper: str) -> None:
     """The model returns logits, and the caller computes the loss, as in the last stage of a pipeline."""
-    pool_of_two.run(2, loss_outside_the_forward, wrapper, one_device_of("llama", "packed"))
+    two.run(2, loss_outside_the_forward, wrapper, one_device_of("llama", "packed"))
 
 
 # DeepSpeed's engines have these names, by which they are recognized.
@@ -231,8 +223,8 @@ def in_deepspeed(group: ProcessGroup) -> None:
                 engine(**local)
 
 
-def test_refused_deepspeed_without_an_option(pool_of_two: Pool) -> None:
-    pool_of_two.run(2, in_deepspeed)
+def test_refused_deepspeed_without_an_option(two: Pool) -> None:
+    two.run(2, in_deepspeed)
 
 
 @on_ranks
@@ -244,10 +236,8 @@ def averaged_over_some(group: ProcessGroup) -> None:
         outer(**seqpar.hf.shard_batch(make_batch("plain"), group=group))
 
 
-def test_refused_wrapper_over_part_of_the_sequence() -> None:
-    pool = Pool(4)
-    pool.run(4, averaged_over_some)
-    pool.close()
+def test_refused_wrapper_over_part_of_the_sequence(four: Pool) -> None:
+    four.run(4, averaged_over_some)
 
 
 @on_ranks
@@ -269,7 +259,7 @@ def test_option_gradients(pool: Pool) -> None:
 
 @on_ranks
 def data_parallel_alone(group: ProcessGroup, batches: list[Batch], losses: list[float], expected: Result) -> None:
-    mesh = mesh_of(2, 2, 2, 1)
+    mesh = mesh_of(2, 1, 2, 1)
     model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh, strategy="hybrid")
     outer = in_ddp(model, mesh["dp"].get_group())
     at = mesh["dp"].get_local_rank()
@@ -282,10 +272,10 @@ def data_parallel_alone(group: ProcessGroup, batches: list[Batch], losses: list[
     check(Result(loss.item(), gradients(outer)), Result(losses[at], expected.gradients))
 
 
-def test_ddp_over_data_parallel_ranks(pool: Pool) -> None:
+def test_ddp_over_data_parallel_ranks(four: Pool) -> None:
     """DDP over dp averages over the replicas only, with two micro-batches; ``sync_gradients`` sums over a sequence."""
     batches = [make_batch("plain", seed=3), make_batch("left", seed=4)]
-    pool.run(8, data_parallel_alone, batches, *mean_of("llama", batches))
+    four.run(4, data_parallel_alone, batches, *mean_of("llama", batches))
 
 
 @on_ranks
@@ -433,18 +423,18 @@ def with_tensor_parallel(group: ProcessGroup, path: str, expected: Result) -> No
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    mesh = mesh_of(1, 2, 2, 2)
+    mesh = mesh_of(1, 2, 1, 2)
     # The ranks of a tensor-parallel group are consecutive in both meshes.
-    split = DistributedConfig(tp_size=2, fsdp_size=4)
+    split = DistributedConfig(tp_size=2, fsdp_size=2)
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=split, attn_implementation="eager").train()
-    assert model.model.layers[0].self_attn.q_proj.weight.to_local().numel() == 32 * 32 // 8
-    seqpar.hf.parallelize(model, mesh=mesh, strategy="hybrid")
+    assert model.model.layers[0].self_attn.q_proj.weight.to_local().numel() == 32 * 32 // 4
+    seqpar.hf.parallelize(model, mesh=mesh)
     check_step(group, model, seqpar.hf.shard_batch(make_batch("packed"), mesh=mesh), expected, sync=False)
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="its tp_plan with FSDP2")
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_tensor_parallel_plan(pool: Pool, tmp_path: Path, kind: str) -> None:
-    """transformers' own ``tp_plan`` and FSDP2 (2 x 4 ranks) under a hybrid of 2 x 2 sequence ranks."""
+def test_tensor_parallel_plan(four: Pool, tmp_path: Path, kind: str) -> None:
+    """transformers' own ``tp_plan`` and FSDP2 (2 x 2 ranks) around a sequence over 2 ranks."""
     tiny(kind).save_pretrained(tmp_path)
-    pool.run(8, with_tensor_parallel, str(tmp_path), one_device_of(kind, "packed"))
+    four.run(4, with_tensor_parallel, str(tmp_path), one_device_of(kind, "packed"))

@@ -151,7 +151,7 @@ def test_full_outputs(pool: Pool, kind: str, strategy: str, how: str, world: int
 def trained_outside(group: ProcessGroup, wrapper: str, expected: Result) -> None:
     batch = make_batch("plain")
     labels = batch.pop("labels")
-    model, mesh = tiny("llama"), mesh_of(1, 4, 2, 1)
+    model, mesh = tiny("llama"), mesh_of(1, 2, 2, 1)
     seqpar.hf.parallelize(model, mesh=mesh, strategy="hybrid")
     outer: Any = model
     if wrapper == "ddp":
@@ -168,8 +168,8 @@ def trained_outside(group: ProcessGroup, wrapper: str, expected: Result) -> None
 
 
 @pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp"])
-def test_loss_computed_from_full_logits(pool: Pool, wrapper: str) -> None:
-    pool.run(8, trained_outside, wrapper, one_device_of("llama", "plain"))
+def test_loss_computed_from_full_logits(four: Pool, wrapper: str) -> None:
+    four.run(4, trained_outside, wrapper, one_device_of("llama", "plain"))
 
 
 class ValueHead(nn.Module):

@@ -86,7 +86,7 @@ def test_loss_and_gradients(
 @on_ranks
 def wrapped(group: ProcessGroup, wrapper: str, expected: list[Result]) -> None:
     rank = dist.get_rank()
-    model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh_of(2, 4, 1, 1), batches="per_rank")
+    model = seqpar.hf.parallelize(tiny("llama"), mesh=mesh_of(2, 2, 1, 1), batches="per_rank")
     outer: Any = model
     if "checkpointed" in wrapper:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -103,9 +103,9 @@ def wrapped(group: ProcessGroup, wrapper: str, expected: list[Result]) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp, checkpointed layers", "fsdp1"])
-def test_wrappers_over_all_ranks(pool: Pool, wrapper: str) -> None:
-    """Wrappers that average over all 8 ranks, of which four share each sequence."""
-    pool.run(8, wrapped, wrapper, one_device(8, "llama", "right", divisor=8))
+def test_wrappers_over_all_ranks(four: Pool, wrapper: str) -> None:
+    """Wrappers that average over all 4 ranks, of which two share each sequence."""
+    four.run(4, wrapped, wrapper, one_device(4, "llama", "right", divisor=4))
 
 
 @on_ranks

@@ -114,16 +114,8 @@ def test_healthy_others(pool: Pool) -> None:
     pool.run(2, healthy_others)
 
 
-@pytest.fixture(scope="module")
-def pool_of_two() -> Any:
-    """Two workers. Wrappers average over both, which are the ranks of the sequence."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
-def test_healthy_models_in_wrappers(pool_of_two: Pool) -> None:
-    pool_of_two.run(2, healthy_in_wrappers)
+def test_healthy_models_in_wrappers(two: Pool) -> None:
+    two.run(2, healthy_in_wrappers)
 
 
 def parallel(group: ProcessGroup, kind: str = "llama", **options: Any) -> Any:
@@ -500,9 +492,9 @@ def report_of(group: ProcessGroup, fault: str) -> tuple[bool, list[tuple[str, st
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault(pool_of_two: Pool, fault: str) -> None:
+def test_planted_fault(two: Pool, fault: str) -> None:
     _, place, words = FAULTS[fault]
-    by_rank = pool_of_two.run(2, report_of, fault)
+    by_rank = two.run(2, report_of, fault)
     ok, places, said = by_rank[0]
     assert not ok and (places[0] == place or not any(place)), said  # no place: it depends on the fault's guards
     assert words in said
@@ -570,13 +562,10 @@ def in_another_collective(group: ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_report_of_a_missing_rank() -> None:
-    pool = Pool(2)
-    try:
-        for said in pool.run(2, in_another_collective, deadline_s=40):
-            assert "path: run" in said, said
-    finally:
-        pool.close()
+def test_report_of_a_missing_rank(two: Pool) -> None:
+    for said in two.run(2, in_another_collective, deadline_s=40):
+        assert "path: run" in said, said
+    two.close()  # a message of the attention may not have ended
 
 
 @on_ranks
