@@ -194,7 +194,7 @@ class ShardCollator:
     ``StatefulDataLoader`` resumes in the middle of an epoch as usual.
 
     All ranks of a sequence must load the same examples in the same order. This is not checked. A ``DistributedSampler``
-    must therefore have the size and rank of dp, not those of the world.
+    must therefore have the size and rank of dp, not of the world.
 
     Args:
         collate: makes a full batch from a list of examples.

@@ -477,7 +477,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             span = slice(start, start + chunk)
             rows = hidden[span]
             logits = F.linear(rows, weight, bias).requires_grad_(any(ctx.needs_input_grad[:3]))  # [chunk, vocabulary]
-            # These hooks replace those of activation checkpointing around the model. Otherwise torch.autograd.grad
+            # These hooks replace the hooks of activation checkpointing around the model. Otherwise torch.autograd.grad
             # below would run the model's forward again to recompute the tensors that are saved here.
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
                 scores = logits

@@ -73,7 +73,7 @@ def compare_masks(
 ) -> dict[LayerMask, bool]:
     """Compare the masks that ``model`` asks for with the claims of its named layers, on rows of ``tokens`` tokens.
 
-    Returns the claims whose causality is not that of the mask, each with ``ModelMask.optional``. Another window or
+    Returns the claims whose causality differs from the mask, each with ``ModelMask.optional``. Another window or
     other chunks than all masks have raise an error.
     """
     names: dict[LayerMask, str] = {}
@@ -226,8 +226,8 @@ def _mask_of_call(
 
 
 def _is_known(function: MaskFunction, forward: Forward) -> bool:
-    known = forward.patch.known_masks
-    return not known or structure(function) in known
+    structures = forward.patch.known_masks
+    return not structures or structure(function) in structures
 
 
 def _check_known(function: MaskFunction | None, rows: int, length: int, device: torch.device | None) -> None:

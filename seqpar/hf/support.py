@@ -18,7 +18,7 @@ from .trial import Trial, run_trial
 
 # ``check_model`` checks class names before ``run_trial`` makes a trial run of the model. This check takes no time.
 # Its error names the layer, where the trial run would name a module inside the layer. It also finds layers that mix
-# tokens only in sequences longer than that of the trial run.
+# tokens only in sequences longer than in the trial run.
 
 # Class names of layers that mix tokens. Such a layer would mix the tokens of one rank only, unless it is an attention
 # layer that uses the interface, or contains one.
@@ -134,8 +134,8 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
             stacklevel=3,
         )
     else:
-        known = set(map(id, layers.values()))
-        layers.update({name: m for name, m in model.named_modules() if m in trial.attends and id(m) not in known})
+        ids = set(map(id, layers.values()))
+        layers.update({name: m for name, m in model.named_modules() if m in trial.attends and id(m) not in ids})
     return trial
 
 

@@ -1,4 +1,4 @@
-"""Models that merge images into their text: loss, gradients, outputs and generation are those of one device."""
+"""Models that merge images into their text: loss, gradients, outputs and generation are one device's."""
 
 from __future__ import annotations
 

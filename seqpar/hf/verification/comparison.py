@@ -56,7 +56,7 @@ class FullBatch:
     It is parsed here once more, so that a fault of ``hf/batch.py`` is found.
 
     Attributes:
-        given: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would predict are
+        for_parallelized: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would predict are
             -100, because what a padding token sees depends on the attention implementation.
         for_one_device: the batch for the model without ``parallelize``, with the same labels.
         documents: int ``[b, s]``, the index of the document to which a token belongs. None if each row is one document.
@@ -102,7 +102,7 @@ class FullBatch:
         elif jumps:  # transformers would take jumps for documents
             entries["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
         self.in_place = predicts_in_place(root)
-        self.given = dict(batch)
+        self.for_parallelized = dict(batch)
         self.labels: Tensor | None = None
         if not pools_last_token(root):  # a model that classifies sequences has one label per row
             self._set_labels(entries)
@@ -111,14 +111,16 @@ class FullBatch:
         self.for_one_device = entries
 
     def _set_labels(self, entries: dict[str, Any]) -> None:
-        """Set the labels in ``given``, in ``entries`` and in ``self.labels``."""
+        """Set the labels in ``for_parallelized``, in ``entries`` and in ``self.labels``."""
         labels, targets = entries.get("labels"), entries.get("shift_labels")
         if targets is not None:
-            self.given["shift_labels"] = entries["shift_labels"] = self.labels = self._ignore_padding(targets, 0)
+            self.for_parallelized["shift_labels"] = entries["shift_labels"] = self.labels = self._ignore_padding(
+                targets, 0
+            )
             entries["labels"] = self.labels  # without labels the model would compute no loss
         elif labels is not None:
             shift = 0 if self.in_place else 1
-            labels = self.given["labels"] = entries["labels"] = self._ignore_padding(labels, shift)
+            labels = self.for_parallelized["labels"] = entries["labels"] = self._ignore_padding(labels, shift)
             self.labels = F.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:]
 
     def _ignore_padding(self, labels: Tensor, shift: int) -> Tensor:
@@ -129,8 +131,8 @@ class FullBatch:
     @property
     def checksum(self) -> int:
         value = 0
-        for name in sorted(self.given):
-            if isinstance(x := self.given[name], Tensor):
+        for name in sorted(self.for_parallelized):
+            if isinstance(x := self.for_parallelized[name], Tensor):
                 data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
                 value = zlib.crc32(data, zlib.crc32(f"{name} {tuple(x.shape)}".encode(), value))
         return value
@@ -154,27 +156,30 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
     With images, compare only the labels and the positions that the text model received. ``compare_tensors`` compares
     the merged embeddings.
     """
-    expected = {
+    full_inputs = {
         "input_ids": None if batch.merges else batch.for_one_device.get("input_ids"),
         "position_ids": theirs.inputs.get("position_ids", batch.position_ids) if batch.merges else batch.position_ids,
         "labels": batch.labels,
     }
     differences = []
-    for at, (name, full) in enumerate(expected.items()):
-        mine = ours.inputs.get(name)
-        if mine is None or full is None:
+    for at, (name, full) in enumerate(full_inputs.items()):
+        local = ours.inputs.get(name)
+        if local is None or full is None:
             continue
         full = full.cpu()
-        want = full.index_select(-1, batch.positions)  # [b, s_local], or [ids, b, s_local] for several ids per token
-        mine = mine.expand(want.shape) if mine.shape[-1] == want.shape[-1] and mine.dim() <= want.dim() else mine
-        if mine.shape != want.shape:
-            differences.append(Difference("input", name, error=math.inf, explanation=_shapes(mine, want), at=at))
+        expected = full.index_select(
+            -1, batch.positions
+        )  # [b, s_local], or [ids, b, s_local] for several ids per token
+        if local.shape[-1] == expected.shape[-1] and local.dim() <= expected.dim():
+            local = local.expand(expected.shape)
+        if local.shape != expected.shape:
+            differences.append(Difference("input", name, error=math.inf, explanation=_shapes(local, expected), at=at))
             continue
         valid = batch.valid.index_select(1, batch.positions)
-        wrong = ((mine != want) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)
+        wrong = ((local != expected) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)
         if wrong.any():
             tokens = tuple(batch.positions[wrong].tolist())
-            why = next(sentence for x, sentence in _input_causes(name, full, patch, batch) if _matches(mine, x, name))
+            why = next(sentence for x, sentence in _input_causes(name, full, patch, batch) if _matches(local, x, name))
             differences.append(Difference("input", name, tokens=tokens, error=math.inf, explanation=why, at=at))
     return differences
 
@@ -196,17 +201,17 @@ def _input_causes(name: str, full: Tensor, patch: Patch, batch: FullBatch) -> It
     yield None, f"they are not the {name if name == 'labels' else 'values'} of this rank's tokens"
 
 
-def _matches(mine: Tensor, candidate: Tensor | None, name: str) -> bool:
-    if candidate is None or mine.shape != candidate.shape:
+def _matches(local: Tensor, candidate: Tensor | None, name: str) -> bool:
+    if candidate is None or local.shape != candidate.shape:
         return candidate is None
     if name != "labels":
-        return torch.equal(mine, candidate)
-    counted = (candidate != IGNORE_INDEX) & (mine != IGNORE_INDEX)
-    return bool(counted.any()) and torch.equal(candidate[counted], mine[counted])
+        return torch.equal(local, candidate)
+    counted = (candidate != IGNORE_INDEX) & (local != IGNORE_INDEX)
+    return bool(counted.any()) and torch.equal(candidate[counted], local[counted])
 
 
-def _shapes(mine: Tensor, want: Tensor) -> str:
-    return f"shape {tuple(mine.shape)}, expected this rank's part {tuple(want.shape)}"
+def _shapes(local: Tensor, expected: Tensor) -> str:
+    return f"shape {tuple(local.shape)}, expected this rank's part {tuple(expected.shape)}"
 
 
 def compare_tensors(
@@ -236,8 +241,8 @@ def compare_tensors(
     for place in reversed(order):
         if place not in theirs.gradients:
             continue
-        mine = ours.gradients.get(place)
-        result = _compare(None if mine is None else mine / scale, theirs.gradients[place], batch, tolerance)
+        local = ours.gradients.get(place)
+        result = _compare(None if local is None else local / scale, theirs.gradients[place], batch, tolerance)
         if result is not None:
             tokens, error, why = result
             why = why or _BACKWARD_CAUSES.get(place.quantity, "")
@@ -248,23 +253,23 @@ def compare_tensors(
 
 
 def _compare(
-    mine: Tensor | None, full: Tensor, batch: FullBatch, tolerance: float
+    local: Tensor | None, full: Tensor, batch: FullBatch, tolerance: float
 ) -> tuple[tuple[int, ...], float, str] | None:
-    """Compare ``mine [b, s_local, ...]`` with this rank's part of ``full [b, s, ...]``.
+    """Compare ``local [b, s_local, ...]`` with this rank's part of ``full [b, s, ...]``.
 
     Returns the global positions of the tokens that differ, the largest error, and a cause if it is known. None if
     nothing differs.
     """
-    if mine is None:
+    if local is None:
         return (), math.inf, "this rank computed none"
-    want = full.index_select(1, batch.positions)
-    if mine.shape != want.shape:
-        return (), math.inf, _shapes(mine, want)
-    per_token = want.flatten(2).norm(dim=2)  # [b, s_local]
+    expected = full.index_select(1, batch.positions)
+    if local.shape != expected.shape:
+        return (), math.inf, _shapes(local, expected)
+    per_token = expected.flatten(2).norm(dim=2)  # [b, s_local]
     # The error is relative to the token's norm plus the mean norm. With the token's norm alone, tokens whose values are
     # nothing but rounding error would count as different.
     mean = (full.flatten(2).norm(dim=2) * batch.valid).sum() / batch.valid.sum().clamp(min=1)
-    error = (mine - want).flatten(2).norm(dim=2) / (per_token + mean).clamp(min=1e-30)
+    error = (local - expected).flatten(2).norm(dim=2) / (per_token + mean).clamp(min=1e-30)
     error = error * batch.valid.index_select(1, batch.positions)
     wrong = ~(error <= tolerance)
     if not wrong.any():
@@ -279,14 +284,14 @@ def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, ranks:
     """
     valid = batch.valid.index_select(1, batch.positions)  # [b, s_local]
     for place in reversed(theirs.gradients):
-        mine, full = ours.gradients.get(place), theirs.gradients[place]
-        if mine is None:
+        local, full = ours.gradients.get(place), theirs.gradients[place]
+        if local is None:
             continue
-        want = full.index_select(1, batch.positions)
-        square = float((want * valid.reshape(*valid.shape, *[1] * (want.dim() - 2))).square().sum())
-        if mine.shape != want.shape or square == 0.0:
+        expected = full.index_select(1, batch.positions)
+        square = float((expected * valid.reshape(*valid.shape, *[1] * (expected.dim() - 2))).square().sum())
+        if local.shape != expected.shape or square == 0.0:
             continue
-        factor = float((mine * want).sum()) / float(want.square().sum())
+        factor = float((local * expected).sum()) / float(expected.square().sum())
         return next((float(f) for f in (ranks, 1 / ranks) if abs(factor / f - 1) < 0.05), 1.0)
     return 1.0
 
@@ -299,7 +304,7 @@ def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: 
     """
     module, options = theirs.options[place.layer]
     q, k, v, right = (theirs.tensors[Place(place.layer, name)] for name in ("query", "key", "value", "attention"))
-    mine, positions = ours.tensors[place], batch.positions
+    local, positions = ours.tensors[place], batch.positions
     i, j = positions[:, None], torch.arange(batch.seq_len)[None]
     is_causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -328,8 +333,8 @@ def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: 
             mask = mask & (part if name != missing else True)
         q_local = q.index_select(1, positions)
         found = _dense_attention(q_local, k, v, mask, scale, softcap, None if missing == "its sinks" else sinks)
-        error = (mine - found).flatten(2).norm(dim=2) / right.flatten(2).norm(dim=2).mean()
-        if mine.shape == found.shape and bool((error[valid] <= tolerance).all()):
+        error = (local - found).flatten(2).norm(dim=2) / right.flatten(2).norm(dim=2).mean()
+        if local.shape == found.shape and bool((error[valid] <= tolerance).all()):
             return f"its queries, keys and values are correct; it is the attention without {missing}"
     return "its queries, keys and values are correct; the mask, the scale or the keys of other ranks are wrong"
 
@@ -362,20 +367,20 @@ def parameter_differences(
     largest = max((float(g.norm()) for g in theirs.values()), default=0.0)
     differences = []
     for name in dict.fromkeys([*theirs, *ours]):
-        mine, want = ours.get(name), theirs.get(name)
-        if want is None or mine is None:
-            only = ours[name] if want is None else want
+        local, expected = ours.get(name), theirs.get(name)
+        if expected is None or local is None:
+            only = ours[name] if expected is None else expected
             if float(only.norm()) <= 1e-3 * tolerance * largest:
                 continue
-            error, why = math.inf, "on one device it has no gradient" if want is None else "it has no gradient"
+            error, why = math.inf, "on one device it has no gradient" if expected is None else "it has no gradient"
         else:
-            mine, want = mine.float(), want.float()
-            scale = max(float(want.norm()), 1e-3 * largest, 1e-30)
-            error, why = float((mine - want).norm()) / scale, ""
+            local, expected = local.float(), expected.float()
+            scale = max(float(expected.norm()), 1e-3 * largest, 1e-30)
+            error, why = float((local - expected).norm()) / scale, ""
             if error <= tolerance:
                 continue
-            factor = float((mine * want).sum()) / max(float(want.square().sum()), 1e-30)
-            if ranks > 1 and float((mine - factor * want).norm()) / scale <= tolerance * max(abs(factor), 1.0):
+            factor = float((local * expected).sum()) / max(float(expected.square().sum()), 1e-30)
+            if ranks > 1 and float((local - factor * expected).norm()) / scale <= tolerance * max(abs(factor), 1.0):
                 sentence = next(sentence for applies, sentence in _GRADIENT_CAUSES if applies(factor, ranks))
                 why = sentence.format(ranks=ranks, factor=factor)
         differences.append(Difference("gradient", name, error=error, tolerance=tolerance, explanation=why))

@@ -174,13 +174,13 @@ class _Verification:
             return FullBatch(arguments, self.patch, self.root).for_one_device
 
         def shard_and_dry_run() -> None:
-            local.update(self.batch.given if shard is None else shard(self.batch.given))
+            local.update(self.batch.for_parallelized if shard is None else shard(self.batch.for_parallelized))
             with torch.no_grad(), recording(self.root, attend_to_own_token) as dry.record:
                 self.model(**{name: x for name, x in local.items() if name not in not_in_dry_run})
 
         def run_alone() -> None:
             with one_device(self.model, self.root, self.patch, full_call, self.batch.documents), pinned(pins=False):
-                self._run(theirs, self.batch.given, None, alone=True)
+                self._run(theirs, self.batch.for_parallelized, None, alone=True)
 
         def run_sharded() -> None:
             with pinned(pins=True):
@@ -318,8 +318,8 @@ class _Verification:
 
     def _compare_gradients(self, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Difference]:
         """The first parameter whose gradient differs on some rank."""
-        mine = parameter_differences(ours, theirs, self.tolerance, self.patch.ranks)
-        by_rank = [{name: (e, w) for name, e, w in x} for x in self._exchange([_short(d) for d in mine])]
+        local = parameter_differences(ours, theirs, self.tolerance, self.patch.ranks)
+        by_rank = [{name: (e, w) for name, e, w in x} for x in self._exchange([_short(d) for d in local])]
         names = {name for rank in by_rank for name in rank}
         if not names:
             return []
@@ -341,13 +341,13 @@ class _Verification:
         parameter = dict(self.model.named_parameters())[name]
         if group is None or name not in theirs or all(parameter is not p for p in self.unsharded.values()):
             return False
-        mine, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
-        total = mine.to(parameter.device, copy=True)
+        local, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
+        total = local.to(parameter.device, copy=True)
         dist.all_reduce(total, group=group)
         total = total.cpu()
         scales = (1, self.patch.ranks)  # for a wrapper that averages, the loss is multiplied by the number of ranks
         is_sum = any(bool((total / c - full).norm() <= self.tolerance * full.norm()) for c in scales)
-        is_mean = bool((self.patch.ranks * mine - total).norm() <= self.tolerance * total.norm())
+        is_mean = bool((self.patch.ranks * local - total).norm() <= self.tolerance * total.norm())
         by_rank = self._exchange([is_sum, is_mean])
         return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
 
