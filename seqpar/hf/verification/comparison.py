@@ -56,8 +56,8 @@ class FullBatch:
     It is parsed here once more, so that a fault of ``hf/batch.py`` is found.
 
     Attributes:
-        for_parallelized: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would predict are
-            -100, because what a padding token sees depends on the attention implementation.
+        for_parallelized: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would
+            predict are -100, because what a padding token sees depends on the attention implementation.
         for_one_device: the batch for the model without ``parallelize``, with the same labels.
         documents: int ``[b, s]``, the index of the document to which a token belongs. None if each row is one document.
         merges: whether the batch has images or sound. The model then merges them into the text before it shards.
@@ -114,10 +114,9 @@ class FullBatch:
         """Set the labels in ``for_parallelized``, in ``entries`` and in ``self.labels``."""
         labels, targets = entries.get("labels"), entries.get("shift_labels")
         if targets is not None:
-            self.for_parallelized["shift_labels"] = entries["shift_labels"] = self.labels = self._ignore_padding(
-                targets, 0
-            )
-            entries["labels"] = self.labels  # without labels the model would compute no loss
+            self.labels = self.for_parallelized["shift_labels"] = self._ignore_padding(targets, 0)
+            # without labels the model would compute no loss
+            entries["shift_labels"] = entries["labels"] = self.labels
         elif labels is not None:
             shift = 0 if self.in_place else 1
             labels = self.for_parallelized["labels"] = entries["labels"] = self._ignore_padding(labels, shift)
@@ -167,9 +166,7 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
         if local is None or full is None:
             continue
         full = full.cpu()
-        expected = full.index_select(
-            -1, batch.positions
-        )  # [b, s_local], or [ids, b, s_local] for several ids per token
+        expected = full.index_select(-1, batch.positions)  # [b, s_local], or [ids, b, s_local] with several ids
         if local.shape[-1] == expected.shape[-1] and local.dim() <= expected.dim():
             local = local.expand(expected.shape)
         if local.shape != expected.shape:
