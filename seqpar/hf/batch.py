@@ -301,8 +301,8 @@ class _BatchSpec:
         value = zlib.crc32(f"{self.mask!r} {sorted(self.tensors)} {self.layout}".encode())
         arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
         for _, tensor in sorted({**self.tensors, **arrays}.items()):
-            x = tensor.detach().cpu().contiguous()
-            value = zlib.crc32(x.view(-1).view(torch.uint8).numpy(), value)
+            data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            value = zlib.crc32(data, value)
         return value
 
     def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:

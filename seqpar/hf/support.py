@@ -262,10 +262,14 @@ def _function(method: Any) -> Any:
     return getattr(function, "__func__", function)
 
 
-@cache
-def _forward_source(cls: type[Any]) -> str:
+def _forward_source(cls: Any) -> str:
     """The source code of the forward of ``cls`` without decorators; empty if it is not available."""
+    return _source(inspect.unwrap(cls.forward)) if hasattr(cls, "forward") else ""
+
+
+@cache
+def _source(function: Any) -> str:
     try:
-        return inspect.getsource(inspect.unwrap(cls.forward))
-    except (OSError, TypeError, AttributeError):
+        return inspect.getsource(function)
+    except (OSError, TypeError):
         return ""

@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "verify: sharded": (
         lambda: seqpar.hf.verify(parallel(), seqpar.hf.shard_batch(make_batch("plain"))), "sharded already"
     ),
-    "verify: no batch": (lambda: seqpar.hf.verify(parallel(), [1]), "expected a dict"),  # type: ignore[arg-type]
+    "verify: no batch": (lambda: seqpar.hf.verify(parallel(), [1]), "expected a dict"),
     "verify: no loss": (
         lambda: seqpar.hf.verify(Wrapper(lambda output: {"score": 1.0}), make_batch("plain")),
         r"Wrapper: its output has no loss .* or give verify the transformers model inside it",
@@ -281,9 +281,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "boundary": (lambda: shard(cu_seqlens=[0, 9]), "the last boundary is 9, but the rows have 8"),
     "boundaries": (lambda: shard(cu_seqlens=[[0, 4], [0, 3], [0, 2]]), "for 3 rows, but the batch has 2"),
     "sharded twice": (lambda: shard(seqpar=1), "sharded already"),
-    "no batch": (lambda: seqpar.hf.shard_batch(ONES), "batch=Tensor: expected a dict"),  # type: ignore[arg-type]
+    "no batch": (lambda: seqpar.hf.shard_batch(ONES), "batch=Tensor: expected a dict"),
     "layout of a batch": (
-        lambda: seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig"),  # type: ignore[arg-type]
+        lambda: seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig"),
         "layout='zig': did you mean 'zigzag'",
     ),
     "short rows": (
