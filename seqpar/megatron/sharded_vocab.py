@@ -341,7 +341,11 @@ def _fake_gradients(
     needed: Sequence[bool],
     *_: Any,
 ) -> list[Tensor]:
-    return [like.new_empty(like.shape) for like, need in zip((x, weight, bias), needed, strict=True) if need]
+    return [
+        like.new_empty(like.shape)
+        for like, need in zip((x, weight, bias), needed, strict=True)
+        if need and like is not None
+    ]
 
 
 @operator(fake=_fake_gradients)
