@@ -282,12 +282,26 @@ def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
     return _ranks_of_equal(known[members])
 
 
-def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
-    """The ranks of ``group`` on other hosts than this one. Empty as long as the hosts are not known."""
+def known_per_host(group: ProcessGroup | None) -> int:
+    """How many consecutive ranks of ``group`` share a host: 1 if they are irregular, all as long as the hosts are not
+    known. The same on every rank. Never communicates."""
+    if group is None or not _hosts_are_known(group):
+        return size_of(group)
+    hosts = ranks_by_host(group)
+    per_host = ranks_per_host(hosts)
+    return 1 if len(hosts) > 1 and per_host == group.size() else per_host
+
+
+def _hosts_are_known(group: Ranks) -> bool:
     world = dist.group.WORLD
     assert world is not None
-    known, members = _hosts.get(world, {}), global_ranks(group)
-    if not (is_simulated() or members in known or tuple(range(world.size())) in known):
+    known = _hosts.get(world, {})
+    return is_simulated() or global_ranks(group) in known or tuple(range(world.size())) in known
+
+
+def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
+    """The ranks of ``group`` on other hosts than this one. Empty as long as the hosts are not known."""
+    if not _hosts_are_known(group):
         return frozenset()
     own = next(ranks for ranks in ranks_by_host(group) if group.rank() in ranks)
     return frozenset(range(group.size())).difference(own)
@@ -462,7 +476,6 @@ class AttentionGroups:
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
         gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
         chunks: with ``gather``, in how many chunks of heads they are received; None decides by their size.
-        replicated: whether every rank of the ring holds the keys and values of all ranks, so that none are sent.
     """
 
     sequence: ProcessGroup | None = None
@@ -470,7 +483,6 @@ class AttentionGroups:
     ulysses: Ranks | None = None
     gather: bool | None = False
     chunks: int | None = None
-    replicated: bool = False
 
     @property
     def ring_size(self) -> int:
@@ -509,7 +521,7 @@ class AttentionGroups:
         Otherwise the number of all ranks of the ring, whose messages are then sent as inside one host. May be
         collective, see ``ranks_by_host``.
         """
-        return self.ring_size if self.replicated else ranks_per_host(self.hosts)  # replicated keys are not sent
+        return ranks_per_host(self.hosts)
 
     @cached_property
     def within(self) -> Ranks | None:

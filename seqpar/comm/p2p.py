@@ -90,7 +90,7 @@ def exchange(
             instead of copying from there. Their views must be made after the wait.
 
     The messages form one group of NCCL's, which must be small and complete: at most 32 messages, and the peers' groups
-    hold their other ends (see ``schedule.exchange_groups``). On CUDA the transfers start when the work already queued
+    hold their other ends (see ``schedule.rounds``). On CUDA the transfers start when the work already queued
     on the current stream is done, and run on NCCL's stream.
     """
     sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]

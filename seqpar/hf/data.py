@@ -16,7 +16,7 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..layout import LAYOUTS, Layout, SequenceSharding
 from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
-from ..schedule import MaskPlanner
+from ..schedule.plan import MaskPlanner
 from ..strategies import resolve
 from .batch import PLANNED, mask_and_length, shard_batch, shard_for_rank
 from .state import patch_of

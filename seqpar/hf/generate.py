@@ -28,9 +28,9 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.trace import count_sent
 from ..kernels import select
 from ..kernels.base import Carry, Score, empty_carry, finish, merge_
-from ..keys import KeyIntervals
 from ..layout import shard_positions
 from ..mask import Mask
+from ..schedule.rows import KeyIntervals
 from ..sharding import unshard
 from .batch import BatchShard, batch_mask, token_ranges
 from .shared_keys import storing_layer

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import masking_utils
-from transformers.masking_utils import and_masks, packed_sequence_mask_function
+from transformers.masking_utils import and_masks, or_masks, packed_sequence_mask_function
 
 from ..checks import no_compile
 from ..mask import LayerMask, Mask, layer_mask
@@ -32,6 +32,8 @@ WITHOUT_HOOKS = (
     "the forward ran without the hooks of parallelize; call the model that was given to parallelize, as model(...), "
     "not its decoder or another part of it"
 )
+_PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # transformers 5.0 passes the indices
 _COMPLETE: LayerMask = (False, None, None)  # of a mask to which the layer adds nothing
 _RANDOM_KEYS = 4  # for each query, how many keys are compared besides the ends of its interval
 
@@ -49,23 +51,34 @@ def model_mask(mask_function: MaskFunction | None = None, **kwargs: Any) -> Mode
     return ModelMask(mask_function or masking_utils.causal_mask_function, bool(optional))
 
 
+def _parts(function: MaskFunction) -> list[MaskFunction]:
+    """The functions that a mask function combines."""
+    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return [x for value in values for x in (value if isinstance(value, tuple | list) else (value,)) if callable(x)]
+
+
 def structure(function: MaskFunction) -> Any:
     """The code of a mask function and of the functions that it combines, without the values that they refer to."""
-    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    parts = [x for value in values for x in (value if isinstance(value, tuple | list) else (value,)) if callable(x)]
-    return getattr(function, "__code__", type(function)), tuple(map(structure, parts))
+
+    def code(f: MaskFunction) -> Any:
+        return getattr(f, "__code__", type(f)), tuple(map(code, _parts(f)))
+
+    return code(_unpacked(function))
 
 
-def known_structures(masks: Iterable[ModelMask]) -> set[Any]:
-    """The structures of the functions, also as transformers changes them for packed documents."""
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    remap = getattr(masking_utils, "packed_sequence_compatibility_function", None)  # transformers 5.0 has none
+def _unpacked(function: MaskFunction) -> MaskFunction:
+    """``function`` without what transformers adds if it finds packed documents.
 
-    def packed(f: MaskFunction) -> MaskFunction:
-        wrapped: MaskFunction = remap(f, ids, ids) if remap else and_masks(f, packed_sequence_mask_function(ids))
-        return wrapped
-
-    return {structure(f) for mask in masks for f in (mask.function, packed(mask.function))}
+    It takes the shard of a row for packed documents if its positions jump, and then passes the function positions
+    instead of the indices of this rank's tokens.
+    """
+    parts, combine = _parts(function), {and_masks().__code__: and_masks, or_masks().__code__: or_masks}
+    code = [getattr(x, "__code__", None) for x in (function, *parts)]
+    if _remap and code == [and_masks().__code__, _PACKED, _remap(None, None).__code__]:
+        return _unpacked(_parts(parts[1])[0])
+    if not _remap and code[0] is and_masks().__code__ and code[2:] == [_PACKED]:
+        return _unpacked(parts[0])
+    return combine[code[0]](*map(_unpacked, parts)) if code[0] in combine else function
 
 
 def compare_masks(
@@ -240,7 +253,7 @@ def _check_known(function: MaskFunction | None, rows: int, length: int, device: 
         return
     if text_model(cast(Any, forward.model)) is not forward.model:
         tokens = torch.device(device or "cpu")
-        if length < 2 or not any(_blocks(function, rows, length, tokens)):
+        if length < 2 or not any(_blocks(_unpacked(function), rows, length, tokens)):
             return
     raise ValueError(
         "attention mask: the model asks for a mask that depends on this call's arguments (such as token_type_ids or "

@@ -23,7 +23,7 @@ from .attention import attention_forward
 from .full_batch import before_text_model
 from .latent import disable_latent_kv, enable_latent_kv
 from .loss import replace_loss_function, restore_loss_function
-from .masks import compare_masks, known_structures, layer_mask_of, model_mask, no_mask
+from .masks import compare_masks, layer_mask_of, model_mask, no_mask, structure
 from .per_rank import unwrap_call, wrap_call
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
@@ -205,7 +205,7 @@ def _compare_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
     masks = [model_mask(**arguments) for arguments in trial.mask_calls]
     disputed = compare_masks(masks, claims, trial.tokens, type(root).__name__)
     patch.disputed.update(disputed)
-    patch.known_masks.update(known_structures(masks))
+    patch.known_masks.update(structure(mask.function) for mask in masks)
     patch.layer_masks.update((not x[0], *x[1:]) if x in disputed else x for _, x in claims)
 
 

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from ..kernels import BackendName
-from ..keys import KeyIntervals
 from ..layout import Layout
 from ..mask import LayerMask, Mask
 from ..mesh import rank_in, size_of
+from ..schedule.rows import KeyIntervals
 from ..strategies import StrategyName, StrategyOptions
 from .batch import BatchShard
 

@@ -59,7 +59,7 @@ def one_rank(per_host: int) -> Iterator[Simulator]:
     try:
         with (
             mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(per_host)),
-            mock.patch.dict(calls._CHUNK_BYTES, cuda=1),
+            mock.patch.dict(calls._MIN_CHUNK_BYTES, cuda=1),
             mock.patch.dict(ulysses._CHUNK_WORK, cuda=1),
             fake_cuda(),
             torch.no_grad(),

@@ -12,8 +12,8 @@ FLOORS = (
     (
         "cache",
         "checks",
-        "keys",
         "layout",
+        "library",
         "heads",
         "mask",
         "mesh",
@@ -24,8 +24,8 @@ FLOORS = (
         "triton_kernels",
     ),
     ("schedule", "comm", "kernels"),
-    ("strategies", "planner", "functional", "sharding"),
-    ("layers",),
+    ("strategies", "planner", "functional", "sharding", "spec"),
+    ("layers", "megatron"),
     ("hf", "cli"),
     ("peers",),
 )

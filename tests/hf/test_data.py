@@ -29,7 +29,7 @@ from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import seqpar.hf
-from seqpar.schedule import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan
 
 from ..pool import Pool, mesh_of, on_ranks
 from .workers import tiny

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 pytest.importorskip("transformers")
 
 import transformers
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -22,6 +23,7 @@ from transformers.masking_utils import (
 import seqpar
 import seqpar.hf
 from seqpar import Mask
+from seqpar.hf import masks
 from seqpar.hf.masks import mask_of_function
 
 from ..pool import Pool, on_ranks
@@ -172,3 +174,22 @@ def test_another_attention_before_parallelize() -> None:
     expected = model(**make_batch("plain")).loss.item()
     loss = seqpar.hf.parallelize(model, strategy="local")(**make_batch("plain")).loss.item()
     assert abs(loss - expected) < LOSS
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="transformers 5.0")
+def test_structure_of_a_shard_whose_positions_jump() -> None:
+    """transformers takes such a shard for packed documents, on this rank only."""
+    positions, tokens = torch.tensor([[0, 1, 6, 7]]), torch.full((1, 4), -1)
+    causal, blocks = masking_utils.causal_mask_function, masking_utils.blockwise_overlay(tokens)
+    for inside, outside in (((causal, blocks), ()), ((causal,), (blocks,))):
+        packed = masking_utils.and_masks(
+            masking_utils.packed_sequence_mask_function(positions // 6),
+            masking_utils.remap_positions_for_packed_sequence(masking_utils.or_masks(*inside), positions),
+        )
+        plain = masking_utils.or_masks(*outside, masking_utils.or_masks(*inside))
+        asked = masking_utils.or_masks(*outside, packed)
+        assert masks.structure(asked) == masks.structure(plain)
+        assert masks._blocks(masks._unpacked(asked), 1, 4, torch.device("cpu")) == [[]]
+        tokens[0, :2] = 0  # an image of two tokens
+        assert masks._blocks(masks._unpacked(asked), 1, 4, torch.device("cpu")) == [[(0, 2)]]
+        tokens[:] = -1

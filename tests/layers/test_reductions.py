@@ -31,6 +31,7 @@ class Model(nn.Module):
             * "tokens": all of them. The loss is ``token_loss``.
             * "parts": the body. The loss is computed from the whole output.
             * "skip": the same, and the head also gets the output of the stem.
+            * "twice": as "parts", with the body twice.
             * "attention": only attention, in two layers. Every other module works on whole tensors.
             * "mixed": stem and body, with a loss of their own from whole outputs beside ``token_loss``.
             * "middle": stem, body and head. A module between body and head works on whole tensors.
@@ -65,9 +66,9 @@ class Model(nn.Module):
         if kind in ("tokens", "mixed", "middle"):
             ids = shard(ids, sharding=sharding)
         x = stem = self.stem(self.embed(ids)).tanh()
-        if kind in ("parts", "skip", "stem", "tied"):
+        if kind in ("parts", "skip", "stem", "tied", "twice"):
             x = shard(x, sharding=sharding)
-        for _ in range(2 if kind == "attention" else 1):
+        for _ in range(2 if kind in ("attention", "twice") else 1):
             if self.checkpointed is None:
                 x = self.layer(x, sharding)
             else:
@@ -168,7 +169,7 @@ def fresh_seed() -> int:
     return int(torch.randint(1 << 30, ()))
 
 
-KINDS = ("tokens", "parts", "skip", "attention", "mixed", "middle", "stem")
+KINDS = ("tokens", "parts", "skip", "twice", "attention", "mixed", "middle", "stem")
 
 
 @pytest.mark.parametrize("how", ["sync", "ddp", "fsdp2", "fsdp1"])
@@ -395,7 +396,8 @@ def refused(group: ProcessGroup, case: str) -> str:
         if case == "tied":  # before shard and after it
             loss_of(outside(sharding.shard(outside(x[..., :1])))).backward()
         elif case == "tied after unshard":
-            outside(sharding.unshard(outside(x_local[..., :1]))).square().sum().backward()
+            whole = sharding.unshard(outside(x_local[..., :1]))
+            (F.linear(whole, outside.weight).square().sum() + x_local.sum()).backward()
         elif case == "own loss":  # as "tied", with a loss that seqpar does not know
             outside(sharding.shard(outside(x[..., :1] + torch.arange(TOKENS)[:, None]))).square().sum().backward()
         elif case == "dropout":  # every rank drops other elements of what should be the same
@@ -409,8 +411,7 @@ def refused(group: ProcessGroup, case: str) -> str:
         elif case == "other ranks":
             half = Sharding(TOKENS, "zigzag", mesh=mesh)
             half.unshard(half.shard(outside(x[..., :1]))).sum().backward()
-        other = {"outside": outside, "tied after unshard": nn.Sequential(outside, outside)}
-        seqpar.sync_gradients(other.get(case, nn.Sequential(model, outside)), group=group)
+        seqpar.sync_gradients(outside if case == "outside" else nn.Sequential(model, outside), group=group)
     except ValueError as error:
         return str(error)
     return ""
@@ -433,7 +434,10 @@ class DeepSpeedEngine(nn.Module):
     ("case", "words"),
     [
         ("tied", "used before shard, where its gradient is whole, and between shard and unshard"),
-        ("tied after unshard", "0.weight: a tied weight that was used before unshard"),
+        (
+            "tied after unshard",
+            "1.weight: used before unshard, where its gradient is a part of a sum, and after unshard",
+        ),
         ("own loss", "used before shard, so that every rank should have the same gradient, but the ranks' gradients"),
         ("dropout", "every rank should have the same gradient, but the ranks' gradients differ"),
         ("outside", "but DistributedDataParallel does not hold it; wrap the model as a whole"),

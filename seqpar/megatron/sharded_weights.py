@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..layers.gradients import tensor_parallel_parameters
 from ..layout import chunk_range
 from ..mesh import ParallelContext, size_of
 
@@ -39,23 +40,23 @@ class Part(NamedTuple):
 class ShardedWeights(nn.Module):
     """A module whose own parameters are DTensors over the tensor-parallel ranks, unless there is one rank."""
 
-    # By name of a DTensor parameter; None: this rank computes with all that it holds.
-    _parts: Mapping[str, Part | None] = MappingProxyType({})
+    # By name of a DTensor parameter. None: this rank computes with all that it holds. ``layers/gradients.py`` reads it.
+    tensor_parallel_parts: Mapping[str, Part | None] = MappingProxyType({})
 
-    def distribute(self, ranks: ParallelContext, **how: int | Part | None) -> None:
+    def distribute(self, ranks: ParallelContext, **splits: int | Part | None) -> None:
         """Replace full parameters by DTensors.
 
         Args:
             ranks: the ranks of the layer.
-            how: for each parameter the dimension in which it is sharded, or, for a replicated one, the part that this
-                rank computes with. None: all of it.
+            splits: for each parameter the dimension in which it is sharded, or, for a replicated one, the part that
+                this rank computes with. None: all of it.
         """
         if size_of(ranks.tensor) == 1:
             return
-        full = {name: getattr(self, name) for name in how if getattr(self, name) is not None}
-        self._parts = {name: part if isinstance(part := how[name], Part) else None for name in full}
+        full = {name: getattr(self, name) for name in splits if getattr(self, name) is not None}
+        self.tensor_parallel_parts = {name: part if isinstance(part := splits[name], Part) else None for name in full}
         for name, weight in full.items():
-            dim = how[name]
+            dim = splits[name]
             placement = Shard(dim) if isinstance(dim, int) else Replicate()
             meta = TensorMeta(weight.shape, weight.stride(), weight.dtype)
             spec = DTensorSpec(_tensor_mesh(ranks, weight.device), (placement,), tensor_meta=meta)
@@ -72,7 +73,7 @@ class ShardedWeights(nn.Module):
                 "tensor-parallel layer, or on a module around it, not on a projection inside"
             )
         local = weight.to_local() if torch.compiler.is_compiling() else _ToLocal.apply(weight)
-        part = self._parts[name]
+        part = self.tensor_parallel_parts[name]
         return local if part is None else local.narrow(*part)
 
     def copy_parameters(self, full: nn.Module) -> None:
@@ -82,7 +83,7 @@ class ShardedWeights(nn.Module):
                 weight.copy_(shard_like(getattr(full, name), weight))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in self._parts:
+        for name in self.tensor_parallel_parts:
             if isinstance(value := state_dict.get(prefix + name), Tensor):
                 state_dict[prefix + name] = shard_like(value, getattr(self, name))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -97,7 +98,7 @@ class ShardedLinear(ShardedWeights, nn.Linear):
         out_features: of the full weight.
         bias: whether it has a bias.
         ranks: the ranks of the layer.
-        how: 0 for column-parallel, 1 for row-parallel, or the ``Part`` of a replicated weight in one of these
+        split: 0 for column-parallel, 1 for row-parallel, or the ``Part`` of a replicated weight in one of these
             dimensions. The bias of a row-parallel projection is replicated.
         factory_kwargs: device and dtype of the weights.
     """
@@ -108,20 +109,20 @@ class ShardedLinear(ShardedWeights, nn.Linear):
         out_features: int,
         bias: bool,
         ranks: ParallelContext,
-        how: int | Part,
+        split: int | Part,
         factory_kwargs: dict[str, Any],
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, **factory_kwargs)
-        rows = how == 0 or (isinstance(how, Part) and how.dim == 0)
-        self.distribute(ranks, weight=how, bias=how if rows else None)
+        rows = split == 0 or (isinstance(split, Part) and split.dim == 0)
+        self.distribute(ranks, weight=split, bias=split if rows else None)
 
     def reset_parameters(self) -> None:
         """Draw the weights."""
-        if not self._parts:
+        if not self.tensor_parallel_parts:
             super().reset_parameters()
             return
-        where: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
-        self.copy_parameters(nn.Linear(self.in_features, self.out_features, self.bias is not None, **where))
+        factory_kwargs: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.copy_parameters(nn.Linear(self.in_features, self.out_features, self.bias is not None, **factory_kwargs))
 
 
 class ReplicatedNorm(ShardedWeights, nn.RMSNorm):
@@ -134,12 +135,6 @@ class ReplicatedNorm(ShardedWeights, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., size]``, normalised."""
         return nn.functional.rms_norm(x, self.normalized_shape, self.local_weight("weight"), self.eps)
-
-
-def tensor_parallel_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """The DTensor parameters of the tensor-parallel layers in ``module``. The last dimension of their mesh is tp."""
-    owners = (m for m in module.modules() if isinstance(m, ShardedWeights))
-    return {getattr(owner, name) for owner in owners for name in owner._parts}
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:

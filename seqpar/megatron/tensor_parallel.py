@@ -10,7 +10,7 @@ Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,24 +22,15 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
-from ..layout import Layout, SequenceSharding
+from ..layers.attention import NORM_EPS, AttentionLayer
+from ..layout import Layout
 from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
-from ..strategies.sequence_chunks import OVERLAPS, Overlap, SequenceChunks
-from ..strategies.tensor_operators import (
-    ChunkOptions,
-    TracedChunks,
-    traced_all_gather_linear,
-    traced_linear_reduce_scatter,
-)
-from ..strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
-from .attention import NORM_EPS, AttentionLayer
+from ..strategies.sequence_chunks import OVERLAPS, Overlap
+from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
-
-# The tokens of all ranks; None if there is one rank.
-Chunks = SequenceChunks | TracedChunks | None
 
 
 class MegatronAttention(ShardedWeights, AttentionLayer):
@@ -95,20 +86,22 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
         self._tensor_ranks = size_of(ranks.tensor)
         by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
-        own = self._local_heads = by_rank[rank_in(ranks.tensor)]
+        local = self._local_heads = by_rank[rank_in(ranks.tensor)]
 
-        def how(dim: int, heads: int, own: range, rows: int = d) -> int | Part:
-            """How the ``rows`` of each of ``heads`` are distributed, of which this rank computes with its ``own``."""
-            return dim if heads % self._tensor_ranks == 0 else Part(dim, own.start * rows, len(own) * rows)
+        def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | Part:
+            """How a weight with ``rows`` rows of each of ``heads`` is distributed along ``dim``."""
+            if heads % self._tensor_ranks == 0:
+                return dim
+            return Part(dim, local_heads.start * rows, len(local_heads) * rows)
 
-        keys = how(0, self.num_kv_heads, own.kv)
+        of_queries, of_keys = split(0, self.num_heads, local.queries), split(0, self.num_kv_heads, local.kv)
         linear = partial(ShardedLinear, ranks=ranks, factory_kwargs=factory_kwargs)
-        self.q_proj = linear(hidden, self.num_heads * d, bias, how=how(0, self.num_heads, own.queries))
-        self.k_proj = linear(hidden, self.num_kv_heads * d, bias, how=keys)
-        self.v_proj = linear(hidden, self.num_kv_heads * d, bias, how=keys)
-        self.o_proj = linear(self.num_heads * d, hidden, out_bias, how=how(1, self.num_heads, own.queries))
+        self.q_proj = linear(hidden, self.num_heads * d, bias, split=of_queries)
+        self.k_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
+        self.v_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
+        self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, local.queries))
         self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
-        self.distribute(ranks, sinks=how(0, self.num_heads, own.queries, 1))
+        self.distribute(ranks, sinks=split(0, self.num_heads, local.queries, 1))
 
     def _norm(self, factory_kwargs: dict[str, Any]) -> nn.RMSNorm:
         return ReplicatedNorm(self.head_dim, self._parallel_context, eps=NORM_EPS, **factory_kwargs)
@@ -117,10 +110,6 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     def _local_sinks(self) -> Tensor | None:
         sinks: Tensor | None = self.local_weight("sinks")
         return sinks
-
-    @property
-    def _tp(self) -> ProcessGroup | None:
-        return self._parallel_context.tensor
 
     @property
     def _heads(self) -> Heads:
@@ -132,7 +121,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
 
     @property
     def _tensor_size(self) -> int:
-        return size_of(self._tp)
+        return self._tensor_ranks
 
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
@@ -154,23 +143,18 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
         return (*super()._constants(groups, layout, dropout_p), self._attention_strategy, self.overlap)
 
-    def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
-        if self._tp is None or self._tp.size() == 1:
-            return None
-        return SequenceChunks.of_sharding(self._tp, sharding, rank, self.overlap, device)
-
-    def _traced_chunks(self, tokens: int, sharding: Any) -> TracedChunks | None:
+    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
         if self._tensor_ranks == 1:
             return None
-        options = ChunkOptions(self.overlap, self._options(0.0))
-        return TracedChunks(tokens, sharding, self._parallel_context, options)
+        options = ChunkOptions(self.overlap, self._spec(0.0))
+        return ShardedTokens(tokens, sharding, self._parallel_context, options)
 
-    def _project(self, x: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), chunks)
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), tokens)
         return q, k, v
 
-    def _output(self, out: Tensor, chunks: Chunks) -> Tensor:
-        return row_linear(out, self.o_proj, chunks)
+    def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
+        return row_linear(out, self.o_proj, tokens)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -191,11 +175,11 @@ class MegatronMLP(nn.Module):
         hidden_size: width of the hidden states.
         intermediate_size: width between the projections.
         activation: "swiglu", "gelu" or "gelu_tanh".
-        mesh: the ranks that the weights and the tokens are sharded over, as for ``MegatronAttention``.
-        group: the same as a ProcessGroup.
-        bias: whether all projections have biases. That of ``down_proj`` is replicated, and added once, after the
+        mesh: the weights and the tokens are sharded over its tp dimension.
+        group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
+        bias: whether all projections have biases. The bias of ``down_proj`` is replicated, and added once, after the
             reduce-scatter.
-        overlap: as for ``MegatronAttention``.
+        overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
         device: the device of the weights.
         dtype: the dtype of the weights.
     """
@@ -223,9 +207,9 @@ class MegatronMLP(nn.Module):
         factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self._tensor_ranks = size_of(self._parallel_context.tensor)
         linear = partial(ShardedLinear, bias=bias, ranks=self._parallel_context, factory_kwargs=factory_kwargs)
-        self.gate_proj = linear(hidden_size, intermediate_size, how=0) if activation == "swiglu" else None
-        self.up_proj = linear(hidden_size, intermediate_size, how=0)
-        self.down_proj = linear(intermediate_size, hidden_size, how=1)
+        self.gate_proj = linear(hidden_size, intermediate_size, split=0) if activation == "swiglu" else None
+        self.up_proj = linear(hidden_size, intermediate_size, split=0)
+        self.down_proj = linear(intermediate_size, hidden_size, split=1)
 
     def forward(self, x_local: Tensor, sharding: Sharding | None = None) -> Tensor:
         """``x_local [batch, seq, hidden]``, this rank's tokens, to ``y_local`` of the same shape.
@@ -235,32 +219,34 @@ class MegatronMLP(nn.Module):
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake, which is a graph break under ``torch.compile``.
         """
-        if not torch.compiler.is_compiling() or not isinstance(sharding, Sharding):
-            return self._eager(x_local, sharding)
+        if not isinstance(sharding, Sharding):
+            return self._after_handshake(x_local, sharding)
         check_hidden(x_local, self.hidden_size, self.up_proj)
-        if self._tensor_ranks == 1:
-            return self._compute(x_local, None)
-        traced: Any = sharding
-        chunks = TracedChunks(x_local.shape[1], traced, self._parallel_context, ChunkOptions(self.overlap))
-        return self._compute(x_local, chunks)
+        return self._compute(with_gradient_on_all_ranks(x_local), sharding, None)
 
     @no_compile
-    def _eager(self, x_local: Tensor, sharding: Sharding | None) -> Tensor:
-        if sharding is not None:  # without a handshake, no rank knows whether another rank needs a gradient
-            x_local = with_gradient(x_local)
-        chunks = tokens_in_rank_order(
-            x_local, self._parallel_context.tensor, self.overlap, self.hidden_size, self.up_proj, sharding
-        )
-        return self._compute(x_local, chunks)
+    def _after_handshake(self, x_local: Tensor, sharding: None) -> Tensor:
+        check_sharding(sharding)
 
-    def _compute(self, x_local: Tensor, chunks: Chunks) -> Tensor:
+        def header() -> HiddenHeader:
+            check_hidden(x_local, self.hidden_size, self.up_proj)
+            return HiddenHeader.of(x_local)
+
+        tp = self._parallel_context.tensor
+        return self._compute(x_local, *sharding_by_handshake(header, tp, "batch", "dtype", "requires_gradient"))
+
+    def _compute(self, x_local: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
+        tokens = None
+        if self._tensor_ranks > 1:
+            options = ChunkOptions(self.overlap, lengths=lengths)
+            tokens = ShardedTokens(x_local.shape[1], sharding, self._parallel_context, options)
         if self.gate_proj is None:
-            (up,) = column_linear(x_local, (self.up_proj,), chunks)
+            (up,) = column_linear(x_local, (self.up_proj,), tokens)
             hidden = _ACTIVATIONS[self.activation](up)
         else:
-            gate, up = column_linear(x_local, (self.gate_proj, self.up_proj), chunks)
+            gate, up = column_linear(x_local, (self.gate_proj, self.up_proj), tokens)
             hidden = _ACTIVATIONS[self.activation](gate) * up
-        return row_linear(hidden, self.down_proj, chunks)
+        return row_linear(hidden, self.down_proj, tokens)
 
 
 class HiddenHeader(NamedTuple):
@@ -271,73 +257,53 @@ class HiddenHeader(NamedTuple):
     dtype: torch.dtype
     requires_gradient: bool
 
-
-def tokens_in_rank_order(
-    x: Tensor,
-    group: ProcessGroup | None,
-    overlap: str,
-    hidden_size: int,
-    linear: nn.Linear,
-    sharding: Sharding | None = None,
-) -> SequenceChunks | None:
-    """The tokens of the group, one rank after another, for modules in which tokens do not interact; None for one rank.
-
-    Without a sharding the ranks exchange the lengths of their shards. ``linear`` is the first projection of
-    ``x [b, s, hidden]``.
-    """
-
-    def header() -> HiddenHeader:
-        check_hidden(x, hidden_size, linear)
+    @staticmethod
+    def of(x: Tensor) -> HiddenHeader:
+        """The header of ``x [b, s, hidden]``."""
         return HiddenHeader(x.shape[1], x.shape[0], x.dtype, x.requires_grad and torch.is_grad_enabled())
 
-    lengths = agreed_lengths(header, group, sharding, "batch", "dtype", "requires_gradient")
-    if group is None or group.size() == 1:
-        return None
-    return SequenceChunks.in_rank_order(group, lengths, overlap, x.device)
 
+def sharding_by_handshake(
+    make_header: Callable[[], Any], tp: ProcessGroup | None, *same: str
+) -> tuple[Sharding, tuple[int, ...]]:
+    """A sharding over the ranks of ``tp``, and the number of tokens that each rank says it holds.
 
-def agreed_lengths(
-    make_header: Callable[[], Any], group: ProcessGroup | None, sharding: Sharding | None, *same: str
-) -> Sequence[int]:
-    """The number of tokens of each rank of ``group``: the sharding's, or learned in a handshake.
+    For modules in which tokens do not interact: their order is the order of the ranks, and any lengths will do.
 
     Args:
-        make_header: checks this rank's input; the header's ``length`` is its number of tokens.
-        group: the tensor-parallel ranks.
-        sharding: the sharding of the tokens, if there is one. Nothing is communicated then.
+        make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens.
+        tp: the tensor-parallel ranks.
         same: the fields of the header that must be the same on every rank.
     """
-    if sharding is None:
-        headers = all_gather_header(make_header, group)
-        check_same(headers, *same)
-        return [header.length for header in headers]
-    check_sharding(sharding)
-    sharding.check_local(make_header().length)
-    return sharding.lengths_in(group)
+    headers = all_gather_header(make_header, tp)
+    check_same(headers, *same)
+    lengths = tuple(header.length for header in headers)
+    return Sharding(sum(lengths), "contiguous", group=tp), lengths
 
 
-def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], chunks: Chunks) -> list[Tensor]:
+def with_gradient_on_all_ranks(x: Tensor) -> Tensor:
+    """``x``, or an alias that requires a gradient if gradients are on, because backward sends its gradient.
+
+    Without a handshake, no rank knows whether another rank's ``x`` requires one.
+    """
+    return x if torch.compiler.is_compiling() else with_gradient(x)
+
+
+def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: ShardedTokens | None) -> list[Tensor]:
     """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
-    if chunks is None:
+    if tokens is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
-    weights = [linear.local_weight("weight") for linear in linears]
-    if isinstance(chunks, TracedChunks):
-        outs = traced_all_gather_linear(x, weights, chunks)
-    else:
-        outs = all_gather_linear(x, weights, chunks)
+    outs = gather_and_project(x, [linear.local_weight("weight") for linear in linears], tokens)
     biases = [linear.local_weight("bias") for linear in linears]
     return [y if bias is None else y + bias for y, bias in zip(outs, biases, strict=True)]
 
 
-def row_linear(x: Tensor, linear: ShardedLinear, chunks: Chunks) -> Tensor:
+def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -> Tensor:
     """Project and reduce-scatter the tokens: ``x [b, t, in_local]`` to ``[b, s, out]``."""
-    if chunks is None:
-        y: Tensor = linear(x)
-        return y
-    if isinstance(chunks, TracedChunks):
-        y = traced_linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
-    else:
-        y = linear_reduce_scatter(x, linear.local_weight("weight"), chunks)
+    if tokens is None:
+        local: Tensor = linear(x)
+        return local
+    y = project_and_scatter(x, linear.local_weight("weight"), tokens)
     bias: Tensor | None = linear.local_weight("bias")
     return y if bias is None else y + bias
 

@@ -1,9 +1,7 @@
 """The vocabulary sharded over a tensor-parallel group: embedding, output head, and the loss without gathered logits.
 
-Shoeybi et al., "Megatron-LM", 2019, section 3. Outside these modules the activations are sharded by tokens.
-
-Shapes: b batch, s this rank's tokens, t the group's tokens, v this rank's part of the vocabulary, d hidden. ``lengths``
-are the ranks' ``s``, and ``t`` is their sum. Tokens of the group are in the order of the ranks.
+Shoeybi et al., "Megatron-LM", 2019, section 3. Outside these modules the activations are sharded by tokens. The
+operators are in ``sharded_vocab.py``.
 """
 
 from __future__ import annotations
@@ -16,26 +14,25 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice, check_hidden, check_int, no_compile
-from ..comm.collectives import all_gather
 from ..mesh import ParallelContext, size_of, tensor_group
 from ..sharding import Sharding, check_sharding
-from ..strategies.autograd import to_autocast_dtype, with_gradient
-from ..strategies.sequence_chunks import OVERLAPS, Overlap, SequenceChunks
-from ..strategies.tensor_operators import ChunkOptions, TracedChunks
+from ..strategies.autograd import to_autocast_dtype
+from ..strategies.sequence_chunks import OVERLAPS, Overlap
+from ..strategies.tensor_operators import ChunkOptions, ShardedTokens
 from .sharded_vocab import (
     IGNORE_INDEX,
-    CrossEntropy,
-    Embedding,
-    LinearCrossEntropy,
     VocabPart,
+    check_float_tensor,
+    check_id_tensor,
     check_ids,
     check_labels,
     check_logits,
-    check_tokens,
+    vocab_cross_entropy,
+    vocab_embedding,
+    vocab_linear_cross_entropy,
 )
 from .sharded_weights import ShardedLinear, ShardedWeights
-from .tensor_parallel import HiddenHeader, agreed_lengths, column_linear, tokens_in_rank_order
-from .vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
+from .tensor_parallel import HiddenHeader, column_linear, sharding_by_handshake, with_gradient_on_all_ranks
 
 _CHUNK_BYTES = 128 << 20  # of the float32 logits that exist at a time, by default
 
@@ -54,10 +51,6 @@ class VocabParallelEmbedding(ShardedWeights):
         group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
         device: the device of the weight.
         dtype: the dtype of the weight.
-
-    Raises:
-        TypeError: a size is not an int, or mesh or group have another type.
-        ValueError: a size below 1, or a mesh without a tp dimension.
     """
 
     def __init__(
@@ -81,45 +74,36 @@ class VocabParallelEmbedding(ShardedWeights):
         self.distribute(self._parallel_context, weight=0)  # [v, d] on this rank
 
     def reset_parameters(self) -> None:
-        """Draw the weight. Every rank draws the full one, so that one seed gives the same for any number of ranks."""
-        where: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
-        self.copy_parameters(nn.Embedding(self.num_embeddings, self.embedding_dim, **where))
+        """Draw the weight. Every rank draws all of it, so that one seed gives the same for any number of ranks."""
+        factory_kwargs: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.copy_parameters(nn.Embedding(self.num_embeddings, self.embedding_dim, **factory_kwargs))
 
     def forward(self, ids: Tensor, sharding: Sharding | None = None) -> Tensor:
-        """Embed this rank's tokens.
+        """Embeddings ``[batch, seq, hidden]`` of ``ids``, int64 ``[batch, seq]``.
 
         Args:
-            ids: int64 ``[batch, seq]``.
+            ids: of this rank's tokens.
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake, which is a graph break under ``torch.compile``.
-
-        Returns:
-            ``[batch, seq, hidden]`` in the dtype of the weight.
-
-        Raises:
-            TypeError: ``ids`` is not an int64 tensor of two dimensions.
-            ValueError: an id outside the vocabulary, or ranks that differ in batch.
-            RuntimeError: another rank raised an error on its own ids.
         """
-        if not torch.compiler.is_compiling() or not isinstance(sharding, Sharding):
-            return self._eager(ids, sharding)
-        traced: Any = sharding
-        weight = self.local_weight("weight")
-        out: Tensor = embedding_op(ids, weight, self.num_embeddings, self._part, traced, self._parallel_context)[0]
-        return out
+        if not isinstance(sharding, Sharding):
+            return self._after_handshake(ids, sharding)
+        check_id_tensor("ids", ids)
+        return self._embed(ids, sharding, None)
 
     @no_compile
-    def _eager(self, ids: Tensor, sharding: Sharding | None) -> Tensor:
-        """``forward`` outside of torch.compile."""
-        tp = self._parallel_context.tensor
+    def _after_handshake(self, ids: Tensor, sharding: None) -> Tensor:
+        check_sharding(sharding)
 
         def header() -> _IdsHeader:
             check_ids("ids", ids, self.num_embeddings)
             return _IdsHeader(ids.shape[1], ids.shape[0])
 
-        lengths = agreed_lengths(header, tp, sharding, "batch")
-        chunks = SequenceChunks.in_rank_order(tp, lengths, "none", ids.device)
-        out: Tensor = Embedding.apply(all_gather(ids, lengths, 1, tp), self.local_weight("weight"), self._part, chunks)
+        return self._embed(ids, *sharding_by_handshake(header, self._parallel_context.tensor, "batch"))
+
+    def _embed(self, ids: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
+        weight, options = self.local_weight("weight"), ChunkOptions("none", lengths=lengths)
+        out: Tensor = vocab_embedding(ids, weight, self._part, sharding, self._parallel_context, options)[0]
         return out
 
 
@@ -128,21 +112,11 @@ class VocabParallelHead(ShardedLinear):
 
     The input is ``[batch, seq, hidden]``. The output is ``[batch, tokens, vocab_local]``, with the tokens in the order
     of the ranks, as ``vocab_parallel_cross_entropy`` takes them. Given labels, the head returns the loss instead, and
-    never holds the logits of all tokens.
+    never holds the logits of all tokens. See ``VocabParallelEmbedding`` for the other arguments.
 
     Args:
-        hidden_size: the hidden size.
-        num_embeddings: the size of the full vocabulary.
-        mesh: the vocabulary and the tokens are sharded over its tp dimension.
-        group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
         bias: whether the logits have a bias.
         overlap: "auto", "ring", "symm_mem" or "none": how the all-gather overlaps with the GEMM.
-        device: the device of the weights.
-        dtype: the dtype of the weights.
-
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: a size below 1, an unknown ``overlap``, or a mesh without a tp dimension.
     """
 
     def __init__(
@@ -185,8 +159,7 @@ class VocabParallelHead(ShardedLinear):
         Args:
             x_local: ``[batch, seq, hidden]``, of this rank's tokens.
             labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
-            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
-                their lengths in a handshake, which is a graph break under ``torch.compile``.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it there is a handshake.
             ignore_index: the label of tokens without loss.
             chunk_tokens: with labels, how many tokens have logits at a time; by default as many as fit into 128 MiB in
                 float32.
@@ -194,33 +167,50 @@ class VocabParallelHead(ShardedLinear):
         Returns:
             The logits, ``[batch, tokens, vocab_local]``. With labels, the loss of each of the group's tokens as
             ``vocab_parallel_cross_entropy`` returns it: ``[batch, tokens]``, float32 (float64 for float64).
-
-        Raises:
-            TypeError: an argument has another type.
-            ValueError: shapes that do not fit together, or a label outside the vocabulary.
-            RuntimeError: another rank raised an error on its own input.
         """
-        if torch.compiler.is_compiling() and isinstance(sharding, Sharding):
-            return self._traced(x_local, labels, sharding, ignore_index, chunk_tokens)
-        return self._eager(x_local, labels, sharding, ignore_index, chunk_tokens)
+        if not isinstance(sharding, Sharding):
+            return self._after_handshake(x_local, labels, sharding, ignore_index, chunk_tokens)
+        check_hidden(x_local, self.in_features, self)
+        if labels is not None:
+            check_id_tensor("labels", labels)
+        x_local = with_gradient_on_all_ranks(x_local)
+        return self._compute(x_local, labels, ignore_index, chunk_tokens, sharding, None)
 
-    def _traced(
-        self, x: Tensor, labels: Tensor | None, sharding: Any, ignore_index: int, chunk_tokens: int | None
+    @no_compile
+    def _after_handshake(
+        self, x_local: Tensor, labels: Tensor | None, sharding: None, ignore_index: int, chunk_tokens: int | None
     ) -> Tensor:
-        """``forward`` while torch.compile traces it."""
-        check_hidden(x, self.in_features, self)
+        check_sharding(sharding)
+
+        def header() -> HiddenHeader:
+            check_hidden(x_local, self.in_features, self)
+            if labels is not None:
+                check_labels(labels, x_local, self._part.total, ignore_index)
+                self._tokens_at_a_time(chunk_tokens)
+            return HiddenHeader.of(x_local)
+
+        agreed = sharding_by_handshake(header, self._parallel_context.tensor, "batch", "dtype", "requires_gradient")
+        return self._compute(x_local, labels, ignore_index, chunk_tokens, *agreed)
+
+    def _compute(
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        ignore_index: int,
+        chunk_tokens: int | None,
+        sharding: Sharding,
+        lengths: tuple[int, ...] | None,
+    ) -> Tensor:
         ranks = self._parallel_context
         if labels is None:
-            chunks = TracedChunks(x.shape[1], sharding, ranks, ChunkOptions(self.overlap))
-            (logits,) = column_linear(x, (self,), chunks if self._tensor_ranks > 1 else None)
+            tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions(self.overlap, lengths=lengths))
+            (logits,) = column_linear(x, (self,), tokens if self._tensor_ranks > 1 else None)
             return logits
         x, weight = to_autocast_dtype(x, self.local_weight("weight"))
         # torch.compile may have made ignore_index a variable.
-        part = VocabPart(self._part.start, self._part.size, index(ignore_index))
-        tokens = self._tokens_at_a_time(chunk_tokens)
-        loss: Tensor = linear_cross_entropy_op(
-            x, weight, self.local_weight("bias"), labels, self._num_embeddings, part, tokens, sharding, ranks
-        )[0]
+        part = VocabPart(self._part.total, self._part.start, self._part.size, index(ignore_index))
+        constants = self._tokens_at_a_time(chunk_tokens), part, sharding, ranks, ChunkOptions("ring", lengths=lengths)
+        loss: Tensor = vocab_linear_cross_entropy(x, weight, self.local_weight("bias"), labels, *constants)[0]
         return loss
 
     def _tokens_at_a_time(self, chunk_tokens: int | None) -> int:
@@ -229,40 +219,6 @@ class VocabParallelHead(ShardedLinear):
             return max(1, _CHUNK_BYTES // (4 * max(1, self._part.size)))
         check_int("chunk_tokens", chunk_tokens, 1)
         return chunk_tokens
-
-    @no_compile
-    def _eager(
-        self,
-        x_local: Tensor,
-        labels: Tensor | None,
-        sharding: Sharding | None,
-        ignore_index: int,
-        chunk_tokens: int | None,
-    ) -> Tensor:
-        """``forward`` outside of torch.compile."""
-        tp = self._parallel_context.tensor
-        if sharding is not None:  # without a handshake, no rank knows whether another rank needs a gradient
-            x_local = with_gradient(x_local)
-        if labels is None:
-            chunks = tokens_in_rank_order(x_local, tp, self.overlap, self.in_features, self, sharding)
-            (logits,) = column_linear(x_local, (self,), chunks)
-            return logits
-
-        def header() -> HiddenHeader:
-            check_hidden(x_local, self.in_features, self)
-            check_labels(labels, x_local, self._num_embeddings, ignore_index)
-            self._tokens_at_a_time(chunk_tokens)
-            requires_gradient = x_local.requires_grad and torch.is_grad_enabled()
-            return HiddenHeader(x_local.shape[1], x_local.shape[0], x_local.dtype, requires_gradient)
-
-        lengths = agreed_lengths(header, tp, sharding, "batch", "dtype", "requires_gradient")
-        chunks = SequenceChunks.in_rank_order(tp, lengths, "ring", x_local.device)
-        x, weight = to_autocast_dtype(x_local, self.local_weight("weight"))
-        all_labels = all_gather(labels, lengths, 1, tp)
-        part = VocabPart(self._part.start, self._part.size, ignore_index)
-        tokens = self._tokens_at_a_time(chunk_tokens)
-        loss: Tensor = LinearCrossEntropy.apply(x, weight, self.local_weight("bias"), all_labels, part, tokens, chunks)
-        return loss
 
 
 def vocab_parallel_cross_entropy(
@@ -284,10 +240,10 @@ def vocab_parallel_cross_entropy(
         logits: ``[batch, tokens, vocab_local]`` of all of the group's tokens, as ``VocabParallelHead`` returns them.
         labels: int64 ``[batch, seq]`` of *this rank's* tokens, already shifted. They are all-gathered here.
         num_embeddings: the size of the full vocabulary.
-        mesh: as given to ``VocabParallelHead``.
-        group: as given to ``VocabParallelHead``.
-        sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it,
-            the ranks exchange their lengths in a handshake, which is a graph break under ``torch.compile``.
+        mesh: the mesh that ``VocabParallelHead`` was made with.
+        group: the group that ``VocabParallelHead`` was made with.
+        sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it
+            there is a handshake.
         ignore_index: the label of tokens without loss.
 
     Returns:
@@ -300,41 +256,50 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes that do not fit together, or a label outside the vocabulary.
         RuntimeError: another rank raised an error on its own input.
     """
-    alone = mesh is None and group is None
-    if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and alone:
-        traced: Any = sharding
-        loss: Tensor = cross_entropy_op(logits, labels, num_embeddings, ignore_index, traced)[0]
-        return loss
-    return _eager_cross_entropy(logits, labels, num_embeddings, mesh, group, sharding, ignore_index)
+    if isinstance(sharding, Sharding) and mesh is None and group is None:
+        return _cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, None)
+    return _checked_cross_entropy(logits, labels, num_embeddings, ignore_index, mesh, group, sharding)
 
 
-@no_compile
-def _eager_cross_entropy(
+def _cross_entropy(
     logits: Tensor,
     labels: Tensor,
     num_embeddings: int,
+    ignore_index: int,
+    sharding: Sharding,
+    lengths: tuple[int, ...] | None,
+) -> Tensor:
+    check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
+    check_id_tensor("labels", labels)
+    options = ChunkOptions("none", lengths=lengths)
+    loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
+    return loss
+
+
+@no_compile
+def _checked_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    num_embeddings: int,
+    ignore_index: int,
     mesh: DeviceMesh | None,
     group: ProcessGroup | None,
     sharding: Sharding | None,
-    ignore_index: int,
 ) -> Tensor:
-    """``vocab_parallel_cross_entropy`` outside of torch.compile."""
+    """``vocab_parallel_cross_entropy`` after a handshake, or after comparing the sharding with mesh and group."""
+    check_sharding(sharding)
     if sharding is not None:
-        check_sharding(sharding)
         sharding.check_arguments(mesh=mesh, group=group)
-        mesh, group = sharding.mesh, sharding.group
+        return _cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, None)
     tp = tensor_group(mesh, group)
-    part = VocabPart.of_rank(num_embeddings, tp, ignore_index)
 
     def header() -> _LogitsHeader:
         check_ids("labels", labels, num_embeddings, ignore_index)
-        check_logits(logits, labels, num_embeddings, part)
+        check_logits(logits, labels, VocabPart.of_rank(num_embeddings, tp, ignore_index))
         return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
 
-    lengths = agreed_lengths(header, tp, sharding, "tokens_of_logits", "batch", "dtype_of_logits")
-    check_tokens(logits, lengths)
-    loss: Tensor = CrossEntropy.apply(logits, all_gather(labels, lengths, 1, tp), part, tp)
-    return loss
+    agreed = sharding_by_handshake(header, tp, "tokens_of_logits", "batch", "dtype_of_logits")
+    return _cross_entropy(logits, labels, num_embeddings, ignore_index, *agreed)
 
 
 class _IdsHeader(NamedTuple):

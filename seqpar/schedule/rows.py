@@ -1,4 +1,4 @@
-"""Selected rows of a shard, and the keys of a step: the values of which a schedule consists.
+"""Which rows of K/V a rank needs: rows of a shard, the keys of a step, and the ranges of positions that queries see.
 
 Their sizes do not grow with the sequence. What the kernels need for each query is computed on the kernels' device.
 
@@ -7,7 +7,8 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,9 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache import cached_tensors, upload
-from .layout import CPU, Positions
+from ..cache import cached_tensors, upload
+from ..layout import CPU, Positions, Stripe
+from ..runs import Runs
 
+# Under a striped layout, a narrow window leaves gaps between the keys of neighbouring queries. The gaps of up to this
+# many queries of a run are left out.
+_EXACT_QUERIES = 4096
 # More spans than this are selected by one index instead of a slice each.
 _MAX_SLICES = 16
 
@@ -68,17 +73,22 @@ class KeyIntervals:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Some rows of a shard, as increasing (start, stop) pairs of local indices."""
+class RowSpans:
+    """Some rows of a shard, as increasing (start, stop) pairs of local indices.
+
+    Attributes:
+        spans: the pairs.
+        count: the number of rows.
+    """
 
     spans: tuple[tuple[int, int], ...]
+    count: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", sum(stop - start for start, stop in self.spans))
 
     def __len__(self) -> int:
-        return self._length
-
-    @cached_property
-    def _length(self) -> int:
-        return sum(stop - start for start, stop in self.spans)
+        return self.count
 
     def index(self, device: torch.device) -> Tensor:
         """The selected rows, int64 ``[rows]``. Cached."""
@@ -94,7 +104,7 @@ class Selection:
 
         return cached_tensors(("selection", self.spans), device, make)
 
-    def locate(self, rows: Selection) -> Selection:
+    def locate(self, rows: RowSpans) -> RowSpans:
         """The indices of ``rows``, a subset of the selected rows, among the selected rows."""
         if not self.spans or self.spans[0][0] == 0 == len(self.spans) - 1:
             return rows
@@ -110,28 +120,30 @@ class Selection:
                 found[-1] = found[-1][0], end
             else:
                 found.append((begin, end))
-        return Selection(tuple(found))
+        return RowSpans(tuple(found))
 
-    def copy_to(self, out: Tensor, x: Tensor) -> None:
-        """Copy the selected rows of ``x [..., rows, heads, head_dim]`` into ``out``."""
-        if len(self.spans) > _MAX_SLICES:
-            out.copy_(x.index_select(-3, self.index(x.device)))
-            return
-        offset = 0
-        for start, stop in self.spans:
-            out[..., offset : offset + stop - start, :, :] = x[..., start:stop, :, :]
-            offset += stop - start
+    def copy_to(self, out: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
+        """Copy the selected rows of each of ``xs [..., rows, heads, head_dim]`` into ``out``."""
+        for target, x in zip(out, xs, strict=True):
+            if len(self.spans) > _MAX_SLICES:
+                target.copy_(x.index_select(-3, self.index(x.device)))
+                continue
+            offset = 0
+            for start, stop in self.spans:
+                target[..., offset : offset + stop - start, :, :] = x[..., start:stop, :, :]
+                offset += stop - start
 
-    def add_to(self, target: Tensor, values: Tensor) -> None:
-        """Add ``values`` to the selected rows of ``target [..., rows, heads, head_dim]``."""
-        if len(self.spans) > _MAX_SLICES:
-            # Every row is selected once, so the order of the additions does not matter.
-            target.index_add_(target.dim() - 3, self.index(target.device), values)
-            return
-        offset = 0
-        for start, stop in self.spans:
-            target[..., start:stop, :, :] += values[..., offset : offset + stop - start, :, :]
-            offset += stop - start
+    def add_to(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Add ``values`` to the selected rows of each of ``targets [..., rows, heads, head_dim]``."""
+        for target, x in zip(targets, values, strict=True):
+            if len(self.spans) > _MAX_SLICES:
+                # Every row is selected once, so the order of the additions does not matter.
+                target.index_add_(target.dim() - 3, self.index(target.device), x)
+                continue
+            offset = 0
+            for start, stop in self.spans:
+                target[..., start:stop, :, :] += x[..., offset : offset + stop - start, :, :]
+                offset += stop - start
 
     def counts_below(self, x: Tensor) -> Tensor:
         """How many of the selected rows are smaller than each element of ``x``, an integer tensor of local indices."""
@@ -140,7 +152,7 @@ class Selection:
         return torch.searchsorted(self.index(x.device), x)
 
 
-NO_ROWS = Selection(())
+NO_ROWS = RowSpans(())
 
 
 def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
@@ -153,7 +165,7 @@ def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ShardKeys:
+class ShardRows:
     """Keys of one step that come from one rank: some rows of its shard.
 
     Attributes:
@@ -162,7 +174,7 @@ class ShardKeys:
     """
 
     held: Positions
-    rows: Selection
+    rows: RowSpans
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -179,7 +191,7 @@ class ShardKeys:
 
 
 @dataclass(frozen=True)
-class GatheredKeys:
+class GatheredRows:
     """Keys of one step that come from all other ranks, sorted by position.
 
     Attributes:
@@ -189,8 +201,8 @@ class GatheredKeys:
     """
 
     ranges: tuple[tuple[int, int], ...]
-    own: ShardKeys
-    shards: tuple[ShardKeys, ...]
+    own: ShardRows
+    shards: tuple[ShardRows, ...]
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
@@ -208,28 +220,30 @@ class GatheredKeys:
             lambda: self.counts_below(shard.positions(device)),
         )
 
-    def scatter(self, index: int, x: Tensor, out: Tensor) -> None:
-        """Copy the rows ``x [..., rows, heads, head_dim]`` of ``shards[index]`` to their places in ``out``."""
-        if (pieces := self._pieces[index]) is None:
-            out.index_copy_(out.dim() - 3, self.rows_of(index, x.device), x)
-            return
-        for row, start, count in pieces:
-            out[..., start : start + count, :, :] = x[..., row : row + count, :, :]
+    def scatter(self, index: int, xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Copy the rows ``xs [..., rows, heads, head_dim]`` of ``shards[index]`` to their places in ``out``."""
+        pieces = self._pieces[index]
+        for x, target in zip(xs, out, strict=True):
+            if pieces is None:
+                target.index_copy_(target.dim() - 3, self.rows_of(index, x.device), x)
+            for row, start, count in pieces or ():
+                target[..., start : start + count, :, :] = x[..., row : row + count, :, :]
 
-    def gather(self, index: int, x: Tensor, out: Tensor) -> None:
-        """Copy the rows of ``shards[index]`` from their places in ``x [..., k_len, heads, head_dim]`` to ``out``."""
-        if (pieces := self._pieces[index]) is None:
-            out.copy_(x.index_select(-3, self.rows_of(index, x.device)))
-            return
-        for row, start, count in pieces:
-            out[..., row : row + count, :, :] = x[..., start : start + count, :, :]
+    def gather(self, index: int, xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Copy the rows of ``shards[index]`` from their places in ``xs [..., k_len, heads, head_dim]`` to ``out``."""
+        pieces = self._pieces[index]
+        for x, target in zip(xs, out, strict=True):
+            if pieces is None:
+                target.copy_(x.index_select(-3, self.rows_of(index, x.device)))
+            for row, start, count in pieces or ():
+                target[..., row : row + count, :, :] = x[..., start : start + count, :, :]
 
     @cached_property
     def _pieces(self) -> list[list[tuple[int, int, int]] | None]:
         """For each shard, ``(row, start, count)`` of its ranges of consecutive positions; None if there are many."""
         return [self._pieces_of(shard) for shard in self.shards]
 
-    def _pieces_of(self, shard: ShardKeys) -> list[tuple[int, int, int]] | None:
+    def _pieces_of(self, shard: ShardRows) -> list[tuple[int, int, int]] | None:
         if not shard.held.is_ranges or len(shard.rows.spans) > _MAX_SLICES:
             return None
         pieces, row = [], 0
@@ -252,3 +266,83 @@ class GatheredKeys:
         for i, shard in enumerate(self.shards):
             positions[self.rows_of(i, device)] = shard.positions(device)
         return positions
+
+
+def visible_ranges(
+    rows: Sequence[Runs], queries: Positions, seq_len: int, exact: bool = True
+) -> tuple[tuple[int, int], ...]:
+    """Ranges of global positions that hold every key that some of ``queries`` sees, disjoint and increasing.
+
+    Args:
+        rows: by batch row, the mask's runs.
+        queries: the positions of the queries.
+        seq_len: tokens of the full sequence.
+        exact: whether the ranges must hold no other keys. Queries with gaps between them, as in a striped layout, then
+            have up to one range per run. Otherwise they have one range, from the first visible key to the last.
+    """
+    found: list[tuple[int, int]] = []
+    for runs in rows:
+        for stripe in queries.stripes:
+            found += _seen_by_stripe(runs, stripe, exact)
+    return merged_ranges((start, min(stop, seq_len)) for start, stop in found)
+
+
+def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The union of ``ranges``, which may overlap, disjoint and increasing."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        elif start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[int, int]]:
+    """Yields the ranges of positions that queries at ``stripe`` see. They may overlap."""
+    first, last = bisect_right(runs.starts, stripe.start) - 1, bisect_left(runs.starts, stripe.stop)
+    consecutive = stripe.block >= stripe.count
+    if not consecutive and not exact:
+        # lo and hi never decrease along the queries, so the first and the last query bound all intervals.
+        yield runs.bounds(stripe.start, stripe.stop - 1)
+        return
+    ends = [*runs.starts[first + 1 : last], stripe.stop]
+    for (start, lo, lo_step, hi, hi_step), end in zip(runs.rows[first:last], ends, strict=True):
+        if consecutive:
+            x0, x1 = max(start, stripe.start), end - 1
+        else:
+            begin, stop = stripe.count_below(start), stripe.count_below(end)
+            if begin == stop:
+                continue
+            x0, x1 = stripe.at(begin), stripe.at(stop - 1)
+        lo_at, hi_at = lo + lo_step * (x0 - start), hi + hi_step * (x0 - start)
+        if lo_at >= hi_at:
+            continue  # no query of this run sees a key
+        gap = 1 if consecutive else stripe.stride - stripe.block + 1  # between neighbouring queries
+        if lo_step == 0 or hi_step == 0 or hi_at - lo_at >= gap or stop - begin > _EXACT_QUERIES:
+            yield lo_at, hi + hi_step * (x1 - start)
+        else:  # a window that is narrower than the gap
+            for index in range(begin, stop):
+                shift = stripe.at(index) - x0
+                yield lo_at + shift, hi_at + shift
+
+
+def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> RowSpans:
+    """The rows of a shard with positions ``held`` that have a position in one of ``ranges``."""
+    spans: list[tuple[int, int]] = []
+    for stripe, offset in held.with_offsets():
+        # Start at the first range that overlaps the stripe.
+        first = bisect_right(ranges, stripe.start, key=_stop)
+        for start, stop in ranges[first:]:
+            if start >= stripe.stop:
+                break
+            begin, end = stripe.count_below(start) + offset, stripe.count_below(stop) + offset
+            if spans and spans[-1][1] == begin:
+                spans[-1] = spans[-1][0], end
+            elif begin < end:
+                spans.append((begin, end))
+    return RowSpans(tuple(spans)) if spans else NO_ROWS
+
+
+def _stop(range_: tuple[int, int]) -> int:
+    return range_[1]

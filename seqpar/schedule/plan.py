@@ -1,7 +1,8 @@
-"""Which rank sends which keys to which rank at which step, and what each rank computes with them: pure functions.
+"""Which rank sends which keys to which rank at which step, and which keys each query sees: pure functions.
 
-A schedule is computed from the mask, the sharding and the rank alone, without a process group and without data. The
-runtime executes it, tests and byte counts read it, and the planner simulates it for any number of ranks.
+A plan is computed from the mask, the sharding and the rank alone, without a process group and without data. The runtime
+executes it as a program (``program.py``), tests and byte counts read it, and the planner simulates it for any number of
+ranks. ``print(plan)`` shows its steps.
 
 In a ring of ``n`` ranks, step 0 computes with a rank's own keys. At step ``h``, rank ``r`` computes with keys of rank
 ``(r - h) % n``. The owner of K/V rows sends them directly to the rank that needs them, instead of forwarding them
@@ -10,10 +11,11 @@ its queries see, and no step waits for a neighbour to forward a block. An all-ga
 after step 0 merged into one.
 
 If the ranks are on several hosts, every row is sent once to each other host that needs it, and shared inside that host.
-Rank ``l`` of a host *fetches* the rows of rank ``l`` of each other host that any rank of its host needs. The steps then
-send the fetched rows from rank to rank inside the host. A ring over several hosts thus has one ring inside the host for
-each fetch, in whose first step a rank computes with the rows that it has fetched itself. Half of the steps with keys of
-the own host come first and half come last, so that the first fetch and the last return overlap with computation.
+In an inter-host hop, rank ``l`` of a host receives the rows of rank ``l`` of another host that any rank of its own host
+needs. The intra-host hops of the next steps send these rows from rank to rank inside the host. A ring over several
+hosts thus has one ring inside the host for each inter-host hop, in whose first step a rank computes with the rows that
+it has received itself. Half of the steps with keys of the rank's host come first and half come last, so that the first
+inter-host hop and the last return of gradients overlap with computation.
 
 The cost of planning grows with the runs of the mask and the ranks of the group, not with the tokens. The intervals of
 each query are computed on the device that the kernels run on, by formulas over the runs.
@@ -32,8 +34,7 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -42,72 +43,31 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from .cache import ByteCache, cached_tensors
-from .keys import NO_ROWS, GatheredKeys, KeyIntervals, Selection, ShardKeys
-from .layout import CPU, Positions, SequenceSharding, Stripe
-from .mask import Mask
-from .runs import Runs
+from ..cache import ByteCache, cached_tensors
+from ..heads import Heads
+from ..layout import CPU, Positions, SequenceSharding
+from ..mask import Mask
+from .program import NO_HOP, Hop, Program, Step, Transfer
+from .rounds import p2p_rounds
+from .rows import (
+    NO_ROWS,
+    GatheredRows,
+    KeyIntervals,
+    RowSpans,
+    ShardRows,
+    merged_ranges,
+    rows_in,
+    visible_ranges,
+)
 
 # Under a striped layout, a rank's queries see up to one range of keys per document. If documents times ranks exceed
 # this number, a rank receives all keys between the first and the last one that it needs. A list of ranges would then
 # take more time than the few rows that it leaves out.
 _EXACT_RANGES = 2048
-# The same for a narrow window under a striped layout, which leaves gaps between the keys of neighbouring queries.
-_EXACT_QUERIES = 4096
-# The most peers in one group of messages: see ``exchange_groups``.
-_MAX_PEERS = 16
 # If every rank needs the whole sequence except for at most this share, an all-gather is a collective of all rows.
 _DENSE_WITHOUT = 1 / 1024
 # Positions below this fit into 32 bits, also after the number of ranks is added to them.
 _INT32 = 1 << 30
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Rows of K/V that this rank sends to ``peer`` or receives from it.
-
-    Attributes:
-        peer: a rank of the ring. In a step, it is this rank itself if this rank has fetched the rows.
-        owner: the rank of the ring whose shard has the rows. It is the sender, unless the sender has fetched them.
-        rows: the rows, as indices into the owner's shard.
-        at: the rows, as indices into the sender's tensor: its shard, or the rows of the owner that it has fetched.
-    """
-
-    peer: int
-    owner: int
-    rows: Selection
-    at: Selection
-
-
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """The K/V rows that one rank sends and receives at a time.
-
-    Attributes:
-        receives: the transfers that this rank receives.
-        sends: the transfers that this rank sends. The transfers to one peer form one message, in this order.
-        groups: the peers, in groups. The messages of one group are sent and received together.
-    """
-
-    receives: tuple[Transfer, ...] = ()
-    sends: tuple[Transfer, ...] = ()
-    groups: Sequence[Sequence[int]] = ()
-
-    @property
-    def is_local(self) -> bool:
-        """Whether nothing is sent or received, as at step 0, which computes with this rank's own K/V."""
-        return not self.receives and not self.sends
-
-
-@dataclass(frozen=True, eq=False)
-class Step(Exchange):
-    """One step of the ring on one rank.
-
-    Attributes:
-        keys: the keys that this rank computes with; None if its queries see none of the step's keys.
-    """
-
-    keys: ShardKeys | GatheredKeys | None = None
 
 
 class AttentionPlan:
@@ -142,9 +102,10 @@ class AttentionPlan:
         self.replicated = replicated
         self._runs = mask.runs(sharding.seq_len)
         self._steps: dict[int, Step] = {}
-        self._fetches: dict[int, Exchange] = {}
+        self._inter_host_hops: dict[int, Hop] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
         self._host_ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._programs: dict[Hashable, Program] = {}
         self._token = object()  # the plan's key in caches, which must not hold a reference to the plan
 
     def __len__(self) -> int:
@@ -168,34 +129,28 @@ class AttentionPlan:
         return self.sharding.ring // self.per_host
 
     @property
-    def fetches(self) -> int:
+    def inter_host_hops(self) -> int:
         """How many exchanges between hosts there are."""
         return min(1, self.hosts - 1) if self.gather else self.hosts - 1
-
-    def fetch(self, index: int) -> Exchange:
-        """What this rank sends to ranks of other hosts, and receives for all ranks of its own host, in one fetch."""
-        if index not in self._fetches:
-            self._fetches[index] = self._plan_fetch(index)
-        return self._fetches[index]
-
-    def fetch_of(self, index: int) -> int | None:
-        """The index of the fetch whose rows step ``index`` sends; None if it sends the sender's own rows."""
-        if self.gather:
-            return 0 if index and self.fetches else None
-        distance, _ = self._distances(index)
-        return distance - 1 if distance else None
-
-    def ends_fetch(self, index: int) -> bool:
-        """Whether step ``index`` is the last one that sends rows of its fetch."""
-        return self.gather or self._distances(index)[1] == self.per_host - 1
 
     def prepare(self) -> AttentionPlan:
         """Plan all steps now, and return the plan."""
         for _ in self:
             pass
-        for index in range(self.fetches):
-            self.fetch(index)
         return self
+
+    def __str__(self) -> str:
+        return "\n".join([f"rank {self.rank} of {self.sharding.ring}", *map(str, self)])
+
+    def program(
+        self, heads: Heads, num_chunks: int = 1, *, attends: bool = True, prefetch: int = 2, split_own: bool = True
+    ) -> Program:
+        """The steps of a call with these heads. Made once; see ``Program``."""
+        key = heads, num_chunks, attends, prefetch, split_own
+        if key not in self._programs:
+            attends = attends and self._has_queries
+            self._programs[key] = Program(tuple(self), heads, num_chunks, attends, prefetch, split_own, self.gather)
+        return self._programs[key]
 
     @cached_property
     def longest(self) -> int:
@@ -213,25 +168,10 @@ class AttentionPlan:
         # The first and the last rank are the most likely ones to need less.
         return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
 
-    @cached_property
-    def received_rows(self) -> tuple[int, int]:
-        """The K/V rows that all ranks together receive in forward, inside hosts and between hosts. The same on every
-        rank."""
-        ranks, seq_len = range(self.sharding.ring), self.sharding.seq_len
-        if self.dense:
-            between = (self.hosts - 1) * seq_len
-            return (len(ranks) - 1) * seq_len - between, between
-        total = sum(_rows_of_others(self._visible(rank), [self.sharding.ring_positions(rank)]) for rank in ranks)
-        between = 0
-        for host in range(self.hosts) if self.hosts > 1 else ():
-            held = [self.sharding.ring_positions(rank) for rank in self._ranks_of_host(host)]
-            between += _rows_of_others(self._visible_on_host(host), held)
-        return total - between, between
-
     def nbytes(self) -> int:
         """The approximate size of the plan in memory."""
-        exchanges = (*self._steps.values(), *self._fetches.values())
-        spans = sum(len(t.rows.spans) + 2 for exchange in exchanges for t in (*exchange.receives, *exchange.sends))
+        hops = (*(step.intra_host for step in self._steps.values()), *self._inter_host_hops.values())
+        spans = sum(len(t.owner_rows.spans) + 2 for hop in hops for t in (*hop.receives, *hop.sends))
         return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
 
     def intervals(self, index: int, device: torch.device, positions: bool = False) -> KeyIntervals | None:
@@ -242,8 +182,9 @@ class AttentionPlan:
             device: where the kernels run.
             positions: whether the scores depend on global positions.
         """
-        keys = self[index].keys
-        if keys is None or not len(self._queries):
+        step = self._steps.get(index) or self[index]
+        keys = step.keys
+        if keys is None or not self._has_queries:
             return None
 
         def make() -> KeyIntervals:
@@ -274,6 +215,10 @@ class AttentionPlan:
     def _queries(self) -> Positions:
         return self.sharding.ring_positions(self.rank)
 
+    @cached_property
+    def _has_queries(self) -> bool:
+        return len(self._queries) > 0
+
     def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
         """``visible_ranges`` of one ring rank's queries."""
         if query_rank not in self._ranges:
@@ -282,20 +227,20 @@ class AttentionPlan:
             self._ranges[query_rank] = visible_ranges(self._runs, queries, self.sharding.seq_len, exact)
         return self._ranges[query_rank]
 
-    def _transfer_rows(self, query_rank: int, key_rank: int) -> Selection:
+    def _transfer_rows(self, query_rank: int, key_rank: int) -> RowSpans:
         """The rows of ``key_rank``'s shard that are sent to ``query_rank``."""
         held = self.sharding.ring_positions(key_rank)
         if self.dense:
-            return Selection(((0, len(held)),)) if len(held) else NO_ROWS
+            return RowSpans(((0, len(held)),)) if len(held) else NO_ROWS
         if query_rank != self.rank and not self._may_see(query_rank, held):
             return NO_ROWS
         return rows_in(self._visible(query_rank), held)
 
-    def _fetched_rows(self, host: int, key_rank: int) -> Selection:
+    def _host_rows(self, host: int, key_rank: int) -> RowSpans:
         """The rows of ``key_rank``'s shard that are sent to ``host``: those that any of its ranks needs."""
         held = self.sharding.ring_positions(key_rank)
         if self.dense:
-            return Selection(((0, len(held)),)) if len(held) else NO_ROWS
+            return RowSpans(((0, len(held)),)) if len(held) else NO_ROWS
         ranks = self._ranks_of_host(host)
         if self.rank not in ranks and not any(self._may_see(rank, held) for rank in ranks):
             return NO_ROWS
@@ -337,24 +282,28 @@ class AttentionPlan:
     def _local_step(self) -> Step:
         held = self.sharding.together().ring_positions(0) if self.replicated else self._queries
         rows = rows_in(self._visible(self.rank), held)
-        everything = Selection(((0, len(held)),))
-        return Step(keys=ShardKeys(held, everything) if len(rows) else None)
+        everything = RowSpans(((0, len(held)),))
+        return Step(0, ShardRows(held, everything) if len(rows) else None)
 
     def _remote_step(self, index: int) -> Step:
         size, (host, local) = self.per_host, divmod(self.rank, self.per_host)
         if self.gather:
-            groups = _ranks_of(exchange_groups(size, local), host * size, 1)
-            # What this rank has fetched itself comes last.
-            sources = targets = [*(peer for group in groups for peer in group), *([self.rank] * (self.hosts > 1))]
+            distance, step, last = min(1, self.hosts - 1), 0, 0
+            rounds = _ranks_of(p2p_rounds(size, local), host * size, 1)
+            # The rows that an inter-host hop has brought this rank come last.
+            sources = targets = [*(peer for peers in rounds for peer in peers), *([self.rank] * (self.hosts > 1))]
             owners = range(self.hosts)
         else:
-            distance, step = self._distances(index)
+            (distance, step), last = self._distances(index), size - 1
             sources, targets = [host * size + (local - step) % size], [host * size + (local + step) % size]
-            groups = [[peer for peer in {*sources, *targets} if peer != self.rank]]
+            rounds = [[peer for peer in {*sources, *targets} if peer != self.rank]]
             owners = range((host - distance) % self.hosts, (host - distance) % self.hosts + 1)
         receives = [self._transfer(self.rank, peer, peer, owner) for peer in sources for owner in owners]
         sends = [self._transfer(peer, self.rank, peer, owner) for peer in targets for owner in owners]
-        return self._step(receives, sends, groups)
+        hop = _hop(receives, sends, rounds)
+        if not distance:
+            return Step(index, self._keys(hop), hop)
+        return Step(index, self._keys(hop), hop, self._inter_host(distance), step == 0, step == last)
 
     def _transfer(self, receiver: int, sender: int, peer: int, host: int) -> Transfer:
         """The rows that ``sender`` sends to ``receiver``, a rank of the same host. Their owner is the rank of ``host``
@@ -364,50 +313,51 @@ class AttentionPlan:
         rows = NO_ROWS if owner == receiver else self._transfer_rows(receiver, owner)
         at = rows
         if owner != sender and sender == self.rank and len(rows):
-            at = self._fetched_rows(self.rank // size, owner).locate(rows)
+            at = self._host_rows(self.rank // size, owner).locate(rows)
         return Transfer(peer, owner, rows, at)
 
-    def _step(self, receives: list[Transfer], sends: list[Transfer], groups: list[list[int]]) -> Step:
-        """The step with these transfers, except those without rows."""
-        receives, sends = [t for t in receives if len(t.rows)], [t for t in sends if len(t.rows)]
-        if not receives and not sends:
-            return _EMPTY_STEP
-        shards = tuple(ShardKeys(self.sharding.ring_positions(t.owner), t.rows) for t in receives)
-        keys: ShardKeys | GatheredKeys | None = shards[0] if shards else None
-        if self.gather and shards:
-            ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
-            keys = GatheredKeys(ranges, ShardKeys(self._queries, rows_in(ranges, self._queries)), shards)
-        return Step(tuple(receives), tuple(sends), groups, keys)
+    def _keys(self, hop: Hop) -> ShardRows | GatheredRows | None:
+        """The keys that a hop brings."""
+        shards = tuple(ShardRows(self.sharding.ring_positions(t.owner), t.owner_rows) for t in hop.receives)
+        if not self.gather or not shards:
+            return shards[0] if shards else None
+        ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
+        return GatheredRows(ranges, ShardRows(self._queries, rows_in(ranges, self._queries)), shards)
 
-    def _plan_fetch(self, index: int) -> Exchange:
-        size, hosts, (host, local) = self.per_host, self.hosts, divmod(self.rank, self.per_host)
-        if self.gather:
-            groups = _ranks_of(exchange_groups(hosts, host), local, size)
-            sources = targets = [peer for group in groups for peer in group]
-        else:
-            sources, targets = ([(host + d) % hosts * size + local] for d in (-index - 1, index + 1))
-            groups = [list({*sources, *targets})]
-        receives = [Transfer(peer, peer, rows, rows) for peer in sources if len(rows := self._fetched_rows(host, peer))]
-        sends = [
-            Transfer(peer, self.rank, rows, rows)
-            for peer in targets
-            if len(rows := self._fetched_rows(peer // size, self.rank))
-        ]
-        return Exchange(tuple(receives), tuple(sends), groups)
+    def _inter_host(self, distance: int) -> Hop:
+        """The hop that brings rows of the host at a distance; in an all-gather, of all hosts. Planned once."""
+        if distance not in self._inter_host_hops:
+            size, hosts, (host, local) = self.per_host, self.hosts, divmod(self.rank, self.per_host)
+            if self.gather:
+                rounds = _ranks_of(p2p_rounds(hosts, host), local, size)
+                sources = targets = [peer for peers in rounds for peer in peers]
+            else:
+                sources, targets = ([(host + d) % hosts * size + local] for d in (-distance, distance))
+                rounds = [list({*sources, *targets})]
+            received = ((peer, peer, self._host_rows(host, peer)) for peer in sources)
+            sent = ((peer, self.rank, self._host_rows(peer // size, self.rank)) for peer in targets)
+            receives, sends = (
+                [Transfer(peer, owner, rows, rows) for peer, owner, rows in transfers] for transfers in (received, sent)
+            )
+            self._inter_host_hops[distance] = _hop(receives, sends, rounds)
+        return self._inter_host_hops[distance]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_token": None}
+        return {**self.__dict__, "_token": None, "_programs": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _token=object())
 
 
-_EMPTY_STEP = Step()
+def _hop(receives: list[Transfer], sends: list[Transfer], rounds: list[list[int]]) -> Hop:
+    """The hop with the transfers that have rows."""
+    receives, sends = ([t for t in transfers if t.owner_rows.count] for transfers in (receives, sends))
+    return Hop(tuple(receives), tuple(sends), rounds) if receives or sends else NO_HOP
 
 
-def _ranks_of(groups: list[list[int]], first: int, stride: int) -> list[list[int]]:
-    """The ranks ``first + i * stride`` of the indices ``i`` in ``groups``."""
-    return [[first + i * stride for i in group] for group in groups]
+def _ranks_of(rounds: list[list[int]], first: int, stride: int) -> list[list[int]]:
+    """The ranks ``first + i * stride`` of the indices ``i`` in ``rounds``."""
+    return [[first + i * stride for i in indices] for indices in rounds]
 
 
 def _intervals_on_host(plan: ReferenceType[AttentionPlan], index: int) -> KeyIntervals | None:
@@ -481,110 +431,3 @@ class MaskPlanner:
         sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
         attention_plan(mask, sharding, self.rank, self.gather, self.per_host, self.replicated).prepare()
         return mask
-
-
-def visible_ranges(
-    rows: Sequence[Runs], queries: Positions, seq_len: int, exact: bool = True
-) -> tuple[tuple[int, int], ...]:
-    """Ranges of global positions that hold every key that some of ``queries`` sees, disjoint and increasing.
-
-    Args:
-        rows: by batch row, the mask's runs.
-        queries: the positions of the queries.
-        seq_len: tokens of the full sequence.
-        exact: whether the ranges must hold no other keys. Queries with gaps between them, as in a striped layout, then
-            have up to one range per run. Otherwise they have one range, from the first visible key to the last.
-    """
-    found: list[tuple[int, int]] = []
-    for runs in rows:
-        for stripe in queries.stripes:
-            found += _seen_by_stripe(runs, stripe, exact)
-    return merged_ranges((start, min(stop, seq_len)) for start, stop in found)
-
-
-def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The union of ``ranges``, which may overlap, disjoint and increasing."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
-        elif start < stop:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of positions that queries at ``stripe`` see. They may overlap."""
-    first, last = bisect_right(runs.starts, stripe.start) - 1, bisect_left(runs.starts, stripe.stop)
-    consecutive = stripe.block >= stripe.count
-    if not consecutive and not exact:
-        # lo and hi never decrease along the queries, so the first and the last query bound all intervals.
-        yield runs.bounds(stripe.start, stripe.stop - 1)
-        return
-    ends = [*runs.starts[first + 1 : last], stripe.stop]
-    for (start, lo, lo_step, hi, hi_step), end in zip(runs.rows[first:last], ends, strict=True):
-        if consecutive:
-            x0, x1 = max(start, stripe.start), end - 1
-        else:
-            begin, stop = stripe.count_below(start), stripe.count_below(end)
-            if begin == stop:
-                continue
-            x0, x1 = stripe.at(begin), stripe.at(stop - 1)
-        lo_at, hi_at = lo + lo_step * (x0 - start), hi + hi_step * (x0 - start)
-        if lo_at >= hi_at:
-            continue  # no query of this run sees a key
-        gap = 1 if consecutive else stripe.stride - stripe.block + 1  # between neighbouring queries
-        if lo_step == 0 or hi_step == 0 or hi_at - lo_at >= gap or stop - begin > _EXACT_QUERIES:
-            yield lo_at, hi + hi_step * (x1 - start)
-        else:  # a window that is narrower than the gap
-            for index in range(begin, stop):
-                shift = stripe.at(index) - x0
-                yield lo_at + shift, hi_at + shift
-
-
-def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> Selection:
-    """The rows of a shard with positions ``held`` that have a position in one of ``ranges``."""
-    spans: list[tuple[int, int]] = []
-    for stripe, offset in held.with_offsets():
-        # Start at the first range that overlaps the stripe.
-        first = bisect_right(ranges, stripe.start, key=_stop)
-        for start, stop in ranges[first:]:
-            if start >= stripe.stop:
-                break
-            begin, end = stripe.count_below(start) + offset, stripe.count_below(stop) + offset
-            if spans and spans[-1][1] == begin:
-                spans[-1] = spans[-1][0], end
-            elif begin < end:
-                spans.append((begin, end))
-    return Selection(tuple(spans)) if spans else NO_ROWS
-
-
-def _rows_of_others(ranges: Sequence[tuple[int, int]], held: Sequence[Positions]) -> int:
-    """How many positions of the ``ranges`` are not in ``held``."""
-    return sum(stop - start for start, stop in ranges) - sum(len(rows_in(ranges, own)) for own in held)
-
-
-def _stop(range_: tuple[int, int]) -> int:
-    return range_[1]
-
-
-def exchange_groups(ranks: int, rank: int) -> list[list[int]]:
-    """The peers of ``rank`` in an exchange between all pairs of ranks, in groups of at most 16.
-
-    The peers come from the rounds of a round-robin tournament (the circle method), which pairs every rank with one peer
-    in each round. A group is a number of rounds, the same rounds on every rank. So whatever a rank sends or receives in
-    its ``i``-th group, its peers receive or send in their ``i``-th group. NCCL divides a group with more operations
-    than it can launch at once into parts, in an order that differs between ranks. Ranks that wait for one another's
-    later parts would then deadlock. A group of 16 peers has at most 32 operations, which NCCL launches at once.
-    """
-    players = ranks + ranks % 2  # with an odd number of ranks, one of them has no peer in each round
-    peers = []
-    for turn in range(players - 1):
-        if rank == players - 1:
-            peer = turn * (players // 2) % (players - 1)  # 2 * peer = turn, modulo players - 1
-        else:
-            peer = (turn - rank) % (players - 1)
-            peer = players - 1 if peer == rank else peer
-        peers.append(peer)
-    groups = [peers[i : i + _MAX_PEERS] for i in range(0, len(peers), _MAX_PEERS)]
-    return [[peer for peer in group if peer < ranks] for group in groups]
