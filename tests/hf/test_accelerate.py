@@ -123,7 +123,7 @@ def with_trainer(config: Any, folder: str, kind: str, batch: int, data: str) -> 
     trainer = trainer_of(
         tiny(kind), config, folder, 5, Stream(rows) if data == "stream" else rows, batch, sequences(7),
         gradient_accumulation_steps=2,
-        average_tokens_across_devices=data == "not across",
+        average_tokens_across_devices=data != "not across",
         data_collator=transformers.DataCollatorWithFlattening() if data == "packed" else None,
         compute_metrics=None if data == "packed" else accuracy,
     )  # fmt: skip
