@@ -184,14 +184,14 @@ class Program:
     @cached_property
     def backward_steps(self) -> tuple[Step, ...]:
         """The steps of backward. Where messages are sent, the second half of the heads of step 0 comes last."""
-        own, remote = self.steps[0], self.steps[1:]
+        local, remote = self.steps[0], self.steps[1:]
         first, *second = self.heads.halves() if self._split_own else (self.heads,)
         shared_kv = any(set(half.kv) & set(first.kv) for half in second)
         q_heads, kv_heads = self._of_tensors(first)
-        steps = [replace(own, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=not shared_kv), *remote]
+        steps = [replace(local, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=not shared_kv), *remote]
         for half in second:
             q_heads, kv_heads = self._of_tensors(half)
-            steps.append(replace(own, q_heads=q_heads, kv_heads=kv_heads, posts=()))
+            steps.append(replace(local, q_heads=q_heads, kv_heads=kv_heads, posts=()))
         return tuple(steps)
 
     def _of_tensors(self, heads: Heads) -> tuple[range | None, range | None]:
