@@ -25,9 +25,10 @@ from ..layout import CPU
 from ..mesh import AttentionGroups
 from ..schedule import AttentionPlan
 from ..strategies.call import AttentionCall
+from ..strategies.head_exchange import chunk_limit
 from ..strategies.remote import RemoteSteps, Returns, of_heads
 from ..strategies.ring import halves
-from ..strategies.ulysses import chunk_limit, ulysses_backward, ulysses_forward
+from ..strategies.ulysses import ulysses_backward, ulysses_forward
 from .messages import RankPlace, RecordedHeadExchange, RecordedTransport, SimulatedRanks
 from .pairs import computed_pairs
 from .setting import FLOAT32_BYTES

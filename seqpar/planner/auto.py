@@ -27,7 +27,7 @@ from ..comm.trace import count_choice
 from ..layout import Layout, SequenceSharding
 from ..mask import Mask, layer_mask
 from ..mesh import ParallelContext, global_ranks, ranks_by_host, ranks_per_host
-from ..rendezvous import group_timeout, meet
+from ..rendezvous import group_timeout, store_all_gather
 from ..runs import Runs
 from ..sharding import Sharding
 from ..strategies import StrategyName, StrategyOptions, compared_options
@@ -114,7 +114,7 @@ def choose_strategy(
     chosen = _choices.setdefault(group, {})
     if not (backward or group in _without_gradients):
         purpose = "strategy 'auto' without gradients (torch.no_grad() on all ranks, or on none)"
-        meet(purpose, global_ranks(group), "", group_timeout(group))
+        store_all_gather(purpose, global_ranks(group), "", group_timeout(group))
         _without_gradients.add(group)
     summary = mask_summary(mask, seq_len, layout, group.size())
     key = summary, seq_len, layout, shape, device.type, backward

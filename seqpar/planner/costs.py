@@ -38,7 +38,7 @@ from ..heads import Heads
 from ..layout import Layout, SequenceSharding
 from ..mask import Mask
 from ..mesh import global_ranks, ranks_by_host
-from ..rendezvous import group_timeout, is_simulated, meet
+from ..rendezvous import group_timeout, is_simulated, store_all_gather
 from ..strategies import compared_options, resolve
 from ..strategies.operators import AttentionOptions, attend
 from .hardware import HARDWARE, AttentionRate, Hardware, hardware_of
@@ -174,7 +174,7 @@ def _agree(group: ProcessGroup, device: torch.device) -> Costs:
     ranks, first, timeout = global_ranks(group), group.rank() == 0, group_timeout(group)
     file = cost_file(device, ranks_by_host(group))
     answer = _read(file) or _mode(device) if first else ""
-    answer = meet("the costs of strategy 'auto'", ranks, answer, timeout).values[0]
+    answer = store_all_gather("the costs of strategy 'auto'", ranks, answer, timeout)[0]
     if answer == _MEASURE:
         return measure(group, device, file)
     return default_costs(device) if answer == _DEFAULTS else Costs.from_json(answer)
@@ -195,7 +195,7 @@ def measure(group: ProcessGroup, device: torch.device, file: Path | None = None)
     with _undisturbed():
         text = _Measurement(group, device).costs().to_json()
     purpose = "the measured costs of strategy 'auto'"
-    text = meet(purpose, global_ranks(group), text if first else "", group_timeout(group)).values[0]
+    text = store_all_gather(purpose, global_ranks(group), text if first else "", group_timeout(group))[0]
     if first and file is not None:
         _write(file, text)
     found = Costs.from_json(text)

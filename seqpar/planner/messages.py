@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.p2p import Pending
 from ..schedule import AttentionPlan, Exchange, Step, Transfer
-from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width
+from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_widths
 from ..strategies.transport import KV, Message
 from .setting import BETWEEN, LEVELS, WITHIN, Setting
 from .simulate import Timeline
@@ -196,8 +196,7 @@ class RecordedHeadExchange(HeadExchange):
     place: Any = None
 
     def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
-        _, _, dims, counts = chunk.to_send(x, *kv)
-        widths = [row_width(count, dims) for count in counts]
+        widths = row_widths(chunk.parts(x, *kv))
         element_bytes = x.shape[0] * x.element_size()  # of one element of a token, in all batch rows
         sent = [self.tokens * width * element_bytes for width in widths]
         received = [length * widths[self.rank] * element_bytes for length in self.lengths]

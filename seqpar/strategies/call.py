@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache import cached_tensors, upload
-from ..comm.host_messages import host_messages
+from ..comm.shared_memory import shared_memory
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels.base import Score
@@ -59,7 +59,7 @@ class AttentionCall:
     def shares_memory(self, device: torch.device) -> bool:
         """Whether the ranks of the ring read one another's messages in shared memory: nothing is transferred then."""
         groups = self.groups
-        return groups.across is None and groups.within is not None and host_messages(groups.within, device) is not None
+        return groups.across is None and groups.within is not None and shared_memory(groups.within, device) is not None
 
     def parts(self, heads: Heads, k: Tensor, v: Tensor) -> list[Heads]:
         """``heads`` in the chunks in which the K/V of a step, ``[b, k, n, d]`` and ``[b, k, n, e]``, are sent.

@@ -368,7 +368,6 @@ def _exchange(
             [(index(peer), sends[peer].flat) for peer in peers if peer in sends],
             [(index(peer), received[peer].flat) for peer in peers if peer in received],
             ranks,
-            borrow=True,
         )
         for peers in planned.groups
     ]

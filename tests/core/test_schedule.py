@@ -17,8 +17,7 @@ from seqpar.kernels.tiles import Kind, decompose
 from seqpar.keys import KeyIntervals, Selection
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
 from seqpar.schedule import AttentionPlan, Exchange
-from seqpar.strategies.head_exchange import HeadExchange
-from seqpar.strategies.ulysses import MAX_CHUNKS
+from seqpar.strategies.head_exchange import MAX_CHUNKS, HeadExchange
 
 from ..generators import masks
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...comm.communicator import without_messages
+from ...comm.p2p import without_messages
 from ...comm.trace import Trace, count_sent, trace
 from ...functional import attention
 from ...kernels import BACKENDS
