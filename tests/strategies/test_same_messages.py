@@ -226,10 +226,10 @@ def compare(by_rank: list[dict[str, list[Operation]]]) -> None:
 
 
 def test_what_ranks_send_does_not_depend_on_their_caches(pool: Pool) -> None:
-    compare(pool.run(2, with_other_caches, shared_memory=False, deadline_s=60))
+    compare(pool.run(2, with_other_caches, deadline_s=60))
 
 
 @pytest.mark.slow
 def test_nor_does_what_the_ranks_of_a_hugging_face_model_send(pool: Pool) -> None:
     pytest.importorskip("transformers")
-    compare(pool.run(2, with_other_caches, hf=True, shared_memory=False, deadline_s=60))
+    compare(pool.run(2, with_other_caches, hf=True, deadline_s=60))
