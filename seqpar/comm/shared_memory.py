@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -40,9 +39,6 @@ _CPU = torch.device("cpu")
 _SMALLEST_BLOCK = 1 << 16
 # Free blocks keep their memory for later messages, up to so many bytes, or up to twice the bytes of the blocks in use.
 _SPARE_BYTES = 64 << 20
-# Before a rank sends a message to a peer with so many unread messages, it waits. A call of attention sends far fewer.
-_MAX_UNREAD = 64
-_POLL_S = 1e-3
 # The addresses that the files of all ranks take in each process, at most. No memory is reserved for them.
 _ADDRESSES = 1 << 45
 
@@ -155,14 +151,6 @@ class SharedMemoryTransport:
         x = self.share(x)
         block = self._block_of(x)
         assert block is not None
-        end = 0.0
-        while sum(self._unread(b, peer) for b in self._blocks.values()) >= _MAX_UNREAD:
-            timeout = group_timeout(self.group)
-            end = end or time.monotonic() + timeout.total_seconds()
-            if time.monotonic() > end:
-                raise RuntimeError(missing_message([self.ranks[peer]], "messages", timeout))
-            self._release_aliases()
-            time.sleep(_POLL_S)
         block.sent[peer] = block.sent.get(peer, 0) + 1
         start = x.data_ptr() - self._address + self._header
         notice = torch.tensor([block.start, start, x.nbytes], dtype=torch.int64, device=_CPU)
