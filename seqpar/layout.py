@@ -301,6 +301,11 @@ class SequenceSharding:
         ranks = self.ulysses * self.tensor
         return self._rows(ring_rank * ranks, ranks, self.tensor, device)
 
+    def ulysses_pieces(self, ring_rank: int) -> tuple[tuple[int, slice], ...] | None:
+        """The tokens of all ulysses ranks in the order of positions, as slices of each rank's tokens. None if they are
+        striped, because there would be a slice for each token."""
+        return _ulysses_pieces(self, ring_rank)
+
     def ulysses_lengths(self, ring_rank: int) -> list[int]:
         first = ring_rank * self.ulysses
         return [len(self._positions((first + i) * self.tensor, self.tensor)) for i in range(self.ulysses)]
@@ -318,3 +323,17 @@ class SequenceSharding:
             device,
             lambda: tuple(merged.counts_below(part.tensor(device)) for part in parts),
         )
+
+
+@lru_cache(maxsize=256)
+def _ulysses_pieces(sharding: SequenceSharding, ring_rank: int) -> tuple[tuple[int, slice], ...] | None:
+    first = ring_rank * sharding.ulysses
+    by_rank = [sharding._positions((first + i) * sharding.tensor, sharding.tensor) for i in range(sharding.ulysses)]
+    if not all(positions.is_ranges for positions in by_rank):
+        return None
+    pieces = [
+        (stripe.start, rank, slice(offset, offset + stripe.count))
+        for rank, positions in enumerate(by_rank)
+        for stripe, offset in positions.with_offsets()
+    ]
+    return tuple((rank, tokens) for _, rank, tokens in sorted(pieces, key=lambda piece: piece[0]))

@@ -114,41 +114,45 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     return total, Pending([work], [x, total])
 
 
-def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Ranks) -> tuple[Tensor, Pending]:
+def start_all_to_all(
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Ranks
+) -> tuple[list[Tensor], Pending]:
     """Start to send each rank its part of ``x``.
 
     Args:
-        x: the parts, one after another; contiguous.
+        x: the parts, one after another; contiguous. In shared memory if ``new_message`` made it.
         sends: for each rank, the number of elements of its part.
         receives: for each rank, the number of elements that it sends to this rank.
         ranks: the ranks.
 
     Returns:
-        The received parts, one after another, in one dimension.
+        The part that each rank sends to this rank, in one dimension. Make views of it after the wait.
     """
-    received, rank = x.new_empty(sum(receives)), ranks.rank()
+    rank = ranks.rank()
+    parts = list(x.view(-1).split_with_sizes(list(sends)))
+    for peer in _peers(ranks):
+        if sends[peer]:
+            count_sent(parts[peer].nbytes, ranks, peer)
+    if ranks.size() > 1 and sends_messages() and (memory := shared_memory(ranks, x.device)) is not None:
+        received = [parts[rank] if peer == rank else x.new_empty(receives[peer]) for peer in range(ranks.size())]
+        works = memory.exchange(
+            [(peer, parts[peer]) for peer in _peers(ranks) if sends[peer]],
+            [(peer, received[peer]) for peer in _peers(ranks) if receives[peer]],
+            "alias",
+        )
+        return received, Pending(works, [x, *received])
+    buffer = x.new_empty(sum(receives))
+    received = list(buffer.split_with_sizes(list(receives)))
     if ranks.size() == 1:
-        return received.copy_(x.view(-1)), Pending()
-    for peer, elements in enumerate(sends):
-        if peer != rank and elements:
-            count_sent(elements * x.element_size(), ranks, peer)
+        return parts, Pending()
     if not sends_messages():
         return received, Pending()
-    if (memory := shared_memory(ranks, x.device)) is not None:
-        parts, targets = x.view(-1).split_with_sizes(list(sends)), received.split_with_sizes(list(receives))
-        works = memory.exchange(
-            [(peer, parts[peer]) for peer in _peers(ranks) if parts[peer].numel()],
-            [(peer, targets[peer]) for peer in _peers(ranks) if targets[peer].numel()],
-            "copy",
-        )
-        targets[rank].copy_(parts[rank])
-        return received, Pending(works, [x, received])
     # As bytes, which every backend accepts.
-    into, sent = received.view(torch.uint8), x.view(-1).view(torch.uint8)
+    into, sent = buffer.view(torch.uint8), x.view(-1).view(torch.uint8)
     into_sizes, sent_sizes = ([elements * x.element_size() for elements in counts] for counts in (receives, sends))
     group = communicator(ranks, x.device)
     work = all_to_all_single(into, sent, into_sizes, sent_sizes, group=group, async_op=True)
-    return received, Pending([work], [x, received])
+    return received, Pending([work], [x, buffer])
 
 
 def _peers(ranks: Ranks) -> list[int]:

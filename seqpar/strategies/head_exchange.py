@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -83,33 +84,36 @@ def row_widths(parts: Sequence[Part]) -> list[int]:
 
 
 def pack(parts: Sequence[Part], messages: Tensor) -> None:
-    """Write the messages ``[s, b, w]`` to all ranks, one after another, into ``messages [elements]``."""
-    for message, heads in _views(parts, messages, all(slices.even for _, slices in parts)):
-        message.copy_(heads)
-
-
-def unpack(parts: Sequence[Part], messages: Tensor) -> None:
-    """Write the heads in ``messages`` into the parts. If several ranks have sent the same head, sum its values."""
-    overlap = any(slices.overlap for _, slices in parts)
-    if overlap:
-        for x, _ in parts:
-            x.zero_()
-    for message, heads in _views(parts, messages, not overlap and all(slices.even for _, slices in parts)):
-        heads.add_(message) if overlap else heads.copy_(message)
-
-
-def _views(parts: Sequence[Part], messages: Tensor, together: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views ``[ranks, s, b, h, d]`` of the same heads in the messages and in a part, of all ranks together or of one
-    rank after another. On a GPU with 8 ranks, this is one kernel for each part instead of 8."""
+    """Write the message ``[s, b, w]`` to each rank, one after another, into ``messages [elements]``."""
     (batch, tokens), widths = parts[0][0].shape[:2], row_widths(parts)
-    sizes = [tokens * batch * width for width in widths]
-    all_ranks = range(len(widths))
-    for ranks in [all_ranks] if together else [all_ranks[i : i + 1] for i in all_ranks]:
-        start, first = sum(sizes[: ranks.start]), ranks.start
-        message = messages.narrow(0, start, len(ranks) * sizes[first]).view(len(ranks), tokens, batch, widths[first])
-        shapes = [(slices.counts[first], x.shape[3]) for x, slices in parts]
+    ranks, start = range(len(widths)), 0
+    # On a GPU, one kernel for all ranks takes the host less time than a kernel for each rank.
+    together = all(slices.even for _, slices in parts)
+    for group in [ranks] if together else [ranks[i : i + 1] for i in ranks]:
+        shape = len(group), tokens, batch, widths[group.start]
+        message = messages.narrow(0, start, prod(shape)).view(shape)
+        start += prod(shape)
+        shapes = [(slices.counts[group.start], x.shape[3]) for x, slices in parts]
         for (x, slices), heads in zip(parts, split_heads(message, shapes), strict=True):
-            yield heads, slices.of(x, ranks)
+            heads.copy_(slices.of(x, group))
+
+
+def unpack(parts: Sequence[Part], messages: Sequence[Tensor]) -> None:
+    """Write the message ``[s, b, w]`` of each rank into the parts. A head that several ranks have sent is summed."""
+    batch, tokens = parts[0][0].shape[:2]
+    by_rank = [
+        split_heads(message.view(tokens, batch, width), [(slices.counts[i], x.shape[3]) for x, slices in parts])
+        for i, (message, width) in enumerate(zip(messages, row_widths(parts), strict=True))
+    ]
+    for (x, slices), heads in zip(parts, zip(*by_rank, strict=True), strict=True):  # heads: [s, b, h, d] of each rank
+        if slices.even and not slices.overlap:
+            torch.stack(heads, out=slices.of(x, range(len(heads))))
+            continue
+        if slices.overlap:
+            x.zero_()
+        for i, message in enumerate(heads):
+            target = slices.of(x, range(i, i + 1))[0]
+            target.add_(message) if slices.overlap else target.copy_(message)
 
 
 def split_heads(x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -290,8 +294,12 @@ class HeadExchange:
         sends = [self.tokens * batch * width for width in widths]
         receives = [length * batch * widths[self.rank] for length in self.lengths]
         received, pending = start_all_to_all(messages, sends, receives, self.group)
-        shard = received.view(sum(self.lengths), batch, widths[self.rank])
-        return Incoming(pending, lambda: self._by_position(shard))
+
+        def head_shard() -> Tensor:
+            shards = zip(received, self.lengths, strict=True)
+            return self._by_position([x.view(length, batch, widths[self.rank]) for x, length in shards])
+
+        return Incoming(pending, head_shard)
 
     def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
         """Send each rank its tokens of this rank's heads, in one all-to-all.
@@ -306,30 +314,37 @@ class HeadExchange:
             Its ``wait`` writes all sequence shards and returns the last one.
         """
         columns = [x.transpose(0, 1).flatten(2) for x, _ in tensors]  # [t, b, w]
-        rows = torch.cat(columns, 2) if len(columns) > 1 else columns[0]
-        messages = new_message(rows.numel(), rows, self.group).view(rows.shape)
-        self._by_rank(rows, messages)
+        rows, batch, widths = sum(self.lengths), columns[0].shape[1], [x.shape[2] for x in columns]
+        messages = new_message(rows * batch * sum(widths), columns[0], self.group).view(rows, batch, sum(widths))
+        for x, out in zip(columns, messages.split_with_sizes(widths, 2), strict=True):
+            self._by_rank(x, out)
         parts = [(target, slices) for _, target in tensors]
-        sends = [length * rows.shape[1] * rows.shape[2] for length in self.lengths]
-        receives = [self.tokens * rows.shape[1] * width for width in row_widths(parts)]
+        sends = [length * batch * sum(widths) for length in self.lengths]
+        receives = [self.tokens * batch * width for width in row_widths(parts)]
         received, pending = start_all_to_all(messages, sends, receives, self.group)
 
-        def write() -> Tensor:
+        def sequence_shards() -> Tensor:
             unpack(parts, received)
             return tensors[-1][1]
 
-        return Incoming(pending, write)
+        return Incoming(pending, sequence_shards)
+
+    def _by_position(self, shards: Sequence[Tensor]) -> Tensor:
+        """The rows of all ranks' ``shards [s, b, w]`` in the order of positions, ``[t, b, w]``."""
+        pieces = self.sharding.ulysses_pieces(self.ring_rank)
+        if pieces is None:
+            return torch.cat(shards).index_select(0, self._orders(shards[0].device)[1])
+        return torch.cat([shards[rank][tokens] for rank, tokens in pieces])
 
     def _by_rank(self, rows: Tensor, out: Tensor) -> None:
         """Write ``rows [t, b, w]``, in the order of positions, to ``out`` in the order of ranks."""
-        if self.sharding.layout == "contiguous":
-            out.copy_(rows)
-        else:
-            torch.index_select(rows, 0, self._orders(rows.device)[0], out=out)
-
-    def _by_position(self, rows: Tensor) -> Tensor:
-        """``rows [t, b, w]``, in the order of ranks, in the order of positions."""
-        return rows if self.sharding.layout == "contiguous" else rows.index_select(0, self._orders(rows.device)[1])
+        pieces = self.sharding.ulysses_pieces(self.ring_rank)
+        if pieces is None:
+            out.copy_(rows.index_select(0, self._orders(rows.device)[0]))
+            return
+        by_position = rows.split_with_sizes([tokens.stop - tokens.start for _, tokens in pieces])
+        order = sorted(range(len(pieces)), key=lambda i: (pieces[i][0], pieces[i][1].start))
+        torch.cat([by_position[i] for i in order], out=out)
 
     def _orders(self, device: torch.device) -> tuple[Tensor, ...]:
         def make() -> tuple[Tensor, ...]:
