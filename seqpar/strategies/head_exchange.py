@@ -63,7 +63,7 @@ class HeadSlices:
         self.by_rank = by_rank
         self.counts = [len(heads) for heads in by_rank]
         steps = {b.start - a.start for a, b in pairwise(by_rank)}
-        self._step = min(steps, default=0)
+        self._step = max(steps, default=0)
         self.even = len(set(self.counts)) == 1 and len(steps) <= 1
         self.overlap = any(a.stop > b.start for a, b in pairwise(by_rank) if a and b)
 
