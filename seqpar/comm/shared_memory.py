@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -59,14 +59,17 @@ class _Block:
     has_memory: bool = True
 
 
-class Recv:
-    """A message that is being received into ``out``."""
+class Notice:
+    """A notice that is being sent to ``peer`` or, with a receive buffer ``out``, received from it."""
 
-    def __init__(self, transport: SharedMemoryTransport, peer: int, out: Tensor, mode: ReceiveMode) -> None:
+    def __init__(
+        self, transport: SharedMemoryTransport, peer: int, words: Sequence[int], out: Tensor | None, mode: ReceiveMode
+    ) -> None:
         self._transport = transport
         self.peer, self.out, self.mode = peer, out, mode
-        self._notice = torch.empty(3, dtype=torch.int64, device=_CPU)
-        self._work = transport.group.recv([self._notice], peer, 0)
+        self._words = torch.tensor(words, dtype=torch.int64, device=_CPU)
+        start = transport.group.send if out is None else transport.group.recv
+        self._work = start([self._words], peer, 0)
 
     def wait(self) -> None:
         """Wait for the notice, and read the message."""
@@ -76,8 +79,8 @@ class Recv:
             timeout = group_timeout(self._transport.group)
             message = missing_message([self._transport.ranks[self.peer]], "messages", timeout)
             raise RuntimeError(f"{message}; or the rank has ended") from error
-        block, start, nbytes = self._notice.tolist()
-        self._transport.read(self, block, start, nbytes)
+        if self.out is not None:
+            self._transport.read(self.peer, self.out, self.mode, *self._words.tolist())
 
 
 class SharedMemoryTransport:
@@ -116,45 +119,44 @@ class SharedMemoryTransport:
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], mode: ReceiveMode
-    ) -> list[Any]:
+    ) -> list[Notice]:
         """Send messages and start to receive others: pairs of a rank and a tensor, contiguous and not empty.
 
         Returns:
-            Objects to wait for. The wait copies or adds a received message to its tensor or, with "alias", replaces the
+            The notices. Their ``wait`` copies or adds a received message to its tensor or, with "alias", replaces the
             memory of the tensor by the memory of the message, which the sender does not reuse as long as a tensor of
             this rank is in it.
         """
-        return [self._send(peer, x) for peer, x in sends] + [Recv(self, peer, out, mode) for peer, out in receives]
+        sent = [Notice(self, peer, self._words_of(peer, x), None, mode) for peer, x in sends]
+        return sent + [Notice(self, peer, (0, 0, 0), out, mode) for peer, out in receives]
 
-    def read(self, recv: Recv, block: int, start: int, nbytes: int) -> None:
-        """Read a message that has arrived: ``nbytes`` from ``start`` in a block of its sender's file."""
-        out = recv.out
+    def read(self, peer: int, out: Tensor, mode: ReceiveMode, block: int, start: int, nbytes: int) -> None:
+        """Read a message that has arrived: ``nbytes`` from ``start`` in a block of the file of ``peer``."""
         if nbytes != out.nbytes:
             raise RuntimeError(
-                f"rank {self.ranks[recv.peer]} has sent {nbytes:,} bytes, but this rank expects {out.nbytes:,}; make "
+                f"rank {self.ranks[peer]} has sent {nbytes:,} bytes, but this rank expects {out.nbytes:,}; make "
                 "the same calls on all ranks"
             )
-        file, word = self._files[recv.peer], block // 8 + self._rank
+        file, word = self._files[peer], block // 8 + self._rank
         message = torch.frombuffer(file, dtype=out.dtype, count=out.numel(), offset=start).view(out.shape)
-        if recv.mode == "alias":
+        if mode == "alias":
             storage = message.untyped_storage()
             out.set_(storage, message.storage_offset(), message.shape, message.stride())
-            self._aliases.append((StorageWeakRef(storage), recv.peer, word))
+            self._aliases.append((StorageWeakRef(storage), peer, word))
             return
-        if recv.mode == "add":
+        if mode == "add":
             out.add_(message)
         else:
             out.copy_(message)
-        self._words[recv.peer][word] += 1
+        self._words[peer][word] += 1
 
-    def _send(self, peer: int, x: Tensor) -> Any:
+    def _words_of(self, peer: int, x: Tensor) -> tuple[int, int, int]:
+        """The notice of the message ``x`` to ``peer``, as ``read`` takes it."""
         x = self.share(x)
         block = self._block_of(x)
         assert block is not None
         block.sent[peer] = block.sent.get(peer, 0) + 1
-        start = x.data_ptr() - self._address + self._header
-        notice = torch.tensor([block.start, start, x.nbytes], dtype=torch.int64, device=_CPU)
-        return self.group.send([notice], peer, 0)
+        return block.start, x.data_ptr() - self._address + self._header, x.nbytes
 
     def _block_of(self, x: Tensor) -> _Block | None:
         return self._blocks.get(x.untyped_storage().data_ptr() - self._address)
