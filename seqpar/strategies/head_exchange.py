@@ -332,14 +332,14 @@ class HeadExchange:
     def _by_position(self, shards: Sequence[Tensor]) -> Tensor:
         """The rows of all ranks' ``shards [s, b, w]`` in the order of positions, ``[t, b, w]``."""
         pieces = self.sharding.ulysses_pieces(self.ring_rank)
-        if pieces is None:
+        if not pieces:
             return torch.cat(shards).index_select(0, self._orders(shards[0].device)[1])
         return torch.cat([shards[rank][tokens] for rank, tokens in pieces])
 
     def _by_rank(self, rows: Tensor, out: Tensor) -> None:
         """Write ``rows [t, b, w]``, in the order of positions, to ``out`` in the order of ranks."""
         pieces = self.sharding.ulysses_pieces(self.ring_rank)
-        if pieces is None:
+        if not pieces:
             out.copy_(rows.index_select(0, self._orders(rows.device)[0]))
             return
         by_position = rows.split_with_sizes([tokens.stop - tokens.start for _, tokens in pieces])
