@@ -242,7 +242,7 @@ class SequenceChunks:
         started: list[tuple[Rows, Tensor, Pending]] = []
         for rows, piece in zip(pieces[source], local_pieces, strict=True):
             recv_buffer = chunk.new_empty(chunk.shape[0], rows.length, *chunk.shape[2:])
-            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group, borrow=True)
+            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group)
             started.append((rows, recv_buffer, pending))
 
         def wait_in_turn() -> Iterator[Piece]:
@@ -278,7 +278,7 @@ class PartialSums:
         for rows, local_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
             buffers.append(piece.new_empty(piece.shape[0], local_rows.length, *piece.shape[2:]))
-            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group, borrow=True))
+            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group))
         self._received.append(buffers)
         for pending in before:  # frees sent partial outputs, so that those of at most two chunks exist at a time
             pending.wait()

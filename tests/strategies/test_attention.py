@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.layout import LAYOUTS
-from seqpar.strategies import call, ulysses
+from seqpar.strategies import call, head_exchange
 
 from ..cases import Batch
 from ..hosts import hosts_of
@@ -125,7 +125,7 @@ def attend_on_rank(group: ProcessGroup, case: Case) -> Results:
     chunk_bytes = 1 if case.problem.seq_len % 2 else 1 << 40
     with (
         hosts_of(case.per_host),
-        mock.patch.dict(ulysses._CHUNK_WORK, cpu=1),
+        mock.patch.dict(head_exchange.MIN_CHUNK_WORK, cpu=1),
         mock.patch.dict(call._MIN_CHUNK_BYTES, cpu=chunk_bytes),
     ):
         return attend_in_chunks(group, case)
