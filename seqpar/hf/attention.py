@@ -21,7 +21,7 @@ from ..spec import AttentionSpec, constant_float, constants
 from ..strategies.operators import attend
 from .batch import BatchShard
 from .generate import decode
-from .latent import expand, hands_on_latents, latent_weight
+from .latent import expand, has_latent_kv, latent_weight
 from .masks import WITHOUT_HOOKS, mask_in_layer
 from .shared_keys import attend_to_shared_keys, gathers_shared_keys
 from .state import DecodeShard, Patch, current_forward
@@ -72,7 +72,7 @@ def attention_forward(
     mask, in_layer = mask_in_layer(module, seqpar, patch, is_causal, sliding_window)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
     weight, shared_key = None, key
-    if hands_on_latents(module):
+    if has_latent_kv(module):
         if isinstance(seqpar, BatchShard) and patch.ranks > 1:
             weight = latent_weight(module, query.shape[1], key, patch.ulysses_ranks)
         if weight is None:

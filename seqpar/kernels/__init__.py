@@ -139,6 +139,8 @@ def select(
     others = [other for other in order(q, carry) if not (other == "triton" and interpreted())]
     for candidate in (*named, *others):
         backend: Backend | None = BACKENDS[candidate]
+        if isinstance(backend, LibraryBackend) and backend.device_type != q.device.type:
+            continue
         if deterministic and isinstance(backend, (LibraryBackend, TritonBackend)):
             backend = backend.made_deterministic()
         if backend is None or (deterministic and not backend.deterministic):

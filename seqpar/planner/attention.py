@@ -26,8 +26,9 @@ from ..mesh import AttentionGroups
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Step
 from ..strategies.call import AttentionCall, Carries, Run
+from ..strategies.head_exchange import chunk_limit
 from ..strategies.ring import ring_backward, ring_forward
-from ..strategies.ulysses import chunk_limit, ulysses_backward, ulysses_forward
+from ..strategies.ulysses import ulysses_backward, ulysses_forward
 from .messages import RankPlace, RecordedHeadExchange, RecordedTransport, SimulatedRanks
 from .pairs import computed_pairs
 from .setting import FLOAT32_BYTES
@@ -187,12 +188,13 @@ class RecordedRun(Run):
         kernel: Callable[[str, Step, int, bool], None],
     ) -> None:
         self.call, self.plan, self.transport, self._kernel = call, call.plan, transport, kernel
-        self.program = call.program(heads, k, v)
+        self.heads, self.program = heads, call.program(heads, k, v)
+        self.steps = self.program.steps
         self._v_head_dim = v.shape[3]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
         if step.attends:
-            self._kernel("attend", step, len(step.q_heads or self.program.heads.queries), False)
+            self._kernel("attend", step, len(step.q_heads or self.heads.queries), False)
         return carries or [
             (q.new_empty(*q.shape[:3], self._v_head_dim), q.new_empty(q.shape[0], q.shape[2], q.shape[1]))
         ]
@@ -205,7 +207,7 @@ class RecordedRun(Run):
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, *grads: Tensor) -> None:
         if step.attends:
-            self._kernel("gradients of", step, len(step.q_heads or self.program.heads.queries), True)
+            self._kernel("gradients of", step, len(step.q_heads or self.heads.queries), True)
 
     def dsinks(self, output: OutputGrad) -> None:
         return None

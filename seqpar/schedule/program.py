@@ -73,10 +73,8 @@ class Hop:
         return _by_peer(self.sends)
 
     def __str__(self) -> str:
-        words = []
-        for verb, transfers, to in (("receive", self.receives, "from"), ("send", self.sends, "to")):
-            words += [f"{verb} {len(t.owner_rows)} rows of {t.owner} {to} {t.peer}" for t in transfers]
-        return ", ".join(words) or "no messages"
+        words = [f"receive {len(t.owner_rows)} rows of {t.owner} from {t.peer}" for t in self.receives]
+        return ", ".join([*words, *(f"send {len(t.owner_rows)} rows to {t.peer}" for t in self.sends)]) or "no messages"
 
 
 NO_HOP = Hop()
@@ -128,8 +126,7 @@ class Step:
             words.append(f"attend to {len(self.keys)} keys")
         if self.q_heads is not None:
             words.append(f"query heads {self.q_heads.start} to {self.q_heads.stop - 1}")
-        words += [f"post {level} of {i}" for level, i in self.posts]
-        return "; ".join(words + ["last"] * self.is_last)
+        return "; ".join(words)
 
 
 class Program:
@@ -161,7 +158,7 @@ class Program:
         self.heads = heads
         self.kv_index = heads.kv_index()
         self.chunks = heads.chunks(num_chunks) if len(plan) > 1 else (heads,)
-        self._split_own = split_own and not all(step.intra_host.is_local for step in plan)
+        self._split_own = split_own and self.kv_index is None and not all(step.intra_host.is_local for step in plan)
         attends = attends and bool(heads.queries)
         last = max((i for i, step in enumerate(plan) if attends and step.keys is not None), default=0)
         steps = [replace(plan[0], chunks=range(len(self.chunks)), attends=attends and plan[0].keys is not None)]
@@ -187,14 +184,14 @@ class Program:
     @cached_property
     def backward_steps(self) -> tuple[Step, ...]:
         """The steps of backward. Where messages are sent, the second half of the heads of step 0 comes last."""
-        own, remote = self.steps[0], self.steps[1:]
+        local, remote = self.steps[0], self.steps[1:]
         first, *second = self.heads.halves() if self._split_own else (self.heads,)
         shared_kv = any(set(half.kv) & set(first.kv) for half in second)
         q_heads, kv_heads = self._of_tensors(first)
-        steps = [replace(own, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=not shared_kv), *remote]
+        steps = [replace(local, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=not shared_kv), *remote]
         for half in second:
             q_heads, kv_heads = self._of_tensors(half)
-            steps.append(replace(own, q_heads=q_heads, kv_heads=kv_heads, posts=()))
+            steps.append(replace(local, q_heads=q_heads, kv_heads=kv_heads, posts=()))
         return tuple(steps)
 
     def _of_tensors(self, heads: Heads) -> tuple[range | None, range | None]:
@@ -204,7 +201,11 @@ class Program:
         return heads.queries_in(self.heads), heads.kv_in(self.heads)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.steps))
+        lines = []
+        for number, step in enumerate(self.steps):
+            posts = [f"{level} of {i}" for level, i in step.posts]
+            lines.append(f"{number}  {step}" + (f"; post {', '.join(posts)}" if posts else ""))
+        return "\n".join(lines)
 
 
 def _posts(steps: Sequence[Step], prefetch: int, gather: bool) -> list[list[Post]]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..cache import cached_tensors, upload
-from ..comm.host_messages import host_messages
 from ..comm.p2p import make_ready
+from ..comm.shared_memory import shared_memory
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels import select
@@ -72,14 +72,21 @@ class AttentionCall:
     def program(
         self, heads: Heads, k: Tensor, v: Tensor, *, attends: bool = True, shares_memory: bool = False
     ) -> Program:
-        """The program of the plan for heads whose KV are ``k [b, k, n, d]`` and ``v [b, k, n, e]``."""
+        """The program of the plan for heads whose KV are ``k [b, k, n, d]`` and ``v [b, k, n, e]``.
+
+        The number of chunks is the same on all ranks, whatever the lengths of their shards.
+        """
         plan, chunks = self.plan, self.groups.chunks
-        saves_memory = chunks is not None or (plan.gather and plan.inter_host_hops > 0)
-        if chunks is None:
-            chunks = 1 if shares_memory or len(plan) == 1 else _num_chunks(plan, k, v)
+        saves_memory = chunks is not None or (plan.gather and plan.per_host < self.sharding.ring)
+        remote_steps = len(plan) - 1
+        if chunks is None and (shares_memory or not remote_steps):
+            chunks = 1
+        elif chunks is None:
+            nbytes = k.shape[0] * plan.longest * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+            chunks = min(-(-_MAX_CHUNKS // remote_steps), nbytes // _MIN_CHUNK_BYTES.get(k.device.type, 8 << 20))
         return plan.program(
             heads,
-            chunks,
+            max(1, chunks),
             attends=attends,
             prefetch=_MIN_PREFETCH_STEPS if saves_memory else _PREFETCH_STEPS,
             split_own=not shares_memory and self.latent is None,
@@ -103,8 +110,9 @@ class Run:
     ) -> None:
         plan = call.plan
         shares_memory = connect(call.groups, q.device)
-        self.call, self.plan = call, plan
+        self.call, self.plan, self.heads = call, plan, heads
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
+        self.steps = self.program.steps  # of forward, own keys first
         # Ranks that share memory read one another's messages in place. An all-gather would copy them.
         collective = plan.dense and not shares_memory
         self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.groups)
@@ -112,6 +120,7 @@ class Run:
         if heads != call.heads:
             at = heads.queries_in(call.heads)
             self.score = call.score.heads(at.start, at.stop)
+        self._positions = self.score.needs_positions
         self._v_head_dim, expansion = call.v_head_dim(v.shape), self._expansion(q.device)
         self._backend = select(
             call.backend,
@@ -126,18 +135,13 @@ class Run:
         )
 
     @property
-    def steps(self) -> tuple[Step, ...]:
-        """The steps of forward, own keys first."""
-        return self.program.steps
-
-    @property
     def backward_steps(self) -> tuple[Step, ...]:
-        """The steps of backward."""
+        """The steps of backward: where messages are sent, own keys are divided into a first and a last step."""
         return self.program.backward_steps
 
     def transfers(self, k: Tensor, v: Tensor) -> Transfers:
         """The K/V of each step."""
-        return Transfers(self.program.steps, self.transport, k, v, self.call.kv_ready, self.plan.gather)
+        return Transfers(self.steps, self.transport, k, v, self.call.kv_ready, self.plan.gather)
 
     def returns(self, dk: Tensor, dv: Tensor) -> GradientReduce:
         """The way of the gradients back to the owners of the K/V."""
@@ -148,8 +152,8 @@ class Run:
         carries = carries or [None] * len(self.program.chunks)
         if step.attends:
             carry = carries[step.chunks.start]
-            queries, score = take_heads(q, step.q_heads), self._score_of(step)
-            carry = self._backend.forward(queries, k, v, self._intervals(step, q), score, carry, step.is_last)
+            q, intervals, score = self._of_step(step, q)
+            carry = self._backend.forward(q, k, v, intervals, score, carry, step.is_last)
         elif step.is_last:  # no query sees any key
             carry = finish(empty_carry(q, self._v_head_dim), self.score, q.dtype)
         else:
@@ -157,7 +161,7 @@ class Run:
         if len(step.chunks) == 1 or step.is_last:
             carries[step.chunks.start : step.chunks.stop] = [carry]
             return carries
-        at = (chunk.queries_in(self.program.heads) for chunk in self.program.chunks)
+        at = (chunk.queries_in(self.heads) for chunk in self.program.chunks)
         return [(take_heads(carry[0], x).contiguous(), carry[1][:, x.start : x.stop].contiguous()) for x in at]
 
     def finish(self, carries: Carries | None) -> Carry:
@@ -198,27 +202,26 @@ class Run:
             dout, out, lse, delta = output
             lse, delta = lse[:, at.start : at.stop], None if delta is None else delta[:, at.start : at.stop]
             output = OutputGrad(take_heads(dout, at), take_heads(out, at), lse, delta)
-        intervals = self._intervals(step, q)
-        self._backend.backward(take_heads(q, at), k, v, output, intervals, self._score_of(step), grads)
+        q, intervals, score = self._of_step(step, q)
+        self._backend.backward(q, k, v, output, intervals, score, grads)
 
     def dsinks(self, output: OutputGrad) -> Tensor | None:
         """This rank's partial gradient of the sinks, ``[h]``; None without sinks."""
         return sink_gradient(self.score, output)
 
-    def _score_of(self, step: Step) -> Score:
-        return self.score if step.q_heads is None else self.score.heads(step.q_heads.start, step.q_heads.stop)
-
-    def _intervals(self, step: Step, q: Tensor) -> KeyIntervals:
-        intervals = self.plan.intervals(step.index, q.device, self.score.needs_positions)
+    def _of_step(self, step: Step, q: Tensor) -> tuple[Tensor, KeyIntervals, Score]:
+        """The queries of a step, which of its keys they see, and the score function of its heads."""
+        intervals, at = self.plan.intervals(step.index, q.device, self._positions), step.q_heads
         assert intervals is not None
-        return intervals
+        if at is None:
+            return q, intervals, self.score
+        return take_heads(q, at), intervals, self.score.heads(at.start, at.stop)
 
     def _expansion(self, device: torch.device) -> Expansion | None:
         """Expands the K/V that are sent to one KV head for each query head. None if kernels know the mapping."""
-        call, program = self.call, self.program
+        call, index = self.call, self.program.kv_index
         if call.latent is not None:
-            return call.latent.of(program.heads.queries_in(call.heads))
-        index = program.kv_index
+            return call.latent.of(self.heads.queries_in(call.heads))
         if index is None:
             return None
 
@@ -239,14 +242,4 @@ def connect(groups: AttentionGroups, device: torch.device) -> bool:
     """
     make_ready(groups.within, device)
     make_ready(groups.across, device)
-    return groups.across is None and groups.within is not None and host_messages(groups.within, device) is not None
-
-
-def _num_chunks(plan: AttentionPlan, k: Tensor, v: Tensor) -> int:
-    """The chunks of heads in which the K/V of a step, ``[b, k, n, d]`` and ``[b, k, n, e]``, are sent.
-
-    The same on all ranks, whatever the lengths of their shards.
-    """
-    nbytes = k.shape[0] * plan.longest * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-    limit = -(-_MAX_CHUNKS // (len(plan) - 1))
-    return max(1, min(limit, nbytes // _MIN_CHUNK_BYTES.get(k.device.type, 8 << 20)))
+    return groups.across is None and groups.within is not None and shared_memory(groups.within, device) is not None

@@ -19,7 +19,7 @@ from seqpar import kernels
 from seqpar.comm import p2p, streams
 from seqpar.kernels.base import Grads
 from seqpar.strategies import call as calls
-from seqpar.strategies import operators, ulysses
+from seqpar.strategies import head_exchange, operators
 
 from ..fake_cuda import fake_cuda
 from ..streams import Event, RaceError, Simulator, simulated
@@ -60,7 +60,7 @@ def one_rank(per_host: int) -> Iterator[Simulator]:
         with (
             mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(per_host)),
             mock.patch.dict(calls._MIN_CHUNK_BYTES, cuda=1),
-            mock.patch.dict(ulysses._CHUNK_WORK, cuda=1),
+            mock.patch.dict(head_exchange.MIN_CHUNK_WORK, cuda=1),
             fake_cuda(),
             torch.no_grad(),
             simulated() as simulator,

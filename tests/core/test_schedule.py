@@ -18,8 +18,7 @@ from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.schedule.program import Hop
 from seqpar.schedule.rows import KeyIntervals, RowSpans
-from seqpar.strategies.head_exchange import HeadExchange
-from seqpar.strategies.ulysses import MAX_CHUNKS
+from seqpar.strategies.head_exchange import MAX_CHUNKS, HeadExchange
 
 from ..generators import masks
 
@@ -167,6 +166,61 @@ def test_many_documents_are_few_spans(layout: Layout) -> None:
     plan = AttentionPlan(mask, SequenceSharding(seq_len, layout, ring=64), 31)
     transfers = [t for step in plan for t in (*step.intra_host.sends, *step.intra_host.receives)]
     assert max(len(t.owner_rows.spans) for t in transfers) <= 2
+
+
+@settings(max_examples=100)
+@given(scheduled(), st.integers(1, 4), st.integers(1, 2))
+def test_messages_are_posted_once_and_in_the_same_order_on_every_rank(
+    problem: Scheduled, chunks: int, prefetch: int
+) -> None:
+    mask, shards, gather, per_host = problem
+    heads, programs = Heads.of_model(8, 4), []
+    for rank in range(shards.ring):
+        plan = AttentionPlan(mask, shards, rank, gather, per_host)
+        programs.append(plan.program(heads, chunks, prefetch=prefetch))
+    posts = [[step.posts for step in program.steps] for program in programs]
+    assert all(other == posts[0] for other in posts)
+    posted = [post for step_posts in posts[0] for post in step_posts]
+    steps = programs[0].steps
+    assert [i for level, i in posted if level == "intra_host"] == list(range(1, len(steps)))
+    inter_host = [i for i, step in enumerate(steps) if step.starts_inter_host]
+    assert [i for level, i in posted if level == "inter_host"] == inter_host
+    for i in range(1, len(steps)):
+        at = next(at for at, step_posts in enumerate(posts[0]) if ("intra_host", i) in step_posts)
+        assert i - prefetch <= at <= i
+        if i in inter_host:
+            assert posted.index(("inter_host", i)) < posted.index(("intra_host", i))
+
+
+@given(scheduled(), st.sampled_from([(8, 8), (8, 2), (6, 3), (4, 1), (1, 1)]), st.integers(1, 4), st.booleans())
+def test_each_head_attends_to_the_keys_of_each_step_once(
+    problem: Scheduled, model_heads: tuple[int, int], chunks: int, split_own: bool
+) -> None:
+    """Forward and backward; the last step of a head is marked, and its gradients are written before they are added."""
+    mask, shards, gather, per_host = problem
+    plan = AttentionPlan(mask, shards, shards.ring - 1, gather, per_host)
+    program = plan.program(Heads.of_model(*model_heads), chunks, split_own=split_own)
+    for steps in (program.steps, program.backward_steps):
+        computed = [
+            (step.index, head) for step in steps if step.attends for head in step.q_heads or range(model_heads[0])
+        ]
+        expected = [i for i in range(len(plan)) if plan.intervals(i, CPU) is not None]
+        assert sorted(computed) == [(i, head) for i in expected for head in range(model_heads[0])]
+    finished = [h for step in program.steps if step.is_last for h in step.q_heads or range(model_heads[0])]
+    assert sorted(finished) == list(range(model_heads[0]))
+    written = [h for step in program.backward_steps if step.new_dq for h in step.q_heads or range(model_heads[0])]
+    added = [h for step in program.backward_steps if step.index == 0 and not step.new_dq for h in step.q_heads or ()]
+    assert sorted(written + added) == list(range(model_heads[0]))
+
+
+def test_a_program_is_printed_step_by_step() -> None:
+    plan = AttentionPlan(Mask.causal(), SequenceSharding(8, "zigzag", ring=4), 1)
+    assert str(plan.program(Heads.of_model(4, 2))) == (
+        "0  step 0: own keys; attend to 2 keys; post intra_host of 1, intra_host of 2\n"
+        "1  step 1: receive 1 rows of 0 from 0, send 1 rows to 2; attend to 1 keys; post intra_host of 3\n"
+        "2  step 2: receive 2 rows of 3 from 3, send 1 rows to 3; attend to 2 keys\n"
+        "3  step 3: receive 2 rows of 2 from 2, send 2 rows to 0; attend to 2 keys"
+    )
 
 
 def pairs(intervals: KeyIntervals | None) -> int:
