@@ -18,14 +18,14 @@ from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerpr
 from .kernels import BackendName
 from .layout import LAYOUTS, Layout, SequenceSharding, check_lengths
 from .mask import Mask
-from .mesh import known_per_host, sequence_group, size_of
+from .mesh import sequence_group
 from .planner.rules import named
 from .schedule.plan import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
 from .strategies import StrategyName, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
-from .strategies.operators import ANY_RANKS, attend, draw_seed, placement, traced_seed
+from .strategies.operators import attend, draw_seed, traced_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -174,24 +174,59 @@ def attention(
     """
     constants = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse
     make_spec = partial(attention_spec, strategy, strategy_options, *constants)
-    tensors = q, k, v, sinks, alibi_slopes, latent_weight
-    where = mesh, group, layout, seq_len
-    if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and all(x is None for x in where):
-        out, lse = _traced(tensors, make_spec, mask, sharding, dropout_seed)
+    tensors, where = (q, k, v, sinks, alibi_slopes, latent_weight), (mesh, group, layout, seq_len)
+    needs_seed = bool(dropout_p) and dropout_seed is None
+    if (
+        isinstance(sharding, Sharding)
+        and all(x is None for x in where)
+        and (torch.compiler.is_compiling() or not needs_seed)
+    ):
+        out, lse = _attend(tensors, make_spec, mask, sharding, dropout_seed)
     else:
-        needs_seed = bool(dropout_p) and dropout_seed is None
         alone = strategy == "local" and mesh is None and group is None
-        out, lse = _eager(tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone)
+        out, lse = _agree_and_attend(tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone)
     return (out, lse) if return_lse else out
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _checked_inputs(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, latent_weight: Tensor | None
+def _attend(
+    tensors: Inputs,
+    make_spec: Callable[[], AttentionSpec],
+    mask: Mask,
+    sharding: Sharding,
+    dropout_seed: int | None,
+    joins_backward: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """A call whose sharding is known, in eager and in compiled code; ``joins_backward`` as in ``attend``."""
+    spec = make_spec()
+    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, *tensors)
+    if spec.strategy == "auto":
+        cluster = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+        spec = named(spec, mask, q.shape[2], k.shape[2], *cluster)
+    seed = None
+    if dropout_seed is not None:
+        _check_seed(dropout_seed)
+        seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu") if spec.dropout_p else None
+    elif spec.dropout_p:  # only in compiled code, where the operator asks rank 0 for its seed
+        seed, spec = traced_seed(), spec.having(draws_seed=True)
+    call = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding
+    return attend(*call, joins_backward=joins_backward)
+
+
+def _checked(
+    mask: Mask,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    latent_weight: Tensor | None,
 ) -> Inputs:
     """The tensors of a call in autocast's dtype, after checking that they fit together."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     if all(isinstance(x, Tensor) for x in (q, k, v)):
         q, k, v = to_autocast_dtype(q, k, v)
         if isinstance(latent_weight, Tensor):
@@ -202,24 +237,16 @@ def _checked_inputs(
     return q, k, v, sinks, alibi_slopes, latent_weight
 
 
-def _traced(
-    tensors: Inputs, make_spec: Callable[[], AttentionSpec], mask: Mask, sharding: Sharding, dropout_seed: int | None
-) -> tuple[Tensor, Tensor]:
-    """``attention`` while torch.compile traces it: an operator, which checks the arguments that change every step."""
-    spec = make_spec()
-    q, k, v, sinks, alibi_slopes, latent_weight = _checked_inputs(*tensors)
-    where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
-    spec = named(spec, mask, q.shape[2], k.shape[2], *where)
-    seed = None
-    if spec.dropout_p and dropout_seed is not None:
-        seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
-    elif spec.dropout_p:
-        seed, spec = traced_seed(), spec.having(draws_seed=True)
-    return attend(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding)
+def _check_seed(dropout_seed: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    check_int("dropout_seed", dropout_seed, 0)
+    if cast(int, dropout_seed) >= 2**63:
+        raise ValueError(f"dropout_seed={dropout_seed}: expected a seed in [0, 2**63)")
 
 
 @no_compile
-def _eager(
+def _agree_and_attend(
     tensors: Inputs,
     make_spec: Callable[[], AttentionSpec],
     mask: Mask,
@@ -229,12 +256,10 @@ def _eager(
     needs_seed: bool,
     alone: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``attention`` outside of torch.compile. Without a ``sharding``, the call makes one after its handshake.
+    """A call that makes a sharding or checks its own against ``where``: mesh, group, layout and seq_len.
 
-    Args:
-        where: mesh, group, layout and seq_len.
-        needs_seed: whether rank 0 draws a dropout seed.
-        alone: whether this rank attends by itself, whatever the default group.
+    If the length or the dropout seed is not known, the ranks tell each other in a handshake, and compare their
+    arguments. ``alone`` says that this rank attends by itself, whatever the default group.
     """
     mesh, group, layout, seq_len = where
     needs_handshake = needs_seed or (sharding is None and not has_length(seq_len))
@@ -246,50 +271,38 @@ def _eager(
             sequence = None if alone else sequence_group(mesh, group)
     with propagate_errors(sequence if needs_handshake else None):
         spec = make_spec()
-        if not isinstance(mask, Mask):
-            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
         if sharding is not None:
             check_sharding(sharding)
             sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             mesh, group, layout, seq_len = sharding.mesh, sharding.group, sharding.layout, sharding.seq_len
         if layout is not None:
             check_choice("layout", layout, LAYOUTS)
-        if sharding is not None:
-            groups, _ = placement(sharding, ANY_RANKS, spec)
-            sharding.check_ranks(groups.sequence)
-        else:
-            groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
+        groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
         layout = require_layout(layout, sequence)
+        if sharding is not None:
+            sharding.check_ranks(groups.sequence)
         if seq_len is not None:
             check_int("seq_len", seq_len, 0)
         if dropout_seed is not None:
-            check_int("dropout_seed", dropout_seed, 0)
-            if dropout_seed >= 2**63:
-                raise ValueError(f"dropout_seed={dropout_seed}: expected a seed in [0, 2**63)")
-        q, k, v, sinks, alibi_slopes, latent_weight = _checked_inputs(*tensors)
+            _check_seed(dropout_seed)
+        q, k, v, sinks, _, latent_weight = _checked(mask, *tensors)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-        if spec.strategy == "auto":
-            cluster = size_of(groups.sequence), known_per_host(groups.sequence), q.device.type
-            spec = named(spec, mask, q.shape[2], k.shape[2], layout, *cluster)
-            groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
-    seed = int(draw_seed().item()) if needs_seed else dropout_seed or 0
-    batch, length, num_heads, head_dim = q.shape
-    joins_backward = torch.is_grad_enabled()
+    joins_backward = True
     if needs_handshake:
         degrees = spec.strategy, groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks, layout
         numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse
         expanded = None if latent_weight is None else tuple(latent_weight.shape)
         header = _AttentionHeader(
-            length=length,
-            batch=batch,
-            heads=num_heads,
+            length=q.shape[1],
+            batch=q.shape[0],
+            heads=q.shape[2],
             kv_heads=k.shape[2],
-            head_dim=head_dim,
+            head_dim=q.shape[3],
             v_head_dim=v.shape[3],
             dtype=q.dtype,
             mask_or_options=fingerprint(mask, degrees, *numbers, expanded),
-            dropout_seed=seed,
+            dropout_seed=int(draw_seed().item()) if needs_seed else dropout_seed or 0,
             gradient=gradient_state(q, k, v, sinks, latent_weight),
         )
         headers = all_gather_header(lambda: header, sequence)
@@ -297,14 +310,12 @@ def _eager(
         if not needs_seed:
             check_same(headers, "dropout_seed")
         seq_len = check_lengths([header.length for header in headers], layout, seq_len)
-        seed = headers[0].dropout_seed
+        dropout_seed = headers[0].dropout_seed
         joins_backward = any_needs_gradient([header.gradient for header in headers])
     if sharding is None:
         assert seq_len is not None
-        sharding = Sharding(seq_len, layout, mesh=mesh, group=group)
-    on_host = torch.tensor(seed, device="cpu") if spec.dropout_p else None
-    call = q, k, v, sinks, alibi_slopes, on_host, latent_weight, spec, mask, sharding
-    return attend(*call, joins_backward=joins_backward)
+        sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy="local" if alone else None)
+    return _attend(tensors, make_spec, mask, sharding, dropout_seed, joins_backward)
 
 
 def mask_planner(

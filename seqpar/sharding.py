@@ -512,6 +512,8 @@ def resolve_sequence_group(
     """The ranks the sequence is sharded over, after checking the strategy's name."""
     if strategy is not None:
         check_choice("strategy", strategy, (*STRATEGIES, "tp_sp"))
+    if strategy == "local" and mesh is None and group is None:
+        return None
     return sequence_group(mesh, group, strategy)
 
 

@@ -321,7 +321,7 @@ class AttentionLayer(nn.Module):
         if rope_positions is not None:  # the same handshake as in compiled code
             length = largest_length(rope_positions, sequence if known is None else known.sequence_group)
         if known is None:
-            strategy: Any = "tp_sp" if spec.tensor_parallel else None
+            strategy: Any = self.strategy if self.strategy in ("tp_sp", "local") else None
             known = Sharding(total, layout, mesh=self.mesh, group=self.group, strategy=strategy)
         call = LayerCall(spec, mask, known, *placement(known, ranks, spec), positions, length, seed, joins_backward)
         return self._compute(x_local, call)

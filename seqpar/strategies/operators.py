@@ -115,7 +115,7 @@ def _place(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> t
         groups = AttentionGroups()
     else:
         groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
-    if groups.sequence is not None and not spec.tensor_parallel:
+    if not spec.tensor_parallel:
         sharding.check_ranks(groups.sequence)
     ring, ulysses = groups.ring_size, groups.ulysses_size
     if spec.replicated:
