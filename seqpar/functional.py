@@ -16,16 +16,16 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from .checks import check_choice, check_head_vector, check_inputs, check_int, has_length, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
-from .layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
+from .layout import LAYOUTS, Layout, SequenceSharding, check_lengths
 from .mask import Mask
-from .mesh import known_per_host, rank_in, sequence_group, size_of
+from .mesh import known_per_host, sequence_group, size_of
 from .planner.rules import named
 from .schedule.plan import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
 from .strategies import StrategyName, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
-from .strategies.operators import attend, draw_seed, traced_seed
+from .strategies.operators import ANY_RANKS, attend, draw_seed, placement, traced_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -254,10 +254,12 @@ def _eager(
             mesh, group, layout, seq_len = sharding.mesh, sharding.group, sharding.layout, sharding.seq_len
         if layout is not None:
             check_choice("layout", layout, LAYOUTS)
-        groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
-        layout = require_layout(layout, sequence)
         if sharding is not None:
+            groups, _ = placement(sharding, ANY_RANKS, spec)
             sharding.check_ranks(groups.sequence)
+        else:
+            groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
+        layout = require_layout(layout, sequence)
         if seq_len is not None:
             check_int("seq_len", seq_len, 0)
         if dropout_seed is not None:
@@ -297,11 +299,8 @@ def _eager(
         seq_len = check_lengths([header.length for header in headers], layout, seq_len)
         seed = headers[0].dropout_seed
         joins_backward = any_needs_gradient([header.gradient for header in headers])
-    else:
-        assert seq_len is not None
-        check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout, num_heads)
-    mask.check_length(seq_len)
     if sharding is None:
+        assert seq_len is not None
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group)
     on_host = torch.tensor(seed, device="cpu") if spec.dropout_p else None
     call = q, k, v, sinks, alibi_slopes, on_host, latent_weight, spec, mask, sharding

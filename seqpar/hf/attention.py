@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import no_compile
+from ..checks import check_inputs, no_compile
 from ..functional import attention
 from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
@@ -110,6 +110,7 @@ def _traced(
     assert sharding is not None
     where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
     spec = named(_spec(patch, in_layer, score, dropout), mask, q.shape[2], k.shape[2], *where)
+    check_inputs(q, k, v, weight)
     tensors = q, k, v, score.sinks, None, _dropout_seed(module, shard, dropout), weight
     return attend(*tensors, spec, mask, sharding)[0]
 

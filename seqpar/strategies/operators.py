@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..checks import check_inputs
 from ..comm.handshake import all_gather_header
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
@@ -169,19 +168,16 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    latent_weight: Tensor | None,
     mask: Mask,
     groups: AttentionGroups,
     sharding: Sharding,
     spec: AttentionSpec,
 ) -> None:
-    """Raise unless the tensors fit the mask and the sharding."""
+    """Raise unless the tensors, which fit together, fit the mask and the sharding."""
     if spec.replicated:
         keys = f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {sharding.seq_len} of the sequence"
         if not k.shape[1] == v.shape[1] == sharding.seq_len:
             raise ValueError(keys)
-        k, v = (x.narrow(1, 0, q.shape[1]) for x in (k, v))
-    check_inputs(q, k, v, latent_weight, spec.q_per_kv is None)
     if mask.batch not in (1, q.shape[0]):
         raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     mask.check_length(sharding.seq_len)
@@ -198,7 +194,7 @@ class _Attention(torch.autograd.Function):
         sinks, alibi_slopes, seed, latent_weight, spec, *where = args
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.shapes, ctx.call = (spec, *where), (q.shape, k.shape, v.shape), None
-        if _runs_now(where[1]):
+        if _runs_now(where[1]):  # the body of the operator: it keeps its call for backward
             ctx.call = _call(q, k, v, *args)
             results = autograd.attention_forward(with_latents(ctx.call, latent_weight, q.shape, v.shape), q, k, v)
             results, saved = results[:2], results[2:]
@@ -254,7 +250,7 @@ def _call(
     groups, sequence = placement(sharding, ranks, spec)
 
     def header() -> _SeedHeader:
-        _check(q, k, v, latent_weight, mask, groups, sharding, spec)
+        _check(q, k, v, mask, groups, sharding, spec)
         return _SeedHeader(_number(seed))
 
     agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
@@ -288,7 +284,19 @@ def _fake_attention(
     return results
 
 
-@operator(fake=_fake_attention, autograd=lambda *args: list(_Attention.apply(*args)))
+def _without_gradients(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor] | None:
+    """``attention`` without the tensors for backward, unless a mode or a tracer is to see the operator."""
+    if not _runs_now(args[-2]):
+        return None
+    call = with_latents(_call(q, k, v, *args), args[3], q.shape, v.shape)
+    return list(autograd.attention_forward(call, q, k, v)[:2])
+
+
+@operator(
+    fake=_fake_attention,
+    autograd=lambda *args: list(_Attention.apply(*args)),
+    without_gradients=_without_gradients,
+)
 def attention(
     q: Tensor,
     k: Tensor,
