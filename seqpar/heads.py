@@ -82,8 +82,8 @@ class Heads:
         None if all KV heads are read by the same number of query heads. Attention kernels know that mapping.
         """
         index = [head // self.q_per_kv - self.kv.start for head in self.queries]
-        each = len(index) // max(1, len(self.kv))
-        even = index == [i // max(1, each) for i in range(len(index))] and len(index) == each * len(self.kv)
+        group = len(index) // max(1, len(self.kv))
+        even = index == [i // max(1, group) for i in range(len(index))] and len(index) == group * len(self.kv)
         return None if even else index
 
 

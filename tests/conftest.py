@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 
@@ -62,12 +62,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the tests that ought to be marked slow. It is no failure, because the machine may have been busy."""
-    seconds, marked = Counter[str](), set[str]()
+    seconds, marked = defaultdict[str, float](float), set[str]()
     for report in chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds[report.nodeid] += report.duration
             marked |= {report.nodeid} if "slow" in report.keywords else set()
-    for nodeid, duration in seconds.most_common():
+    for nodeid, duration in sorted(seconds.items(), key=lambda item: -item[1]):
         if duration > _SLOW_S and nodeid not in marked:
             terminalreporter.write_line(f"warning: {nodeid} took {duration:.0f} s and is not marked slow", yellow=True)
     wanted = config.getoption("--case")

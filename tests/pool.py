@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
-from seqpar.comm import host_messages
+from seqpar.comm.shared_memory import VARIABLE
 
 WORLDS = (1, 2, 3, 4, 8)
 _START_DEADLINE_S = 120.0
@@ -273,7 +273,7 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
             return
         try:
             world, shared_memory, body, args, kwargs = pickle.loads(message)
-            os.environ[host_messages.VARIABLE] = str(int(shared_memory))
+            os.environ[VARIABLE] = str(int(shared_memory))
             result = body(groups[world], *args, **kwargs)
             answer = pickle.dumps((True, result, dist.get_pg_count()))
         except BaseException:

@@ -229,22 +229,22 @@ class AttentionPlan:
 
     def _transfer_rows(self, query_rank: int, key_rank: int) -> RowSpans:
         """The rows of ``key_rank``'s shard that are sent to ``query_rank``."""
-        held = self.sharding.ring_positions(key_rank)
+        shard = self.sharding.ring_positions(key_rank)
         if self.dense:
-            return RowSpans(((0, len(held)),)) if len(held) else NO_ROWS
-        if query_rank != self.rank and not self._may_see(query_rank, held):
+            return RowSpans(((0, len(shard)),)) if len(shard) else NO_ROWS
+        if query_rank != self.rank and not self._may_see(query_rank, shard):
             return NO_ROWS
-        return rows_in(self._visible(query_rank), held)
+        return rows_in(self._visible(query_rank), shard)
 
     def _host_rows(self, host: int, key_rank: int) -> RowSpans:
         """The rows of ``key_rank``'s shard that are sent to ``host``: those that any of its ranks needs."""
-        held = self.sharding.ring_positions(key_rank)
+        shard = self.sharding.ring_positions(key_rank)
         if self.dense:
-            return RowSpans(((0, len(held)),)) if len(held) else NO_ROWS
+            return RowSpans(((0, len(shard)),)) if len(shard) else NO_ROWS
         ranks = self._ranks_of_host(host)
-        if self.rank not in ranks and not any(self._may_see(rank, held) for rank in ranks):
+        if self.rank not in ranks and not any(self._may_see(rank, shard) for rank in ranks):
             return NO_ROWS
-        return rows_in(self._visible_on_host(host), held)
+        return rows_in(self._visible_on_host(host), shard)
 
     def _ranks_of_host(self, host: int) -> range:
         return range(host * self.per_host, (host + 1) * self.per_host)
@@ -256,11 +256,11 @@ class AttentionPlan:
             self._host_ranges[host] = merged_ranges(ranges)
         return self._host_ranges[host]
 
-    def _may_see(self, query_rank: int, held: Positions) -> bool:
-        """Whether the keys at ``held`` overlap the range from the first to the last key visible to ``query_rank``."""
-        if not len(held):
+    def _may_see(self, query_rank: int, shard: Positions) -> bool:
+        """Whether the keys at ``shard`` overlap the range from the first to the last key visible to ``query_rank``."""
+        if not len(shard):
             return False
-        start, stop = held.stripes[0].start, held.stripes[-1].stop
+        start, stop = shard.stripes[0].start, shard.stripes[-1].stop
         for stripe in self.sharding.ring_positions(query_rank).stripes:
             for runs in self._runs:
                 lo, hi = runs.bounds(stripe.start, stripe.stop - 1)
@@ -271,19 +271,19 @@ class AttentionPlan:
     def _distances(self, index: int) -> tuple[int, int]:
         """The distance to the owner of a step's keys, in a ring: in hosts, and in ranks inside a host."""
         first = (self.per_host + 1) // 2  # steps of the own host that come first
-        fetched = (self.hosts - 1) * self.per_host
+        inter_host_steps = (self.hosts - 1) * self.per_host
         if index < first:
             return 0, index
-        if index < first + fetched:
+        if index < first + inter_host_steps:
             distance, local = divmod(index - first, self.per_host)
             return distance + 1, local
-        return 0, index - fetched
+        return 0, index - inter_host_steps
 
     def _local_step(self) -> Step:
-        held = self.sharding.together().ring_positions(0) if self.replicated else self._queries
-        rows = rows_in(self._visible(self.rank), held)
-        everything = RowSpans(((0, len(held)),))
-        return Step(0, ShardRows(held, everything) if len(rows) else None)
+        shard = self.sharding.together().ring_positions(0) if self.replicated else self._queries
+        rows = rows_in(self._visible(self.rank), shard)
+        everything = RowSpans(((0, len(shard)),))
+        return Step(0, ShardRows(shard, everything) if len(rows) else None)
 
     def _remote_step(self, index: int) -> Step:
         size, (host, local) = self.per_host, divmod(self.rank, self.per_host)

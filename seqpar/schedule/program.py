@@ -158,7 +158,7 @@ class Program:
         self.heads = heads
         self.kv_index = heads.kv_index()
         self.chunks = heads.chunks(num_chunks) if len(plan) > 1 else (heads,)
-        self._split_own = split_own and not all(step.intra_host.is_local for step in plan)
+        self._split_own = split_own and self.kv_index is None and not all(step.intra_host.is_local for step in plan)
         attends = attends and bool(heads.queries)
         last = max((i for i, step in enumerate(plan) if attends and step.keys is not None), default=0)
         steps = [replace(plan[0], chunks=range(len(self.chunks)), attends=attends and plan[0].keys is not None)]
@@ -184,14 +184,14 @@ class Program:
     @cached_property
     def backward_steps(self) -> tuple[Step, ...]:
         """The steps of backward. Where messages are sent, the second half of the heads of step 0 comes last."""
-        own, remote = self.steps[0], self.steps[1:]
+        local, remote = self.steps[0], self.steps[1:]
         first, *second = self.heads.halves() if self._split_own else (self.heads,)
         shared_kv = any(set(half.kv) & set(first.kv) for half in second)
         q_heads, kv_heads = self._of_tensors(first)
-        steps = [replace(own, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=not shared_kv), *remote]
+        steps = [replace(local, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=not shared_kv), *remote]
         for half in second:
             q_heads, kv_heads = self._of_tensors(half)
-            steps.append(replace(own, q_heads=q_heads, kv_heads=kv_heads, posts=()))
+            steps.append(replace(local, q_heads=q_heads, kv_heads=kv_heads, posts=()))
         return tuple(steps)
 
     def _of_tensors(self, heads: Heads) -> tuple[range | None, range | None]:

@@ -97,10 +97,10 @@ class RowSpans:
             start, stop = np.asarray(self.spans, dtype=np.int64).T
             length = stop - start
             # Row ``i`` of the selection is row ``i`` plus the number of rows that are left out before its span.
-            left_out = start - (np.cumsum(length) - length)
-            columns = upload(torch.from_numpy(np.stack([left_out, length])), device)
-            skipped = columns[0].repeat_interleave(columns[1], output_size=len(self))
-            return skipped.add_(torch.arange(len(self), device=device))
+            gaps = start - (np.cumsum(length) - length)
+            columns = upload(torch.from_numpy(np.stack([gaps, length])), device)
+            rows = columns[0].repeat_interleave(columns[1], output_size=len(self))
+            return rows.add_(torch.arange(len(self), device=device))
 
         return cached_tensors(("selection", self.spans), device, make)
 
@@ -108,19 +108,19 @@ class RowSpans:
         """The indices of ``rows``, a subset of the selected rows, among the selected rows."""
         if not self.spans or self.spans[0][0] == 0 == len(self.spans) - 1:
             return rows
-        found: list[tuple[int, int]] = []
-        own, offset = iter(self.spans), 0
-        first, last = next(own)
+        located: list[tuple[int, int]] = []
+        spans, offset = iter(self.spans), 0
+        first, last = next(spans)
         for start, stop in rows.spans:
             while last < stop:
                 offset += last - first
-                first, last = next(own)
+                first, last = next(spans)
             begin, end = offset + start - first, offset + stop - first
-            if found and found[-1][1] == begin:
-                found[-1] = found[-1][0], end
+            if located and located[-1][1] == begin:
+                located[-1] = located[-1][0], end
             else:
-                found.append((begin, end))
-        return RowSpans(tuple(found))
+                located.append((begin, end))
+        return RowSpans(tuple(located))
 
     def copy_to(self, out: Sequence[Tensor], xs: Sequence[Tensor]) -> None:
         """Copy the selected rows of each of ``xs [..., rows, heads, head_dim]`` into ``out``."""
@@ -169,11 +169,11 @@ class ShardRows:
     """Keys of one step that come from one rank: some rows of its shard.
 
     Attributes:
-        held: the positions of the rank's shard.
+        shard_positions: the positions of the rank's shard.
         rows: the rows of the shard.
     """
 
-    held: Positions
+    shard_positions: Positions
     rows: RowSpans
 
     def __len__(self) -> int:
@@ -181,12 +181,12 @@ class ShardRows:
 
     def counts_below(self, x: Tensor) -> Tensor:
         """How many of the keys have a position below each element of ``x``."""
-        local = self.held.counts_below(x)
-        return local if len(self.rows) == len(self.held) else self.rows.counts_below(local)
+        local = self.shard_positions.counts_below(x)
+        return local if len(self.rows) == len(self.shard_positions) else self.rows.counts_below(local)
 
     def positions(self, device: torch.device) -> Tensor:
         """Global positions of the keys, int64 ``[k_len]``, increasing."""
-        parts = [self.held.tensor(device, start, stop) for start, stop in self.rows.spans]
+        parts = [self.shard_positions.tensor(device, start, stop) for start, stop in self.rows.spans]
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 
@@ -196,12 +196,12 @@ class GatheredRows:
 
     Attributes:
         ranges: ranges of global positions that hold the keys.
-        own: the rows of this rank inside ``ranges``. They are not among the keys, because step 0 computes with them.
+        local: the rows of this rank inside ``ranges``. They are not among the keys, because step 0 computes with them.
         shards: the keys of each rank that sends some, in the order of the step's ``receives``.
     """
 
     ranges: tuple[tuple[int, int], ...]
-    own: ShardRows
+    local: ShardRows
     shards: tuple[ShardRows, ...]
 
     def __len__(self) -> int:
@@ -209,13 +209,13 @@ class GatheredRows:
 
     def counts_below(self, x: Tensor) -> Tensor:
         """How many of the keys have a position below each element of ``x``."""
-        return _counts_in_ranges(self.ranges, x).sub_(self.own.counts_below(x))
+        return _counts_in_ranges(self.ranges, x).sub_(self.local.counts_below(x))
 
     def rows_of(self, index: int, device: torch.device) -> Tensor:
         """The indices of the keys of ``shards[index]`` among all keys, int64 ``[rows]``. Cached."""
         shard = self.shards[index]
         return cached_tensors(
-            ("gathered", self.ranges, self.own.held, shard.held),
+            ("gathered", self.ranges, self.local.shard_positions, shard.shard_positions),
             device,
             lambda: self.counts_below(shard.positions(device)),
         )
@@ -244,21 +244,21 @@ class GatheredRows:
         return [self._pieces_of(shard) for shard in self.shards]
 
     def _pieces_of(self, shard: ShardRows) -> list[tuple[int, int, int]] | None:
-        if not shard.held.is_ranges or len(shard.rows.spans) > _MAX_SLICES:
+        if not shard.shard_positions.is_ranges or len(shard.rows.spans) > _MAX_SLICES:
             return None
         pieces, row = [], 0
         for start, stop in shard.rows.spans:
-            for stripe, offset in shard.held.with_offsets():
+            for stripe, offset in shard.shard_positions.with_offsets():
                 first, last = max(start, offset), min(stop, offset + stripe.count)
                 if first < last:
-                    pieces.append((row, self._count_below(shard.held.at(first)), last - first))
+                    pieces.append((row, self._count_below(shard.shard_positions.at(first)), last - first))
                     row += last - first
         return pieces
 
     def _count_below(self, position: int) -> int:
         inside = sum(max(0, min(position, stop) - start) for start, stop in self.ranges)
-        own = self.own.held.count_below(position)
-        return inside - sum(max(0, min(own, stop) - start) for start, stop in self.own.rows.spans)
+        local = self.local.shard_positions.count_below(position)
+        return inside - sum(max(0, min(local, stop) - start) for start, stop in self.local.rows.spans)
 
     def positions(self, device: torch.device) -> Tensor:
         """Global positions of the keys, int64 ``[k_len]``, increasing."""
@@ -280,22 +280,22 @@ def visible_ranges(
         exact: whether the ranges must hold no other keys. Queries with gaps between them, as in a striped layout, then
             have up to one range per run. Otherwise they have one range, from the first visible key to the last.
     """
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for runs in rows:
         for stripe in queries.stripes:
-            found += _seen_by_stripe(runs, stripe, exact)
-    return merged_ranges((start, min(stop, seq_len)) for start, stop in found)
+            ranges += _seen_by_stripe(runs, stripe, exact)
+    return merged_ranges((start, min(stop, seq_len)) for start, stop in ranges)
 
 
 def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """The union of ``ranges``, which may overlap, disjoint and increasing."""
-    merged: list[tuple[int, int]] = []
+    union: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(union[-1][1], stop)
         elif start < stop:
-            merged.append((start, stop))
-    return tuple(merged)
+            union.append((start, stop))
+    return tuple(union)
 
 
 def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[int, int]]:
@@ -327,10 +327,10 @@ def _seen_by_stripe(runs: Runs, stripe: Stripe, exact: bool) -> Iterator[tuple[i
                 yield lo_at + shift, hi_at + shift
 
 
-def rows_in(ranges: Sequence[tuple[int, int]], held: Positions) -> RowSpans:
-    """The rows of a shard with positions ``held`` that have a position in one of ``ranges``."""
+def rows_in(ranges: Sequence[tuple[int, int]], shard: Positions) -> RowSpans:
+    """The rows of a shard with positions ``shard`` that have a position in one of ``ranges``."""
     spans: list[tuple[int, int]] = []
-    for stripe, offset in held.with_offsets():
+    for stripe, offset in shard.with_offsets():
         # Start at the first range that overlaps the stripe.
         first = bisect_right(ranges, stripe.start, key=_stop)
         for start, stop in ranges[first:]:

@@ -47,8 +47,8 @@ from .autograd import (
     with_latents,
 )
 from .call import AttentionCall
-from .head_exchange import HeadExchange
-from .ulysses import MAX_CHUNKS, saved_shapes
+from .head_exchange import MAX_CHUNKS, HeadExchange
+from .ulysses import saved_shapes
 
 # Passed as ``ranks`` for a call that has none of its own. The ranks are then those of the sharding.
 ANY_RANKS = ParallelContext(None, None)

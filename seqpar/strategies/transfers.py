@@ -36,7 +36,7 @@ class Transfers:
         self._local: dict[int, KeyValues] = {}  # this rank's rows, by chunk of heads
         self._intra_host: deque[Callable[[], KV]] = deque()
         self._inter_host: deque[Callable[[], Any]] = deque()
-        self._arrived: Any = None  # what the last inter-host hop has brought
+        self._host_kv: Any = None  # what the last inter-host hop has brought
 
     def __enter__(self) -> Transfers:
         return self
@@ -67,10 +67,10 @@ class Transfers:
             self._inter_host.append(self._transport.send_inter_host(step, local))
             return
         if step.starts_inter_host:
-            self._arrived = self._inter_host.popleft()()
+            self._host_kv = self._inter_host.popleft()()
         if chunk == 0 and step.intra_host.receives:
             count_step()
-        self._intra_host.append(self._transport.send_intra_host(step, local, self._arrived))
+        self._intra_host.append(self._transport.send_intra_host(step, local, self._host_kv))
 
 
 class GradientReduce:

@@ -92,26 +92,26 @@ class PeerToPeer:
     def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:
         """Send this rank's rows ``local`` to other hosts. The function returns what ``send_intra_host`` needs."""
         assert step.inter_host is not None
-        received, pending = self._send_rows(step.inter_host, {self._plan.rank: local}, self._across)
+        incoming, pending = self._send_rows(step.inter_host, {self._plan.rank: local}, self._across)
 
         def wait() -> dict[int, KeyValues]:
             pending.wait()
-            return {owner: KeyValues(message.kv, message) for owner, message in received.items()}
+            return {owner: KeyValues(message.kv, message) for owner, message in incoming.items()}
 
         return wait
 
-    def send_intra_host(self, step: Step, local: KeyValues, arrived: Any) -> Callable[[], KV]:
-        """Send the rows of a step inside the host: ``local``, or rows that have ``arrived`` from other hosts.
+    def send_intra_host(self, step: Step, local: KeyValues, host_kv: Any) -> Callable[[], KV]:
+        """Send the rows of a step inside the host: ``local``, or rows ``host_kv`` that an inter-host hop has brought.
 
         The function returns the step's K/V; ``local`` in a step without keys for this rank.
         """
-        sources = {self._plan.rank: local} if step.inter_host is None else {**arrived, self._plan.rank: local}
-        received, pending = self._send_rows(step.intra_host, sources, self.ranks)
+        sources = {self._plan.rank: local} if step.inter_host is None else {**host_kv, self._plan.rank: local}
+        incoming, pending = self._send_rows(step.intra_host, sources, self.ranks)
 
         def wait() -> KV:
             pending.wait()
-            views = _views(step.intra_host.receives, received)
-            received.clear()
+            views = _views(step.intra_host.receives, incoming)
+            incoming.clear()
             return _step_kv(step, views, local)
 
         return wait
@@ -127,30 +127,30 @@ class PeerToPeer:
             dkv: the gradients of this rank's K/V, to which the function adds received gradients.
             sums: by owner, the gradients of rows of other hosts, to which the function adds received gradients.
         """
-        hop, sends = step.intra_host, dict[int, Message]()
+        hop, outgoing = step.intra_host, dict[int, Message]()
         if partial is not None and len(hop.receives) == 1:
-            sends[hop.receives[0].peer] = partial
+            outgoing[hop.receives[0].peer] = partial
         elif isinstance(step.keys, GatheredRows) and partial is not None:
-            sends = {peer: Message(dkv, _rows(x), to=self.ranks) for peer, x in hop.received_by_peer.items()}
-            for i, views in enumerate(_views(hop.receives, sends)):
+            outgoing = {peer: Message(dkv, _rows(x), to=self.ranks) for peer, x in hop.received_by_peer.items()}
+            for i, views in enumerate(_views(hop.receives, outgoing)):
                 step.keys.gather(i, partial.tensors, views)
-        received, pending = self._exchange(hop, sends, hop.sent_by_peer, dkv, self.ranks)
-        fetched = {t.owner: t.owner_rows.count for t in step.inter_host.receives} if step.inter_host else {}
+        incoming, pending = self._exchange(hop, outgoing, hop.sent_by_peer, dkv, self.ranks)
+        host_rows = {t.owner: t.owner_rows.count for t in step.inter_host.receives} if step.inter_host else {}
 
         def accumulate() -> None:
             pending.wait()
-            for transfer, views in zip(hop.sends, _views(hop.sends, received), strict=True):
-                owner, message = transfer.owner, received[transfer.peer]
+            for transfer, views in zip(hop.sends, _views(hop.sends, incoming), strict=True):
+                owner, message = transfer.owner, incoming[transfer.peer]
                 if owner == self._plan.rank:
                     transfer.owner_rows.add_to(dkv, views)
-                elif owner not in sums and transfer.sender_rows.count == message.rows == fetched[owner]:
+                elif owner not in sums and transfer.sender_rows.count == message.rows == host_rows[owner]:
                     sums[owner] = message
                 else:
                     if owner not in sums:
-                        sums[owner] = Message(dkv, fetched[owner])
+                        sums[owner] = Message(dkv, host_rows[owner])
                         sums[owner].flat.zero_()
                     transfer.sender_rows.add_to(sums[owner].tensors, views)
-            received.clear()
+            incoming.clear()
 
         return accumulate
 
@@ -158,12 +158,12 @@ class PeerToPeer:
         """Send the ``sums`` of gradients to the owners. The function adds the received sums to ``dkv``."""
         assert step.inter_host is not None
         hop = step.inter_host
-        received, pending = self._exchange(hop, dict(sums), hop.sent_by_peer, dkv, self._across)
+        incoming, pending = self._exchange(hop, dict(sums), hop.sent_by_peer, dkv, self._across)
 
         def accumulate() -> None:
             pending.wait()
             for transfer in hop.sends:
-                transfer.owner_rows.add_to(dkv, received.pop(transfer.peer).tensors)
+                transfer.owner_rows.add_to(dkv, incoming.pop(transfer.peer).tensors)
 
         return accumulate
 
@@ -171,40 +171,39 @@ class PeerToPeer:
         self, hop: Hop, sources: dict[int, KeyValues], ranks: Ranks | None
     ) -> tuple[dict[int, Message], Pending]:
         """Start a hop whose rows are in ``sources``, by owner. Returns the received messages, by peer."""
-        kv, sends = sources[self._plan.rank].kv, dict[int, Message]()
+        kv, outgoing = sources[self._plan.rank].kv, dict[int, Message]()
         for peer, transfers in hop.sent_by_peer.items():
             if len(transfers) == 1:
-                sends[peer] = sources[transfers[0].owner].message(transfers[0].sender_rows, ranks)
+                outgoing[peer] = sources[transfers[0].owner].message(transfers[0].sender_rows, ranks)
                 continue
-            sends[peer] = Message(kv, _rows(transfers), to=ranks)
-            for transfer, views in zip(transfers, _views(transfers, sends), strict=True):
+            outgoing[peer] = Message(kv, _rows(transfers), to=ranks)
+            for transfer, views in zip(transfers, _views(transfers, outgoing), strict=True):
                 transfer.sender_rows.copy_to(views, sources[transfer.owner].kv)
-        return self._exchange(hop, sends, hop.received_by_peer, kv, ranks)
+        return self._exchange(hop, outgoing, hop.received_by_peer, kv, ranks)
 
     def _exchange(
         self,
         hop: Hop,
-        sends: dict[int, Message],
+        outgoing: dict[int, Message],
         receives: dict[int, list[Transfer]],
         like: Sequence[Tensor],
         ranks: Ranks | None,
     ) -> tuple[dict[int, Message], Pending]:
         """Exchange messages in the hop's rounds of peers. A message of this rank to itself is not sent."""
         rank, size = self._plan.rank, self._plan.per_host
-        received = {p: sends[p] if p == rank else Message(like, _rows(x)) for p, x in receives.items()}
+        incoming = {p: outgoing[p] if p == rank else Message(like, _rows(x)) for p, x in receives.items()}
         index = mod if ranks is self.ranks else floordiv  # of a peer in ``ranks``
         rounds = [
             exchange(
-                [(index(peer, size), sends[peer].flat) for peer in peers if peer in sends],
-                [(index(peer, size), received[peer].flat) for peer in peers if peer in received],
+                [(index(peer, size), outgoing[peer].flat) for peer in peers if peer in outgoing],
+                [(index(peer, size), incoming[peer].flat) for peer in peers if peer in incoming],
                 ranks,
-                borrow=True,
             )
             for peers in hop.rounds
         ]
-        if len(rounds) == 1 and rank not in received:
-            return received, rounds[0]
-        return received, Pending.all(rounds, [message.flat for message in (*sends.values(), *received.values())])
+        if len(rounds) == 1 and rank not in incoming:
+            return incoming, rounds[0]
+        return incoming, Pending.all(rounds, [message.flat for message in (*outgoing.values(), *incoming.values())])
 
 
 class Collectives:
@@ -224,11 +223,11 @@ class Collectives:
 
         return wait
 
-    def send_intra_host(self, step: Step, local: KeyValues, arrived: Any) -> Callable[[], KV]:
-        by_host = self._message(local)[None] if step.inter_host is None else arrived  # [hosts, elements]
+    def send_intra_host(self, step: Step, local: KeyValues, host_kv: Any) -> Callable[[], KV]:
+        by_host = self._message(local)[None] if step.inter_host is None else host_kv  # [hosts, elements]
         gathered, pending = start_all_gather(by_host, self.ranks)  # [ranks of a host, hosts, elements]
         views = [self._rows_of(t, gathered, local.kv) for t in step.intra_host.receives]
-        del by_host, arrived, gathered
+        del by_host, host_kv, gathered
 
         def wait() -> KV:
             pending.wait()
@@ -279,8 +278,8 @@ class Collectives:
 
     def _add(self, total: Tensor, dkv: Sequence[Tensor]) -> None:
         """Add ``total [elements]``, gradients of this rank's K/V, to ``dkv``."""
-        for x, received in zip(dkv, Message(dkv, self._plan.longest, flat=total).tensors, strict=True):
-            x.add_(received[:, : x.shape[1]])
+        for x, sums in zip(dkv, Message(dkv, self._plan.longest, flat=total).tensors, strict=True):
+            x.add_(sums[:, : x.shape[1]])
 
 
 Transport = PeerToPeer | Collectives
@@ -299,15 +298,15 @@ def _views(transfers: Sequence[Transfer], messages: dict[int, Message]) -> list[
     return views
 
 
-def _step_kv(step: Step, received: list[list[Tensor]], local: KeyValues) -> KV:
-    """k and v of all received rows, sorted by position; ``local`` if there are none. Empties ``received``."""
-    if not received:
+def _step_kv(step: Step, incoming: list[list[Tensor]], local: KeyValues) -> KV:
+    """k and v of all received rows, sorted by position; ``local`` if there are none. Empties ``incoming``."""
+    if not incoming:
         return local.kv
-    if len(received) == 1:
-        k, v = received.pop()
+    if len(incoming) == 1:
+        k, v = incoming.pop()
         return k, v
     assert isinstance(step.keys, GatheredRows)
-    message = Message(received[0], len(step.keys))
-    for i in range(len(received)):
-        step.keys.scatter(i, received.pop(0), message.tensors)
+    message = Message(incoming[0], len(step.keys))
+    for i in range(len(incoming)):
+        step.keys.scatter(i, incoming.pop(0), message.tensors)
     return message.kv

@@ -29,7 +29,7 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     """The groups of messages that ring attention starts on one rank, in forward and in backward."""
     groups: list[Group] = []
 
-    def record(sends: Sequence[Message], receives: Sequence[Message], ranks: range, borrow: bool) -> Pending:
+    def record(sends: Sequence[Message], receives: Sequence[Message], ranks: range) -> Pending:
         operations = [Operation(True, ranks[peer]) for peer, _ in sends]
         groups.append(operations + [Operation(False, ranks[peer]) for peer, _ in receives])
         return Pending()
@@ -49,8 +49,8 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
         mock.patch.dict(calls._MIN_CHUNK_BYTES, cpu=1),
-        mock.patch.object(calls, "host_messages", return_value=None),
-        mock.patch.object(p2p, "host_messages", return_value=None),
+        mock.patch.object(calls, "shared_memory", return_value=None),
+        mock.patch.object(p2p, "shared_memory", return_value=None),
         mock.patch.object(transport, "exchange", record),
         mock.patch.object(calls, "make_ready"),
         mock.patch.object(calls, "select", return_value=stub),

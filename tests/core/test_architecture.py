@@ -21,6 +21,7 @@ FLOORS = (
         "reductions",
         "rendezvous",
         "runs",
+        "startup",
         "triton_kernels",
     ),
     ("schedule", "comm", "kernels"),

@@ -538,7 +538,7 @@ def test_compiling_raises_in_the_interpreter() -> None:
 
 def test_the_gpu_benchmark_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    from gpu import main  # type: ignore[import-not-found]
+    from gpu import main
 
     assert main(["--smoke"]) == 0
     printed = capsys.readouterr().out

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
-from seqpar.strategies import ulysses
+from seqpar.strategies import head_exchange
 
 from ..pool import Pool, on_ranks
 
@@ -108,7 +108,7 @@ def attention_saves_a_shard(group: ProcessGroup, options: dict[str, Any], kv_hea
         torch.randn(BATCH, sharding.seq_local, heads, HEAD_DIM, requires_grad=True)
         for heads in (HEADS, kv_heads, kv_heads)
     )
-    with mock.patch.dict(ulysses._CHUNK_WORK, cpu=1 if chunks else 1 << 40):
+    with mock.patch.dict(head_exchange.MIN_CHUNK_WORK, cpu=1 if chunks else 1 << 40):
         saved = saved_bytes(Attention(k, v, sharding=sharding, **options), q)
     one_head = 4 * BATCH * TOKENS * HEAD_DIM // ranks
     lse = 4 * BATCH * TOKENS * HEADS // ranks

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.comm import collectives
-from seqpar.comm.host_messages import VARIABLE
+from seqpar.comm.shared_memory import VARIABLE
 from seqpar.layout import LAYOUTS
 
 from ..cases import Batch

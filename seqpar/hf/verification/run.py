@@ -29,7 +29,7 @@ from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
 from ...layers.gradients import sync_gradients
 from ...layers.wrappers import gradient_wrappers, outermost
 from ...mesh import global_ranks
-from ...rendezvous import meet
+from ...rendezvous import store_all_gather
 from ..loss import reduce_over_ranks
 from ..per_rank import shared_batches
 from ..state import NAME, Patch, patch_of
@@ -382,8 +382,8 @@ def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
     """
     if patch.group is None or patch.ranks == 1:
         return [json.loads(json.dumps(value))]
-    met = meet("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
-    return [json.loads(rank) for rank in met.values]
+    met = store_all_gather("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
+    return [json.loads(rank) for rank in met]
 
 
 def _values(output: Any) -> list[Tensor]:
