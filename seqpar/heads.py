@@ -60,7 +60,7 @@ class Heads:
         cuts = [split_range(len(self.kv), count, i) for i in range(count)]  # of the KV heads
         return tuple(self[range(cut.start * q_per_kv, cut.stop * q_per_kv)] for cut in cuts)
 
-    def halves(self) -> tuple[Heads, ...]:
+    def split_in_two(self) -> tuple[Heads, ...]:
         """The heads in two parts, of whole KV heads or of query heads of one KV head; one part for a single head."""
         if len(self.queries) < 2:
             return (self,)
