@@ -37,7 +37,7 @@ import seqpar
 from seqpar.cli.launch import under_launcher
 from seqpar.comm import collectives
 from seqpar.layers import AttentionLayer
-from seqpar.strategies import ulysses
+from seqpar.strategies import head_exchange
 
 DEADLINE_S = 900
 PORT = 29577
@@ -233,10 +233,10 @@ def make_step(arguments: argparse.Namespace, mesh: dist.DeviceMesh, overlap: str
             options = {"comm": "all_gather", "gather": overlap}
         layers = [seqpar.ParallelAttention(strategy, *heads, mesh=mesh, layout=layout, **options)]
     norms = [nn.RMSNorm(hidden, eps=1e-6) for _ in layers]
-    chunks = 1 if strategy == "ulysses" and overlap == "none" else ulysses.MAX_CHUNKS
+    chunks = 1 if strategy == "ulysses" and overlap == "none" else head_exchange.MAX_CHUNKS
 
     def step() -> None:
-        ulysses.MAX_CHUNKS = chunks  # with one chunk, all heads are in one all-to-all, and nothing overlaps
+        head_exchange.MAX_CHUNKS = chunks  # with one chunk, all heads are in one all-to-all, and nothing overlaps
         y = x
         for norm, layer in zip(norms, layers, strict=True):
             y = y + (layer(norm(y), seq_len=arguments.seq_len) if isinstance(layer, AttentionLayer) else layer(norm(y)))

@@ -24,7 +24,6 @@ class ByteCache(Generic[Value]):
     """
 
     def __init__(self, limit: int, nbytes: Callable[[Value], int]) -> None:
-        """``nbytes(value)`` is the size of a value in bytes."""
         self._limit = limit
         self._nbytes = nbytes
         self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
@@ -49,7 +48,6 @@ class ByteCache(Generic[Value]):
         return value
 
     def clear(self) -> None:
-        """Remove all values."""
         with self._lock:
             self._values.clear()
             self.total = 0
@@ -94,6 +92,5 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _fake_mode() -> Hashable:
-    """The FakeTensorMode in effect, or None."""
     mode: Hashable = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return mode

@@ -43,7 +43,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``. The error suggests the nearest one."""
     names = list(choices)
     if not isinstance(value, str):
         raise TypeError(
@@ -55,7 +54,6 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_int(name: str, value: object, least: int | None = None) -> None:
-    """Raise unless ``value`` is an int (a bool is not) and at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
     if least is not None and value < least:
@@ -63,13 +61,11 @@ def check_int(name: str, value: object, least: int | None = None) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise unless ``value`` is a bool: a string such as "no" would count as True."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected True or False, got {type(value).__name__}")
 
 
 def check_module(name: str, value: object) -> None:
-    """Raise unless ``value`` is an nn.Module."""
     if not isinstance(value, nn.Module):
         raise TypeError(
             f"{name}: expected an nn.Module, got {type(value).__name__}; pass the model, not its parameters: how its "
@@ -78,16 +74,12 @@ def check_module(name: str, value: object) -> None:
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise unless ``dtype`` is None or one that weights may have."""
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype={dtype!r}: expected one of {', '.join(map(str, DTYPES))}, or None")
 
 
 def has_length(seq_len: object) -> bool:
-    """Whether the global length is known without a handshake.
-
-    A bad value counts as unknown, so that the handshake reports it to every rank.
-    """
+    """Whether the global length is known without a handshake, which reports a bad value to every rank."""
     return isinstance(seq_len, int) and seq_len >= 0
 
 
@@ -99,7 +91,6 @@ def check_alike(name: str, by_rank: Sequence[object]) -> None:
 
 
 def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str]) -> None:
-    """Raise unless every name in ``options`` is an option of the strategy."""
     names = list(allowed)
     for option in options:
         if option in names:
@@ -138,10 +129,8 @@ def check_dropout(value: object) -> float:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None, all_heads: bool = True) -> None:
     """Raise unless one rank's tensors fit together; with a ``latent_weight``, k and v are latents and rotated keys.
 
-    Args:
-        q, k, v, latent_weight: as given to ``seqpar.attention``.
-        all_heads: whether they hold all heads of a model. If not, as under tensor parallelism, the first and the last
-            KV head may be read by fewer query heads than the others.
+    Without ``all_heads``, as under tensor parallelism, the first and the last KV head may be read by fewer query heads
+    than the others.
     """
     if latent_weight is None:
         check_qkv(q, k, v, all_heads)
@@ -150,11 +139,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None, 
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, all_heads: bool = True) -> None:
-    """Raise unless the shapes, dtypes and devices of one rank's ``q, k, v`` fit together.
-
-    Shapes: ``q [batch, seq, heads, head_dim]``, ``k [batch, seq, kv_heads, head_dim]``, ``v [batch, seq, kv_heads,
-    v_head_dim]``.
-    """
     _check_tensors(q=q, k=k, v=v)
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
@@ -184,8 +168,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, all_heads: bool = True) -> None:
 def check_latents(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> None:
     """Raise unless the tensors of one rank's latent attention fit together.
 
-    Shapes: ``q [batch, seq, heads, nope + rope]``, ``latent [batch, seq, 1, width]``, ``k_rope [batch, seq, 1, rope]``,
-    ``weight [heads, nope + v_head_dim, width]``.
+    Shapes: ``q [batch, seq, heads, nope + rope]``, ``latent [batch, seq, 1, width]``, ``k_rope [batch, seq, 1, rope]``.
     """
     _check_tensors(q=q, k=latent, v=k_rope)
     for name, x in (("k", latent), ("v", k_rope)):
@@ -217,7 +200,6 @@ def check_latents(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> 
 
 
 def _check_tensors(**tensors: Tensor) -> None:
-    """Raise unless they are tensors of four dimensions with the dtype and device of ``q``."""
     q = tensors["q"]
     for name, x in tensors.items():
         if not isinstance(x, Tensor):

@@ -86,7 +86,6 @@ def shard_ranges(seq_len: int, ranks: int, rank: int, layout: Layout = "contiguo
 
 
 def shard_length(seq_len: int, ranks: int, rank: int, layout: Layout = "contiguous") -> int:
-    """The number of tokens that ``rank`` holds."""
     return sum(len(r) for r in shard_ranges(seq_len, ranks, rank, layout))
 
 
@@ -140,11 +139,9 @@ class Stripe:
 
     @property
     def stop(self) -> int:
-        """One past the last position."""
         return self.at(self.count - 1) + 1
 
     def at(self, index: int) -> int:
-        """The position at ``index``."""
         return self.start + index // self.block * self.stride + index % self.block
 
     def count_below(self, position: int) -> int:
@@ -167,7 +164,6 @@ class Positions:
 
     @property
     def is_ranges(self) -> bool:
-        """Whether every stripe is a range of consecutive positions."""
         return all(stripe.block >= stripe.count for stripe in self.stripes)
 
     @cached_property
@@ -176,15 +172,13 @@ class Positions:
         return list(accumulate((stripe.count for stripe in self.stripes), initial=0))
 
     def with_offsets(self) -> Iterable[tuple[Stripe, int]]:
-        """Each stripe, and the index of its first position."""
         return zip(self.stripes, self._offsets, strict=False)
 
     def count_below(self, position: int) -> int:
-        """How many of the positions are smaller than ``position``. This is the index of the first one that is not."""
+        """How many of the positions are smaller than ``position``: the index of the first one that is not."""
         return sum(stripe.count_below(position) for stripe in self.stripes)
 
     def at(self, index: int) -> int:
-        """The position at ``index``."""
         i = bisect_right(self._offsets, index) - 1
         return self.stripes[i].at(index - self._offsets[i])
 
@@ -289,10 +283,7 @@ class SequenceSharding:
         return replace(self, ring=1, ulysses=1, tensor=self.ranks * self.tensor)
 
     def rank_positions(self, rank: int, device: torch.device = CPU) -> Tensor:
-        """Global positions of the tokens that ``rank`` attends with, int64 ``[seq_local]``, increasing.
-
-        Cached: the same tensor each time. Do not write to it.
-        """
+        """Global positions of the tokens that ``rank`` attends with, int64 ``[seq_local]``. Do not write to it."""
         held = self._positions(rank * self.tensor, self.tensor)
         return cached_tensors(("rank_positions", held), device, lambda: held.tensor(device))
 
@@ -310,13 +301,16 @@ class SequenceSharding:
         ranks = self.ulysses * self.tensor
         return self._rows(ring_rank * ranks, ranks, self.tensor, device)
 
+    def ulysses_pieces(self, ring_rank: int) -> tuple[tuple[int, slice], ...] | None:
+        """The tokens of all ulysses ranks in the order of positions, as slices of each rank's tokens. None if they are
+        striped, because there would be a slice for each token."""
+        return _ulysses_pieces(self, ring_rank)
+
     def ulysses_lengths(self, ring_rank: int) -> list[int]:
-        """The number of tokens that each ulysses rank holds."""
         first = ring_rank * self.ulysses
         return [len(self._positions((first + i) * self.tensor, self.tensor)) for i in range(self.ulysses)]
 
     def _positions(self, first: int, count: int) -> Positions:
-        """Positions of the tokens of ranks ``first ... first + count - 1`` together."""
         return merged_positions(self.seq_len, self.ranks * self.tensor, first, count, self.layout)
 
     def _rows(self, first: int, count: int, each: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -329,3 +323,17 @@ class SequenceSharding:
             device,
             lambda: tuple(merged.counts_below(part.tensor(device)) for part in parts),
         )
+
+
+@lru_cache(maxsize=256)
+def _ulysses_pieces(sharding: SequenceSharding, ring_rank: int) -> tuple[tuple[int, slice], ...] | None:
+    first = ring_rank * sharding.ulysses
+    by_rank = [sharding._positions((first + i) * sharding.tensor, sharding.tensor) for i in range(sharding.ulysses)]
+    if not all(positions.is_ranges for positions in by_rank):
+        return None
+    pieces = [
+        (stripe.start, rank, slice(offset, offset + stripe.count))
+        for rank, positions in enumerate(by_rank)
+        for stripe, offset in positions.with_offsets()
+    ]
+    return tuple((rank, tokens) for _, rank, tokens in sorted(pieces, key=lambda piece: piece[0]))

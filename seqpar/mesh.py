@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import math
 import os
 import socket
 from collections.abc import MutableMapping, Sequence
@@ -22,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_int
 from .opaque import Opaque, passed_as_it_is
-from .rendezvous import group_timeout, is_simulated, meet
+from .rendezvous import group_timeout, is_simulated, store_all_gather
+from .startup import check_timeout, start_process_group, started_ranks
 
 DIMENSIONS = ("dp", "ring", "ulysses", "tp")
 # Names under which a mesh keeps its flattened dimensions: ring x ulysses, and ring x ulysses x tp.
@@ -57,29 +56,28 @@ def init_mesh(
         dp: number of replicas of the sequence group, which process different data.
         ring: number of ranks in each ring.
         ulysses: number of ranks in each all-to-all.
-        tp: number of ranks that the weights of tensor-parallel layers are sharded over.
+        tp: number of ranks that the weights of tensor-parallel layers are sharded over. One of the four sizes may be
+            -1: it becomes the number of ranks divided by the other sizes.
         device_type: "cuda" or "cpu"; by default cuda if it is available.
-        backend: as in ``torch.distributed.init_process_group``, such as "nccl" or "cpu:gloo,cuda:nccl". The default
-            for cpu is "gloo". The default for cuda is "cpu:gloo,cuda:nccl" for up to 256 ranks and "nccl" for more.
-            With gloo, handshakes (see ``attention``) do not need the GPU. But gloo connects every rank with every
-            other one when it starts, which fails in jobs of hundreds of hosts.
+        backend: as in ``torch.distributed.init_process_group``. The default for cpu is "gloo". The default for cuda is
+            "cpu:gloo,cuda:nccl" for up to 256 ranks and "nccl" for more. With gloo, handshakes (see ``attention``) do
+            not need the GPU. But gloo connects every rank with every other one when it starts, which fails in jobs of
+            hundreds of hosts.
         timeout: how long an operation may wait for other ranks, in seconds or as a timedelta. Then the ranks that
             wait raise an error or, in NCCL, end their process. By default torch's: 10 minutes for NCCL, 30 for gloo.
         device_id: the GPU of this rank, as an index or a torch.device. By default ``LOCAL_RANK``, which torchrun sets,
             or the only GPU that the process sees. NCCL is bound to it: it connects the ranks at once instead of at
             their first message, and makes the mesh's groups from that connection.
 
-    One of the sizes may be -1: it becomes the number of ranks divided by the other sizes. ``backend``, ``timeout`` and
-    ``device_id`` have no effect if a process group is already running.
+    ``backend``, ``timeout`` and ``device_id`` have no effect if a process group is already running.
 
     Returns:
         The mesh. All four dimensions are present, also those of size 1.
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: a size is neither positive nor -1, the product of the sizes is not the number of ranks, the ranks
-            ask for different meshes, or it is not known which GPU this rank should use; or srun or mpirun started
-            several processes without torchrun's environment variables.
+        ValueError: the sizes do not fit the number of ranks, the ranks ask for different meshes, or it is not known
+            which GPU this rank should use; or srun or mpirun started several processes without torchrun's variables.
         RuntimeError: some ranks did not call this within the timeout; the message names them.
     """
     sizes = {"dp": dp, "ring": ring, "ulysses": ulysses, "tp": tp}  # slowest to fastest: see DIMENSIONS
@@ -93,54 +91,17 @@ def init_mesh(
         raise ValueError(f"device_type={device_type!r}: expected 'cuda' or 'cpu'")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     # Sizes are checked before the process group starts, so that a bad size fails without a rendezvous.
-    world = dist.get_world_size() if dist.is_initialized() else _started_ranks()
+    world = dist.get_world_size() if dist.is_initialized() else started_ranks()
     shape = _resolve_sizes(sizes, world)
-    wait = _check_timeout(timeout)
+    duration = check_timeout(timeout)
     if not dist.is_initialized():
-        _init_process_group(device_type, world, backend, wait, device_id)
+        start_process_group(device_type, world, backend, duration, device_id)
     _agree_on_mesh((device_type, *shape))
     mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
     # Flattening makes process groups, which is collective. So it is done here, not in the first call that needs one.
     mesh["ring", "ulysses"]._flatten(_SEQUENCE)
     mesh["ring", "ulysses", "tp"]._flatten(_SEQUENCE_TP)
     return mesh
-
-
-# What starts processes without torchrun's variables: the number of processes, then this one's rank, and its rank on its
-# host. Inside an allocation of SLURM, SLURM_NTASKS is set in every shell; in a step of srun, SLURM_STEP_NUM_TASKS too.
-_LAUNCHERS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-    ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
-    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
-    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
-)
-
-
-def _started_ranks() -> int:
-    """The number of ranks that have been started, from torchrun's environment; 1 outside of it.
-
-    Raises:
-        ValueError: this is one of several processes, and does not know of the others.
-    """
-    world = os.environ.get("WORLD_SIZE")
-    if world is not None:
-        if int(world) > 1 and "RANK" not in os.environ:
-            raise ValueError(f"WORLD_SIZE={world}: RANK is not set; set both, or start the ranks with torchrun")
-        return int(world)
-    for size, rank, local_rank in _LAUNCHERS:
-        count = os.environ.get(size, "")
-        if count.isdecimal() and int(count) > 1:
-            raise ValueError(
-                f"init_mesh: {size}={count}, so {count} processes were started or are to be started, but WORLD_SIZE is "
-                "not set, and each would work by itself as a single rank; start one torchrun on each host, or set in "
-                f"every process RANK (={rank}), WORLD_SIZE (={size}), LOCAL_RANK (={local_rank}), MASTER_ADDR and "
-                "MASTER_PORT; to run a single process on purpose, set WORLD_SIZE=1"
-            )
-        if count.isdecimal() and size == "SLURM_STEP_NUM_TASKS":
-            break  # a step of one process, in an allocation of any size
-    return 1
 
 
 def _resolve_sizes(sizes: dict[str, int], world: int) -> tuple[int, ...]:
@@ -162,96 +123,24 @@ def _resolve_sizes(sizes: dict[str, int], world: int) -> tuple[int, ...]:
     return tuple(sizes.values())
 
 
-# Up to this many ranks, a process group on GPUs has gloo beside NCCL. gloo connects all pairs of ranks.
-_MOST_GLOO_RANKS = 256
-
-
-def _init_process_group(
-    device_type: str,
-    world: int,
-    backend: str | None,
-    timeout: timedelta | None,
-    device_id: torch.device | int | None,
-) -> None:
-    """Start the default process group from torchrun's environment, or for this process alone."""
-    if backend is None:
-        nccl = "cpu:gloo,cuda:nccl" if world <= _MOST_GLOO_RANKS else "nccl"
-        backend = nccl if device_type == "cuda" else "gloo"
-    if not isinstance(backend, str):
-        raise TypeError(f"backend={backend!r}: expected a str, such as 'nccl', 'gloo' or 'cpu:gloo,cuda:nccl'")
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    if device_type == "cuda":
-        device = _own_device(device_id)
-        torch.cuda.set_device(device)
-        if "nccl" in backend:
-            options["device_id"] = device
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, **options)
-    else:  # one process, without a port
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
-    # gloo's threads must not outlive the interpreter. A group that the caller started is left to the caller.
-    atexit.register(_destroy_process_group)
-
-
-def _own_device(device_id: torch.device | int | None) -> torch.device:
-    """The GPU of this rank. No two ranks may have the same one: NCCL raises an error for them."""
-    count = torch.cuda.device_count()
-    if device_id is None:
-        if count == 1:
-            return torch.device("cuda", 0)  # also if the launcher lets each rank see its own GPU only
-        if (local_rank := os.environ.get("LOCAL_RANK")) is not None:
-            device_id = int(local_rank)
-        elif "WORLD_SIZE" not in os.environ:
-            device_id = torch.cuda.current_device()
-        else:
-            raise ValueError(
-                f"device_id: this process sees {count} GPUs and LOCAL_RANK is not set; pass device_id=, the index of "
-                "this rank's GPU, or start the ranks with torchrun"
-            )
-    if isinstance(device_id, str):
-        device_id = torch.device(device_id)
-    if isinstance(device_id, torch.device):
-        if device_id.type != "cuda" or device_id.index is None:
-            raise ValueError(f"device_id={device_id}: expected a CUDA device with an index, such as cuda:0")
-        device_id = device_id.index
-    check_int("device_id", device_id)
-    if not 0 <= device_id < count:
-        raise ValueError(
-            f"device_id={device_id} (by default LOCAL_RANK): this process sees {count} GPUs; start at most one rank "
-            "per GPU"
-        )
-    return torch.device("cuda", device_id)
-
-
-def _check_timeout(timeout: timedelta | float | None) -> timedelta | None:
-    """``timeout`` as a timedelta."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, timedelta | int | float):
-        raise TypeError(f"timeout={timeout!r}: expected seconds or a datetime.timedelta")
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise ValueError(f"timeout={timeout}: expected a positive number of seconds")
-    return timedelta(seconds=seconds)
-
-
 def _agree_on_mesh(spec: tuple[Any, ...]) -> None:
     """Raise on every rank if the ranks ask for different meshes. Record the host of each rank."""
     world = dist.group.WORLD
     assert world is not None
     ranks = range(world.size())
-    entries = [
-        json.loads(x) for x in meet("init_mesh", ranks, json.dumps([spec, host_name()]), group_timeout(world)).values
-    ]
-    specs = {tuple(entry[0]): rank for rank, entry in reversed(list(enumerate(entries)))}
-    if len(specs) > 1:
+    entries = store_all_gather("init_mesh", ranks, json.dumps([spec, host_name()]), group_timeout(world))
+    by_rank, hosts = zip(*map(json.loads, entries), strict=True)
+    first_ranks: dict[tuple[Any, ...], int] = {}
+    for rank, values in enumerate(by_rank):
+        first_ranks.setdefault(tuple(values), rank)
+    if len(first_ranks) > 1:
         names = ("device_type", *DIMENSIONS)
         shown = "; ".join(
-            f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in zip(names, other, strict=True))
-            for other, rank in sorted(specs.items(), key=lambda item: item[1])
+            f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+            for values, rank in first_ranks.items()
         )
         raise ValueError(f"init_mesh: the ranks ask for different meshes ({shown}); pass the same sizes on every rank")
-    _hosts[world] = {tuple(ranks): tuple(entry[1] for entry in entries)}
+    _hosts[world] = {tuple(ranks): hosts}
 
 
 # By default group and global ranks: the host of each rank.
@@ -261,50 +150,48 @@ _hosts: MutableMapping[ProcessGroup, dict[tuple[int, ...], tuple[str, ...]]] = W
 def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
     """The ranks of ``group`` that share a host, host by host, in the order of their first ranks.
 
-    A host is identified by its name and its boot id, or by the environment variable ``SEQPAR_HOST`` if it is set.
     ``init_mesh`` records the host of every rank. If it has not been called, the first call with these ranks is
     collective: all of them must make it.
     """
-    world = dist.group.WORLD
-    assert world is not None
     members = global_ranks(group)
     if is_simulated():  # one process acts as a rank of many: hosts have LOCAL_WORLD_SIZE ranks, as under torchrun
         per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return _ranks_of_equal([str(rank // per_host) for rank in members])
-    known = _hosts.setdefault(world, {})
-    if members not in known:
-        everyone = known.get(tuple(range(world.size())))
-        known[members] = (
-            tuple(meet("the hosts of a group", members, host_name(), group_timeout(parent_group(group))).values)
-            if everyone is None
-            else tuple(everyone[rank] for rank in members)
-        )
-    return _ranks_of_equal(known[members])
+    hosts = _known_hosts(members)
+    if hosts is None:
+        timeout = group_timeout(parent_group(group))
+        hosts = tuple(store_all_gather("the hosts of a group", members, host_name(), timeout))
+        assert dist.group.WORLD is not None
+        _hosts.setdefault(dist.group.WORLD, {})[members] = hosts
+    return _ranks_of_equal(hosts)
 
 
 def known_per_host(group: ProcessGroup | None) -> int:
     """How many consecutive ranks of ``group`` share a host: 1 if they are irregular, all as long as the hosts are not
     known. The same on every rank. Never communicates."""
-    if group is None or not _hosts_are_known(group):
+    if group is None or not (is_simulated() or _known_hosts(global_ranks(group))):
         return size_of(group)
     hosts = ranks_by_host(group)
     per_host = ranks_per_host(hosts)
     return 1 if len(hosts) > 1 and per_host == group.size() else per_host
 
 
-def _hosts_are_known(group: Ranks) -> bool:
-    world = dist.group.WORLD
-    assert world is not None
-    known = _hosts.get(world, {})
-    return is_simulated() or global_ranks(group) in known or tuple(range(world.size())) in known
-
-
 def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
     """The ranks of ``group`` on other hosts than this one. Empty as long as the hosts are not known."""
-    if not _hosts_are_known(group):
+    if not is_simulated() and _known_hosts(global_ranks(group)) is None:
         return frozenset()
-    own = next(ranks for ranks in ranks_by_host(group) if group.rank() in ranks)
-    return frozenset(range(group.size())).difference(own)
+    this_host = next(ranks for ranks in ranks_by_host(group) if group.rank() in ranks)
+    return frozenset(range(group.size())).difference(this_host)
+
+
+def _known_hosts(members: tuple[int, ...]) -> tuple[str, ...] | None:
+    """The host of each of the global ranks; None before ``init_mesh`` and the first ``ranks_by_host`` of these."""
+    world = dist.group.WORLD
+    assert world is not None
+    hosts = _hosts.setdefault(world, {})
+    if members not in hosts and (of_world := hosts.get(tuple(range(world.size())))) is not None:
+        hosts[members] = tuple(of_world[rank] for rank in members)
+    return hosts.get(members)
 
 
 def _ranks_of_equal(values: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -315,7 +202,8 @@ def _ranks_of_equal(values: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 
 
 def host_name() -> str:
-    """A name that is unique to this host. Its boot id is included, because containers may have equal host names."""
+    """A name that is unique to this host: the environment variable ``SEQPAR_HOST``, or the host's name and boot id,
+    because containers may have equal host names."""
     if (name := os.environ.get("SEQPAR_HOST")) is not None:
         return name
     try:
@@ -323,11 +211,6 @@ def host_name() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()} {boot}"
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def check_mesh_and_group(mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
@@ -343,7 +226,7 @@ def check_mesh_and_group(mesh: DeviceMesh | None, group: ProcessGroup | None) ->
 def sequence_group(
     mesh: DeviceMesh | None = None, group: ProcessGroup | None = None, strategy: str | None = None
 ) -> ProcessGroup | None:
-    """The group over which the sequence is sharded.
+    """The group over which the sequence is sharded. None for one process in which torch.distributed is not initialised.
 
     * ``group`` is given: ``group`` itself.
     * ``mesh`` has one dimension: its only group.
@@ -351,9 +234,6 @@ def sequence_group(
       ``strategy="tp_sp"`` the tp dimension belongs to it too (tp_rank fastest). If ring x ulysses is one rank, the
       sequence is sharded over tp under every strategy.
     * neither is given: the default group.
-
-    Returns:
-        The group, or None for a single process in which torch.distributed is not initialised.
     """
     check_mesh_and_group(mesh, group)
     if group is not None:
@@ -385,10 +265,8 @@ def _dimension_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:
 
 
 def tensor_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """The group over which weights are sharded.
-
-    ``group`` itself, the mesh's tp dimension, or a one-dimensional mesh's only group. With neither, the default group.
-    """
+    """The group over which weights are sharded: ``group``, the mesh's tp dimension or only dimension, or the default
+    group."""
     if mesh is None or mesh.ndim == 1:
         return sequence_group(mesh, group)
     if "tp" not in (mesh.mesh_dim_names or ()):
@@ -399,7 +277,6 @@ def tensor_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = No
 
 
 def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Those of the dimensions ``("ring", "ulysses")`` that the mesh has, at least one."""
     names = tuple(name for name in ("ring", "ulysses") if name in (mesh.mesh_dim_names or ()))
     if not names:
         raise ValueError(
@@ -444,11 +321,9 @@ class Subgroup:
     ranks: tuple[int, ...]
 
     def size(self) -> int:
-        """The number of ranks."""
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This process's rank in the subgroup."""
         return self.ranks.index(self.parent.rank())
 
 
@@ -486,17 +361,14 @@ class AttentionGroups:
 
     @property
     def ring_size(self) -> int:
-        """The number of ranks in the ring."""
         return size_of(self.ring)
 
     @property
     def ring_rank(self) -> int:
-        """This process's rank in the ring."""
         return rank_in(self.ring)
 
     @property
     def ulysses_size(self) -> int:
-        """The number of ranks in the all-to-all."""
         return size_of(self.ulysses)
 
     @cached_property
@@ -516,11 +388,8 @@ class AttentionGroups:
 
     @cached_property
     def per_host(self) -> int:
-        """How many consecutive ranks of the ring share a host, if there are several and the same number on each host.
-
-        Otherwise the number of all ranks of the ring, whose messages are then sent as inside one host. May be
-        collective, see ``ranks_by_host``.
-        """
+        """How many consecutive ranks of the ring share a host (see ``ranks_per_host``). If hosts have different numbers
+        of ranks, messages are sent as inside one host. May be collective, see ``ranks_by_host``."""
         return ranks_per_host(self.hosts)
 
     @cached_property
@@ -538,15 +407,14 @@ class AttentionGroups:
 
 
 def ranks_per_host(hosts: Sequence[tuple[int, ...]]) -> int:
-    """How many consecutive ranks share a host, if there are several and the same number on each host; otherwise the
-    number of all ranks. ``hosts`` holds the ranks of each host."""
+    """How many consecutive ranks share a host, if there are several and the same number on each of ``hosts``; otherwise
+    the number of all ranks."""
     size = len(hosts[0])
     regular = all(host == tuple(range(i * size, (i + 1) * size)) for i, host in enumerate(hosts))
     return size if regular and size > 1 else sum(map(len, hosts))
 
 
 def _some_of(ranks: Ranks | None, indices: range) -> Ranks | None:
-    """The ranks of ``ranks`` at ``indices``."""
     if ranks is None or len(indices) == ranks.size():
         return ranks
     if isinstance(ranks, Subgroup):

@@ -73,6 +73,7 @@ class Sharding(Opaque):
         # Without a mesh, compare the resolved group, because the default group may change later.
         self._key = seq_len, layout, strategy == "tp_sp", self._sequence_group if mesh is None else mesh
         self._hash = hash(self._key)
+        self.placements: dict[Any, Any] = {}  # what ``strategies.operators.placement`` has found
 
     @property
     def seq_len(self) -> int:

@@ -33,10 +33,9 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
-from seqpar.comm import host_messages
+from seqpar.comm.shared_memory import VARIABLE
 
 WORLDS = (1, 2, 3, 4, 8)
-_IN_SHARED_MEMORY = (3, 8)
 _START_DEADLINE_S = 120.0
 # After a rank has failed, the other ranks have so many seconds to report, because the cause may be an error on one of
 # them.
@@ -96,7 +95,7 @@ class Pool:
         body: Callable[..., Result],
         *args: Any,
         deadline_s: float | None = None,
-        shared_memory: bool | None = None,
+        shared_memory: bool = False,
         **kwargs: Any,
     ) -> list[Result]:
         """Call ``body(group, *args, **kwargs)`` on ranks ``0..world-1`` and return the results by rank.
@@ -107,8 +106,8 @@ class Pool:
                 group of those ranks.
             args, kwargs: further arguments of ``body``.
             deadline_s: how many seconds all ranks have to return; ``self.deadline_s`` by default.
-            shared_memory: whether attention's messages are sent through shared memory instead of gloo. The default is
-                True on 3 and on 8 ranks, so that a test on several numbers of ranks covers both.
+            shared_memory: whether attention's messages are sent through shared memory. The default is gloo, whose
+                operations are those of a cluster.
 
         Raises:
             WorkerError: a rank raised an error, ended or missed the deadline.
@@ -117,7 +116,6 @@ class Pool:
             raise ValueError(f"world={world}: the pool has groups of {self.worlds} ranks")
         if not self._processes:
             self._start()
-        shared_memory = world in _IN_SHARED_MEMORY if shared_memory is None else shared_memory
         message = pickle.dumps((world, shared_memory, body, args, kwargs))
         self._signal(world, _CONTINUE)
         for pipe in self._pipes[:world]:
@@ -275,7 +273,7 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
             return
         try:
             world, shared_memory, body, args, kwargs = pickle.loads(message)
-            os.environ[host_messages.VARIABLE] = str(int(shared_memory))
+            os.environ[VARIABLE] = str(int(shared_memory))
             result = body(groups[world], *args, **kwargs)
             answer = pickle.dumps((True, result, dist.get_pg_count()))
         except BaseException:

@@ -2,9 +2,9 @@
 
 Prints registers, spills, shared memory, matrix instructions, products of tiles, tiles that go through registers into a
 product, and how many blocks fit a processor. Exits with 1 if a kernel spills more than ``SPILLS`` allows, exceeds the
-memory of its GPU, does not use the matrix unit, or on sm_90 waits for a product at once. ``--json`` prints one object
-per kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core. PyTorch and Triton
-must be installed; seqpar need not be.
+memory of its GPU, does not use its newest matrix instructions, or on sm_90 waits for a product at once. ``--json``
+prints one object per kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core.
+PyTorch and Triton must be installed; seqpar need not be.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ FEATURE_SPILLS: dict[tuple[str, str, int, str], int] = {
     ),
 }
 UNALIGNED_SPILLS = 256
+# At head_dim 128 in half precision: the matrix instructions by target, and the products of tiles by kernel. The kernel
+# "backward" has five products in one loop. The pair has four in one loop, and three in each of two loops.
+NEWEST_MATRIX = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
+PRODUCTS = {"backward": 5, "dkdv": 4, "dq": 6}
 _SAME_TABLE = {"sm_86": ("sm_120",), "gfx942": ("gfx950",)}  # targets that use another's configurations
 _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
 
@@ -255,6 +259,12 @@ def verdict(case: Case, measured: Resources) -> str:
         )
     if case.needs_matrix and not measured.matrix:
         wrong.append("no matrix instructions")
+    if case.head_dim == 128 and case.dtype == torch.bfloat16 and case.feature == "plain" and case.needs_matrix:
+        newest, products = NEWEST_MATRIX.get(case.target), PRODUCTS.get(case.kernel)
+        if newest and measured.matrix != newest:
+            wrong.append(f"{measured.matrix} instead of {newest}")
+        if case.target == "sm_90" and products and measured.products != products:
+            wrong.append(f"{measured.products} products instead of {products}")
     if measured.synchronous:
         wrong.append(f"{measured.synchronous} products are waited for at once")
     # At head_dim 256 half of the warps' registers hold the accumulators, and Triton reloads one factor.

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import seqpar
 from seqpar.comm.collectives import all_gather_single
-from seqpar.comm.communicator import without_messages
-from seqpar.comm.p2p import exchange
+from seqpar.comm.p2p import exchange, without_messages
 
 BYTES = 1 << 20
 SEQ_LEN, HEADS, HEAD_DIM = 2048, 8, 64

@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checks import check_choice
-from ..comm.communicator import without_messages
+from ..comm.p2p import without_messages
 from ..comm.trace import count_sent, trace
 from ..functional import attention
 from ..layout import Layout, shard_positions

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from ..mesh import Ranks
 from .communicator import communicator
-from .host_messages import host_messages
-from .p2p import Pending
+from .p2p import Pending, sends_messages
+from .shared_memory import shared_memory
 from .trace import count_sent
 
 # torch.distributed wraps its collectives in a logger of errors. It looks up the group's backend in torch's table
@@ -85,14 +85,14 @@ def start_all_gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     It uses attention's own communicator, like the messages of ``p2p.exchange``.
     """
     gathered = x.new_empty(ranks.size(), *x.shape)
-    if not x.numel():
-        return gathered, Pending()
     count_sent(x.nbytes * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
-    if (host := host_messages(ranks, x.device)) is not None:
-        rank, peers = ranks.rank(), [peer for peer in range(ranks.size()) if peer != ranks.rank()]
-        host.send(peers, x)
-        gathered[rank].copy_(x)
-        return gathered, Pending([host.receive(peer, gathered[peer]) for peer in peers], [x, gathered])
+    if not x.numel() or not sends_messages():
+        return gathered, Pending()
+    if (memory := shared_memory(ranks, x.device)) is not None:
+        x, peers = memory.share(x), _peers(ranks)
+        works = memory.exchange([(peer, x) for peer in peers], [(peer, gathered[peer]) for peer in peers], "copy")
+        gathered[ranks.rank()].copy_(x)
+        return gathered, Pending(works, [x, gathered])
     # As bytes, which every backend accepts.
     sent, received = (y.view(-1).view(torch.uint8) for y in (x, gathered))
     work = all_gather_single(received, sent, group=communicator(ranks, x.device), async_op=True)
@@ -102,51 +102,61 @@ def start_all_gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
 def start_reduce_scatter(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
     """Start to sum ``x [ranks, ...]``, contiguous, over the ranks; returns this rank's ``x[rank]`` of the sum."""
     total = torch.empty_like(x[0])
-    if not x.numel():
-        return total, Pending()
     count_sent(total.nbytes * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
-    if (host := host_messages(ranks, x.device)) is not None:
-        peers = [peer for peer in range(ranks.size()) if peer != ranks.rank()]
-        for peer in peers:
-            host.send([peer], x[peer])
+    if not x.numel() or not sends_messages():
+        return total, Pending()
+    if (memory := shared_memory(ranks, x.device)) is not None:
+        peers = _peers(ranks)
+        works = memory.exchange([(peer, x[peer]) for peer in peers], [(peer, total) for peer in peers], "add")
         total.copy_(x[ranks.rank()])
-        return total, Pending([host.receive(peer, total, "add") for peer in peers], [x, total])
+        return total, Pending(works, [x, total])
     work = reduce_scatter_single(total.view(-1), x.view(-1), group=communicator(ranks, x.device), async_op=True)
     return total, Pending([work], [x, total])
 
 
-def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Ranks) -> tuple[Tensor, Pending]:
+def start_all_to_all(
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Ranks
+) -> tuple[list[Tensor], Pending]:
     """Start to send each rank its part of ``x``.
 
     Args:
-        x: the parts, one after another; contiguous.
+        x: the parts, one after another; contiguous. In shared memory if ``new_message`` made it.
         sends: for each rank, the number of elements of its part.
         receives: for each rank, the number of elements that it sends to this rank.
         ranks: the ranks.
 
     Returns:
-        The received parts, one after another, in one dimension.
+        The part that each rank sends to this rank, in one dimension. Make views of it after the wait.
     """
-    received, rank = x.new_empty(sum(receives)), ranks.rank()
+    rank = ranks.rank()
+    parts = list(x.view(-1).split_with_sizes(list(sends)))
+    for peer in _peers(ranks):
+        if sends[peer]:
+            count_sent(parts[peer].nbytes, ranks, peer)
+    if ranks.size() > 1 and sends_messages() and (memory := shared_memory(ranks, x.device)) is not None:
+        received = [parts[rank] if peer == rank else x.new_empty(receives[peer]) for peer in range(ranks.size())]
+        works = memory.exchange(
+            [(peer, parts[peer]) for peer in _peers(ranks) if sends[peer]],
+            [(peer, received[peer]) for peer in _peers(ranks) if receives[peer]],
+            "alias",
+        )
+        return received, Pending(works, [x, *received])
+    buffer = x.new_empty(sum(receives))
+    received = list(buffer.split_with_sizes(list(receives)))
     if ranks.size() == 1:
-        return received.copy_(x.view(-1)), Pending()
-    for peer, elements in enumerate(sends):
-        if peer != rank and elements:
-            count_sent(elements * x.element_size(), ranks, peer)
-    if (host := host_messages(ranks, x.device)) is not None:
-        parts, targets = x.view(-1).split_with_sizes(list(sends)), received.split_with_sizes(list(receives))
-        for peer, part in enumerate(parts):
-            if peer != rank and part.numel():
-                host.send([peer], part)
-        targets[rank].copy_(parts[rank])
-        works = [host.receive(peer, y) for peer, y in enumerate(targets) if peer != rank and y.numel()]
-        return received, Pending(works, [x, received])
+        return parts, Pending()
+    if not sends_messages():
+        return received, Pending()
     # As bytes, which every backend accepts.
-    into, sent = received.view(torch.uint8), x.view(-1).view(torch.uint8)
+    into, sent = buffer.view(torch.uint8), x.view(-1).view(torch.uint8)
     into_sizes, sent_sizes = ([elements * x.element_size() for elements in counts] for counts in (receives, sends))
     group = communicator(ranks, x.device)
     work = all_to_all_single(into, sent, into_sizes, sent_sizes, group=group, async_op=True)
-    return received, Pending([work], [x, received])
+    return received, Pending([work], [x, buffer])
+
+
+def _peers(ranks: Ranks) -> list[int]:
+    return [peer for peer in range(ranks.size()) if peer != ranks.rank()]
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -6,12 +6,11 @@ exchanges messages has a communicator of its own, on a stream of high priority. 
 group that the caller passed, even if it has the same ranks.
 
 A communicator is made at the first call that needs it, by its own ranks alone, while other ranks run other code. The
-functions of torch.distributed that make a group do not allow this. ``new_group`` must be called by all ranks of the
-job. ``new_group(use_local_synchronization=True)`` and ``split_group`` derive the group's name from the number of groups
-that this process has, which may differ from rank to rank. And if the default group is bound to a device, ``new_group``
-splits the default group's communicator, which is collective over all ranks of the job. So the group is made here from
-its backend, under a name that its ranks agree on through the store. It is not entered in torch's table of groups,
-because that would change the names of the groups that these ranks make later.
+functions of torch.distributed that make a group do not allow this: ``new_group`` must be called by all ranks of the
+job, and ``new_group(use_local_synchronization=True)`` and ``split_group`` name the group after the number of groups
+that this process has, which may differ from rank to rank. So the group is made here from its backend, under a name
+that its ranks agree on through the store. It is not entered in torch's table of groups, because that would change the
+names of the groups that these ranks make later.
 
 There is one communicator for a set of ranks, however many meshes and groups with these ranks are made and destroyed.
 All communicators are shut down with the default group, or at exit.
@@ -20,9 +19,9 @@ All communicators are shut down with the default group, or at exit.
 from __future__ import annotations
 
 import os
+import uuid
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -33,72 +32,43 @@ from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
 from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
-from ..rendezvous import group_timeout, meet
+from ..rendezvous import group_timeout, store_all_gather
 
-Purpose = Literal["messages", "handshake", "nothing"]
+Purpose = Literal["messages", "handshake"]
 # NCCL ends the process when one of its operations takes longer than the timeout. The timeout of handshakes is longer by
 # this margin, so that the error that names the missing ranks is raised first.
 _HANDSHAKE_MARGIN = timedelta(seconds=60)
 
 Key = TypeVar("Key")
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
 
-class MadeOnce(Generic[Key, Made]):
-    """Objects by key, each made once, that end with the default group.
+class PerWorld(Generic[Key, Value]):
+    """Values by key that end with the default group. ``end`` is called with each value then."""
 
-    Args:
-        end: called with each object when the default group ends.
-    """
-
-    def __init__(self, end: Callable[[Made], None]) -> None:
+    def __init__(self, end: Callable[[Value], None]) -> None:
         self._end = end
-        self._made: MutableMapping[ProcessGroup, dict[Key, Made]] = WeakKeyDictionary()
+        self._caches: MutableMapping[ProcessGroup, dict[Key, Value]] = WeakKeyDictionary()
 
-    def now(self) -> dict[Key, Made]:
-        """The objects made since the default group started. The caller may add more."""
+    def cache(self) -> dict[Key, Value]:
+        """The values of the current default group. The caller may add more."""
         world = dist.group.WORLD
         assert world is not None
-        if world not in self._made:
-            self.end()  # torch's own modules may hold a default group that was destroyed
-            made: dict[Key, Made] = {}
-            self._made[world] = made
-            weakref.finalize(world, self._end_all, made)
-        return self._made[world]
+        if world not in self._caches:
+            self.end_all()  # torch's own modules may hold a default group that was destroyed
+            self._caches[world] = {}
+            weakref.finalize(world, self._end_values, self._caches[world])
+        return self._caches[world]
 
-    def end(self) -> None:
-        """End all that has been made."""
-        for made in list(self._made.values()):
-            self._end_all(made)
+    def end_all(self) -> None:
+        """End the values of every default group."""
+        for cache in list(self._caches.values()):
+            self._end_values(cache)
 
-    def _end_all(self, made: dict[Key, Made]) -> None:
-        for one in made.values():
-            self._end(one)
-        made.clear()
-
-
-_sends_nothing = False
-
-
-@contextmanager
-def without_messages() -> Iterator[None]:
-    """Within the block attention sends no messages, so that its computation can be measured by itself.
-
-    All ranks of a group must enter and leave the block together. Received keys have undefined values.
-    """
-    global _sends_nothing
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401 (registers the backend "fake")
-
-    _sends_nothing = True
-    try:
-        yield
-    finally:
-        _sends_nothing = False
-
-
-def sends_nothing() -> bool:
-    """Whether the caller is inside ``without_messages``."""
-    return _sends_nothing
+    def _end_values(self, cache: dict[Key, Value]) -> None:
+        for value in cache.values():
+            self._end(value)
+        cache.clear()
 
 
 def communicator(
@@ -117,23 +87,20 @@ def communicator(
     Raises:
         RuntimeError: in the first call, some ranks did not arrive; the message names them.
     """
-    if _sends_nothing and purpose == "messages":
-        purpose = "nothing"
-    key = (purpose, device.type, global_ranks(ranks))
-    made = _made.now()
-    if key not in made:
-        made[key] = _make(ranks, device, purpose, patience)
-    return made[key]
+    communicators, key = _communicators.cache(), (purpose, device.type, global_ranks(ranks))
+    if key not in communicators:
+        communicators[key] = _make(ranks, device, purpose, patience)
+    return communicators[key]
 
 
 def existing_communicators() -> list[ProcessGroup]:
     """The communicators that this process has made since the default group started."""
-    return list(_made.now().values()) if dist.group.WORLD is not None else []
+    return list(_communicators.cache().values()) if dist.group.WORLD is not None else []
 
 
 def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timedelta | None) -> ProcessGroup:
     parent, rank, size = parent_group(ranks), rank_in(ranks), size_of(ranks)
-    name = "fake" if purpose == "nothing" else parent._get_backend(device).name()
+    name = parent._get_backend(device).name()
     if type(parent) is not ProcessGroup or name not in ("gloo", "nccl", "fake"):
         if parent.size() == size:
             return parent  # a group of another backend cannot be made here
@@ -141,30 +108,32 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
             f"group: its backend {name!r} cannot be divided into rings and all-to-alls; pass a mesh made by "
             "seqpar.init_mesh, or use nccl or gloo"
         )
-    timeout = group_timeout(parent)
-    meeting = meet(f"the first exchange of {purpose} on {device.type}", global_ranks(ranks), "", patience or timeout)
-    store = PrefixStore(f"{meeting.key}/group/", dist.HashStore() if name == "fake" else c10d._get_default_store())
-    made: Any = ProcessGroup(store, rank, size)  # Any: the private methods below have no type stubs
+    timeout, what = group_timeout(parent), f"the first exchange of {purpose} on {device.type}"
+    nonce = store_all_gather(what, global_ranks(ranks), uuid.uuid4().hex, patience or timeout)[0]
+    store = PrefixStore(f"seqpar/group/{nonce}/", c10d._get_default_store())
+    group: Any = ProcessGroup(store, rank, size)  # Any: the private methods below have no type stubs
     if name == "nccl":
-        kind = ProcessGroup.BackendType.NCCL
+        backend_type = ProcessGroup.BackendType.NCCL
         backend = _nccl(store, ranks, timeout + _HANDSHAKE_MARGIN if purpose == "handshake" else timeout)
     elif name == "gloo":
-        kind = ProcessGroup.BackendType.GLOO
+        backend_type = ProcessGroup.BackendType.GLOO
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     else:
-        kind = ProcessGroup.BackendType.CUSTOM
-        backend = _fake(rank, size)
-    made._set_default_backend(kind)
-    made._register_backend(device, kind, backend)
-    made._set_group_name(meeting.key)
-    made._set_group_desc(f"seqpar_{purpose}")
+        backend_type = ProcessGroup.BackendType.CUSTOM
+        options = c10d._DistributedBackendOptions()
+        options.group_rank, options.group_size = rank, size
+        backend = c10d.Backend._plugins["FAKE"].creator_fn(options, None)
+    group._set_default_backend(backend_type)
+    group._register_backend(device, backend_type, backend)
+    group._set_group_name(f"seqpar/{nonce}")
+    group._set_group_desc(f"seqpar_{purpose}")
     if name == "nccl":
         # Connect now, with all ranks present, because the first exchange of a schedule may leave some of them out.
         backend.eager_connect_single_device(torch.device(device.type, torch.cuda.current_device()))
     # dist.P2POp looks up the ranks of its group here.
-    c10d._world.pg_group_ranks[made] = {global_rank: i for i, global_rank in enumerate(global_ranks(ranks))}
-    group: ProcessGroup = made
-    return group
+    c10d._world.pg_group_ranks[group] = {global_rank: i for i, global_rank in enumerate(global_ranks(ranks))}
+    result: ProcessGroup = group
+    return result
 
 
 def _nccl(store: dist.Store, ranks: Ranks, timeout: timedelta) -> Any:
@@ -172,11 +141,12 @@ def _nccl(store: dist.Store, ranks: Ranks, timeout: timedelta) -> Any:
     options = c10d.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     for name in ("min_ctas", "max_ctas"):
-        if (value := os.environ.get(f"SEQPAR_NCCL_{name.upper()}")) is not None:
+        variable = f"SEQPAR_NCCL_{name.upper()}"
+        if (value := os.environ.get(variable)) is not None:
             if not (value.isdecimal() and 1 <= int(value) <= 64):
                 raise ValueError(
-                    f"SEQPAR_NCCL_{name.upper()}={value!r}: expected the number of SMs that NCCL uses for attention's "
-                    "transfers, 1 to 64, the same on every rank; or leave it unset"
+                    f"{variable}={value!r}: expected the number of SMs that NCCL uses for attention's transfers, 1 to "
+                    "64, the same on every rank; or leave it unset"
                 )
             setattr(options.config, name, int(value))
     options._timeout = timeout
@@ -184,15 +154,9 @@ def _nccl(store: dist.Store, ranks: Ranks, timeout: timedelta) -> Any:
     return c10d.ProcessGroupNCCL(store, rank_in(ranks), size_of(ranks), options)
 
 
-def _fake(rank: int, size: int) -> Any:
-    options = c10d._DistributedBackendOptions()
-    options.group_rank, options.group_size = rank, size
-    return c10d.Backend._plugins["FAKE"].creator_fn(options, None)
-
-
 def _shut_down(group: ProcessGroup) -> None:
     c10d._world.pg_group_ranks.pop(group, None)
     group.shutdown()
 
 
-_made: MadeOnce[tuple[Purpose, str, tuple[int, ...]], ProcessGroup] = MadeOnce(_shut_down)
+_communicators: PerWorld[tuple[Purpose, str, tuple[int, ...]], ProcessGroup] = PerWorld(_shut_down)

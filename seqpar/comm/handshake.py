@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 from ..checks import DTYPES, check_alike
 from ..mask import Mask
 from ..mesh import Ranks, global_ranks, parent_group
-from ..rendezvous import Watch, group_timeout, missing_message
+from ..rendezvous import ArrivalLog, group_timeout, missing_message
 from .collectives import all_gather_single
 from .communicator import communicator
 
@@ -46,7 +46,7 @@ _OK, _FAILED = 0, 1
 _unwaited: deque[object] = deque(maxlen=64)
 # By communicator: its number of handshakes so far, the same on all its ranks.
 _counts: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
-# A rank that has waited this long reports to the store that it has arrived (see ``rendezvous.Watch``).
+# A rank that has waited this long reports to the store that it has arrived (see ``rendezvous.ArrivalLog``).
 _LONG_WAIT = timedelta(seconds=5)
 # A rank that has raised an error waits at most this long for the others to connect, if they are not connected yet.
 _PATIENCE = timedelta(seconds=10)
@@ -131,7 +131,7 @@ class _AllGather(Protocol):
     def headers(self) -> list[list[int]]:
         """The words of each rank, after it is done."""
 
-    watch: Watch
+    log: ArrivalLog
 
 
 class _HostAllGather:
@@ -139,7 +139,7 @@ class _HostAllGather:
 
     def __init__(self, words: Tensor, ranks: Ranks, patience: timedelta | None) -> None:
         group = communicator(ranks, words.device, patience=patience)
-        self.watch = _watch(group, ranks)
+        self.log = _arrival_log(group, ranks)
         self._words = words
         self._gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64, device="cpu")  # [ranks, words]
         self._work = all_gather_single(self._gathered.view(-1), words, group=group, async_op=True)
@@ -163,7 +163,7 @@ class _DeviceAllGather:
 
     def __init__(self, words: Tensor, ranks: Ranks, device: torch.device, patience: timedelta | None) -> None:
         group = communicator(ranks, device, "handshake", patience)
-        self.watch = _watch(group, ranks)
+        self.log = _arrival_log(group, ranks)
         with torch.cuda.stream(_side_stream(device)):
             # Copies from and to pinned memory do not block the host. The tensors must live until the copies are done.
             self._words = _pinned(_WIDTH).copy_(words)
@@ -205,20 +205,20 @@ def _wait(pending: _AllGather, ranks: Ranks) -> list[list[int]]:
     try:
         if pending.wait(first):
             return pending.headers()
-        pending.watch.report()
+        pending.log.report()
         if pending.wait(limit - first):
             return pending.headers()
     except RuntimeError as error:
         cause = error
-    missing = pending.watch.missing()
+    missing = pending.log.missing()
     if missing or cause is None:
         raise RuntimeError(missing_message(missing, "handshake", limit)) from cause
     raise cause
 
 
-def _watch(group: ProcessGroup, ranks: Ranks) -> Watch:
+def _arrival_log(group: ProcessGroup, ranks: Ranks) -> ArrivalLog:
     _counts[group] = _counts.get(group, 0) + 1
-    return Watch(f"handshake/{group.group_name}", global_ranks(ranks), _counts[group])
+    return ArrivalLog(f"handshake/{group.group_name}", global_ranks(ranks), _counts[group])
 
 
 def _control_device(ranks: Ranks) -> torch.device:

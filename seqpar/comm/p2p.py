@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..mesh import Ranks
 from ..rendezvous import ADVICE
 from .communicator import communicator
-from .host_messages import How, host_messages
+from .shared_memory import shared_memory
 from .streams import posting_stream
 from .trace import count_sent
 
@@ -59,35 +60,54 @@ class Pending:
         self._works, self._buffers = (), ()
 
 
+_sends_messages = True
+
+
+@contextmanager
+def without_messages() -> Iterator[None]:
+    """Within the block attention sends no messages, so that its computation can be measured by itself.
+
+    All ranks of a group must enter and leave the block together. Received tensors have undefined values.
+    """
+    global _sends_messages
+    _sends_messages = False
+    try:
+        yield
+    finally:
+        _sends_messages = True
+
+
+def sends_messages() -> bool:
+    """Whether the caller is outside of ``without_messages``."""
+    return _sends_messages
+
+
 def make_ready(ranks: Ranks | None, device: torch.device) -> None:
     """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this.
 
     NCCL connects ranks at the first operation of their group, in which every rank must take part. A step of a schedule
     may leave some ranks out, so it cannot be the first operation.
     """
-    if ranks is not None and ranks.size() > 1 and host_messages(ranks, device) is None:
+    if ranks is not None and ranks.size() > 1 and _sends_messages and shared_memory(ranks, device) is None:
         communicator(ranks, device)
 
 
 def new_message(numel: int, like: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
     """An empty message to ``ranks``, ``[numel]``. Do not write to it after it has been sent."""
     dtype = dtype or like.dtype
-    host = host_messages(ranks, like.device)
-    return like.new_empty(numel, dtype=dtype) if host is None else host.empty(numel, dtype)
+    memory = shared_memory(ranks, like.device)
+    return like.new_empty(numel, dtype=dtype) if memory is None else memory.empty(numel, dtype)
 
 
-def exchange(
-    sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None, *, borrow: bool = False
-) -> Pending:
+def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None) -> Pending:
     """Start sending and receiving messages, and return at once.
 
     Args:
         sends: ``(peer, tensor)`` pairs; ``peer`` is a rank of ``ranks``.
         receives: ``(peer, receive buffer)`` pairs. The sender and the receiver must list the messages between them in
-            the same order.
+            the same order. Make views of a receive buffer after the wait: between processes that share memory, the
+            wait replaces its memory by the memory that the sender wrote.
         ranks: the ranks that exchange messages; None if there are none.
-        borrow: between processes that share memory, let the receive buffers be the memory that the senders wrote,
-            instead of copying from there. Their views must be made after the wait.
 
     The messages form one group of NCCL's, which must be small and complete: at most 32 messages, and the peers' groups
     hold their other ends (see ``schedule.rounds``). On CUDA the transfers start when the work already queued
@@ -102,11 +122,10 @@ def exchange(
         count_sent(tensor.nbytes, ranks, peer)
     buffers = [tensor for _, tensor in (*sends, *receives)]
     device = buffers[0].device
-    if (host := host_messages(ranks, device)) is not None:
-        how: How = "borrow" if borrow else "copy"
-        for peer, tensor in sends:
-            host.send([peer], tensor)
-        return Pending([host.receive(peer, tensor, how) for peer, tensor in receives], buffers)
+    if not _sends_messages:
+        return Pending()
+    if (memory := shared_memory(ranks, device)) is not None:
+        return Pending(memory.exchange(sends, receives, "alias"), buffers)
     group = communicator(ranks, device)
     ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
     ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]

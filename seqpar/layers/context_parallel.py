@@ -5,7 +5,6 @@ Shapes: b batch, s tokens of this rank, t tokens of all ranks, h query heads, n 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..checks import check_choice, check_hidden
 from ..layout import Layout
 from ..mask import Mask
 from ..mesh import AttentionGroups, rank_in
-from ..sharding import Sharding
+from ..spec import AttentionSpec
 from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.gathered_activations import (
     GATHERS,
@@ -27,7 +26,6 @@ from ..strategies.gathered_activations import (
     start_gather,
 )
 from ..strategies.operators import (
-    AttentionOptions,
     make_call,
     positions_op,
     seen_by_dispatch_mode,
@@ -78,8 +76,8 @@ class ContextParallelAttention(AttentionLayer):
     def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
         return (*super()._constants(groups, layout, dropout_p), self.gather)
 
-    def _options(self, dropout_p: float, draws_seed: bool = False) -> AttentionOptions:
-        return replace(super()._options(dropout_p, draws_seed), replicated=self.gather == "activations")
+    def _spec(self, dropout_p: float, draws_seed: bool = False) -> AttentionSpec:
+        return super()._spec(dropout_p, draws_seed).having(replicated=self.gather == "activations")
 
     def _check_input(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None) -> None:
         super()._check_input(x, mask, positions, seq_len)
@@ -113,20 +111,16 @@ class ContextParallelAttention(AttentionLayer):
             else:
                 k_positions = chunks.all_gather(torch.atleast_2d(call.positions))
         finish, parameters = self._finish_keys(hidden.dtype, x.device, k_positions, call.rotary_length)
-        groups, options = AttentionGroups(sequence=group), self._options(call.dropout_p)
         if seen_by_dispatch_mode():  # the mode must see the projections and attention as separate operators
-            sharding = call.sharding
-            if sharding is None:
-                sharding = Sharding(sequence.seq_len, sequence.layout, mesh=self.mesh, group=self.group)
-            tokens = ShardedTokens(x.shape[1], sharding, self._parallel_context, ChunkOptions("ring", options))
+            options = ChunkOptions("ring", call.spec)
+            tokens = ShardedTokens(x.shape[1], call.sharding, self._parallel_context, options)
             k, v = finish(*gather_and_project(hidden, [k_weight, v_weight], tokens), *parameters)
-            q = self._queries(x, q_positions, call.rotary_length)
-            out = self._attend(q, k, v, call._replace(groups=groups), options)
+            out = self._attend(self._queries(x, q_positions, call.rotary_length), k, v, call)
         else:
             arriving = start_gather(hidden.detach(), chunks)
             q = self._queries(x, q_positions, call.rotary_length)
             attention_call = make_call(
-                self.head_dim, self._heads, self.sinks, None, call.seed, call.mask, groups, sequence, options
+                self.head_dim, self._heads, self.sinks, None, call.seed, call.mask, call.groups, sequence, call.spec
             )
             tensors = q, hidden, k_weight, v_weight, self.sinks
             out = GatheredAttention.apply(*tensors, arriving, chunks, finish, attention_call, *parameters)
@@ -137,20 +131,20 @@ class ContextParallelAttention(AttentionLayer):
             return super()._traced(x, mask, sharding, positions)
         check_hidden(x, self.hidden_size, self.q_proj)
         self._check_projections()
-        ranks, options = self._parallel_context, self._traced_options()
+        ranks, spec = self._parallel_context, self._traced_spec()
         length = self._traced_length(x, positions, sharding)
-        chunks = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", options))
+        chunks = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", spec))
         q_positions, k_positions = positions, positions
         if self.rope is not None and positions is not None:  # before the projections, as eager code sends them
             k_positions = all_gather_positions(positions, *chunks[1:])
         k, v = gather_and_project(x, [self.k_proj.weight, self.v_proj.weight], chunks)
         if self.rope is not None and positions is None:
-            q_positions = positions_op(x, sharding, ranks, replace(options, replicated=False))
-            k_positions = positions_op(k, sharding, ranks, options)
+            q_positions = positions_op(x, sharding, ranks, spec.having(replicated=False))
+            k_positions = positions_op(k, sharding, ranks, spec)
         finish, parameters = self._finish_keys(k.dtype, x.device, k_positions, length)
         k, v = finish(k, v, *parameters)
         q = self._queries(x, q_positions, length)
-        return self._output(self._traced_attention(q, k, v, mask, sharding, options).flatten(2), None)
+        return self._output(self._traced_attention(q, k, v, mask, sharding, spec).flatten(2), None)
 
     def _queries(self, x: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
         """The queries ``[b, s, h, d]`` of this rank's tokens ``x [b, s, hidden]``."""

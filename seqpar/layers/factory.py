@@ -116,9 +116,11 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         TypeError: arguments of another type, or an option that the strategy does not have.
     """
     check_choice("strategy", strategy, (*LAYERS, "tp_sp"))
-    layer_class = LAYERS.get(strategy)
-    if layer_class is None:
+    layer_class: Callable[..., AttentionLayer]
+    if strategy == "tp_sp":
         from ..megatron import MegatronAttention as layer_class  # noqa: N813
+    else:
+        layer_class = LAYERS[strategy]
     return layer_class(
         hidden_size,
         num_heads,

@@ -326,7 +326,7 @@ def vocab_linear_cross_entropy(
             for hidden, labels_part in _split(chunk_tokens, piece, rows.take(all_labels))
         ]
         if found:
-            rows.put(statistics, torch.cat(found, 1).view(3 * batch, len(rows)))
+            rows.put(statistics, torch.cat(found, 1).view(3 * batch, rows.length))
     losses, lse = part.losses(list(statistics.view(3, batch, total)), all_labels, chunks.group)
     return losses.contiguous(), lse.contiguous(), all_labels
 
@@ -341,7 +341,11 @@ def _fake_gradients(
     needed: Sequence[bool],
     *_: Any,
 ) -> list[Tensor]:
-    return [like.new_empty(like.shape) for like, need in zip((x, weight, bias), needed, strict=True) if need]
+    return [
+        like.new_empty(like.shape)
+        for like, need in zip((x, weight, bias), needed, strict=True)
+        if need and like is not None
+    ]
 
 
 @operator(fake=_fake_gradients)

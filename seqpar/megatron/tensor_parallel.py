@@ -146,7 +146,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
         if self._tensor_ranks == 1:
             return None
-        options = ChunkOptions(self.overlap, self._options(0.0))
+        options = ChunkOptions(self.overlap, self._spec(0.0))
         return ShardedTokens(tokens, sharding, self._parallel_context, options)
 
     def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:

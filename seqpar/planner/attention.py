@@ -26,8 +26,9 @@ from ..mesh import AttentionGroups
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Step
 from ..strategies.call import AttentionCall, Carries, Run
+from ..strategies.head_exchange import chunk_limit
 from ..strategies.ring import ring_backward, ring_forward
-from ..strategies.ulysses import chunk_limit, ulysses_backward, ulysses_forward
+from ..strategies.ulysses import ulysses_backward, ulysses_forward
 from .messages import RankPlace, RecordedHeadExchange, RecordedTransport, SimulatedRanks
 from .pairs import computed_pairs
 from .setting import FLOAT32_BYTES

@@ -18,7 +18,7 @@ from ..comm.p2p import Pending
 from ..mesh import AttentionGroups
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step, Transfer
-from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_width
+from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_widths
 from ..strategies.transport import KV, KeyValues, Message, PeerToPeer, Wait
 from .setting import BETWEEN, LEVELS, WITHIN, Setting
 from .simulate import Timeline
@@ -197,8 +197,7 @@ class RecordedHeadExchange(HeadExchange):
     place: Any = None
 
     def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
-        _, _, dims, counts = chunk.to_send(x, *kv)
-        widths = [row_width(count, dims) for count in counts]
+        widths = row_widths(chunk.parts(x, *kv))
         element_bytes = x.shape[0] * x.element_size()  # of one element of a token, in all batch rows
         sent = [self.tokens * width * element_bytes for width in widths]
         received = [length * widths[self.rank] * element_bytes for length in self.lengths]

@@ -158,7 +158,7 @@ class Program:
         self.heads = heads
         self.kv_index = heads.kv_index()
         self.chunks = heads.chunks(num_chunks) if len(plan) > 1 else (heads,)
-        self._split_own = split_own and not all(step.intra_host.is_local for step in plan)
+        self._split_own = split_own and self.kv_index is None and not all(step.intra_host.is_local for step in plan)
         attends = attends and bool(heads.queries)
         last = max((i for i, step in enumerate(plan) if attends and step.keys is not None), default=0)
         all_chunks, one_chunk = range(len(self.chunks)), [range(i, i + 1) for i in range(len(self.chunks))]

@@ -10,30 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.host_messages import host_messages
 from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import SequenceSharding
 from ..mesh import AttentionGroups
 from .call import AttentionCall, Run
-from .head_exchange import HeadExchange
-from .head_exchange_in_memory import HeadExchangeInMemory
+from .head_exchange import HeadExchange, chunk_limit
 from .latent import LatentKeys
 from .ring import ring_backward, ring_forward
-from .ulysses import (
-    chunk_limit,
-    lse_gradient_to_heads,
-    lse_to_sequence,
-    saved_lse,
-    ulysses_backward,
-    ulysses_forward,
-)
+from .ulysses import saved_lse, ulysses_backward, ulysses_forward
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -60,7 +50,7 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
             out, lse = _attend(call, call.heads, q, k, v)
             return out, lse, q, k, v, out, lse
         out, *saved = ulysses_forward(exchange, partial(_attend, call), q, k, v, call.v_head_dim(v.shape))
-        lse = lse_to_sequence(exchange, saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
+        lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
     return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
 
 
@@ -95,7 +85,7 @@ def attention_backward(
             dq, dk, dv, dsinks = _attend_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
         else:
             if call.return_lse:
-                dlse = lse_gradient_to_heads(exchange, dout, dlse)
+                dlse = exchange.lse_gradient_to_heads(dout, dlse)
             backward = partial(_attend_backward, call)
             dq, dk, dv, dsinks = ulysses_backward(exchange, backward, saved, dout, dlse, q_shape, k_shape, v_shape)
     if dsinks is not None and sinks is not None:
@@ -141,41 +131,6 @@ def with_gradient(x: Tensor) -> Tensor:
     return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
 
 
-class SequenceParallelAttention(torch.autograd.Function):
-    """``(q, k, v, sinks, weight) -> (out, lse)`` on sequence shards. Saves only its inputs, ``out`` and ``lse``.
-
-    In latent attention, k and v are latents and rotated keys, and ``weight [h, nope + e, w]`` expands them (see
-    ``latent.py``). Otherwise it is None.
-
-    Differentiable once: the backward communicates, and is not itself recorded.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, weight: Tensor | None, call: AttentionCall
-    ) -> tuple[Tensor, Tensor]:
-        """``q [b, s, h, d]``, ``k [b, s, n, d]``, ``v [b, s, n, e]`` to ``out [b, s, h, e]`` and ``lse [b, h, s]``."""
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.shapes = call, (q.shape, k.shape, v.shape)
-        call = with_latents(call, weight, q.shape, v.shape)
-        out, lse, *saved = attention_forward(call, q, k, v)
-        ctx.save_for_backward(weight, *saved)
-        if not call.return_lse:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        """``dout [b, s, h, e]`` and ``dlse [b, h, s]`` to the gradients of q, k, v, the sinks and the weight."""
-        weight, *saved = ctx.saved_tensors
-        d_weight = None if weight is None else new_weight_gradient(weight, ctx.needs_input_grad[4])
-        q_shape, _, v_shape = ctx.shapes
-        call = with_latents(ctx.call, weight, q_shape, v_shape, d_weight)
-        gradients = attention_backward(call, saved, dout, dlse, *ctx.shapes)
-        return *gradients, None if d_weight is None else d_weight.to(weight.dtype), None
-
-
 def with_latents(
     call: AttentionCall,
     weight: Tensor | None,
@@ -212,21 +167,14 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    ulysses = call.groups.ulysses
-    in_memory = ulysses is not None and ulysses.size() > 1 and host_messages(ulysses, device) is not None
-    chunks = 1 if in_memory else chunk_limit(call.sharding, q_shape, device.type)
-    kind = HeadExchangeInMemory if in_memory else HeadExchange
-    return head_exchange_of(call.groups, call.sharding, call.heads, chunks, kind)
+    chunks = chunk_limit(call.sharding, q_shape, device.type)
+    return head_exchange_of(call.groups, call.sharding, call.heads, chunks)
 
 
 def head_exchange_of(
-    groups: AttentionGroups,
-    sharding: SequenceSharding,
-    heads: Heads,
-    chunks: int,
-    kind: type[HeadExchange] = HeadExchange,
+    groups: AttentionGroups, sharding: SequenceSharding, heads: Heads, chunks: int
 ) -> HeadExchange | None:
     """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
     if groups.ulysses is None or groups.ulysses_size == 1 or not heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks without heads
-    return kind(groups.ulysses, sharding, groups.ring_rank, heads, chunks)
+    return HeadExchange(groups.ulysses, sharding, groups.ring_rank, heads, chunks)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..cache import cached_tensors, upload
-from ..comm.host_messages import host_messages
 from ..comm.p2p import make_ready
+from ..comm.shared_memory import shared_memory
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels import select
@@ -242,4 +242,4 @@ def connect(groups: AttentionGroups, device: torch.device) -> bool:
     """
     make_ready(groups.within, device)
     make_ready(groups.across, device)
-    return groups.across is None and groups.within is not None and host_messages(groups.within, device) is not None
+    return groups.across is None and groups.within is not None and shared_memory(groups.within, device) is not None

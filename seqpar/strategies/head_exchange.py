@@ -1,29 +1,52 @@
 """The all-to-all of Ulysses, from shards of the sequence to shards of the heads and back (see ``ulysses.py``).
 
 A sequence shard holds one rank's tokens of all heads. A head shard holds all tokens of the ulysses group of one rank's
-heads. Each rank sends every other rank one message: the elements ``[tokens, b, w]`` of its tokens and the other rank's
-heads, or the other way around. The messages of all ranks, one after another, are a head shard.
+heads. Each rank sends every other rank one message: ``to_heads`` sends [its tokens, b, their heads], ``to_sequence``
+sends [their tokens, b, its heads].
 
 Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim of q and k,
-e head_dim of v, w elements of a token in the heads of several tensors, such as q, k and v, side by side.
+e head_dim of v, w = h*d + n*d + n*e elements of a token in its heads of q, k and v.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache import cached_tensors
 from ..comm.collectives import start_all_to_all
-from ..comm.p2p import Pending
+from ..comm.handshake import all_gather_header
+from ..comm.p2p import Pending, new_message
 from ..heads import Heads
+from ..kernels.base import accumulator
 from ..layout import SequenceSharding, split_range
 from ..mesh import Ranks
+
+# The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
+MAX_CHUNKS = 8
+# The least work of a chunk, in multiply-adds of q k^T without a mask, by device type. Its attention then takes about
+# 20 ms on a CPU core and 0.1 ms on a GPU, much longer than starting an all-to-all takes.
+MIN_CHUNK_WORK = {"cpu": 1 << 29, "cuda": 1 << 34}
+# How many chunks this rank receives while it computes another one, by device type (see "overlap" in ``ulysses.py``).
+PREFETCH_CHUNKS = {"cpu": 1, "cuda": 2}
+
+
+def chunk_limit(sharding: SequenceSharding, q_shape: Sequence[int], device_type: str) -> int:
+    """The largest number of chunks into which it pays to divide the heads of a rank. It is the same on every rank.
+
+    ``q_shape`` is the shape of a sequence shard of q, ``[b, s, h, d]``.
+    """
+    batch, _, heads, dim = q_shape
+    work = batch * heads * dim * sharding.seq_len**2 // sharding.ranks
+    return max(1, min(MAX_CHUNKS, work // MIN_CHUNK_WORK.get(device_type, MIN_CHUNK_WORK["cuda"])))
 
 
 class HeadSlices:
@@ -32,25 +55,71 @@ class HeadSlices:
     Attributes:
         by_rank: the heads of each rank, as indices into the sequence shard.
         counts: the number of heads of each rank.
-        even: whether all ranks have the same number of heads, at equal distances. ``view`` can address them then.
+        even: whether all ranks have the same number of heads, at equal distances. ``of`` can view them together then.
         overlap: whether two ranks have the same head.
     """
 
     def __init__(self, by_rank: Sequence[range]) -> None:
         self.by_rank = by_rank
         self.counts = [len(heads) for heads in by_rank]
-        starts = [heads.start for heads in by_rank]
-        self._first = starts[0]
-        self._step = starts[1] - starts[0] if len(starts) > 1 else 0
-        self.even = len(set(self.counts)) == 1 and starts == [self._first + self._step * i for i in range(len(starts))]
+        steps = {b.start - a.start for a, b in pairwise(by_rank)}
+        self._step = max(steps, default=0)
+        self.even = len(set(self.counts)) == 1 and len(steps) <= 1
         self.overlap = any(a.stop > b.start for a, b in pairwise(by_rank) if a and b)
 
-    def view(self, x: Tensor) -> Tensor:
-        """The heads of all ranks of a sequence shard ``x [b, s, heads, d]``: ``[ranks, s, b, h, d]``."""
+    def of(self, x: Tensor, ranks: range) -> Tensor:
+        """The heads of one rank, or of all if they are ``even``, in ``x [b, s, h, d]``: ``[ranks, s, b, h, d]``."""
         batch, seq, head, dim = x.stride()
-        size = (len(self.by_rank), x.shape[1], x.shape[0], self.counts[0], x.shape[3])
-        stride = (self._step * head, seq, batch, head, dim)
-        return x.as_strided(size, stride, x.storage_offset() + self._first * head)
+        heads = self.by_rank[ranks.start]
+        size = (len(ranks), x.shape[1], x.shape[0], len(heads), x.shape[3])
+        return x.as_strided(size, (self._step * head, seq, batch, head, dim), x.storage_offset() + heads.start * head)
+
+
+Part = tuple[Tensor, HeadSlices]  # a sequence shard [b, s, h, d], and which of its heads each rank sends or receives
+
+
+def row_widths(parts: Sequence[Part]) -> list[int]:
+    """For each rank, the elements of one token in its heads of all parts."""
+    return [sum(slices.counts[i] * x.shape[3] for x, slices in parts) for i in range(len(parts[0][1].counts))]
+
+
+def pack(parts: Sequence[Part], messages: Tensor) -> None:
+    """Write the message ``[s, b, w]`` to each rank, one after another, into ``messages [elements]``."""
+    (batch, tokens), widths = parts[0][0].shape[:2], row_widths(parts)
+    ranks, start = range(len(widths)), 0
+    # On a GPU, one kernel for all ranks takes the host less time than a kernel for each rank.
+    together = all(slices.even for _, slices in parts)
+    for group in [ranks] if together else [ranks[i : i + 1] for i in ranks]:
+        shape = len(group), tokens, batch, widths[group.start]
+        message = messages.narrow(0, start, prod(shape)).view(shape)
+        start += prod(shape)
+        shapes = [(slices.counts[group.start], x.shape[3]) for x, slices in parts]
+        for (x, slices), heads in zip(parts, split_heads(message, shapes), strict=True):
+            heads.copy_(slices.of(x, group))
+
+
+def unpack(parts: Sequence[Part], messages: Sequence[Tensor]) -> None:
+    """Write the message ``[s, b, w]`` of each rank into the parts. A head that several ranks have sent is summed."""
+    batch, tokens = parts[0][0].shape[:2]
+    by_rank = [
+        split_heads(message.view(tokens, batch, width), [(slices.counts[i], x.shape[3]) for x, slices in parts])
+        for i, (message, width) in enumerate(zip(messages, row_widths(parts), strict=True))
+    ]
+    for (x, slices), heads in zip(parts, zip(*by_rank, strict=True), strict=True):  # heads: [s, b, h, d] of each rank
+        if slices.even and not slices.overlap:
+            torch.stack(heads, out=slices.of(x, range(len(heads))))
+            continue
+        if slices.overlap:
+            x.zero_()
+        for i, message in enumerate(heads):
+            target = slices.of(x, range(i, i + 1))[0]
+            target.add_(message) if slices.overlap else target.copy_(message)
+
+
+def split_heads(x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Split ``x [..., w]``, the heads of several tensors side by side, into views ``[..., heads, dim]``."""
+    columns = x.split_with_sizes([heads * dim for heads, dim in shapes], -1)
+    return [column.unflatten(-1, shape) for column, shape in zip(columns, shapes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -84,58 +153,17 @@ class HeadChunk:
         """For each rank, the indices of its KV heads in a sequence shard ``[b, s, n, d]``."""
         return HeadSlices([heads.kv_in(self.tensor_heads) for heads in self.by_rank])
 
-    def to_send(
-        self, x: Tensor, *kv: Tensor
-    ) -> tuple[Sequence[Tensor], list[HeadSlices], list[int], list[tuple[int, ...]]]:
-        """What is sent of ``x [b, s, h, d]`` and of ``kv``, tensors ``[b, s, n, d]``.
-
-        Returns:
-            The tensors that are sent; for each tensor its ``HeadSlices``, and its head_dim; and for each rank how many
-            heads of each tensor it receives.
-        """
-        slices = [self.query_slices, *([self.kv_slices] * len(kv) if self.has_kv else [])]
-        tensors = (x, *kv)[: len(slices)]
-        counts = list(zip(*(s.counts for s in slices), strict=True))
-        return tensors, slices, [y.shape[3] for y in tensors], counts
+    def parts(self, x: Tensor, *kv: Tensor) -> list[Part]:
+        """What is sent of ``x [b, s, h, d]`` and of ``kv [b, s, n, d]``."""
+        return [(x, self.query_slices), *((y, self.kv_slices) for y in kv if self.has_kv)]
 
     def split(self, shard: Tensor, dims: Sequence[int]) -> list[Tensor]:
         """Split a head shard ``[t, b, w]`` into views ``[b, t, heads, dim]``: the query heads, then k and v if it has
         them. ``dims`` holds the head_dim of each of the three."""
         queries, kv = len(self.heads.queries), len(self.heads.kv)
-        if queries and shard.shape[2] == queries * dims[0]:
-            dims = dims[:1]
-        counts = (queries, kv, kv)[: len(dims)]
-        columns = shard.transpose(0, 1)  # [b, t, w]
-        return split_heads(columns, counts, dims)
-
-
-def row_width(counts: Sequence[int], dims: Sequence[int]) -> int:
-    """Elements of one token in ``counts`` heads of tensors whose head_dims are ``dims``."""
-    return sum(count * dim for count, dim in zip(counts, dims, strict=True))
-
-
-def split_heads(x: Tensor, counts: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
-    """Split ``x [..., w]``, the heads of several tensors side by side, into views ``[..., heads, dim]``."""
-    sizes = list(zip(counts, dims, strict=True))
-    parts = x.split_with_sizes([count * dim for count, dim in sizes], -1)
-    return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
-
-
-def write_heads(by_peer: Sequence[Sequence[Tensor]], slices: HeadSlices, targets: Sequence[Tensor]) -> None:
-    """Write the heads ``[s, b, h, d]`` that each rank has sent into the sequence shards ``targets [b, s, h, d]``.
-
-    If several ranks have sent the same head, their values are summed.
-    """
-    written = 0
-    for at, from_peer in zip(slices.by_rank, by_peer, strict=True):
-        again = max(0, min(written, at.stop) - at.start)  # heads that an earlier rank has sent too
-        for target, heads in zip(targets, from_peer, strict=True):
-            x = heads.transpose(0, 1)
-            if again:
-                target[:, :, at.start : at.start + again] += x[:, :, :again]
-            if again < len(at):
-                target[:, :, at.start + again : at.stop] = x[:, :, again:]
-        written = max(written, at.stop)
+        shapes = list(zip((queries, kv, kv), dims, strict=True))
+        only_queries = queries > 0 and shard.shape[2] == queries * dims[0]
+        return split_heads(shard.transpose(0, 1), shapes[:1] if only_queries else shapes)
 
 
 class Incoming:
@@ -157,12 +185,12 @@ def _all_heads(heads: Heads, ranks: int, rank: int) -> HeadChunk:
 
 
 @lru_cache(maxsize=256)
-def _chunks(heads: Heads, ranks: int, rank: int, most: int, in_ring: bool) -> tuple[HeadChunk, ...]:
-    """``HeadExchange.chunks``, of which there are at most ``most``."""
+def _chunks(heads: Heads, ranks: int, rank: int, limit: int, in_ring: bool) -> tuple[HeadChunk, ...]:
+    """``HeadExchange.chunks``, of which there are at most ``limit``."""
     full = _all_heads(heads, ranks, rank)
     counts = {(len(part.queries), len(part.kv)) for part in full.by_rank}
     queries, kv = next(iter(counts))
-    if most == 1 or len(counts) > 1:
+    if limit == 1 or len(counts) > 1:
         return (full,)
 
     def chunk(queries: range, has_kv: bool = True) -> HeadChunk:
@@ -170,18 +198,16 @@ def _chunks(heads: Heads, ranks: int, rank: int, most: int, in_ring: bool) -> tu
         return HeadChunk(rank, tuple(part[queries] for part in full.by_rank), heads, has_kv)
 
     if kv > 1 and queries == kv * heads.q_per_kv:
-        cuts = [split_range(kv, min(most, kv), i) for i in range(min(most, kv))]  # of the KV heads
-        each = heads.q_per_kv
-        return tuple(chunk(range(cut.start * each, cut.stop * each)) for cut in cuts)
+        cuts = [split_range(kv, min(limit, kv), i) for i in range(min(limit, kv))]  # of the KV heads
+        return tuple(chunk(range(cut.start * heads.q_per_kv, cut.stop * heads.q_per_kv)) for cut in cuts)
     if kv == 1 and not in_ring:
-        cuts = [split_range(queries, min(most, queries), i) for i in range(min(most, queries))]
+        cuts = [split_range(queries, min(limit, queries), i) for i in range(min(limit, queries))]
         return tuple(chunk(cut, has_kv=cut.start == 0) for cut in cuts)
     return (full,)
 
 
 @lru_cache(maxsize=256)
 def _lengths(sharding: SequenceSharding, ring_rank: int) -> tuple[int, ...]:
-    """The number of tokens that each ulysses rank holds."""
     return tuple(sharding.ulysses_lengths(ring_rank))
 
 
@@ -189,15 +215,14 @@ def _lengths(sharding: SequenceSharding, ring_rank: int) -> tuple[int, ...]:
 class HeadExchange:
     """The all-to-all between sequence shards and head shards inside one ulysses group.
 
-    A sequence shard holds this rank's tokens of all heads. A head shard holds the tokens of the ulysses group, sorted
-    by position, of some heads of this rank.
+    The tokens of a head shard are sorted by position.
 
     Attributes:
         group: the ranks of the all-to-all.
         sharding: which positions each rank holds.
         ring_rank: the rank of this process in the ring across ulysses groups.
         heads: the heads of a sequence shard.
-        max_chunks: the largest number of chunks (see ``ulysses.chunk_limit``).
+        max_chunks: the largest number of chunks (see ``chunk_limit``).
     """
 
     group: Ranks
@@ -241,6 +266,16 @@ class HeadExchange:
         """
         return _chunks(self.heads, self.group.size(), self.rank, self.max_chunks, self.sharding.ring > 1)
 
+    def head_shards(self, x: Tensor, *kv: Tensor) -> Iterator[tuple[HeadChunk, Tensor]]:
+        """Yields each chunk with its head shard (see ``to_heads``) while the next chunks are being received."""
+        chunks, ahead = self.chunks, PREFETCH_CHUNKS.get(x.device.type, 1)
+        started = deque(self.to_heads(chunk, x, *kv) for chunk in chunks[:ahead])
+        for i, chunk in enumerate(chunks):
+            arrived = [started.popleft().wait()]
+            if i + ahead < len(chunks):
+                started.append(self.to_heads(chunks[i + ahead], x, *kv))
+            yield chunk, arrived.pop()  # only the caller has a reference then, and can free it
+
     def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
         """Send each rank its query heads of ``x``, and its KV heads of ``kv`` if the chunk has any, in one all-to-all.
 
@@ -250,34 +285,21 @@ class HeadExchange:
             kv: tensors ``[b, s, n, d]`` of the same dtype: k and v, or nothing. They may differ in d.
 
         Returns:
-            This rank's head shard ``[t, b, w]``: its query heads, then its KV heads of k, then those of v.
+            This rank's head shard ``[t, b, w]``: its query heads, then its KV heads of k, then its KV heads of v.
         """
-        tensors, slices, dims, counts = chunk.to_send(x, *kv)
-        batch, tokens = x.shape[:2]
-        widths = [row_width(count, dims) for count in counts]  # by rank, elements of each token
-        buffer = x.new_empty(tokens * batch * sum(widths))
-        if all(s.even for s in slices):
-            buffers, counts = [buffer.view(len(widths), tokens, batch, widths[0])], counts[:1]
-            views = [[s.view(y) for y, s in zip(tensors, slices, strict=True)]]
-        else:
-            by_peer = buffer.split_with_sizes([tokens * batch * w for w in widths])
-            buffers = [y.view(tokens, batch, w) for y, w in zip(by_peer, widths, strict=True)]
-            views = [
-                [
-                    y[:, :, s.by_rank[i].start : s.by_rank[i].stop].transpose(0, 1)
-                    for y, s in zip(tensors, slices, strict=True)
-                ]
-                for i in range(len(widths))
-            ]
-        for target, count, parts in zip(buffers, counts, views, strict=True):
-            for heads, part in zip(split_heads(target, count, dims), parts, strict=True):
-                heads.copy_(part)
-        sends = [tokens * batch * w for w in widths]
-        width = widths[self.rank]
-        receives = [length * batch * width for length in self.lengths]
-        received, pending = start_all_to_all(buffer, sends, receives, self.group)
-        received = received.view(sum(self.lengths), batch, width)
-        return Incoming(pending, lambda: self._ordered(received, 1))
+        parts = chunk.parts(x, *kv)
+        batch, widths = x.shape[0], row_widths(parts)
+        messages = new_message(self.tokens * batch * sum(widths), x, self.group)
+        pack(parts, messages)
+        sends = [self.tokens * batch * width for width in widths]
+        receives = [length * batch * widths[self.rank] for length in self.lengths]
+        received, pending = start_all_to_all(messages, sends, receives, self.group)
+
+        def head_shard() -> Tensor:
+            shards = zip(received, self.lengths, strict=True)
+            return self._by_position([x.view(length, batch, widths[self.rank]) for x, length in shards])
+
+        return Incoming(pending, head_shard)
 
     def to_sequence(self, slices: HeadSlices, *tensors: tuple[Tensor, Tensor]) -> Incoming:
         """Send each rank its tokens of this rank's heads, in one all-to-all.
@@ -292,40 +314,68 @@ class HeadExchange:
             Its ``wait`` writes all sequence shards and returns the last one.
         """
         columns = [x.transpose(0, 1).flatten(2) for x, _ in tensors]  # [t, b, w]
-        rows = torch.cat(columns, 2) if len(columns) > 1 else columns[0]
-        rows = self._ordered(rows, 0).contiguous()
-        _, batch, width = rows.shape
-        targets, tokens = [target for _, target in tensors], self.tokens
-        dims = [target.shape[3] for target in targets]
-        widths = [count * sum(dims) for count in slices.counts]  # by rank, elements of each token
-        receives = [tokens * batch * w for w in widths]
-        sends = [length * batch * width for length in self.lengths]
-        received, pending = start_all_to_all(rows, sends, receives, self.group)
+        rows, batch, widths = sum(self.lengths), columns[0].shape[1], [x.shape[2] for x in columns]
+        messages = new_message(rows * batch * sum(widths), columns[0], self.group).view(rows, batch, sum(widths))
+        for x, out in zip(columns, messages.split_with_sizes(widths, 2), strict=True):
+            self._by_rank(x, out)
+        parts = [(target, slices) for _, target in tensors]
+        sends = [length * batch * sum(widths) for length in self.lengths]
+        receives = [self.tokens * batch * width for width in row_widths(parts)]
+        received, pending = start_all_to_all(messages, sends, receives, self.group)
 
-        def unpack() -> Tensor:
-            if slices.even and not slices.overlap:
-                even = received.view(len(widths), tokens, batch, widths[0])
-                count = [slices.counts[0]] * len(dims)
-                for target, x in zip(targets, split_heads(even, count, dims), strict=True):
-                    slices.view(target).copy_(x)
-                return targets[-1]
-            by_peer = [
-                split_heads(part.view(tokens, batch, w), [heads] * len(dims), dims)
-                for part, w, heads in zip(received.split_with_sizes(receives), widths, slices.counts, strict=True)
-            ]
-            write_heads(by_peer, slices, targets)
-            return targets[-1]
+        def sequence_shards() -> Tensor:
+            unpack(parts, received)
+            return tensors[-1][1]
 
-        return Incoming(pending, unpack)
+        return Incoming(pending, sequence_shards)
 
-    def _ordered(self, rows: Tensor, direction: int) -> Tensor:
-        """Reorder ``rows [t, ...]``: direction 0 from the order of positions to that of ranks, direction 1 back."""
-        if self.sharding.layout == "contiguous":
-            return rows  # the two orders are the same
+    def _by_position(self, shards: list[Tensor]) -> Tensor:
+        """The rows of all ranks' ``shards [s, b, w]`` in the order of positions, ``[t, b, w]``."""
+        pieces = self.sharding.ulysses_pieces(self.ring_rank)
+        if not pieces:
+            return torch.cat(shards).index_select(0, self._orders(shards[0].device)[1])
+        return torch.cat([shards[rank][tokens] for rank, tokens in pieces])
 
+    def _by_rank(self, rows: Tensor, out: Tensor) -> None:
+        """Write ``rows [t, b, w]``, in the order of positions, to ``out`` in the order of ranks."""
+        pieces = self.sharding.ulysses_pieces(self.ring_rank)
+        if not pieces:
+            out.copy_(rows.index_select(0, self._orders(rows.device)[0]))
+            return
+        by_position = rows.split_with_sizes([tokens.stop - tokens.start for _, tokens in pieces])
+        order = sorted(range(len(pieces)), key=lambda i: (pieces[i][0], pieces[i][1].start))
+        torch.cat([by_position[i] for i in order], out=out)
+
+    def _orders(self, device: torch.device) -> tuple[Tensor, ...]:
         def make() -> tuple[Tensor, ...]:
-            by_rank = torch.cat(self.sharding.ulysses_rows(self.ring_rank, rows.device))
+            by_rank = torch.cat(self.sharding.ulysses_rows(self.ring_rank, device))
             return by_rank, by_rank.argsort()
 
-        orders = cached_tensors(("token orders", self.sharding, self.ring_rank), rows.device, make)
-        return rows.index_select(0, orders[direction])
+        return cached_tensors(("token orders", self.sharding, self.ring_rank), device, make)
+
+    def lse_to_sequence(self, lse: Tensor) -> Tensor:
+        """The head shard ``lse [b, h, t]`` as a sequence shard ``[b, h, s]``: an all-to-all with a head_dim of 1."""
+        column = lse.transpose(1, 2).unsqueeze(-1)  # [b, t, h, 1]
+        target = column.new_empty(lse.shape[0], self.tokens, len(self.heads.queries), 1)  # [b, s, h, 1]
+        self.to_sequence(self.full_chunk.query_slices, (column, target)).wait()
+        return target.squeeze(-1).transpose(1, 2)
+
+    def lse_gradient_to_heads(self, like: Tensor, dlse: Tensor | None) -> Tensor | None:
+        """The sequence shard ``dlse [b, h, s]`` as a head shard ``[b, h, t]``; None if no rank has a gradient.
+
+        ``like [b, s, h, d]`` gives the shape and dtype on a rank that has none.
+        """
+        headers = all_gather_header(lambda: _LseGradient(dlse is not None), self.group)
+        if not any(header.has_dlse for header in headers):
+            return None
+        column = like.new_zeros(*like.shape[:3], 1, dtype=accumulator(like.dtype))  # [b, s, h, 1]
+        if dlse is not None:
+            column = dlse.transpose(1, 2).unsqueeze(-1)
+        shard = self.to_heads(self.full_chunk, column).wait()  # [t, b, h]
+        return shard.permute(1, 2, 0)
+
+
+class _LseGradient(NamedTuple):
+    """Whether a rank has a gradient of the log-sum-exp."""
+
+    has_dlse: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -41,9 +41,6 @@ class Rows:
     length: int
     index: Tensor | None = None  # the rows, int64 [length], where the activations are; None if they are consecutive
 
-    def __len__(self) -> int:
-        return self.length
-
     def take(self, full: Tensor) -> Tensor:
         """``full[:, rows]``, a view if the rows are consecutive."""
         if self.index is None:
@@ -75,10 +72,10 @@ class ChunkRows:
         """Bytes of the tensors. The tensors of chunks and pieces are views of ``order``."""
         return 0 if self.order is None else self.order.nbytes
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """The number of tokens of each rank."""
-        return [len(rows) for rows in self.chunks]
+        return [rows.length for rows in self.chunks]
 
 
 def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.device) -> ChunkRows:
@@ -101,11 +98,11 @@ def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.devic
             holder = bisect_right(offsets, index) - 1
             return by_rank[holder].at(index - offsets[holder])
 
-        lengths = [len(held) for held in by_rank]
+        lengths = [len(positions) for positions in by_rank]
         offsets = list(accumulate(lengths, initial=0))
         chunks = _cut(lengths, rows_at, order)
         in_order = all(
-            rows.index is None and (rows.start == offset or not len(rows))
+            rows.index is None and (rows.start == offset or not rows.length)
             for rows, offset in zip(chunks.chunks, offsets, strict=False)
         )
         return replace(chunks, order=None) if in_order else chunks
@@ -164,11 +161,11 @@ class SequenceChunks:
         rows = _rows_in_rank_order(tuple(lengths))
         return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return size_of(self.group)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return rank_in(self.group)
 
@@ -241,11 +238,11 @@ class SequenceChunks:
         """
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
         pieces = self.rows.pieces
-        local_pieces = chunk.split([len(rows) for rows in pieces[self.rank]], 1)
+        local_pieces = chunk.split([rows.length for rows in pieces[self.rank]], 1)
         started: list[tuple[Rows, Tensor, Pending]] = []
         for rows, piece in zip(pieces[source], local_pieces, strict=True):
-            recv_buffer = chunk.new_empty(chunk.shape[0], len(rows), *chunk.shape[2:])
-            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group, borrow=True)
+            recv_buffer = chunk.new_empty(chunk.shape[0], rows.length, *chunk.shape[2:])
+            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group)
             started.append((rows, recv_buffer, pending))
 
         def wait_in_turn() -> Iterator[Piece]:
@@ -280,8 +277,8 @@ class PartialSums:
         buffers = []
         for rows, local_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
-            buffers.append(piece.new_empty(piece.shape[0], len(local_rows), *piece.shape[2:]))
-            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group, borrow=True))
+            buffers.append(piece.new_empty(piece.shape[0], local_rows.length, *piece.shape[2:]))
+            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group))
         self._received.append(buffers)
         for pending in before:  # frees sent partial outputs, so that those of at most two chunks exist at a time
             pending.wait()
@@ -292,7 +289,7 @@ class PartialSums:
         for pending in self._sends:
             pending.wait()
         total = self._local.to(sum_dtype(self._local), copy=True)
-        lengths = [len(rows) for rows in self._chunks.rows.pieces[self._chunks.rank]]
+        lengths = [rows.length for rows in self._chunks.rows.pieces[self._chunks.rank]]
         for buffers in self._received:
             for part, buffer in zip(total.split(lengths, 1), buffers, strict=True):
                 part += buffer

@@ -26,9 +26,10 @@ from ..library import operator
 from ..mesh import ParallelContext, rank_in
 from ..opaque import Opaque, constant
 from ..sharding import Sharding
+from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence
 from .autograd import to_autocast_dtype
-from .operators import AttentionOptions, placement
+from .operators import placement
 from .sequence_chunks import SequenceChunks
 
 # By overlap: the module whose functions compute.
@@ -38,20 +39,20 @@ _ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_
 LEAST_TOKENS = 2
 
 
-@constant(AttentionOptions)
+@constant(AttentionSpec)
 @dataclass(frozen=True)
 class ChunkOptions(Opaque):
     """The constants of ``SequenceChunks``.
 
     Attributes:
         overlap: "auto", "ring", "symm_mem" or "none".
-        attention: the options of the attention that reads the tokens, which are put into its order. None: the chunks of
+        attention: the spec of the attention that reads the tokens, which are put into its order. None: the chunks of
             the ranks follow one another. If its keys are replicated, the tokens are those of all its ranks.
         lengths: the number of tokens of each rank, where the ranks have told each other; None: the sharding says.
     """
 
     overlap: str
-    attention: AttentionOptions | None = None
+    attention: AttentionSpec | None = None
     lengths: tuple[int, ...] | None = None
 
 

@@ -198,7 +198,6 @@ class PeerToPeer:
                 [(index(peer, size), outgoing[peer].flat) for peer in peers if peer in outgoing],
                 [(index(peer, size), incoming[peer].flat) for peer in peers if peer in incoming],
                 ranks,
-                borrow=True,
             )
             for peers in hop.rounds
         ]

@@ -38,49 +38,24 @@ ranks have no work (use ``hybrid``).
 ``head_exchange.py`` holds the all-to-all, and decides which heads each rank receives.
 
 Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim of q and k,
-e head_dim of v, w elements of a token in the heads of several tensors, such as q, k and v, side by side.
+e head_dim of v, w = h*d + n*d + n*e elements of a token in its heads of q, k and v.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..comm.handshake import all_gather_header
 from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import SequenceSharding
-from .head_exchange import HeadChunk, HeadExchange, Incoming
-
-# The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
-MAX_CHUNKS = 8
-# How many chunks this rank receives while it computes another one, by device type. See "overlap" above for the GPU.
-_AHEAD = {"cpu": 1, "cuda": 2}
-# The least work of a chunk, in multiply-adds of q k^T without a mask, by device type. Its attention then takes about
-# 20 ms on a CPU core and 0.1 ms on a GPU, much longer than starting an all-to-all takes.
-_CHUNK_WORK = {"cpu": 1 << 29, "cuda": 1 << 34}
+from .head_exchange import HeadExchange, Incoming
 
 # ``(heads, q, k, v) -> (out, lse)``: attention of one chunk's head shards.
 Attend = Callable[[Heads, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # ``(heads, dout, dlse, q, k, v, out, lse) -> (dq, dk, dv, dsinks)``: its backward, in the accumulator's dtype.
 AttendBackward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
-
-
-def chunk_limit(sharding: SequenceSharding, q_shape: Sequence[int], device_type: str) -> int:
-    """The largest number of chunks into which it pays to divide the heads of a rank. It is the same on every rank.
-
-    Args:
-        sharding: which positions each rank holds.
-        q_shape: the shape of a sequence shard of q, ``[b, s, h, d]``.
-        device_type: the type of q's device.
-    """
-    batch, _, heads, dim = q_shape
-    work = batch * heads * dim * sharding.seq_len**2 // sharding.ranks
-    return max(1, min(MAX_CHUNKS, work // _CHUNK_WORK.get(device_type, _CHUNK_WORK["cuda"])))
 
 
 def ulysses_forward(
@@ -92,8 +67,8 @@ def ulysses_forward(
         exchange: the all-to-all.
         attend: attention of head shards, over the keys of this rank's group or of a ring across groups.
         q: ``[b, s, h, d]``, this rank's sequence shard of all heads.
-        k: ``[b, s, n, d]``, likewise.
-        v: ``[b, s, n, e]``, likewise.
+        k: ``[b, s, n, d]``.
+        v: ``[b, s, n, e]``.
         out_dim: the head_dim of the output: e, unless ``attend`` expands k and v.
 
     Returns:
@@ -103,12 +78,9 @@ def ulysses_forward(
     dims = q.shape[3], k.shape[3], v.shape[3]
     out = q.new_empty(*q.shape[:3], out_dim)
     saved: list[Tensor] = []
-    chunks = exchange.chunks
-    chunk_kv: list[Tensor] = []
     outgoing: list[Incoming] = []
-    arriving = _arriving(chunks, lambda chunk: exchange.to_heads(chunk, q, k, v), q.device)
-    for chunk in chunks:
-        shard = next(arriving)  # [t, b, w]
+    chunk_kv: list[Tensor] = []
+    for chunk, shard in exchange.head_shards(q, k, v):  # [t, b, w]
         chunk_q, *new_kv = chunk.split(shard, dims)  # [b, t, h, d], [b, t, n, d], [b, t, n, e]
         chunk_kv = new_kv or chunk_kv
         chunk_out, chunk_lse = attend(chunk.heads, chunk_q, *chunk_kv)
@@ -119,20 +91,6 @@ def ulysses_forward(
     for sent in outgoing:
         sent.wait()
     return out, *saved
-
-
-def saved_shapes(
-    exchange: HeadExchange, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int], out_dim: int
-) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that ``ulysses_forward`` returns after ``out``, for tensors of these shapes."""
-    batch, tokens = q_shape[0], sum(exchange.lengths)
-    shapes: list[tuple[int, ...]] = []
-    for chunk in exchange.chunks:
-        queries, width = len(chunk.heads.queries), len(chunk.heads.queries) * q_shape[3]
-        if chunk.has_kv and not exchange.shares_kv:
-            width += len(chunk.heads.kv) * (k_shape[3] + v_shape[3])
-        shapes += [(tokens, batch, width), (batch, tokens, queries, out_dim), (batch, queries, tokens)]
-    return shapes
 
 
 def ulysses_backward(
@@ -150,9 +108,10 @@ def ulysses_backward(
     Args:
         exchange: the all-to-all.
         attend_backward: the backward of ``attend``.
-        saved: what ``ulysses_forward`` returned after ``out``; if ``exchange.shares_kv``, followed by k and v.
+        saved: the tensors that ``ulysses_forward`` returned after ``out``; if ``exchange.shares_kv``, followed by the
+            sequence shards k and v.
         dout: ``[b, s, h, e]``, this rank's sequence shard.
-        dlse: ``[b, h, t]``, this rank's head shard (see ``lse_gradient_to_heads``), or None.
+        dlse: ``[b, h, t]``, this rank's head shard (see ``HeadExchange.lse_gradient_to_heads``), or None.
         q_shape, k_shape, v_shape: the shapes of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, e]``.
 
     Returns:
@@ -162,23 +121,18 @@ def ulysses_backward(
     like, chunks = saved[0], exchange.chunks
     # Final gradients are sent in the model's dtype. Partial gradients of a KV head are sent in float32, then summed.
     kv_dtype = accumulator(like.dtype) if exchange.shares_kv else like.dtype
-    dims = _, k_dim, v_dim = q_shape[3], k_shape[3], v_shape[3]
+    dims = q_shape[3], k_shape[3], v_shape[3]
     dq = like.new_empty(*q_shape)
     dk, dv = (like.new_empty(*shape, dtype=kv_dtype) for shape in (k_shape, v_shape))
     dsinks: Tensor | None = None
-    again = tuple(saved[-2:]) if exchange.shares_kv else ()  # k and v, which are exchanged again
-
-    def to_heads(chunk: HeadChunk) -> Incoming:
-        return exchange.to_heads(chunk, dout, *again)
-
-    chunk_kv: list[Tensor] = []
+    kv_shards = saved[-2:] if exchange.shares_kv else ()  # exchanged again
     outgoing: list[Incoming] = []
-    arriving = _arriving(chunks, to_heads, like.device)
-    for i, (chunk, (shard, out, lse)) in enumerate(_by_chunk(chunks, saved)):
-        # [b, t, h, e], [b, t, n, d], [b, t, n, e]
-        chunk_dout, *received_kv = chunk.split(next(arriving), (dout.shape[3], k_dim, v_dim))
-        chunk_q, *kept_kv = chunk.split(shard, dims)
-        chunk_kv = received_kv or kept_kv or chunk_kv
+    chunk_kv: list[Tensor] = []
+    for i, (chunk, shard) in enumerate(exchange.head_shards(dout, *kv_shards)):
+        saved_shard, out, lse = saved[3 * i : 3 * i + 3]
+        chunk_dout, *received_kv = chunk.split(shard, (dout.shape[3], *dims[1:]))  # [b, t, h, e], [b, t, n, d or e]
+        chunk_q, *saved_kv = chunk.split(saved_shard, dims)
+        chunk_kv = received_kv or saved_kv or chunk_kv
         at = chunk.heads.queries_in(exchange.full_chunk.heads)
         chunk_dlse = None if dlse is None else dlse[:, at.start : at.stop]  # [b, h, t]
         chunk_dq, *chunk_dkv, chunk_dsinks = attend_backward(
@@ -202,55 +156,21 @@ def ulysses_backward(
     return dq, dk, dv, dsinks
 
 
-def _arriving(
-    chunks: Sequence[HeadChunk], to_heads: Callable[[HeadChunk], Incoming], device: torch.device
-) -> Iterator[Tensor]:
-    """Yields the head shard of each chunk, ``[t, b, w]``, while those of the next chunks are being received."""
-    ahead = _AHEAD.get(device.type, 1)
-    started = deque(to_heads(chunk) for chunk in chunks[:ahead])
-    for i in range(len(chunks)):
-        arrived = [started.popleft().wait()]
-        if i + ahead < len(chunks):
-            started.append(to_heads(chunks[i + ahead]))
-        yield arrived.pop()  # only the caller has a reference then, and can free it
-
-
-def _by_chunk(chunks: Sequence[HeadChunk], saved: Sequence[Tensor]) -> Iterator[tuple[HeadChunk, Sequence[Tensor]]]:
-    """Yields each chunk with its head shard, out and lse."""
-    for i, chunk in enumerate(chunks):
-        yield chunk, saved[3 * i : 3 * i + 3]
+def saved_shapes(
+    exchange: HeadExchange, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int], out_dim: int
+) -> list[tuple[int, ...]]:
+    """The shapes of the tensors that ``ulysses_forward`` returns after ``out``, for tensors of these shapes."""
+    batch, tokens = q_shape[0], sum(exchange.lengths)
+    shapes: list[tuple[int, ...]] = []
+    for chunk in exchange.chunks:
+        queries, width = len(chunk.heads.queries), len(chunk.heads.queries) * q_shape[3]
+        if chunk.has_kv and not exchange.shares_kv:
+            width += len(chunk.heads.kv) * (k_shape[3] + v_shape[3])
+        shapes += [(tokens, batch, width), (batch, tokens, queries, out_dim), (batch, queries, tokens)]
+    return shapes
 
 
 def saved_lse(exchange: HeadExchange, saved: Sequence[Tensor]) -> Tensor:
     """The log-sum-exp of all heads of this rank, ``[b, h, t]``, from the tensors that ``ulysses_forward`` saved."""
-    by_chunk = [lse for _, (_, _, lse) in _by_chunk(exchange.chunks, saved)]
-    return by_chunk[0] if len(by_chunk) == 1 else torch.cat(by_chunk, 1)
-
-
-class _LseGradient(NamedTuple):
-    """Whether a rank has a gradient of the log-sum-exp."""
-
-    has_dlse: bool
-
-
-def lse_to_sequence(exchange: HeadExchange, lse: Tensor) -> Tensor:
-    """The head shard ``lse [b, h, t]`` as a sequence shard ``[b, h, s]``: an all-to-all with a head_dim of 1."""
-    column = lse.transpose(1, 2).unsqueeze(-1)  # [b, t, h, 1]
-    target = column.new_empty(lse.shape[0], exchange.tokens, len(exchange.heads.queries), 1)  # [b, s, h, 1]
-    exchange.to_sequence(exchange.full_chunk.query_slices, (column, target)).wait()
-    return target.squeeze(-1).transpose(1, 2)
-
-
-def lse_gradient_to_heads(exchange: HeadExchange, like: Tensor, dlse: Tensor | None) -> Tensor | None:
-    """The sequence shard ``dlse [b, h, s]`` as a head shard ``[b, h, t]``; None if no rank has a gradient.
-
-    ``like [b, s, h, d]`` gives the shape and dtype on a rank that has none.
-    """
-    headers = all_gather_header(lambda: _LseGradient(dlse is not None), exchange.group)
-    if not any(header.has_dlse for header in headers):
-        return None
-    column = like.new_zeros(*like.shape[:3], 1, dtype=accumulator(like.dtype))  # [b, s, h, 1]
-    if dlse is not None:
-        column = dlse.transpose(1, 2).unsqueeze(-1)
-    shard = exchange.to_heads(exchange.full_chunk, column).wait()  # [t, b, h]
-    return shard.permute(1, 2, 0)
+    by_chunk = saved[2 : 3 * len(exchange.chunks) : 3]
+    return by_chunk[0] if len(by_chunk) == 1 else torch.cat(list(by_chunk), 1)

@@ -73,7 +73,7 @@ def made() -> dict[Any, ProcessGroup]:
     """The communicators of this process."""
     world = dist.group.WORLD
     assert world is not None
-    return dict(communicators._made.now())
+    return dict(communicators._communicators.cache())
 
 
 @on_ranks

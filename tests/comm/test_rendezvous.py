@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from seqpar import rendezvous
-from seqpar.rendezvous import meet
+from seqpar.rendezvous import store_all_gather
 
 from ..pool import OwnPool, on_ranks
 
@@ -28,29 +28,28 @@ class KilledWhileWaiting(dist.PrefixStore):
 
 
 @on_ranks
-def meet_again(group: ProcessGroup, port: int, absent: list[int]) -> list[list[str]]:
-    """All ranks meet. Then the ``absent`` ones end, and the others wait for them and are killed. Then all meet twice,
-    in the same store."""
+def gather_again(group: ProcessGroup, port: int, absent: list[int]) -> list[list[str]]:
+    """All ranks gather. Then the ``absent`` ones end, and the others wait for them and are killed. Then all gather
+    twice, in the same store."""
     rank, ranks = group.rank(), list(range(group.size()))
     server = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     store, killed = (kind(f"without {absent}", server) for kind in (dist.PrefixStore, KilledWhileWaiting))
     with mock.patch.object(rendezvous, "_get_default_store", return_value=store):
-        meetings = [meet("a test", ranks, f"first {rank}", TIMEOUT)]
+        results = [store_all_gather("a test", ranks, f"first {rank}", TIMEOUT)]
         if rank not in absent:
             with (
                 mock.patch.object(rendezvous, "_get_default_store", return_value=killed),
                 mock.patch.object(rendezvous, "_GRACE_S", 0.0),
                 pytest.raises((SystemExit, RuntimeError)),
             ):
-                meet("a test", ranks, "nobody reads this", timedelta(seconds=0.3))
+                store_all_gather("a test", ranks, "nobody reads this", timedelta(seconds=0.3))
         group.barrier().wait()
-        meetings += [meet("a test", ranks, f"{word} {rank}", TIMEOUT) for word in ("second", "third")]
+        results += [store_all_gather("a test", ranks, f"{word} {rank}", TIMEOUT) for word in ("second", "third")]
         group.barrier().wait()
-    assert len({meeting.key for meeting in meetings}) == 3
-    return [meeting.values for meeting in meetings]
+    return results
 
 
 @pytest.mark.parametrize("absent", [[0], [1], [0, 2], [1, 2]], ids=str)
-def test_ranks_that_torchrun_starts_again_meet(own: OwnPool, absent: list[int]) -> None:
-    for values in own.pool.run(3, meet_again, own.port, absent, deadline_s=30):
+def test_ranks_that_torchrun_starts_again_store_all_gather(own: OwnPool, absent: list[int]) -> None:
+    for values in own.pool.run(3, gather_again, own.port, absent, deadline_s=30):
         assert values == [[f"{word} {rank}" for rank in range(3)] for word in ("first", "second", "third")]

@@ -105,7 +105,7 @@ WAITS = [
 
 @pytest.mark.parametrize(("name", "ready"), WAITS)
 def test_one_rank_raises_in_a_constructor(own: OwnPool, name: str, ready: bool) -> None:
-    results = own.pool.run(3, one_rank_raises_before, own.port, name, ready, deadline_s=40, shared_memory=False)
+    results = own.pool.run(3, one_rank_raises_before, own.port, name, ready, deadline_s=40)
     kind, message, _ = results.pop(1)
     assert kind == "ValueError", message
     names_it = not ready or name in ("handshake", "init_mesh")

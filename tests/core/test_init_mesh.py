@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import seqpar
-from seqpar import mesh as meshes
+from seqpar import startup
+from seqpar.mesh import ranks_by_host
 
 
 class StartedError(Exception):
@@ -30,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted.update(set_device=device))
-    launchers = [name for names in meshes._LAUNCHERS for name in names]
+    launchers = [name for names in startup._LAUNCHERS for name in names]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *launchers):
         monkeypatch.delenv(name, raising=False)
     return noted
@@ -96,7 +97,7 @@ def test_several_ranks_without_local_rank(started: dict[str, Any], monkeypatch: 
     assert not started
 
 
-@pytest.mark.parametrize("size", [names[0] for names in meshes._LAUNCHERS])
+@pytest.mark.parametrize("size", [names[0] for names in startup._LAUNCHERS])
 def test_processes_that_do_not_know_one_another(
     started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
@@ -156,7 +157,7 @@ def test_hosts_of_a_simulated_group(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
     try:
         mesh = seqpar.init_mesh(dp=2, ring=-1, device_type="cpu")
-        assert meshes.ranks_by_host(mesh.get_group("ring")) == (tuple(range(8)),)
-        assert meshes.ranks_by_host(mesh.get_group("dp")) == ((0,), (1,))
+        assert ranks_by_host(mesh.get_group("ring")) == (tuple(range(8)),)
+        assert ranks_by_host(mesh.get_group("dp")) == ((0,), (1,))
     finally:
         dist.destroy_process_group()

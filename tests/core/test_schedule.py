@@ -18,8 +18,7 @@ from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.schedule.program import Hop
 from seqpar.schedule.rows import KeyIntervals, RowSpans
-from seqpar.strategies.head_exchange import HeadExchange
-from seqpar.strategies.ulysses import MAX_CHUNKS
+from seqpar.strategies.head_exchange import MAX_CHUNKS, HeadExchange
 
 from ..generators import masks
 

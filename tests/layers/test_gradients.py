@@ -76,12 +76,12 @@ def test_modules_that_differ(pool: Pool, how: str, words: str) -> None:
 @on_ranks
 def sync_dtensors(group: ProcessGroup) -> tuple[Tensor, Tensor, list[int]]:
     """Parameters sharded over dp; their gradients are summed over the sequence dimension of the mesh."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sequence"))
+    mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "sequence"))
     module = nn.Linear(6, 4, bias=True)
     for name, local, placement in (("weight", torch.ones(2, 6), Shard(0)), ("bias", torch.ones(4), Replicate())):
         setattr(module, name, nn.Parameter(DTensor.from_local(local, mesh["dp"], [placement])))
-    if group.rank() % 2 == 0:  # the other rank of each sequence group has no gradient
-        module.weight.grad = torch.ones_like(module.weight) * (group.rank() + 1.0)
+    if group.rank() % 4 != 2:  # one rank of each sequence group has no gradient
+        module.weight.grad = torch.ones_like(module.weight) * float(group.rank())
         module.bias.grad = torch.ones_like(module.bias)
     seqpar.sync_gradients(module, mesh=mesh["sequence"])
     assert isinstance(module.weight.grad, DTensor) and isinstance(module.bias.grad, DTensor)
@@ -89,10 +89,10 @@ def sync_dtensors(group: ProcessGroup) -> tuple[Tensor, Tensor, list[int]]:
 
 
 def test_dtensor_parameters(pool: Pool) -> None:
-    for rank, (weight, bias, shape) in enumerate(pool.run(4, sync_dtensors)):
+    for rank, (weight, bias, shape) in enumerate(pool.run(8, sync_dtensors)):
         assert shape == [4, 6] and weight.shape == (2, 6)
-        assert (weight == (1 if rank < 2 else 3)).all()
-        assert (bias == 1).all()
+        assert (weight == (0 + 1 + 3 if rank < 4 else 4 + 5 + 7)).all()
+        assert (bias == 3).all()
 
 
 @on_ranks
@@ -147,7 +147,7 @@ def test_gradients_are_summed_once(how: str, words: list[str]) -> None:
 @on_ranks
 def sync_over_two_groups(group: ProcessGroup) -> Tensor:
     """One gradient, summed over the sequence and then over dp."""
-    mesh = mesh_of(dp=2, ring=2, ulysses=1, tp=1)
+    mesh = mesh_of(dp=2, ring=4, ulysses=1, tp=1)
     module = nn.Linear(2, 2, bias=False)
     module.weight.grad = torch.ones(2, 2)
     seqpar.sync_gradients(module, mesh=mesh)
@@ -156,7 +156,7 @@ def sync_over_two_groups(group: ProcessGroup) -> Tensor:
 
 
 def test_other_groups_may_follow(pool: Pool) -> None:
-    assert all(bool((grad == 4).all()) for grad in pool.run(4, sync_over_two_groups))
+    assert all(bool((grad == 8).all()) for grad in pool.run(8, sync_over_two_groups))
 
 
 def test_one_process_has_nothing_to_sum() -> None:

@@ -355,7 +355,7 @@ def hybrid_on_mesh(group: ProcessGroup) -> tuple[Tensor, Tensor]:
 
 def test_on_a_mesh(pool: Pool) -> None:
     expected = local_layer("grouped")
-    for y, gradient in pool.run(4, hybrid_on_mesh):
+    for y, gradient in pool.run(8, hybrid_on_mesh):
         assert_close(y, expected["y"], torch.float64)
         assert_close(gradient, expected["k_proj.weight"], torch.float64)
 
@@ -363,7 +363,7 @@ def test_on_a_mesh(pool: Pool) -> None:
 @on_ranks
 def attention_over_tp(group: ProcessGroup, options: dict[str, Any]) -> tuple[float, float]:
     """Errors of the function and of a layer on a mesh that shards the sequence over tp, having no other ranks."""
-    sharding = seqpar.Sharding(37, "zigzag", mesh=mesh_of(2, 1, 1, 2))
+    sharding = seqpar.Sharding(37, "zigzag", mesh=mesh_of(2, 1, 1, 4))
     torch.manual_seed(3)
     full = [torch.randn(2, 37, 4, 8, dtype=torch.float64) for _ in range(3)]  # [b, s, h, d]
     expected = seqpar.attention(*full, strategy="local")
@@ -380,7 +380,7 @@ def attention_over_tp(group: ProcessGroup, options: dict[str, Any]) -> tuple[flo
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_sequence_is_sharded_over_tp_where_it_is_all_there_is(pool: Pool, name: str) -> None:
-    for errors in pool.run(4, attention_over_tp, STRATEGIES[name], deadline_s=30):
+    for errors in pool.run(8, attention_over_tp, STRATEGIES[name], deadline_s=30):
         assert max(errors) < 1e-12
 
 
@@ -427,7 +427,7 @@ def test_an_option_that_does_not_fit_on_one_rank(own: OwnPool) -> None:
 @on_ranks
 def count_mesh_slices(group: ProcessGroup, strategy: str) -> int:
     """How often the second forward of a layer slices its mesh."""
-    mesh = mesh_of(dp=1, ring=2, ulysses=1, tp=2)
+    mesh = mesh_of(dp=1, ring=2, ulysses=2, tp=2)
     options = dict(LAYER_STRATEGIES[strategy])
     layer = seqpar.ParallelAttention(options.pop("strategy"), 32, 4, mesh=mesh, **options, layout="contiguous")
     x = seqpar.shard(torch.randn(1, 16, 32), mesh=mesh, strategy=layer.strategy, layout="contiguous")
@@ -439,4 +439,4 @@ def count_mesh_slices(group: ProcessGroup, strategy: str) -> int:
 
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_a_mesh_is_sliced_once(pool: Pool, strategy: str) -> None:
-    assert pool.run(4, count_mesh_slices, strategy) == [0] * 4
+    assert pool.run(8, count_mesh_slices, strategy) == [0] * 8

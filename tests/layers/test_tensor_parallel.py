@@ -130,24 +130,24 @@ def attention_with_context(group: ProcessGroup, sizes: tuple[int, int, int, int]
     y = layer(
         seqpar.shard(torch.ones(1, 16, HIDDEN, dtype=torch.float64), mesh=mesh, layout="contiguous", strategy="tp_sp")
     )
-    assert y.shape == (1, 4, HIDDEN)
+    assert y.shape == (1, 2, HIDDEN)
 
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((1, 2, 1, 2), {"context": "context_parallel", "comm": "all_gather"}),
-        ((1, 1, 2, 2), {"context": "ulysses"}),
+        ((1, 2, 2, 2), {"context": "context_parallel", "comm": "all_gather"}),
+        ((1, 1, 4, 2), {"context": "ulysses"}),
     ],
     ids=["context_parallel", "ulysses"],
 )
 def test_context_is_an_option(pool: Pool, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
-    pool.run(4, attention_with_context, sizes, options)
+    pool.run(8, attention_with_context, sizes, options)
 
 
 @on_ranks
 def attention_over_tp_alone(group: ProcessGroup, options: dict[str, Any]) -> None:
-    mesh = mesh_of(2, 1, 1, 2)
+    mesh = mesh_of(2, 1, 1, 4)
     local, parallel = attention_layer((8, 2)), attention_layer((8, 2), "tp_sp", mesh=mesh, **options)
     parallel.load_state_dict(local.state_dict())
     x = torch.randn(2, 21, HIDDEN, dtype=torch.float64)
@@ -166,7 +166,7 @@ def attention_over_tp_alone(group: ProcessGroup, options: dict[str, Any]) -> Non
 )
 def test_context_of_one_rank(pool: Pool, options: dict[str, Any]) -> None:
     """On a mesh without ring and ulysses ranks every context is the same as none."""
-    pool.run(4, attention_over_tp_alone, options, deadline_s=30)
+    pool.run(8, attention_over_tp_alone, options, deadline_s=30)
 
 
 @on_ranks
@@ -255,7 +255,7 @@ def test_fsdp_over_dp(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> Non
 @on_ranks
 def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> None:
     """FSDP2 over ring x tp around attention, whose weights are all DTensors, and a plain norm."""
-    mesh = mesh_of(1, 2, 1, 2)
+    mesh = mesh_of(2, 2, 1, 2)
     plain = nn.RMSNorm(HIDDEN, dtype=torch.float64)
     local = nn.ModuleList([attention_layer(heads), plain])
     randomize(local)
@@ -280,12 +280,12 @@ def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> 
 
 @pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_the_ring(pool: Pool, heads: tuple[int, int]) -> None:
-    pool.run(4, fully_sharded_over_the_ring, heads)
+    pool.run(8, fully_sharded_over_the_ring, heads)
 
 
 @on_ranks
 def bad_wrappers(group: ProcessGroup) -> None:
-    mesh = mesh_of(2, 1, 1, 2)
+    mesh = mesh_of(4, 1, 1, 2)
     layer = seqpar.MegatronMLP(8, 16, mesh=mesh)
     with pytest.raises(ValueError, match=r"DistributedDataParallel: .*tensor-parallel layers.*fully_shard"):
         DistributedDataParallel(nn.Sequential(layer), process_group=mesh["dp"].get_group())
@@ -298,7 +298,7 @@ def bad_wrappers(group: ProcessGroup) -> None:
 
 
 def test_bad_wrappers(pool: Pool) -> None:
-    pool.run(4, bad_wrappers)
+    pool.run(8, bad_wrappers)
 
 
 @on_ranks

@@ -174,6 +174,8 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
     heads = world if strategy == "ulysses" else 8
     ulysses = world if strategy == "ulysses" else STRATEGIES[strategy].get("ulysses_size", 1)
     rank = world // 2 + 1
+    if world == 1024:
+        masks = {name: masks[name] for name in ("causal", "documents")}
     for number, (name, mask) in enumerate(masks.items()):
         layout = LAYOUTS[(number + 1) % 3]
         with simulated(world, rank, PER_HOST, monkeypatch) as group:

@@ -58,14 +58,18 @@ def recorded(record: list[Operation]) -> Iterator[None]:
 
         return call
 
-    meet = seqpar.rendezvous.meet
+    gather = seqpar.rendezvous.store_all_gather
 
-    def noted_meet(purpose: str, ranks: Any, *args: Any) -> Any:
+    def recorded_gather(purpose: str, ranks: Any, *args: Any) -> Any:
         record.append(Operation(str(tuple(ranks)), purpose, 0))
-        return meet(purpose, ranks, *args)
+        return gather(purpose, ranks, *args)
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("seqpar.") and hasattr(module, "meet")]
-    patches = [mock.patch.object(module, "meet", noted_meet) for module in modules]
+    modules = [module for name, module in sys.modules.items() if name.startswith("seqpar.")]
+    patches = [
+        mock.patch.object(module, "store_all_gather", recorded_gather)
+        for module in modules
+        if hasattr(module, "store_all_gather")
+    ]
     for name in before:
         setattr(ProcessGroup, name, spy(name))
     for patch in patches:
@@ -223,11 +227,11 @@ def compare(by_rank: list[dict[str, list[Operation]]]) -> None:
             assert sent == [(x.group, x.nbytes) for x in there if x.name in RECEIVES], name
 
 
-def test_what_ranks_send_does_not_depend_on_their_caches(pool: Pool) -> None:
-    compare(pool.run(2, with_other_caches, shared_memory=False, deadline_s=60))
+def test_messages_do_not_depend_on_caches(pool: Pool) -> None:
+    compare(pool.run(2, with_other_caches, deadline_s=60))
 
 
 @pytest.mark.slow
-def test_nor_does_what_the_ranks_of_a_hugging_face_model_send(pool: Pool) -> None:
+def test_messages_of_hugging_face_models_do_not_depend_on_caches(pool: Pool) -> None:
     pytest.importorskip("transformers")
-    compare(pool.run(2, with_other_caches, hf=True, shared_memory=False, deadline_s=60))
+    compare(pool.run(2, with_other_caches, hf=True, deadline_s=60))

@@ -16,8 +16,8 @@ import seqpar
 from seqpar import cache
 from seqpar.layout import LAYOUTS, Layout
 from seqpar.mesh import ParallelContext
+from seqpar.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
-from seqpar.strategies.operators import AttentionOptions
 from seqpar.strategies.sequence_chunks import SequenceChunks
 from seqpar.strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 
@@ -67,7 +67,7 @@ def call_twice(group: ProcessGroup, layout: Layout, overlap: str) -> tuple[list[
     """How often the rows were cut after each of two calls, and the read-backs of the second."""
     cache._tensors.clear()
     sharding = seqpar.Sharding(50, layout, group=group, strategy="tp_sp")
-    options = ChunkOptions(overlap, AttentionOptions("local", tensor_parallel=True))
+    options = ChunkOptions(overlap, AttentionSpec("local", tensor_parallel=True))
     tokens = ShardedTokens(sharding.seq_local, sharding, ParallelContext(None, group), options)
     cut = mock.Mock(wraps=sequence_chunks._cut)
     calls, read_backs = [], 0

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import random
 import re
-import resource
 import signal
-import socket
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,11 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar.comm import host_messages
+from seqpar.comm import shared_memory as transports
 from seqpar.comm.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
-from seqpar.comm.communicator import without_messages
-from seqpar.comm.host_messages import HostMessages
-from seqpar.comm.p2p import exchange, new_message
+from seqpar.comm.p2p import exchange, new_message, without_messages
+from seqpar.comm.shared_memory import ReceiveMode, SharedMemoryTransport, shared_memory
 
 from ..pool import OwnPool, Pool, on_ranks, start
 from ..strategy_cases import STRATEGIES
@@ -36,10 +32,20 @@ CPU = torch.device("cpu")
 DTYPES = torch.float32, torch.bfloat16, torch.float64, torch.uint8
 
 
-def messages_of(group: ProcessGroup) -> HostMessages:
-    messages = host_messages.host_messages(group, CPU)
-    assert messages is not None
-    return messages
+def transport_of(group: ProcessGroup) -> SharedMemoryTransport:
+    transport = shared_memory(group, CPU)
+    assert transport is not None
+    return transport
+
+
+def send(transport: SharedMemoryTransport, peer: int, x: Tensor) -> None:
+    transport.exchange([(peer, x)], [], "copy")[0].wait()
+
+
+def receive(transport: SharedMemoryTransport, peer: int, numel: int, mode: ReceiveMode = "copy") -> Tensor:
+    out = torch.empty(numel)
+    transport.exchange([], [(peer, out)], mode)[0].wait()
+    return out
 
 
 def open_files() -> int:
@@ -63,7 +69,6 @@ def random_exchanges(group: ProcessGroup, seed: int, rounds: int) -> int:
             if a != b and of_all.random() < 0.6
         ] * of_all.choice([1, 2])
         mine = random.Random(seed * 1000 + number * size + rank)
-        borrow = mine.random() < 0.5
         sends, received = [], []
         for i, (a, b, numel, dtype) in enumerate(plan):
             if a == rank:
@@ -75,7 +80,7 @@ def random_exchanges(group: ProcessGroup, seed: int, rounds: int) -> int:
                 received.append((a, torch.empty(numel, dtype=dtype), pattern(i, numel, dtype)))
         parts = [exchange(sends, [], group)]
         for peer, out, _ in received:
-            parts.append(exchange([], [(peer, out)], group, borrow=borrow))
+            parts.append(exchange([], [(peer, out)], group))
         mine.shuffle(parts)
         for part in parts:
             part.wait()
@@ -104,7 +109,7 @@ def collectives(group: ProcessGroup) -> list[Any]:
     x = torch.cat([torch.full((n,), 10.0 * rank + peer) for peer, n in enumerate(sends)])
     received, pending = start_all_to_all(x, sends, [rank + peer for peer in range(size)], group)
     pending.wait()
-    return [gathered, total, received]
+    return [gathered, total, torch.cat(received)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -115,20 +120,28 @@ def test_collectives(pool: Pool, world: int) -> None:
 
 
 @on_ranks
-def bytes_sent(group: ProcessGroup, options: dict[str, Any]) -> int:
-    """The bytes that a step sends."""
-    q = torch.randn(1, 8, 4, 16, requires_grad=True)  # [b, s, h, d]
-    sharding = seqpar.Sharding(8 * group.size(), group=group)
+def step(group: ProcessGroup, options: dict[str, Any], kv_heads: int) -> tuple[list[Tensor], int, int]:
+    """The output and the gradients of a step, and the bytes and messages that it sends."""
+    torch.manual_seed(group.rank())
+    q = torch.randn(2, 9, 8, 16, dtype=torch.float64, requires_grad=True)  # [b, s, h, d]
+    k, v = (torch.randn(2, 9, kv_heads, 16, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    sharding = seqpar.Sharding(9 * group.size(), group=group)
     with seqpar.trace() as trace:
-        seqpar.attention(q, q, q, sharding=sharding, **options).sum().backward()
-    return trace.bytes_sent
+        out = seqpar.attention(q, k, v, sharding=sharding, **options)
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+    return [out.detach(), *gradients], trace.bytes_sent, trace.messages
 
 
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_same_bytes_as_over_gloo(pool: Pool, name: str) -> None:
-    in_memory, over_gloo = (pool.run(4, bytes_sent, STRATEGIES[name], shared_memory=how) for how in (True, False))
-    assert in_memory == over_gloo
-    assert min(in_memory) > 0
+def test_attention_is_the_same_as_over_gloo(pool: Pool, name: str, world: int, kv_heads: int) -> None:
+    in_memory, over_gloo = (
+        pool.run(world, step, STRATEGIES[name], kv_heads, shared_memory=shared) for shared in (True, False)
+    )
+    for (tensors, *sent), (expected, *expected_sent) in zip(in_memory, over_gloo, strict=True):
+        assert all(torch.allclose(x, y, rtol=1e-12, atol=1e-12) for x, y in zip(tensors, expected, strict=True))
+        assert sent == expected_sent and min(sent) > 0
 
 
 @on_ranks
@@ -148,63 +161,60 @@ def test_without_messages_no_rank_waits(pool: Pool, name: str) -> None:
 
 
 @on_ranks
-def a_borrowed_message(group: ProcessGroup) -> tuple[bool, int, int]:
+def an_aliased_message(group: ProcessGroup) -> tuple[bool, int, int]:
     """Rank 0 sends more messages while rank 1 keeps the first. It is not overwritten before rank 1 frees the tensor."""
-    messages, peer = messages_of(group), 1 - group.rank()
+    transport, peer = transport_of(group), 1 - group.rank()
     if group.rank() == 0:
         for value in range(5):
-            messages.send([peer], torch.full((50_000,), float(value)))
-            messages.receive(peer, torch.empty(1)).wait()  # rank 1 has read it
-        held = len(messages._blocks)
-        messages.receive(peer, torch.empty(1)).wait()  # rank 1 has let go
+            send(transport, peer, torch.full((50_000,), float(value)))
+            receive(transport, peer, 1)  # rank 1 has read it
+        held = len(transport._blocks)
+        receive(transport, peer, 1)  # rank 1 has let go
         for value in range(5):
-            messages.send([peer], torch.full((50_000,), float(value)))
-            messages.receive(peer, torch.empty(1)).wait()
-        return True, held, len(messages._blocks)
-    first = torch.empty(50_000)
-    for value in range(5):
-        out = first if value == 0 else torch.empty(50_000)
-        messages.receive(peer, out, "borrow" if value == 0 else "copy").wait()
-        messages.send([peer], torch.zeros(1))
+            send(transport, peer, torch.full((50_000,), float(value)))
+            receive(transport, peer, 1)
+        return True, held, len(transport._blocks)
+    first = receive(transport, peer, 50_000, "alias")
+    send(transport, peer, torch.zeros(1))
+    for _ in range(4):
+        receive(transport, peer, 50_000)
+        send(transport, peer, torch.zeros(1))
     right = bool((first == 0).all())
-    del first, out
-    messages.send([peer], torch.zeros(1))
+    del first
+    send(transport, peer, torch.zeros(1))
     for _ in range(5):
-        messages.receive(peer, torch.empty(50_000)).wait()
-        messages.send([peer], torch.zeros(1))
+        receive(transport, peer, 50_000)
+        send(transport, peer, torch.zeros(1))
     return right, 0, 0
 
 
 def test_a_message_stays_as_long_as_it_is_read(pool: Pool) -> None:
-    (_, held, later), (right, _, _) = pool.run(2, a_borrowed_message, shared_memory=True)
+    (_, held, later), (right, _, _) = pool.run(2, an_aliased_message, shared_memory=True)
     assert right
     assert later == held  # the first block has been used again
 
 
 @on_ranks
 def many_messages(group: ProcessGroup) -> tuple[int, float]:
-    """Both ranks send more messages than the sockets hold before they receive any. Later the memory does not grow."""
-    messages, peer = messages_of(group), 1 - group.rank()
-    messages._sockets[peer].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)  # a dozen
-    for value in range(host_messages._MOST_UNREAD):
-        messages.send([peer], torch.full((400_000,), float(value)))
-    outs = [torch.empty(400_000) for _ in range(host_messages._MOST_UNREAD)]
-    parts = [messages.receive(peer, out) for out in outs]
-    wrong = 0
-    for value, (part, out) in enumerate(zip(parts, outs, strict=True)):
-        part.wait()
-        wrong += not bool((out == value).all())
+    """Both ranks send many messages before they receive any. Later they take less memory."""
+    transport, peer = transport_of(group), 1 - group.rank()
+    sends = [(peer, torch.full((400_000,), float(value))) for value in range(64)]
+    outs = [torch.empty(400_000) for _ in sends]
+    for work in transport.exchange(sends, [], "copy") + transport.exchange([], [(peer, out) for out in outs], "copy"):
+        work.wait()
+    wrong = sum(not torch.equal(out, x) for out, (_, x) in zip(outs, sends, strict=True))
     sizes = random.Random(0).choices([1 << 20, 3 << 20, 1 << 16], k=60)
     for i, size in enumerate(sizes):
         out = torch.empty(size, dtype=torch.uint8)
-        messages.send([peer], torch.full((size,), i, dtype=torch.uint8))
-        messages.receive(peer, out).wait()
+        x = torch.full((size,), i, dtype=torch.uint8)
+        for work in transport.exchange([(peer, x)], [(peer, out)], "copy"):
+            work.wait()
         wrong += not bool((out == i).all())
-    # The first messages took 128 MiB; most of it has been dropped, by both sides.
-    return wrong, sum(block.nbytes for block in messages._blocks.values()) / (1 << 20)
+    # The first messages took 128 MiB.
+    return wrong, sum(block.nbytes for block in transport._blocks.values() if block.has_memory) / (1 << 20)
 
 
-def test_more_messages_than_a_socket_holds(pool: Pool) -> None:
+def test_many_unread_messages(pool: Pool) -> None:
     for wrong, megabytes in pool.run(2, many_messages, shared_memory=True):
         assert wrong == 0
         assert megabytes < 100
@@ -212,61 +222,41 @@ def test_more_messages_than_a_socket_holds(pool: Pool) -> None:
 
 @on_ranks
 def one_sender(group: ProcessGroup) -> int:
-    """The number of open files or of blocks, if rank 0 sends more messages than may be unread."""
-    messages, before, count = messages_of(group), open_files(), 3 * host_messages._MOST_UNREAD
+    """The number of new open files or of blocks, if rank 0 sends many messages to a slow rank 1."""
+    transport, count = transport_of(group), 100
+    files, blocks = open_files(), len(transport._blocks)
     for i in range(count):
         if group.rank() == 0:
-            messages.send([1], torch.full((10,), float(i)))
+            send(transport, 1, torch.full((10,), float(i)))
             continue
-        messages.receive(0, out := torch.empty(10)).wait()
+        out = receive(transport, 0, 10)
         assert bool((out == i).all())
         time.sleep(0.001)
     if group.rank() == 1:
-        assert open_files() == before
-    return max(open_files() - before, len(messages._blocks))
+        assert open_files() == files
+    return max(open_files() - files, len(transport._blocks) - blocks)
 
 
 def test_a_sender_waits_for_a_slow_receiver(pool: Pool) -> None:
-    assert pool.run(2, one_sender, shared_memory=True)[0] <= 2 * host_messages._MOST_UNREAD
-
-
-@on_ranks
-def short_of_files(group: ProcessGroup, port: int) -> str:
-    """Rank 0 sends a message while the socket holds too many files. Rank 1 may open no more files and receives it."""
-    messages = messages_of(start(port, "files", group.rank(), 2))
-    if group.rank() == 0:
-        refused = mock.Mock(side_effect=OSError(errno.ETOOMANYREFS, ""))
-        results: Any = iter([refused, socket.send_fds])
-        with mock.patch.object(socket, "send_fds", side_effect=lambda *args: next(results)(*args)):
-            messages.send([1], torch.zeros(10))
-        return ""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-    try:
-        with pytest.raises(RuntimeError) as caught:
-            messages.receive(0, torch.empty(10)).wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    return str(caught.value)
-
-
-def test_too_many_open_files(own: OwnPool) -> None:
-    assert "ulimit -n" in own.pool.run(2, short_of_files, own.port, shared_memory=True)[1]
+    assert pool.run(2, one_sender, shared_memory=True)[0] < 8
 
 
 @on_ranks
 def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[str, float]:
     """Rank 0 waits for a message that rank 1 does not send."""
-    world = start(port, name, group.rank(), 2, timeout_s=3.0)
-    messages = messages_of(world)
+    start(port, name, group.rank(), 2, timeout_s=3.0)
+    transport: SharedMemoryTransport | None = transport_of(dist.group.WORLD)
     if group.rank() == 1:
+        assert transport is not None
         child = os.fork() if how == "ends, but not its child" else 0
         if how == "ends, but not its child" and not child:
             time.sleep(60)
+        if how == "other size":
+            send(transport, 0, torch.zeros(5))
         if how.startswith("ends"):
-            messages.shutdown()
-        elif how == "other size":
-            messages.send([0], torch.zeros(5))
+            transport = None
+            dist.destroy_process_group()
+            gc.collect()
         time.sleep(4.0 if how == "sends nothing" else 1.5 if child else 0.5)
         if child:
             os.kill(child, signal.SIGKILL)
@@ -274,15 +264,15 @@ def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[
         return "", 0.0
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        exchange([(1, torch.zeros(4))], [(1, torch.zeros(4))], world).wait()
+        exchange([(1, torch.zeros(4))], [(1, torch.zeros(4))], dist.group.WORLD).wait()
     return f"{caught.value}: {caught.value.__cause__}", time.monotonic() - began
 
 
 @pytest.mark.parametrize(
     ("how", "said", "seconds"),
     [
-        ("ends", "rank 1 has ended", 1.0),
-        ("ends, but not its child", "rank 1 has ended", 1.0),
+        ("ends", r"rank\(s\) \[1\].* or the rank has ended", 1.0),
+        ("ends, but not its child", r"rank\(s\) \[1\].* or the rank has ended", 4.0),
         ("other size", "rank 1 has sent 20 bytes, but this rank expects 16", 1.0),
         ("sends nothing", r"rank\(s\) \[1\]", 4.0),
     ],
@@ -296,13 +286,13 @@ def test_a_wait_ends(own: OwnPool, how: str, said: str, seconds: float) -> None:
 
 @on_ranks
 def does_not_connect(group: ProcessGroup, port: int) -> str:
-    """Rank 1 ends before it connects to rank 0."""
+    """Rank 1 raises an error before it has made a file."""
     world = start(port, "connect", group.rank(), 2, timeout_s=1.0)
     with (
-        mock.patch.object(host_messages, "_connections", side_effect=KeyError) if group.rank() else nullcontext(),
+        mock.patch.object(transports, "_new_file", side_effect=KeyError) if group.rank() else nullcontext(),
         pytest.raises((KeyError, RuntimeError)) as caught,
     ):
-        messages_of(world)
+        transport_of(world)
     return str(caught.value)
 
 
@@ -312,24 +302,22 @@ def test_a_rank_that_does_not_connect(own: OwnPool) -> None:
 
 
 @on_ranks
-def shares_memory(group: ProcessGroup, port: int, name: str, unlike: str) -> bool:
+def can_share_memory(group: ProcessGroup, port: int, name: str, unlike: str) -> bool:
     """Whether three ranks share memory if rank 1 differs from the others in ``unlike``."""
     world = start(port, name, group.rank(), 3, timeout_s=3.0)
     odd = group.rank() == 1
-    stat = os.stat
     with (
         mock.patch.dict(os.environ, {"SEQPAR_HOST": f"host {odd and unlike == 'host'}"}),
         mock.patch.dict(os.environ, {"SEQPAR_SHARED_MEMORY": str(int(not (odd and unlike == "variable")))}),
-        mock.patch.object(os, "getuid", return_value=os.getuid() + (odd and unlike == "user")),
-        mock.patch.object(os, "stat", lambda path: stat("/" if odd and path == f"/proc/self/ns/{unlike}" else path)),
-        mock.patch.object(host_messages, "_can_make_files", return_value=not (odd and unlike == "container")),
+        mock.patch.object(os, "getpid", return_value=1 << 30 if odd and unlike == "process" else os.getpid()),
+        mock.patch.object(os, "memfd_create", side_effect=OSError if odd and unlike == "files" else os.memfd_create),
     ):
-        return host_messages.host_messages(world, CPU) is not None
+        return shared_memory(world, CPU) is not None
 
 
-@pytest.mark.parametrize("unlike", ["nothing", "host", "net", "user", "container", "variable"])
+@pytest.mark.parametrize("unlike", ["nothing", "host", "process", "files", "variable"])
 def test_who_shares_memory(own: OwnPool, unlike: str) -> None:
-    results = own.pool.run(3, shares_memory, own.port, unlike, unlike, shared_memory=True)
+    results = own.pool.run(3, can_share_memory, own.port, unlike, unlike, shared_memory=True)
     assert results == [unlike == "nothing"] * 3
 
 
@@ -339,10 +327,10 @@ def what_stays(group: ProcessGroup, port: int) -> list[tuple[int, int]]:
     counts = []
     for i in range(3):
         world = start(port, f"files {i}", group.rank(), 2)
-        messages, peer = messages_of(world), 1 - group.rank()
-        messages.send([peer], torch.zeros(100))
-        messages.receive(peer, torch.empty(100)).wait()
-        del messages
+        transport, peer = transport_of(world), 1 - group.rank()
+        for work in transport.exchange([(peer, torch.zeros(100))], [(peer, torch.empty(100))], "copy"):
+            work.wait()
+        del transport, work
         dist.barrier()
         dist.destroy_process_group()
         del world

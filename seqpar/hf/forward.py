@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from ..checks import no_compile
 from ..layers.wrappers import averaging_wrappers, keeps_weight
+from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call, shard_merged_call
 from .generate import finish_forward, prepare_forward
-from .log_probs import LOG_PROBS, LogProbsOutput
 from .loss import (
+    LOG_PROBS,
     LazyLogits,
+    LogProbsOutput,
     MissingLogits,
     TokenLoss,
     check_loss,
@@ -30,10 +32,8 @@ from .loss import (
     replace_loss_function,
     version_of,
 )
-from .multimodal import has_more_than_text, merges, shard_merged_call
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import check_adapters, computes_cross_entropy, parameters_of, predicts_in_place, recomputes
-from .whole import FUSED, gather_outputs, generates, shard_call
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _NOISE = "neftune_noise_alpha"
@@ -41,7 +41,7 @@ _ROUTER_LOSS = "load_balancing_loss_func"
 _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
 
 
-def take_over_forward(model: nn.Module) -> None:
+def wrap_forward(model: nn.Module) -> None:
     """Make ``model.forward(...)`` run the hooks too, as ``model(...)`` does: sentence-transformers calls it directly.
 
     A forward that was replaced before, by another package, is left as it is.
@@ -55,8 +55,8 @@ def take_over_forward(model: nn.Module) -> None:
         vars(model)["forward"] = MethodType(forward, model)  # a bound method is deep-copied together with the model
 
 
-def give_forward_back(model: nn.Module) -> None:
-    """Undo ``take_over_forward``."""
+def unwrap_forward(model: nn.Module) -> None:
+    """Undo ``wrap_forward``."""
     if getattr(vars(model).get("forward"), "__module__", None) == __name__:
         del vars(model)["forward"]
 
@@ -75,10 +75,6 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """Start a ``Forward``, and replace the arguments of the model's forward by this rank's arguments.
 
     A call without the argument ``seqpar`` has a full batch, or is a forward of ``model.generate``.
-
-    Raises:
-        ValueError: the full batch cannot be sharded, the ranks have different batches, or the call has both labels and
-            ``logits_to_keep``.
     """
     patch = cast(Patch, model._seqpar)
     if not patch.sharded:
@@ -89,62 +85,68 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     parameters = parameters_of(model)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
-    whole = cut = keep_logits = None
-    merging = merges(model)
+    has_images = merges(model) and has_more_than_text(kwargs)
+    forward = Forward(model, patch, None)
     if kwargs.get("seqpar") is not None:
-        if merging and has_more_than_text(kwargs):
+        if has_images:
             raise ValueError(
                 f"batch: it is sharded, but {type(model).__name__} must merge images into all tokens before the tokens "
                 "are sharded; call it with the full batch, without shard_batch"
             )
+    elif has_images and not generates(kwargs):
+        kwargs, forward.full_call, forward.keep = shard_merged_call(model, kwargs)
+        forward.cut = forward.full_call.tokens[patch.rank]
     elif not generates(kwargs):
-        if merging and has_more_than_text(kwargs):
-            kwargs, whole, kwargs["seqpar"], keep_logits = shard_merged_call(model, kwargs)
-            cut = whole.tokens[patch.rank]
-        else:
-            kwargs, whole = shard_call(model, kwargs)
-    shard, labels = kwargs.get("seqpar"), kwargs.get("labels")
-    forward = Forward(model, patch, shard, wants_loss=labels is not None, whole=whole, cut=cut, keep=keep_logits)
-    if shard is not None:
-        if shard.jump is not None and "use_cache" in parameters and not _caches(model, kwargs):
-            raise ValueError(
-                f"position_ids: {shard.jump}, which is no restart. Without an attention_mask and without a cache, "
-                "transformers starts a document there, and otherwise it does not; pass an attention_mask of ones if "
-                "the row is one document, or the boundaries of its documents as cu_seq_lens"
-            )
-        if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
-            shard.add_sharding(patch.mesh, patch.given_group)
-        keep = kwargs.get("logits_to_keep", 0)
-        if labels is not None and (isinstance(keep, Tensor) or keep):
-            raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
-        if labels is not None and shard.in_place is not None and predicts_in_place(model):
-            kwargs["labels"] = shard.in_place[0].to(labels.device)
-            kwargs["seqpar"] = forward.shard = shard.for_in_place_labels()
-        if wants_log_probs:
-            forward.targets, kwargs["return_dict"] = labels, True
-        if labels is not None and computes_cross_entropy(model):
-            forward.labels = kwargs.pop("labels")
-        if labels is not None and "skip_logits" in parameters:
-            kwargs["skip_logits"] = False  # Liger then calls self.loss_function instead of its own fused loss
-        if isinstance(local_labels := kwargs.get("labels"), Tensor):
-            forward.local_labels, forward.labels_version = local_labels, version_of(local_labels)
-        _scale_noise(forward, kwargs)
-        # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
-        if "use_cache" in parameters and kwargs.get("past_key_values") is None:
-            kwargs["use_cache"] = False
+        kwargs, forward.full_call = shard_call(model, kwargs)
+    if kwargs.get("seqpar") is not None:
+        _prepare(forward, kwargs, parameters, wants_log_probs)
     else:
-        forward.generation = prepare_forward(model, patch, kwargs, merging and has_more_than_text(kwargs))
+        forward.wants_loss = kwargs.get("labels") is not None
+        forward.generation = prepare_forward(model, patch, kwargs, has_images)
         forward.shard, forward.cut = kwargs["seqpar"], forward.generation.cut
         if forward.cut is not None:
             forward.keep = kwargs.pop("logits_to_keep", None)
-    if merging:
+    if merges(model):
         del kwargs["seqpar"]  # before_text_model passes it to the text model
     push_forward(forward)
     return (), kwargs
 
 
+def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wants_log_probs: bool) -> None:
+    """Prepare the arguments of a forward on a sharded sequence, and set ``forward`` accordingly."""
+    model, patch, shard, labels = forward.model, forward.patch, kwargs["seqpar"], kwargs.get("labels")
+    forward.shard, forward.wants_loss = shard, labels is not None
+    if shard.jump is not None and "use_cache" in parameters and not _caches(model, kwargs):
+        raise ValueError(
+            f"position_ids: {shard.jump}, which is no restart. Without an attention_mask and without a cache, "
+            "transformers starts a document there, and otherwise it does not; pass an attention_mask of ones if "
+            "the row is one document, or the boundaries of its documents as cu_seq_lens"
+        )
+    if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
+        shard.add_sharding(patch.mesh, patch.given_group)
+    if labels is not None:
+        keep = kwargs.get("logits_to_keep", 0)
+        if isinstance(keep, Tensor) or keep:
+            raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
+        if shard.in_place is not None and predicts_in_place(model):
+            labels = kwargs["labels"] = shard.in_place[0].to(labels.device)
+            kwargs["seqpar"] = forward.shard = shard.for_in_place_labels()
+        if wants_log_probs:
+            forward.targets, kwargs["return_dict"] = labels, True
+        if computes_cross_entropy(model):
+            forward.labels = kwargs.pop("labels")
+        if "skip_logits" in parameters:
+            kwargs["skip_logits"] = False  # Liger then calls self.loss_function instead of its own fused loss
+    if isinstance(local_labels := kwargs.get("labels"), Tensor):
+        forward.local_labels, forward.labels_version = local_labels, version_of(local_labels)
+    _scale_noise(forward, kwargs)
+    # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
+    if "use_cache" in parameters and kwargs.get("past_key_values") is None:
+        kwargs["use_cache"] = False
+
+
 def _check_wrapper(model: nn.Module, patch: Patch) -> None:
-    """Raise an error in the first training forward of a model that a ``ParallelismConfig`` parallelized, if needed.
+    """Raise an error if a ``ParallelismConfig`` parallelized a model that is trained without a wrapper.
 
     Nothing would sum the ranks' partial gradients, and the weights of the ranks would drift apart.
     """
@@ -181,31 +183,27 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
 
 def _check_unchanged(model: nn.Module) -> None:
     """Raise an error if what ``parallelize`` has set was changed since."""
-    chosen = cast(Any, model.config).get_text_config()._attn_implementation
-    if chosen != NAME:
+    implementation = cast(Any, model.config).get_text_config()._attn_implementation
+    if implementation != NAME:
         raise ValueError(
-            f"attn_implementation={chosen!r}: it was set after parallelize, so that each rank would attend to its own "
-            "tokens only; call seqpar.hf.restore(model), set it, and call parallelize again"
+            f"attn_implementation={implementation!r}: it was set after parallelize, so that each rank would attend to "
+            "its own tokens only; call seqpar.hf.restore(model), set it, and call parallelize again"
         )
     check_adapters([model])
 
 
 def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether transformers would make a cache in a call with these arguments."""
-    if recomputes(model):
-        return False
+    default = getattr(cast(Any, model.config).get_text_config(), "use_cache", False)
     use_cache = kwargs.get("use_cache")
-    return bool(
-        getattr(cast(Any, model.config).get_text_config(), "use_cache", False) if use_cache is None else use_cache
-    )
+    return not recomputes(model) and bool(default if use_cache is None else use_cache)
 
 
 @no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """End the ``Forward``, and return the output that the caller asked for.
 
-    Depending on the call, add a loss or log-probabilities, all-gather the outputs, and leave out logits that have not
-    been computed.
+    ``output`` is None if the model's forward raised.
     """
     forward = current_forward()
     if forward is None or forward.model is not model:
@@ -214,71 +212,60 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         setattr(forward.noise[0], _NOISE, forward.noise[1])
     try:
         # This happens before pop_forward, because the loss looks up the wrappers around the current forward's model.
-        if forward.targets is not None and output is not None:
-            output = LogProbsOutput(label_log_probs(output.logits, forward.targets, forward.patch.loss_chunk))
-        elif forward.labels is not None and output is not None:
-            output = _add_loss(output, forward, forward.labels)
-        elif output is not None and not (kwargs.get(FUSED) and (forward.whole or forward.patch.batches == "own")):
-            _check_loss_of(output, forward)
-        if forward.scores is not None and output is not None:
-            output = _with_scores(output, forward.scores)
-        if forward.whole is not None and output is not None:
-            return gather_outputs(output, forward, forward.whole)
+        if output is not None:
+            output = _with_loss(output, forward, bool(kwargs.get(FUSED)))
+            if forward.full_call is not None:
+                return gather_outputs(output, forward, forward.full_call)
     finally:
         pop_forward()
-    if output is None:  # the model's forward raised
+    if output is None:
         return None
     if forward.generation is not None:
         return finish_forward(output, forward.generation, forward.patch)
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
-        if forward.patch.batches == "own" and forward.patch.outputs == "whole":
-            return type(output)(**{**output, "logits": lazy.materialize()})
-        return type(output)(**{**output, "logits": MissingLogits()})
-    changed = forward.labels is not None or forward.scores is not None or forward.targets is not None
-    return output if changed else None
+        full = forward.patch.batches == "per_rank" and forward.patch.outputs == "full"
+        return type(output)(**{**output, "logits": lazy.materialize() if full else MissingLogits()})
+    return output
+
+
+def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
+    """``output`` with the loss, log-probabilities or scores that the model's forward did not compute.
+
+    A loss that it did compute is checked, unless TRL's ``fused`` head computed it.
+    """
+    patch = forward.patch
+    if forward.targets is not None:
+        output = LogProbsOutput(label_log_probs(output.logits, forward.targets, patch.loss_chunk))
+    elif forward.labels is not None:
+        logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]  # of each token
+        loss = TokenLoss(patch, forward.model)(logits, forward.labels, seqpar=forward.batch_shard)
+        output = (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
+    elif not (fused and (forward.full_call or patch.batches == "per_rank")):
+        if isinstance(output, Mapping):
+            found = output.get("loss")
+        else:  # a tuple starts with the loss, if there is one
+            first = output[0] if isinstance(output, tuple) else None
+            found = first if isinstance(first, Tensor) and first.dim() == 0 else None
+        if found is not None:
+            check_loss(found, forward)
+    if forward.scores is not None:
+        if isinstance(output, tuple):
+            raise ValueError("return_dict=False: a sequence's scores are all-gathered by name; leave return_dict out")
+        output = type(output)(**{**output, "logits": forward.scores})
+    return output
 
 
 def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
     """Keep the scores of all of this rank's tokens, ``[batch, seq_local, num_labels]``.
 
-    This is a hook after the output layer of a model that classifies sequences. The model itself returns the scores of
-    the last token that this rank holds, which is not the last token of the sequence on every rank.
+    The model itself returns the scores of the last token that this rank holds, which is not the last token of the
+    sequence on every rank.
     """
     forward = current_forward()
     if forward is not None and forward.batch_shard is not None:
         forward.scores = output
-
-
-def _with_scores(output: Any, scores: Tensor) -> Any:
-    """``output`` with the scores of all of this rank's tokens as its logits.
-
-    Raises:
-        ValueError: the output is a tuple.
-    """
-    if isinstance(output, tuple):
-        raise ValueError("return_dict=False: a sequence's scores are all-gathered by name; leave return_dict out")
-    return type(output)(**{**output, "logits": scores})
-
-
-def _check_loss_of(output: Any, forward: Forward) -> None:
-    """Raise an error if the loss in ``output`` is not the one of the full sequence."""
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    else:  # a tuple starts with the loss, if there is one
-        first = output[0] if isinstance(output, tuple) else None
-        loss = first if isinstance(first, Tensor) and first.dim() == 0 else None
-    if loss is not None:
-        check_loss(loss, forward)
-
-
-def _add_loss(output: Any, forward: Forward, labels: Tensor) -> Any:
-    """``output`` with a loss as its first value. The first value of ``output`` must be the logits of each token."""
-    logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]
-    token_loss = TokenLoss(forward.patch, forward.model)
-    loss = token_loss(logits, labels, seqpar=forward.batch_shard)
-    return (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
 
 
 @no_compile
@@ -293,7 +280,8 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
         return None
     if forward.keep is not None:
         return (args[0].index_select(-2, forward.keep.to(args[0].device)), *args[1:])
-    if not forward.wants_loss or not _is_plain_linear(head, forward.model):
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    if not forward.wants_loss or not is_plain or not keeps_weight(cast(nn.Linear, head), forward.model):
         return None
     forward.hidden = args[0]
     return (args[0][..., :0, :], *args[1:])
@@ -307,11 +295,6 @@ def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLo
         return None
     hidden, forward.hidden = forward.hidden, None
     return LazyLogits(cast(nn.Linear, head), hidden)
-
-
-def _is_plain_linear(head: nn.Module, model: nn.Module) -> bool:
-    """Whether ``head`` is a plain linear layer whose weight is available until the forward of ``model`` ends."""
-    return isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and keeps_weight(head, model)
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -330,9 +313,13 @@ def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     forward = current_forward()
     if forward is None or (shard := forward.batch_shard) is None:
         return None
+
+    def append(ids: Tensor) -> Tensor:
+        return torch.cat([ids, ids.new_full((*ids.shape[:-1], 1), shard.max_position)], dim=-1)
+
     if "position_ids" in kwargs:
-        return args, {**kwargs, "position_ids": _append(kwargs["position_ids"], shard.max_position)}
-    return (args[0], _append(args[1], shard.max_position), *args[2:]), kwargs
+        return args, {**kwargs, "position_ids": append(kwargs["position_ids"])}
+    return (args[0], append(args[1]), *args[2:]), kwargs
 
 
 def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Tensor]) -> Any:
@@ -341,10 +328,6 @@ def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, 
     if forward is None or forward.batch_shard is None:
         return None
     return tuple(x[..., :-1, :] for x in output)
-
-
-def _append(position_ids: Tensor, position: int) -> Tensor:
-    return torch.cat([position_ids, position_ids.new_full((*position_ids.shape[:-1], 1), position)], dim=-1)
 
 
 # The load-balancing loss of the routers in mixture-of-experts models. transformers' ``load_balancing_loss_func``
@@ -387,50 +370,42 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
     ) -> Any:
         forward = current_forward()
-        if (
-            forward is None
-            or (shard := forward.batch_shard) is None
-            or not isinstance(gate_logits, tuple)
-            or num_experts is None
-        ):
+        shard = None if forward is None else forward.batch_shard
+        if forward is None or shard is None or not isinstance(gate_logits, tuple) or num_experts is None:
             return original(gate_logits, num_experts, top_k, attention_mask)
-        chosen, probability, tokens = _router_sums(gate_logits, num_experts, top_k, shard.valid)
+        counts, probability, tokens = _router_sums(gate_logits, num_experts, top_k, shard.valid)
         patch = forward.patch
-        sums = torch.cat([chosen, tokens])  # [num_experts + 1]
+        sums = torch.cat([counts, tokens])  # [num_experts + 1]
         if patch.group is not None and patch.ranks > 1:
             dist.all_reduce(sums, group=patch.group)
-        chosen, tokens = sums[:-1], sums[-1]  # now summed over all ranks
+        counts, tokens = sums[:-1], sums[-1]  # now summed over all ranks
         # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
         # rank's partial gradient, and the parts of all ranks sum to the loss.
-        local_loss = (chosen / tokens * (probability / tokens)).sum() * num_experts
+        local_loss = (counts / tokens * (probability / tokens)).sum() * num_experts
         return reduce_over_ranks(local_loss, patch, forward.model)
 
     return load_balancing_loss
 
 
 def _router_sums(
-    gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, valid: Tensor | None
+    gate_logits: tuple[Tensor, ...],  # of each layer, [tokens, num_experts]
+    num_experts: int,
+    top_k: int,
+    valid: Tensor | None,  # bool [batch, seq_local], False for padding, which does not count
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over this rank's tokens and all layers, in float32.
 
-    Args:
-        gate_logits: the logits of each layer's router, ``[tokens, num_experts]``.
-        num_experts: the number of experts of a layer.
-        top_k: the number of experts that are chosen for a token.
-        valid: bool ``[batch, seq_local]``, False for padding, which does not count. None: there is no padding.
-
-    Returns:
-        How often each expert was chosen, ``[num_experts]``; the sum of each expert's probabilities, ``[num_experts]``;
-        and the number of tokens times the number of layers, ``[1]``.
+    How often each expert was chosen, [num_experts]; the sum of each expert's probabilities, [num_experts]; and the
+    number of tokens times the number of layers, [1].
     """
     device = gate_logits[0].device
-    chosen, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
+    counts, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
     tokens = torch.zeros(1, device=device)
     for gate in gate_logits:
         p = torch.softmax(gate.to(device), dim=-1)  # [tokens, num_experts]
         weight = torch.ones(len(p), device=device) if valid is None else valid.reshape(-1).to(device).float()
         experts = p.detach().topk(top_k, dim=-1).indices  # [tokens, top_k]
-        chosen = chosen.index_add(0, experts.reshape(-1), weight.repeat_interleave(top_k))
+        counts = counts.index_add(0, experts.reshape(-1), weight.repeat_interleave(top_k))
         probability = probability + (p.float() * weight[:, None]).sum(0)
         tokens = tokens + weight.sum()
-    return chosen, probability, tokens
+    return counts, probability, tokens

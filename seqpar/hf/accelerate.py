@@ -6,7 +6,7 @@ processes counts each sequence once for every rank that shares it. A mean over a
 its numerator and its denominator contain the same factor.
 
 accelerate has no registry for such backends. This file therefore relies on the following behaviour of accelerate, the
-Trainer and TRL, which is not documented. ``tests/hf/test_parallelism.py`` tests it.
+Trainer and TRL, which is not documented. ``tests/hf/test_accelerate.py`` tests it.
 
 * ``Accelerator.__init__`` calls the config's ``get_device_mesh`` and then its ``_validate_accelerator(accelerator)``,
   and keeps the config and the mesh in ``accelerator.state``.
@@ -28,6 +28,7 @@ import copy
 import inspect
 import os
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
@@ -41,20 +42,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
-from ..checks import check_choice, check_int, check_options
-from ..kernels import BackendName, check_backend
-from ..layout import LAYOUTS, Layout
-from ..strategies import STRATEGIES, StrategyName, strategy_options
-from .loss import GRADIENTS
-from .patch import BATCHES, parallelize
-from .state import Batches, Gradients, Outputs, Patch, patch_of
+from ..checks import check_choice, check_int
+from ..layers.wrappers import deepspeed_error
+from .patch import Arguments, check_arguments, parallelize
+from .state import Batches, Patch, patch_of
 from .support import ignores_num_items
-from .whole import OUTPUTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from ..strategies import StrategyOptions
 
 
 class ParallelismConfig(accelerate.ParallelismConfig):
@@ -63,26 +58,21 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     Give it to ``TrainingArguments(parallelism_config=...)``, to a config of TRL, or to ``Accelerator``. No other code
     changes. ``accelerator.prepare``, which the Trainers call too, parallelizes the model. Ranks that share a sequence
     get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
-    preference and RL trainers, each rank has its own batches (``batches="own"``).
-
-    Further keyword arguments are the strategy's options, as in ``parallelize``.
+    preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
     Args:
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
             ``parallelism_config_cp_size`` in the YAML file of ``accelerate launch``, or 1.
-        strategy: as in ``parallelize``.
-        layout: as in ``parallelize``.
-        backend: as in ``parallelize``.
-        gradients: as in ``parallelize``.
-        loss_chunk: as in ``parallelize``.
-        outputs: as in ``parallelize``. Use "whole" if you evaluate with ``compute_metrics``, which needs the logits.
-        batches: "shared": the ranks of a sequence get the same batches. "own": every rank gets batches of its own, as
-            without sequence parallelism (see ``parallelize``). "auto": "own" in all trainers of TRL except SFTTrainer
-            and its subclasses, otherwise "shared".
+        batches: "shared": the ranks of a sequence get the same batches. "per_rank": every rank gets its own batches, as
+            without sequence parallelism (see ``parallelize``). "auto": "per_rank" in all trainers of TRL except
+            SFTTrainer and its subclasses, otherwise "shared".
         dp_replicate_size: the number of data-parallel replicas.
         dp_shard_size: the number of data-parallel ranks over which FSDP2 shards the weights, in addition to the ranks
             of the sequence. If you give neither size, ``ranks / cp_size`` ranks are data-parallel: FSDP2 shards the
             weights over them if it is used, otherwise they are replicas.
+        arguments: further arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs and
+            the strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the
+            logits.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -100,42 +90,22 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         self,
         cp_size: int | None = None,
         *,
-        strategy: StrategyName = "ring",
-        layout: Layout = "zigzag",
-        backend: BackendName = "auto",
-        gradients: Gradients = "auto",
-        loss_chunk: int | None = None,
-        outputs: Outputs = "auto",
         batches: Batches | Literal["auto"] = "auto",
         dp_replicate_size: int | None = None,
         dp_shard_size: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **arguments: Unpack[Arguments],
     ) -> None:
         if cp_size is None:
             cp_size = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
         check_int("cp_size", cp_size)
         if cp_size < 1 and cp_size != -1:
             raise ValueError(f"cp_size={cp_size}: expected at least 1, or -1 for all ranks")
-        check_choice("strategy", strategy, STRATEGIES)
-        check_options(strategy, options, strategy_options(strategy))
-        check_choice("layout", layout, LAYOUTS)
-        check_backend(backend)
-        check_choice("gradients", gradients, GRADIENTS)
-        check_choice("outputs", outputs, OUTPUTS)
-        check_choice("batches", batches, ("auto", *BATCHES))
+        check_choice("batches", batches, ("auto", "shared", "per_rank"))
+        check_arguments(**arguments, batches="shared" if batches == "auto" else batches)
         # With a cp_size greater than 1, the parent class would check the requirements of accelerate's own backend.
         super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1)
         self.cp_size = cp_size
-        self.arguments: dict[str, Any] = {
-            "strategy": strategy,
-            "layout": layout,
-            "backend": backend,
-            "gradients": gradients,
-            "loss_chunk": loss_chunk,
-            "outputs": outputs,
-            "batches": batches,
-            **options,
-        }
+        self.arguments: dict[str, Any] = {**arguments, "batches": batches}
         # An Accelerator keeps a copy of this config, made by ``_for_accelerator``. Only the copy has the next values.
         self.sequence_ranks = 1  # the number of ranks that share a sequence
         self._original = self  # the config that the copy was made from
@@ -162,7 +132,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         """
         batches, trainer = self._original.arguments["batches"], _trainer_being_made()
         if batches == "auto":
-            batches = "own" if _is_for_own_batches(trainer) else "shared"
+            batches = "per_rank" if _needs_per_rank_batches(trainer) else "shared"
         if self is not self._original and self.arguments["batches"] == batches:
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
@@ -182,9 +152,6 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         """The config that ``accelerator`` keeps: a copy with the mesh and the sizes of ``accelerator``.
 
         Its ``cp_size`` is 1, because the Trainer divides by it. The number of ranks is in ``sequence_ranks``.
-
-        Raises:
-            ValueError: DeepSpeed or tensor parallelism is used, or the sizes do not fit the number of processes.
         """
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
@@ -217,7 +184,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         sizes = config.dp_replicate_size, config.dp_shard_size, cp_size
         mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
         config._group = mesh["cp"].get_group()
-        if batches == "own":
+        if batches == "per_rank":
             # accelerate would give the same batch to all ranks of a mesh dimension "cp", so that the mesh has none.
             config.dp_shard_size *= cp_size
             dp = config.dp_replicate_size, config.dp_shard_size
@@ -229,12 +196,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         return config
 
     def _parallelize(self, model: nn.Module) -> None:
-        """Parallelize ``model``, unless it is parallelized already or contains no transformers model.
-
-        Raises:
-            ValueError: ``model`` is parallelized over another number of ranks, or with another value of ``batches``;
-                or the Trainer would multiply its loss by the number of processes.
-        """
+        """Parallelize ``model``, unless it is parallelized already or contains no transformers model."""
         ranks, batches = self.sequence_ranks, self.arguments["batches"]
         if self._multiplier and ranks > 1:
             for root in model.modules():
@@ -266,7 +228,7 @@ def _trainer_being_made() -> Trainer | None:
     return None
 
 
-def _is_for_own_batches(trainer: Trainer | None) -> bool:
+def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
     """Whether ``trainer`` is a TRL trainer other than SFTTrainer and its subclasses.
 
     These trainers generate samples and compute rewards and statistics for the samples of each process. Processes with
@@ -362,11 +324,7 @@ def _rows_of_first_ranks(gathered: Tensor, sequence_ranks: int) -> Tensor:
 def _prepare_loader(
     accelerator: accelerate.Accelerator, loader: DataLoader[Any], sequence_ranks: int, device_placement: bool | None
 ) -> Any:
-    """The data loader of this rank that accelerate would make if the ranks of a sequence were one process.
-
-    Raises:
-        ValueError: accelerate is configured with ``dispatch_batches=True``.
-    """
+    """The data loader of this rank that accelerate would make if the ranks of a sequence were one process."""
     config = accelerator.dataloader_config
     if config.dispatch_batches:
         raise ValueError(
@@ -403,3 +361,89 @@ def _shuffle_alike(loader: DataLoader[Any]) -> None:
     dist.all_gather_object(seeds, torch.initial_seed())
     if len(set(seeds)) > 1:
         sampler.generator = torch.Generator().manual_seed(seeds[0])
+
+
+# The mixin's methods call methods of the Trainer that follows it in the bases, which a type checker does not know.
+_Mixin: Any = object
+
+
+class SequenceParallelMixin(_Mixin):
+    """Makes any Trainer work with a parallelized model: ``class Mine(SequenceParallelMixin, SFTTrainer)``.
+
+    Ranks along dp get different batches. The ranks of a sequence get the same batches, which the model shards. The
+    wrapper that the Trainer makes (DDP or FSDP over all ranks) averages the gradients. The result is the one-device
+    gradients. Use it instead of ``ParallelismConfig`` for a model that you have parallelized yourself: over a mesh with
+    tensor parallelism, or for DeepSpeed.
+
+    Raises:
+        ValueError: the model is not parallelized; the number of ranks is not a multiple of the number of ranks of a
+            sequence; ``compute_metrics`` needs logits that the model does not return; or DeepSpeed is used with
+            ``gradients="auto"``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        patch = self._patch
+        if self.is_deepspeed_enabled and patch.gradients == "auto":
+            raise deepspeed_error("the Trainer uses DeepSpeed")
+        if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "full":
+            raise ValueError(
+                "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "
+                "prediction_loss_only=True"
+            )
+
+    @property
+    def _patch(self) -> Patch:
+        return patch_of(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator, which then treats all ranks that share a sequence as one data-parallel rank."""
+        super().create_accelerator_and_postprocess()
+        patch = self._patch
+        if self.args.world_size > 1 and self.args.world_size % patch.ranks:
+            raise ValueError(
+                f"model: its sequence is sharded over {patch.ranks} ranks, but the Trainer has "
+                f"{self.args.world_size}; start a multiple of {patch.ranks} ranks"
+            )
+        share_sequences_of(self.accelerator, self.args.world_size // _data_parallel(patch, self.args.world_size))
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Correct the number of tokens: the Trainer counts each sequence once for every rank that shares it."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        new = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + new // self.accelerator.parallelism_config.sequence_ranks
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The number of sequences in an optimizer step."""
+        count: int = super().get_total_train_batch_size(args) * self.get_tp_size()
+        count //= self.accelerator.parallelism_config.sequence_ranks
+        return count
+
+    def get_tp_size(self) -> int:
+        """The number of ranks with the same batch, by which the Trainer divides counts and the factor of losses."""
+        return self.accelerator.parallelism_config.sequence_ranks if divides_by_tp_size(self) else 1
+
+
+class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
+    """``transformers.Trainer`` for a model that ``seqpar.hf.parallelize`` has patched."""
+
+
+def _data_parallel(patch: Patch, world: int) -> int:
+    """The number of data-parallel ranks among ``world`` ranks: groups of ranks that get different batches."""
+    if world == 1:
+        return 1
+    if patch.mesh is not None and "dp" in (patch.mesh.mesh_dim_names or ()):
+        size = patch.mesh["dp"].size()
+        if patch.mesh["dp"].get_local_rank() != dist.get_rank() // (world // size):
+            raise ValueError("mesh: dp must be its first dimension, so that the ranks of a sequence are consecutive")
+        return size
+    if patch.group is None or patch.ranks == 1:
+        return world
+    members = dist.get_process_group_ranks(patch.group)
+    if members != list(range(members[0], members[0] + patch.ranks)):
+        raise ValueError(f"group: its ranks {members} are not consecutive; give parallelize a mesh with a dp dimension")
+    return world // patch.ranks

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -38,15 +38,6 @@ pytestmark = pytest.mark.slow
 LOSS = 1e-4
 ROOT = Path(__file__).parents[2]
 Run = tuple[list[float], dict[str, float]]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    """Pools by their number of ranks, because a Trainer uses all processes."""
-    pools = {2: Pool(2), 4: Pool(4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def sequences(count: int, length: int | None = 37, masked: int = 4) -> list[dict[str, Tensor]]:
@@ -101,6 +92,21 @@ def settings(folder: str, steps: int, **arguments: Any) -> dict[str, Any]:
     }
 
 
+def trainer_of(
+    model: Any, config: Any, folder: str, steps: int, rows: Any, batch: int = 2, eval_rows: Any = None,
+    trainer: Any = transformers.Trainer, **arguments: Any,
+) -> Any:  # fmt: skip
+    options = {name: arguments.pop(name) for name in ("data_collator", "compute_metrics") if name in arguments}
+    arguments = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, **arguments}
+    return trainer(
+        model,
+        transformers.TrainingArguments(parallelism_config=config, **settings(folder, steps, **arguments)),
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        **options,
+    )
+
+
 def logged(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -111,37 +117,30 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean()), "rows": len(prediction.label_ids)}
 
 
-def with_trainer(config: Any, folder: str, kind: str, batch: int, data: str, **arguments: Any) -> Run:
+def with_trainer(config: Any, folder: str, kind: str, batch: int, data: str) -> Run:
     """The losses of the steps, and the evaluation of a dataset that does not fill its last batch."""
-    if data == "not across":
-        arguments["average_tokens_across_devices"] = False
     rows = sequences(80, None if data == "packed" else 37)
-    collator = transformers.DataCollatorWithFlattening() if data == "packed" else transformers.default_data_collator
-    arguments = {"gradient_accumulation_steps": 2, **settings(folder, 10, **arguments)}
-    trainer = transformers.Trainer(
-        tiny(kind),
-        transformers.TrainingArguments(
-            parallelism_config=config,
-            per_device_train_batch_size=batch,
-            per_device_eval_batch_size=batch,
-            **arguments,
-        ),
-        train_dataset=Stream(rows) if data == "stream" else rows,
-        eval_dataset=sequences(7),
-        data_collator=collator,
+    trainer = trainer_of(
+        tiny(kind), config, folder, 5, Stream(rows) if data == "stream" else rows, batch, sequences(7),
+        gradient_accumulation_steps=2,
+        average_tokens_across_devices=data != "not across",
+        data_collator=transformers.DataCollatorWithFlattening() if data == "packed" else None,
         compute_metrics=None if data == "packed" else accuracy,
-    )
+    )  # fmt: skip
     trainer.train()
     metrics = trainer.evaluate() if data != "packed" else {}
     return logged(trainer), {x: metrics[x] for x in ("eval_loss", "eval_accuracy", "eval_rows") if x in metrics}
 
 
+@cache
 def tokenizer() -> Any:
-    """A tokenizer of words. It is not used for the datasets, which contain tokens."""
+    """A tokenizer of words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
 
     words = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t3"))
+    words.pre_tokenizer = WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", bos_token="t1", eos_token="t2")
 
 
@@ -151,7 +150,7 @@ def with_sft(config: Any, folder: str, kind: str, batch: int, packing: bool, **a
 
     data = datasets.Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in sequences(40, None)])
     # Sooner or later rounding, which differs from CPU to CPU, gives a token of gpt-oss another expert.
-    steps = 3 if kind == "gpt_oss" else 10
+    steps = 3 if kind == "gpt_oss" else 5
     trainer = trl.SFTTrainer(
         tiny(kind),
         trl.SFTConfig(
@@ -192,7 +191,7 @@ def with_loop(config: Any, folder: str, kind: str, batch: int, data: str, fsdp: 
     loader = DataLoader(dataset, batch_size=batch, shuffle=data == "shuffled")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
-    for _, local in zip(range(10), loader, strict=False):
+    for _, local in zip(range(5), loader, strict=False):
         loss = model(**local).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -230,12 +229,11 @@ def compare(ours: list[Run], theirs: Run, dp: int = 1) -> None:
 @pytest.mark.parametrize(
     ("world", "config", "kind", "batch", "data"),
     [
-        (2, {"cp_size": 2, "outputs": "whole"}, "mistral", 2, "rows"),
-        (4, {"cp_size": 2, "outputs": "whole", "strategy": "ulysses", "layout": "contiguous"}, "qwen3", 4, "rows"),
+        (4, {"cp_size": 2, "outputs": "full", "strategy": "ulysses", "layout": "contiguous"}, "mistral", 4, "rows"),
         (4, {"cp_size": -1, "strategy": "hybrid", "ulysses_size": 2}, "mistral", 2, "packed"),
         (2, {"cp_size": 2}, "gpt_oss", 2, "packed"),
-        (4, {"cp_size": 2, "outputs": "whole"}, "llama", 2, "stream"),
-        (2, {"cp_size": 2, "outputs": "whole"}, "llama", 2, "not across"),
+        (4, {"cp_size": 2, "outputs": "full"}, "llama", 2, "stream"),
+        (2, {"cp_size": 2, "outputs": "full"}, "llama", 2, "not across"),
     ],
 )
 def test_trainer(
@@ -252,16 +250,11 @@ def test_trainer(
 @pytest.mark.parametrize(
     ("world", "config", "kind", "packing"),
     [
-        (2, {"cp_size": 2}, "mistral", True),
-        (2, {"cp_size": 2, "strategy": "ulysses"}, "gpt_oss", False),
-        (4, {"cp_size": -1, "layout": "striped"}, "gemma3", True),
-        (4, {"cp_size": -1}, "gpt_oss", True),
-        (4, {"cp_size": -1}, "gpt_oss", False),
-        (4, {"cp_size": -1, "strategy": "context_parallel"}, "mistral", True),
-        (2, {"cp_size": 2}, "gemma2", True),
-        (1, {"cp_size": 1}, "mistral", True),
-        (1, {"cp_size": 1}, "gemma3", True),
         (1, {"cp_size": 1}, "gpt_oss", False),
+        (2, {"cp_size": 2, "strategy": "ulysses"}, "gpt_oss", False),
+        (2, {"cp_size": 2}, "gemma2", True),
+        (4, {"cp_size": -1, "layout": "striped"}, "mistral", True),
+        (4, {"cp_size": -1, "strategy": "context_parallel"}, "gpt_oss", True),
     ],
 )
 def test_sft_trainer(
@@ -270,7 +263,7 @@ def test_sft_trainer(
     """With TRL's fused head, the loss, entropy and accuracy come from per-token outputs; without it, from logits."""
     utilities = pytest.importorskip("trl.trainer.utils")
     if not hasattr(utilities, "add_fused_lm_head"):
-        config = {**config, "outputs": "whole"}
+        config = {**config, "outputs": "full"}
     dp = 1 if config["cp_size"] == -1 else world // config["cp_size"]
     # As in test_trainer, one process keeps gpt-oss's packed documents apart with this package only.
     own = {**config, "cp_size": 1}
@@ -282,9 +275,7 @@ def test_sft_trainer(
     compare(ours, expected, dp)
 
 
-@pytest.mark.parametrize(
-    ("cp_size", "data", "fsdp"), [(4, "shuffled", False), (2, "stream", False), (1, "rows", False), (2, "rows", True)]
-)
+@pytest.mark.parametrize(("cp_size", "data", "fsdp"), [(4, "shuffled", False), (2, "stream", False), (2, "rows", True)])
 def test_accelerate_loop(pools: dict[int, Pool], cp_size: int, data: str, fsdp: bool) -> None:
     """Under DDP, and FSDP2 over all four ranks."""
     dp = 4 // cp_size
@@ -324,16 +315,7 @@ def verified_by_trainer(group: ProcessGroup, folder: str, summed: bool) -> tuple
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         try:
-            trainer = transformers.Trainer(
-                tiny("mistral"),
-                transformers.TrainingArguments(
-                    parallelism_config=config,
-                    per_device_train_batch_size=2,
-                    **settings(folder, 5),
-                ),
-                train_dataset=sequences(20),
-            )
-            trainer.train()
+            trainer_of(tiny("mistral"), config, folder, 5, sequences(20)).train()
         except seqpar.hf.VerificationError as error:
             return said, str(error)
         finally:
@@ -384,16 +366,8 @@ def with_changes(config: Any, folder: str, what: str) -> Run:
         kernels = {"rope": False, "rms_norm": False, "swiglu": False, "fused_linear_cross_entropy": True}
         arguments |= {"use_liger_kernel": config is not None, "liger_kernel_config": kernels}
     trainer_class = DividesByItems if what == "own division" else transformers.Trainer
-    trainer = trainer_class(
-        model,
-        transformers.TrainingArguments(
-            parallelism_config=config,
-            per_device_train_batch_size=2,
-            **settings(folder, 3, bf16="bf16" in what, **arguments),
-        ),
-        train_dataset=rows,
-        eval_dataset=rows[:4],
-    )
+    arguments["bf16"] = "bf16" in what
+    trainer = trainer_of(model, config, folder, 3, rows, eval_rows=rows[:4], trainer=trainer_class, **arguments)
     metrics = {}
     if "evaluated" in what or what == "liger":
         metrics["eval_loss"] = trainer.evaluate()["eval_loss"]
@@ -435,13 +409,20 @@ def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
             model = accelerator.prepare_model(tiny("llama"), evaluation_mode=True)
             call = partial(model, **make_batch("plain"))
         else:
-            arguments = transformers.TrainingArguments(parallelism_config=config, **settings(folder, 1))
+            model = tiny("llama")
             if what == "a division":
                 model = tiny("llama", auto=transformers.AutoModelForSequenceClassification, num_labels=3)
-                call = MultipliesByProcesses(model, arguments, train_dataset=sequences(4)).train
-            else:
-                trainer = transformers.Trainer(tiny("llama"), arguments, compute_metrics=accuracy)
-                call = partial(getattr(trainer, what), sequences(4))
+            trainer = MultipliesByProcesses if what == "a division" else transformers.Trainer
+            made = trainer_of(
+                model, config, folder, 1, sequences(4), eval_rows=sequences(4), trainer=trainer,
+                compute_metrics=accuracy,
+            )  # fmt: skip
+            calls = {
+                "a division": made.train,
+                "evaluate": made.evaluate,
+                "predict": partial(made.predict, sequences(4)),
+            }
+            call = calls[what]
         try:
             call()
         except ValueError as error:
@@ -454,8 +435,8 @@ def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
     [
         ("a wrapper", "it is trained without a wrapper"),
         ("a division", "its loss is a mean, which MultipliesByProcesses multiplies by the number of processes"),
-        ("evaluate", "pass outputs='whole' to"),
-        ("predict", "pass outputs='whole' to"),
+        ("evaluate", "pass outputs='full' to"),
+        ("predict", "pass outputs='full' to"),
     ],
 )
 def test_trainer_without(pools: dict[int, Pool], tmp_path: Path, what: str, message: str) -> None:
@@ -467,15 +448,8 @@ def resumed(config: Any, folder: str, kind: str) -> list[float]:
     """The losses of six steps. The last three run after resuming from a checkpoint."""
     losses = []
     for steps in (3, 6):
-        trainer = transformers.Trainer(
-            tiny(kind),
-            transformers.TrainingArguments(
-                parallelism_config=config,
-                per_device_train_batch_size=2,
-                **settings(folder, steps, save_strategy="steps", save_steps=3),
-            ),
-            train_dataset=sequences(20),
-        )
+        saves = {"save_strategy": "steps", "save_steps": 3}
+        trainer = trainer_of(tiny(kind), config, folder, steps, sequences(20), **saves)
         trainer.train(resume_from_checkpoint=steps == 6)
         losses = logged(trainer)
     return losses
@@ -494,7 +468,7 @@ SCRIPT = """
 import torch.distributed as dist
 
 import seqpar.hf
-from tests.hf.test_parallelism import with_loop
+from tests.hf.test_accelerate import with_loop
 
 losses, _ = with_loop(seqpar.hf.ParallelismConfig(), "", "mistral", 4, "rows")
 assert dist.get_world_size() == 2
@@ -583,7 +557,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_relies_on() -> None:
-    """Undocumented names in accelerate and transformers, which ``hf/parallelism.py`` lists."""
+    """Undocumented names in accelerate and transformers, which ``hf/accelerate.py`` lists."""
     start = inspect.getsource(accelerate.Accelerator.__init__)
     assert 0 < start.index("parallelism_config.get_device_mesh(") < start.index("._validate_accelerator(self)")
     prepare = inspect.getsource(accelerate.Accelerator._prepare_one)
@@ -594,3 +568,60 @@ def test_what_it_relies_on() -> None:
     for size in ("tp", "cp"):
         source = inspect.getsource(getattr(transformers.Trainer, f"get_{size}_size"))
         assert f"pc.{size}_size" in source or "pc." not in source
+
+
+def with_mixin(mesh: Any, folder: str, batch: int, across: bool, eval_rows: int) -> tuple[Run, list[int]]:
+    """The losses of three steps, the evaluation loss, and the numbers of tokens and of sequences in a step."""
+    model = tiny("qwen3")
+    if mesh is not None:
+        seqpar.hf.parallelize(model, mesh=mesh, strategy="hybrid")
+    trainer = trainer_of(
+        model, None, folder, 3, sequences(20, 40, 9), batch, sequences(eval_rows, 40, 9),
+        transformers.Trainer if mesh is None else seqpar.hf.SequenceParallelTrainer,
+        include_num_input_tokens_seen="all", gradient_accumulation_steps=2, average_tokens_across_devices=across,
+    )  # fmt: skip
+    trainer.train()
+    counts = [trainer.state.num_input_tokens_seen, trainer.get_total_train_batch_size(trainer.args)]
+    return (logged(trainer), {"eval_loss": trainer.evaluate()["eval_loss"]}), counts
+
+
+@on_ranks
+def mixin_on_ranks(group: ProcessGroup, folder: str, dp: int, across: bool, eval_rows: int) -> Any:
+    with torchrun(group):
+        mesh = seqpar.init_mesh(dp, 2 // dp, 2, 1, device_type="cpu")
+        return with_mixin(mesh, folder, 2 // dp, across, eval_rows)
+
+
+@pytest.mark.parametrize(("dp", "across", "eval_rows"), [(2, True, 8), (2, False, 8), (1, True, 7)])
+def test_mixin_trainer(pools: dict[int, Pool], tmp_path: Path, dp: int, across: bool, eval_rows: int) -> None:
+    """``dp`` replicas of ``4 / dp`` ranks of a sequence, compared with one process with ``dp`` times the batch."""
+    with torchrun(None):
+        (losses, metrics), counts = with_mixin(None, str(tmp_path), 2, across, eval_rows)
+    for (ours, our_metrics), our_counts in pools[4].run(4, mixin_on_ranks, str(tmp_path), dp, across, eval_rows):
+        # without ``across``, transformers takes the mean of each replica's mean
+        assert ours == pytest.approx(losses, abs=LOSS if across else 0.2)
+        # Replicas are weighted by their tokens before the shift, one process's batches by the tokens after it.
+        assert our_metrics == pytest.approx(metrics, abs=LOSS if dp == 1 else 2e-2 if across else 0.2)
+        assert our_counts == counts
+
+
+def test_refused_mixin_trainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trainer(model: Any, **options: Any) -> Any:
+        cls = seqpar.hf.SequenceParallelTrainer
+        return trainer_of(model, None, str(tmp_path), 1, sequences(2), trainer=cls, **options)
+
+    with pytest.raises(ValueError, match="not parallelized"):
+        trainer(tiny("llama"))
+    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    with pytest.raises(ValueError, match="compute_metrics: it needs the logits"):
+        trainer(model, compute_metrics=len)
+    create = transformers.Trainer.create_accelerator_and_postprocess
+
+    def create_with_deepspeed(trainer: Any) -> None:
+        create(trainer)
+        trainer.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", create_with_deepspeed)
+    with pytest.raises(ValueError, match=r"the Trainer uses DeepSpeed.*gradients='mean'"):
+        trainer(model)
+    trainer(seqpar.hf.parallelize(seqpar.hf.restore(model), strategy="local", gradients="mean"))

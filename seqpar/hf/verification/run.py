@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from math import isnan
+from math import inf, isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -25,80 +25,32 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..checks import check_number
-from ..comm.communicator import existing_communicators
-from ..comm.handshake import Fingerprint, all_gather_header, fingerprint
-from ..layers.gradients import sync_gradients
-from ..layers.wrappers import gradient_wrappers, outermost
-from ..mesh import global_ranks
-from ..rendezvous import group_timeout, meet
-from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
-from .loss import reduce_over_ranks
-from .own import shared_calls
+from ...checks import check_number
+from ...comm.communicator import existing_communicators
+from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
+from ...layers.gradients import sync_gradients
+from ...layers.wrappers import gradient_wrappers, outermost
+from ...mesh import global_ranks
+from ...rendezvous import group_timeout, store_all_gather
+from ..loss import reduce_over_ranks
+from ..per_rank import shared_batches
+from ..state import NAME, Patch, patch_of
+from ..support import attention_layers
+from ..trial import attend_to_own_token
+from .comparison import FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .recording import PinnedExperts, Recording, one_device, recording
-from .state import NAME, Patch, patch_of
-from .support import attention_layers
-from .tracing import attend_to_own_token
+from .report import Difference, VerificationError, VerificationReport
 
 # The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 Batch = Mapping[str, Any]
+Shard = Callable[[Batch], dict[str, Any]]
+Sync = Callable[[nn.Module], object]
 DEADLINE_S = 120.0
 # The libraries whose modules are known to work with this package.
 LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
 _NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
-
-
-@dataclass(frozen=True)
-class VerificationReport:
-    """The result of ``verify``, the same on every rank of the sequence.
-
-    Attributes:
-        differences: the differences from one device, in the order of a training step: the path, the inputs, the first
-            layer, the loss, the first gradient. Empty if there are none.
-        loss: the loss of the parallelized model; NaN if it was not computed.
-        expected_loss: the loss of the model on one device; NaN if it was not computed.
-        layers: the number of attention layers that were compared.
-        seq_len: the number of tokens of the full sequence.
-        ranks: the number of ranks that the sequence is sharded over.
-        strategy, layout: as given to ``parallelize``.
-    """
-
-    differences: tuple[Difference, ...]
-    loss: float
-    expected_loss: float
-    layers: int
-    seq_len: int
-    ranks: int
-    strategy: str
-    layout: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether the model computes what one device would."""
-        return not self.differences
-
-    def __str__(self) -> str:
-        what = f"{self.seq_len} tokens on {self.ranks} rank(s), strategy={self.strategy!r}, layout={self.layout!r}"
-        if self.ok:
-            return (
-                f"seqpar.hf.verify: equal to one device: {what}, {self.layers} attention layers, loss {self.loss:.6f} "
-                f"(one device {self.expected_loss:.6f}), all gradients"
-            )
-        return "\n".join([f"seqpar.hf.verify: not what one device computes: {what}", *map(str, self.differences)])
-
-
-class VerificationError(AssertionError):
-    """A parallelized model does not compute what one device would.
-
-    Attributes:
-        report: the ``VerificationReport``.
-    """
-
-    def __init__(self, report: VerificationReport) -> None:
-        super().__init__(str(report))
-        self.report = report
 
 
 def verify(
@@ -106,8 +58,8 @@ def verify(
     batch: Batch,
     raise_on_error: bool = True,
     *,
-    shard: Callable[[Batch], dict[str, Any]] | None = None,
-    sync: Callable[[nn.Module], object] | None = None,
+    shard: Shard | None = None,
+    sync: Sync | None = None,
     tolerance: float | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> VerificationReport:
@@ -119,8 +71,8 @@ def verify(
     attention, output and their gradients; the loss; and the gradient of every parameter.
 
     The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. A model with
-    ``batches="own"`` runs as if its ranks shared a batch. Gradients, random number generators, buffers and modes are
-    restored afterwards. No optimizer step is made.
+    ``batches="per_rank"`` runs as if its ranks shared a batch. Gradients, random number generators, buffers and modes
+    are restored afterwards. No optimizer step is made.
 
     Args:
         model: a parallelized model, or DDP or FSDP (1 or ``fully_shard``) around it, also as accelerate prepares it.
@@ -144,7 +96,12 @@ def verify(
         ValueError: the model is not parallelized, or the batch cannot be sharded.
     """
     patch = patch_of(model)
-    root = _root(model)
+    root = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar")), None)
+    if root is None:
+        raise ValueError(
+            "model: it does not contain the whole transformers model (is it a pipeline stage?); give verify the model "
+            "that contains all layers"
+        )
     check_number("deadline_s", deadline_s)
     if tolerance is not None:
         check_number("tolerance", tolerance)
@@ -153,9 +110,8 @@ def verify(
         stack.enter_context(_unchanged(model))
         stack.callback(patch.__setattr__, "calls", patch.calls)
         stack.callback(patch.__setattr__, "seed", patch.seed)
-        stack.enter_context(shared_calls(root, patch))
-        run = _Verification(model, root, patch, batch, tolerance, deadline_s)
-        report = run.report(shard, sync)
+        stack.enter_context(shared_batches(root, patch))
+        report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
     return report
@@ -182,8 +138,8 @@ class _Run:
 class _Verification:
     """One call of ``verify``.
 
-    ``report`` runs the stages in order: the comparison of the ranks, the dry run, the parallelized run, and the run on
-    one device. It stops after a stage whose differences would make the next stages fail or hang.
+    ``report`` runs the stages in order: the comparison of the ranks, the dry run, the run on one device, and the
+    parallelized run. It stops after a stage whose differences would make the next stages fail or hang.
     """
 
     def __init__(
@@ -192,48 +148,44 @@ class _Verification:
         self.model, self.root, self.patch = model, root, patch
         self.layers = attention_layers(root)
         self.limit = timedelta(seconds=limit)
-        weights: dict[str, float] = {}
-        path: list[str] = []
+        self.weights: dict[str, float] = {}
+        self.path: list[str] = []
 
         def header() -> _Header:
             self.batch = FullBatch(batch, patch, root)
-            path.extend(_static_path(root, patch, self.layers))
-            weights.update(_weight_sums(root))
-            same = fingerprint(*weights.items()), fingerprint(*path)
-            return _Header(self.batch.seq_len, Fingerprint(self.batch.checksum), same[1], same[0])
+            self.path = _static_path(root, patch, self.layers)
+            self.weights = _weight_sums(root)
+            checksum = Fingerprint(self.batch.checksum)
+            return _Header(self.batch.seq_len, checksum, fingerprint(*self.path), fingerprint(*self.weights.items()))
 
         self.headers = all_gather_header(header, patch.group)
-        self.weights, self.path = weights, path
-        self.whole = whole_parameters(root)
+        self.unsharded = unsharded_parameters(root)
         self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
 
-    def report(
-        self, shard: Callable[[Batch], dict[str, Any]] | None, sync: Callable[[nn.Module], object] | None
-    ) -> VerificationReport:
-        """Run all stages. Arguments and result as in ``verify``."""
-        ours, theirs = _Run(Recording(self.root)), _Run(Recording(self.root))
+    def report(self, shard: Shard | None, sync: Sync | None) -> VerificationReport:
+        """Run all stages."""
+        dry, theirs, ours = (_Run(Recording(self.root)) for _ in range(3))
         local: dict[str, Any] = {}
-        dry = _Run(Recording(self.root))
-        left_out = () if foreign_wrappers(self.model, self.root) else _NOT_IN_DRY_RUN
-
-        def shard_and_dry_run() -> None:
-            local.update(self.batch.given if shard is None else shard(self.batch.given))
-            with torch.no_grad(), recording(self.root, attend_to_own_token) as dry.record:
-                self.model(**{name: x for name, x in local.items() if name not in left_out})
+        not_in_dry_run = () if foreign_wrappers(self.model, self.root) else _NOT_IN_DRY_RUN
+        pinned = partial(PinnedExperts, experts=[], positions=self.batch.positions, seq_len=self.batch.seq_len)
 
         def full_call(arguments: dict[str, Any]) -> dict[str, Any]:
-            given = {name: x for name, x in arguments.items() if x is not None}
-            return FullBatch(given, self.patch, self.root).for_one_device
+            arguments = {name: x for name, x in arguments.items() if x is not None}
+            return FullBatch(arguments, self.patch, self.root).for_one_device
+
+        def shard_and_dry_run() -> None:
+            local.update(self.batch.for_parallelized if shard is None else shard(self.batch.for_parallelized))
+            with torch.no_grad(), recording(self.root, attend_to_own_token) as dry.record:
+                self.model(**{name: x for name, x in local.items() if name not in not_in_dry_run})
 
         def run_alone() -> None:
-            with one_device(self.model, self.root, self.patch, full_call, self.batch.documents), experts(pins=False):
-                self._run(theirs, self.batch.given, None, alone=True)
+            with one_device(self.model, self.root, self.patch, full_call, self.batch.documents), pinned(pins=False):
+                self._run(theirs, self.batch.for_parallelized, None, alone=True)
 
         def run_sharded() -> None:
-            with experts(pins=True):
+            with pinned(pins=True):
                 self._run(ours, local, sync)
 
-        experts = partial(PinnedExperts, chosen=[], positions=self.batch.positions, seq_len=self.batch.seq_len)
         stages: tuple[Callable[[], list[Difference]], ...] = (
             self._compare_ranks,
             lambda: self._compare_calls(shard_and_dry_run, dry, "run"),
@@ -247,16 +199,9 @@ class _Verification:
             if not any(difference.stops for difference in differences):
                 differences += stage()
         strategy, layout = self._exchange([self.patch.strategy, self.patch.layout])[0]  # rank 0's, on every rank
-        return VerificationReport(
-            tuple(sorted(differences, key=lambda d: d.order)),
-            ours.loss,
-            theirs.loss,
-            len(self.layers),
-            self.batch.seq_len,
-            self.patch.ranks,
-            strategy,
-            layout,
-        )
+        differences.sort(key=lambda d: d.order)
+        sizes = len(self.layers), self.batch.seq_len, self.patch.ranks
+        return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
 
     def _compare_ranks(self) -> list[Difference]:
         """The differences between the ranks' batches, models and weights."""
@@ -265,9 +210,8 @@ class _Verification:
             return [Difference("batch", "batch", ranks=_minority(batches), explanation="the ranks' batches differ")]
         if len(set(paths)) > 1:
             lines = self._exchange(self.path)
-            other = next((i for i, same in enumerate(zip(*lines, strict=False)) if len(set(same)) > 1), None)
-            said = [rank[other] if other is not None else f"{len(rank)} parameters and layers" for rank in lines]
-            return [_other_path(said)]
+            at = next((i for i, by_rank in enumerate(zip(*lines, strict=False)) if len(set(by_rank)) > 1), None)
+            return [_other_path([f"{len(x)} parameters and layers" if at is None else x[at] for x in lines])]
         if len(set(weights)) > 1:
             sums = [dict(rank) for rank in self._exchange(list(self.weights.items()))]
             name = next(n for n in sums[0] if len({rank.get(n) for rank in sums}) > 1)
@@ -277,15 +221,9 @@ class _Verification:
         return []
 
     def _compare_calls(self, call: Callable[[], None], run: _Run, name: str) -> list[Difference]:
-        """Run the model on every rank, and compare the ranks' calls of the attention function.
+        """Call the model on every rank, and compare the ranks' calls of the attention function, which ``run`` records.
 
-        Args:
-            call: runs the model.
-            run: has the calls after that.
-            name: the name of this run.
-
-        Returns:
-            The first call that differs between the ranks, or the error that a rank raised. Empty if there is neither.
+        Returns the first call that differs between the ranks, or the error that a rank raised.
         """
         message = ""
         try:
@@ -294,46 +232,36 @@ class _Verification:
             if self.patch.ranks == 1:
                 raise
             message = f"{type(error).__name__}: {error}"
-        calls = [f"{call.layer} by {call.implementation!r} on {call.described}" for call in run.record.calls]
+        calls = [f"{call.layer} by {call.implementation!r} on {call.description}" for call in run.record.calls]
         by_rank = self._exchange([message, *calls])
-        errors = [rank[0] for rank in by_rank]
         for i in range(1, max(map(len, by_rank))):
             ith_calls = [rank[i] if i < len(rank) else f"no {i}-th attention layer" for rank in by_rank]
             # A rank that raised an error has made fewer calls. This alone is not another path: another rank may have
             # caused the error, by not sending its message.
             if len({call for call, rank in zip(ith_calls, by_rank, strict=True) if not rank[0] or i < len(rank)}) > 1:
                 return [_other_path(ith_calls)]
-        failed = tuple(rank for rank, error in enumerate(errors) if error)
-        if not failed:
-            return []
-        return [Difference("path", name, ranks=failed, explanation=errors[failed[0]], stops=True)]
+        failed = tuple(rank for rank, (error, *_) in enumerate(by_rank) if error)
+        return [Difference("path", name, ranks=failed, explanation=by_rank[failed[0]][0], stops=True)] if failed else []
 
     def _compare_lengths(self, dry: Recording) -> list[Difference]:
         """The layers that do not attend over the sharded sequence with this rank's queries."""
-        found = []
+        differences = []
         for call in dry.calls:
             if call.implementation != NAME:
+                quantity = "attention"
                 why = f"its attention ({call.implementation!r}) is not parallelized and sees this rank's tokens only"
-                found.append(Difference("layer", "attention", call.layer, explanation=why, error=float("inf")))
             elif call.tokens != len(self.batch.positions):
+                quantity = "length"
                 why = f"its queries have {call.tokens} tokens, expected this rank's {len(self.batch.positions)}"
-                found.append(Difference("layer", "length", call.layer, explanation=why, error=float("inf")))
-        return self._merge(found)
+            else:
+                continue
+            differences.append(Difference("layer", quantity, call.layer, explanation=why, error=inf))
+        return self._merge(differences)
 
-    def _run(
-        self,
-        run: _Run,
-        arguments: Mapping[str, Any],
-        sync: Callable[[nn.Module], object] | None,
-        alone: bool = False,
-    ) -> None:
+    def _run(self, run: _Run, arguments: Mapping[str, Any], sync: Sync | None, alone: bool = False) -> None:
         """Run a forward and backward, and store the results in ``run``.
 
-        Args:
-            run: receives the recording, the loss and the gradients.
-            arguments: the arguments of the model.
-            sync: as in ``verify``.
-            alone: whether the model runs on this rank alone, on the full batch.
+        ``alone``: the model runs on this rank alone, on the full batch.
         """
         for p in self.model.parameters():
             p.grad = None
@@ -347,7 +275,11 @@ class _Verification:
                 loss.backward()
         run.loss = float(loss.detach())
         if loss.requires_grad and not alone:
-            self._sum_gradients(sync)
+            if sync is not None:
+                sync(self.model)
+            elif not gradient_wrappers(self.model, self.patch.group):
+                module = self.model if foreign_wrappers(self.model, self.root) else self.root
+                sync_gradients(module, mesh=self.patch.mesh, group=self.patch.given_group)
         run.gradients = {
             name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach().cpu()
             for name, p in self.model.named_parameters()
@@ -374,35 +306,26 @@ class _Verification:
         total = (x.float() * weight.to(x.device) * valid[..., None]).sum() / x[..., 0, :].numel()
         return total if alone else reduce_over_ranks(total, self.patch, self.root)
 
-    def _sum_gradients(self, sync: Callable[[nn.Module], object] | None) -> None:
-        if sync is not None:
-            sync(self.model)
-        elif not gradient_wrappers(self.model, self.patch.group):
-            whole = self.model if foreign_wrappers(self.model, self.root) else self.root
-            sync_gradients(whole, mesh=self.patch.mesh, group=self.patch.given_group)
-
     def _compare(self, ours: _Run, theirs: _Run) -> list[Difference]:
-        batch, tolerance = self.batch, self.tolerance
-        found = compare_inputs(ours.record, theirs.record, batch, self.patch)
-        forward, backward = compare_tensors(ours.record, theirs.record, batch, tolerance, self.patch.ranks)
-        found += forward
+        tolerance = self.tolerance
+        found = compare_inputs(ours.record, theirs.record, self.batch, self.patch)
+        found += compare_tensors(ours.record, theirs.record, self.batch, tolerance, self.patch.ranks)
         error = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), 1e-6)
         if not error <= tolerance and not (isnan(ours.loss) and isnan(theirs.loss)):  # NaN: no label counts
             why = f"{ours.loss:.6f}, on one device {theirs.loss:.6f}"
             found.append(Difference("loss", "loss", error=error, tolerance=tolerance, explanation=why))
-        found += backward
-        differences = self._merge(found)
-        return differences + self._compare_gradients(ours.gradients, theirs.gradients)
+        return self._merge(found) + self._compare_gradients(ours.gradients, theirs.gradients)
 
     def _compare_gradients(self, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Difference]:
-        mine = parameter_differences(ours, theirs, self.tolerance, self.patch.ranks)
-        by_rank = self._exchange([[d.quantity, d.error, d.explanation] for d in mine])
-        names = {name for rank in by_rank for name, _, _ in rank}
+        """The first parameter whose gradient differs on some rank."""
+        local = parameter_differences(ours, theirs, self.tolerance, self.patch.ranks)
+        by_rank = [{name: (e, w) for name, e, w in x} for x in self._exchange([_short(d) for d in local])]
+        names = {name for rank in by_rank for name in rank}
         if not names:
             return []
         first = next(name for name in {**theirs, **ours} if name in names)
-        ranks = tuple(i for i, rank in enumerate(by_rank) if any(name == first for name, _, _ in rank))
-        worst, why = max((e, w) for rank in by_rank for name, e, w in rank if name == first)
+        ranks = tuple(i for i, rank in enumerate(by_rank) if first in rank)
+        worst, why = max(by_rank[i][first] for i in ranks)
         if self._is_partial(first, ours, theirs):
             why = "the ranks' partial gradients were not summed; call seqpar.sync_gradients after backward"
         elif not why and len(names) < len(theirs):
@@ -416,59 +339,52 @@ class _Verification:
         """Whether the ranks have different gradients of a parameter, whose sum is the one-device gradient."""
         group = self.patch.group
         parameter = dict(self.model.named_parameters())[name]
-        if group is None or name not in theirs or all(parameter is not p for p in self.whole.values()):
+        if group is None or name not in theirs or all(parameter is not p for p in self.unsharded.values()):
             return False
-        mine, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
-        total = mine.to(parameter.device, copy=True)
+        local, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
+        total = local.to(parameter.device, copy=True)
         dist.all_reduce(total, group=group)
         total = total.cpu()
         scales = (1, self.patch.ranks)  # for a wrapper that averages, the loss is multiplied by the number of ranks
         is_sum = any(bool((total / c - full).norm() <= self.tolerance * full.norm()) for c in scales)
-        is_mean = bool((self.patch.ranks * mine - total).norm() <= self.tolerance * total.norm())
+        is_mean = bool((self.patch.ranks * local - total).norm() <= self.tolerance * total.norm())
         by_rank = self._exchange([is_sum, is_mean])
         return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
 
     def _merge(self, found: list[Difference]) -> list[Difference]:
-        """Merge the differences that the ranks have found.
-
-        Returns:
-            The same list on every rank. Of the kinds "forward" and "backward" it has only the first difference.
-        """
+        """All ranks' differences, the same on every rank. In forward and in backward, only the first difference."""
         by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(d.values()) for d in found])]
-        merged = []
-        for kind in dict.fromkeys(d.kind for rank in by_rank for d in rank):
-            all_of_kind = [d for rank in by_rank for d in rank if d.kind == kind]
-            for place in dict.fromkeys((d.at, d.layer, d.quantity) for d in sorted(all_of_kind, key=lambda d: d.at)):
-                same = {
-                    i: d for i, rank in enumerate(by_rank) for d in rank if (d.at, d.layer, d.quantity) == place
-                    and d.kind == kind
-                }  # fmt: skip
-                worst = max(same.values(), key=lambda d: d.error)
-                why = next((d.explanation for d in same.values() if d.explanation), "")
-                tokens = tuple(sorted({t for d in same.values() for t in d.tokens}))
-                merged.append(replace(worst, ranks=tuple(same), tokens=tokens, explanation=why))
-                if kind in ("forward", "backward"):
-                    break  # the differences that follow are consequences of the first one
+        by_place: dict[tuple[int, int, str, str, str], dict[int, Difference]] = {}
+        for i, rank in enumerate(by_rank):
+            for d in rank:
+                by_place.setdefault((*d.order, d.kind, d.layer, d.quantity), {})[i] = d
+        merged: list[Difference] = []
+        for (*_, kind, _, _), same in sorted(by_place.items(), key=lambda item: item[0][:2]):
+            if kind in ("forward", "backward") and any(d.kind == kind for d in merged):
+                continue  # a consequence of the first one
+            worst = max(same.values(), key=lambda d: d.error)
+            why = next((d.explanation for d in same.values() if d.explanation), "")
+            tokens = tuple(sorted({t for d in same.values() for t in d.tokens}))
+            merged.append(replace(worst, ranks=tuple(same), tokens=tokens, explanation=why))
         return merged
 
     def _exchange(self, value: list[Any]) -> list[Any]:
         return exchange(self.patch, value, self.limit)
 
 
+def _short(difference: Difference) -> list[Any]:
+    return [difference.quantity, difference.error, difference.explanation]
+
+
 def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
-    """Each rank's ``value``, by rank in the sequence.
+    """Each rank's ``value``, which JSON can represent, by rank in the sequence.
 
     The ranks exchange the values through the store, which also works after a message between ranks has failed.
-
-    Args:
-        patch: the model's ``Patch``.
-        value: a value that JSON can represent.
-        limit: how long to wait for the other ranks.
     """
     if patch.group is None or patch.ranks == 1:
         return [json.loads(json.dumps(value))]
-    met = meet("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
-    return [json.loads(rank) for rank in met.values]
+    met = store_all_gather("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
+    return [json.loads(rank) for rank in met]
 
 
 def _values(output: Any) -> list[Tensor]:
@@ -493,16 +409,6 @@ def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
     return any(type(module).__module__.split(".")[0] not in LIBRARIES for module in around)
 
 
-def _root(model: nn.Module) -> PreTrainedModel:
-    roots = [m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar")]
-    if not roots:
-        raise ValueError(
-            "model: it does not contain the whole transformers model (is it a pipeline stage?); give verify the model "
-            "that contains all layers"
-        )
-    return roots[0]
-
-
 def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
     """Everything that decides which messages a rank sends, as lines of text."""
 
@@ -520,7 +426,7 @@ def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Modul
     return lines
 
 
-def whole_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are not sharded, by name. Every rank of the sequence holds them in full."""
     if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
         return {}
@@ -529,10 +435,10 @@ def whole_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 def _weight_sums(root: nn.Module) -> dict[str, float]:
     """A checksum of each parameter that is not sharded, by name."""
-    whole = {n: p for n, p in whole_parameters(root).items() if p.is_floating_point()}
+    full = {n: p for n, p in unsharded_parameters(root).items() if p.is_floating_point()}
     sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
-            for p in whole.values()]  # fmt: skip
-    return dict(zip(whole, torch.stack(sums).tolist() if sums else (), strict=True))
+            for p in full.values()]  # fmt: skip
+    return dict(zip(full, torch.stack(sums).tolist() if sums else (), strict=True))
 
 
 def _other_path(descriptions: list[str]) -> Difference:
@@ -546,8 +452,8 @@ def _other_path(descriptions: list[str]) -> Difference:
 
 def _minority(values: list[Any]) -> tuple[int, ...]:
     """The ranks whose value is not the most frequent one. Among equally frequent values, the first one counts."""
-    most = max(dict.fromkeys(values), key=values.count)
-    return tuple(rank for rank, value in enumerate(values) if value != most)
+    majority = max(dict.fromkeys(values), key=values.count)
+    return tuple(rank for rank, value in enumerate(values) if value != majority)
 
 
 def lowest_dtype(root: nn.Module) -> torch.dtype:
@@ -598,13 +504,12 @@ def _deadline(group: ProcessGroup | None, seconds: float) -> Iterator[None]:
         return
     limit = timedelta(seconds=seconds)
     groups = list({id(g): g for g in (dist.group.WORLD, group, *existing_communicators())}.values())
-    before = [(g, group_timeout(g)) for g in groups]
+    timeouts = {id(g): group_timeout(g) for g in groups}
     for g in groups:
         _set_timeout(g, limit)
     try:
         yield
     finally:
-        timeouts = {id(g): timeout for g, timeout in before}
         # A communicator that was created inside the block gets the timeout of ``group``.
         for g in (*groups, *existing_communicators()):
             _set_timeout(g, timeouts.get(id(g), timeouts[id(group)]))

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
-from .latent import expand, hands_on_latents
+from .latent import expand, has_latent_kv
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
@@ -45,26 +45,16 @@ MaskedLayer = tuple[nn.Module, bool | None, int | None]  # an attention layer, i
 
 
 @dataclass
-class Trace:
-    """The results of a trial run.
+class Trial:
+    """The results of a trial run. A module is reported by its name and class."""
 
-    Attributes:
-        attends: the modules that called the attention function.
-        masked: each of these modules with the ``is_causal`` and the ``sliding_window`` that it passed.
-        asked: the arguments with which the model called the mask interface.
-        tokens: the number of tokens of the trial run.
-        mixes: name and class of the innermost module whose output for a token depends on other tokens, or None.
-        pools: name and class of the innermost module that returns one vector per sequence, or None.
-        error: the error that ended the trial run, or None.
-    """
-
-    attends: list[nn.Module] = field(default_factory=list)
+    attends: list[nn.Module] = field(default_factory=list)  # the modules that called the attention function
     masked: list[MaskedLayer] = field(default_factory=list)
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    mask_calls: list[dict[str, Any]] = field(default_factory=list)  # arguments of the calls of the mask interface
     tokens: int = 0
-    mixes: tuple[str, str] | None = None
-    pools: tuple[str, str] | None = None
-    error: Exception | None = None
+    mixes: tuple[str, str] | None = None  # the innermost module whose output for a token depends on other tokens
+    pools: tuple[str, str] | None = None  # the innermost module that returns one vector per sequence
+    error: Exception | None = None  # what ended the trial run
 
 
 def attend_to_own_token(
@@ -73,18 +63,9 @@ def attend_to_own_token(
     """An attention function for transformers in which each token attends to itself only.
 
     The result depends on the token's query, key and value, so that any mixing in one of these is visible in it.
-
-    Args:
-        module: the attention layer.
-        q: ``[batch, heads, seq, head_dim]``.
-        k: ``[batch, kv_heads, seq, head_dim]``, or latents if ``module`` hands on latents (see ``latent.py``).
-        v: ``[batch, kv_heads, seq, v_head_dim]``, or rotated keys if ``module`` hands on latents.
-        args, kwargs: ignored.
-
-    Returns:
-        ``[batch, seq, heads, v_head_dim]``, and None for the attention weights.
+    Shapes are transformers' ``[batch, heads, seq, head_dim]``; the result is ``[batch, seq, heads, v_head_dim]``.
     """
-    if hands_on_latents(module):
+    if has_latent_kv(module):
         k, v = expand(module, k, v)
     groups = q.shape[1] // k.shape[1]
     token = v + k.mean(-1, keepdim=True)  # [batch, kv_heads, seq, v_head_dim]
@@ -93,17 +74,16 @@ def attend_to_own_token(
 
 
 @torch.no_grad()
-def trace_tokens(root: PreTrainedModel) -> Trace:
+def run_trial(root: PreTrainedModel) -> Trial:
     """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards.
 
-    Returns:
-        What the run found. Its ``error`` is set if the run failed; this function itself raises no error.
+    If the run fails, the result has the ``error``.
     """
     tracer = _Tracer(root)
-    trace = tracer.trace
+    trial = tracer.trial
     with ExitStack() as stack:
         try:
-            stack.enter_context(_substitutes(root, trace.asked))
+            stack.enter_context(_substitutes(root, trial.mask_calls))
             stack.enter_context(torch.random.fork_rng([]))
             # With so few tokens, several threads would be slower than one.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -117,38 +97,36 @@ def trace_tokens(root: PreTrainedModel) -> Trace:
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
             positions = torch.arange(tracer.length)[None].expand(tracer.rows, -1)
             output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
-            attends = set(trace.attends)
+            attends = set(trial.attends)
             for layer, first in same_kind:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
-                trace.attends += [m for m, of_first in pairs if of_first in attends and m not in attends]
+                trial.attends += [m for m, of_first in pairs if of_first in attends and m not in attends]
             tracer.check_output(output)
         except Exception as error:
-            trace.error = error
-    return trace
+            trial.error = error
+    return trial
 
 
 class _Tracer:
-    """The hooks and the attention function of a trial run, which write its results to ``trace``."""
+    """The hooks and the attention function of a trial run, which write its results to ``trial``."""
 
     def __init__(self, root: PreTrainedModel) -> None:
-        self.trace = Trace()
+        self.trial = Trial()
         self.root = root
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
         self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
-        self.trace.tokens = self.length
+        self.trial.tokens = self.length
         self._names = {module: name for name, module in root.named_modules()}
         self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
         self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The hook before the forward of each module."""
         # If the arguments are mixed already, the module whose forward calls this one has mixed them.
         self._check((*args, *kwargs.values()), self._running[-1] if self._running else self.root)
         self._running.append(module)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The hook after the forward of each module."""
         self._running.pop()
         self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
         self._check(output, module)
@@ -156,40 +134,32 @@ class _Tracer:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """The attention function. Arguments and result as in ``attend_to_own_token``."""
-        self.trace.attends.append(module)
-        self.trace.masked.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
+        self.trial.attends.append(module)
+        self.trial.masked.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
         self._check([x.transpose(1, 2) for x in (q, k, v)], module)
         return attend_to_own_token(module, q, k, v)
 
     def check_output(self, output: Any) -> None:
-        """Check the output of the model for mixed and pooled tokens.
-
-        Raises:
-            ValueError: all of its tensors have values that are not finite.
-        """
+        """Check the output of the model for mixed and pooled tokens, and for values that are not finite."""
         self._check(output, self.root)
         for x in _tensors(output):
             module = next((module for y, module in self._pooled if y is x), None)
-            if module is not None and self.trace.pools is None:
-                self.trace.pools = self._names[module], type(module).__name__
+            if module is not None and self.trial.pools is None:
+                self.trial.pools = self._names[module], type(module).__name__
         if not any(bool(x.isfinite().all()) for x in _tensors(output)):
             raise ValueError("its outputs are not finite")
 
     def _check(self, values: Any, module: nn.Module) -> None:
-        """Report ``module`` as the one that mixes tokens if ``values`` are mixed, and nothing has been reported yet."""
-        if self.trace.mixes is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
-            self.trace.mixes = self._names.get(module, ""), type(module).__name__
+        if self.trial.mixes is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
+            self.trial.mixes = self._names.get(module, ""), type(module).__name__
 
 
 def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Replace the forward of layers in lists, so that only the first layer of each kind runs.
 
-    The other layers of that kind return what the first one returned for arguments of the same shapes. ``_substitutes``
-    restores the forwards.
-
-    Returns:
-        Each other layer, together with the first layer of its kind.
+    The other layers of that kind return the first one's result for arguments of the same shapes (0.6 s instead of
+    20 s for a model of 80 layers). Returns each of them with the first layer of its kind. ``_substitutes`` restores the
+    forwards.
     """
     same_kind = []
     lists = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.ModuleList)]
@@ -206,8 +176,6 @@ def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def _memoized(forward: Callable[..., Any], results: dict[Any, Any]) -> Callable[..., Any]:
-    """``forward``, which runs only if ``results`` has no result for arguments of the same shapes."""
-
     def run_once(*args: Any, **kwargs: Any) -> Any:
         shapes = str([tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in tree_leaves((args, kwargs))])
         if shapes not in results:
@@ -265,7 +233,6 @@ def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in nested tuples, lists and mappings."""
     if isinstance(values, Tensor):
         if values.is_floating_point():
             yield values
@@ -278,13 +245,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _depends_on_others(x: Tensor, rows: int, length: int) -> bool:
-    """Whether changing one token of the input has changed the values of another token in ``x``.
+    """Whether changing one token of the input has changed another token in ``x [rows, ..., length, ...]``.
 
-    Args:
-        x: ``[rows, ..., length, ...]``. For any other shape the result is False, because it is not known which values
-            belong to which token. For example, the inputs of experts have the tokens in another order.
-        rows: the number of rows of the batch.
-        length: the number of tokens.
+    It is False for any other shape, because it is not known which values belong to which token. For example, the inputs
+    of experts have the tokens in another order.
     """
     if x.dim() < 2 or x.shape[0] != rows or list(x.shape[1:]).count(length) != 1:
         return False
@@ -297,12 +261,7 @@ def _depends_on_others(x: Tensor, rows: int, length: int) -> bool:
 
 @contextmanager
 def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
-    """In the block, transformers models get another attention function.
-
-    Args:
-        replace: called with the name of an attention implementation and its attention function. It returns the
-            function that the model calls instead.
-    """
+    """In the block, transformers models get ``replace(implementation, function)`` as their attention function."""
     # Models of transformers 5.0, which has no get_interface, index the interface for all implementations but "eager".
     name = "get_interface" if hasattr(AttentionInterface, "get_interface") else "__getitem__"
     original = getattr(AttentionInterface, name)
@@ -319,10 +278,10 @@ def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _substitutes(root: PreTrainedModel, asked: list[dict[str, Any]]) -> Iterator[None]:
+def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Iterator[None]:
     """In the block, small tensors on the CPU replace the parameters and buffers, and the model has no hooks.
 
-    The mask interface returns no mask, and appends the arguments of its calls to ``asked``.
+    The mask interface returns no mask, and appends the arguments of its calls to ``mask_calls``.
     """
     with ExitStack() as stack:
         shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
@@ -346,7 +305,7 @@ def _substitutes(root: PreTrainedModel, asked: list[dict[str, Any]]) -> Iterator
                     stack.callback(setattr, config, name, getattr(config, name))
                     setattr(config, name, value)
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
-        ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: asked.append(kwargs)
+        ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: mask_calls.append(kwargs)
         yield
 
 
@@ -386,9 +345,8 @@ def _overlaps(x: Any) -> bool:
 class _TokenwiseFunctions(TorchFunctionMode):
     """Replaces linear layers, products with large weights, and embeddings by cheap functions of each token.
 
-    Args:
-        vocabulary: all outputs of a linear layer with at least so many features have the same value, because computing
-            a different value for each logit would take too long.
+    All outputs of a linear layer with at least ``vocabulary`` features have the same value, because computing a
+    different value for each logit would take too long.
     """
 
     def __init__(self, vocabulary: int) -> None:

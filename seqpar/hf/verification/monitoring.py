@@ -21,23 +21,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from ..layers.wrappers import outermost
-from ..sharding import Sharding
-from .batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
-from .comparison import Difference, FullBatch
-from .state import Patch
-from .support import parameters_of
-from .verification import (
-    DEADLINE_S,
-    LIBRARIES,
-    TOLERANCE,
-    VerificationError,
-    VerificationReport,
-    exchange,
-    lowest_dtype,
-    verify,
-    whole_parameters,
-)
+from ...layers.wrappers import outermost
+from ...sharding import Sharding
+from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
+from ..state import Patch
+from ..support import parameters_of
+from .comparison import FullBatch
+from .report import Difference, VerificationError, VerificationReport
+from .run import DEADLINE_S, LIBRARIES, TOLERANCE, exchange, lowest_dtype, unsharded_parameters, verify
 
 _log = logging.getLogger("seqpar")
 
@@ -45,12 +36,8 @@ _log = logging.getLogger("seqpar")
 class _Monitor:
     """The hooks that ``verify_while_training`` registers.
 
-    Args:
-        root: the parallelized model.
-        patch: its ``Patch``.
-        every: the model is verified before the first step of the optimizer and every ``every``-th step after it.
-        tokens: the batch is cut to so many tokens per row.
-        foreign: for a model that is verified once: which of its code is not of transformers.
+    The model is verified before the first step of the optimizer and every ``every``-th step after it, on ``tokens``
+    tokens of each row; or only once, if ``foreign`` says which of its code is not of transformers.
     """
 
     def __init__(self, root: PreTrainedModel, patch: Patch, every: int, tokens: int, foreign: str) -> None:
@@ -83,14 +70,10 @@ class _Monitor:
             _log.info("step %d: %s", self.steps, report)
 
     def _verify_once(self, batch: dict[str, Any]) -> None:
-        """Say in one line what was compared.
-
-        Raises:
-            VerificationError: something differs. An error that ends one of the two runs does not count.
-        """
+        """Say in one line what was compared. An error that ends one of the two runs is no difference."""
         started = time.monotonic()
         why = "its weights are sharded"
-        if len(whole_parameters(self.root)) == len([*self.root.parameters()]):
+        if len(unsharded_parameters(self.root)) == len([*self.root.parameters()]):
             try:
                 report = self._verify(batch)
                 why = "" if report.ok else str(report)
@@ -113,7 +96,7 @@ class _Monitor:
 
     def _verify(self, batch: dict[str, Any]) -> VerificationReport:
         with torch.no_grad():
-            batch = self._some_tokens(self._whole(batch))
+            batch = self._some_tokens(self._unsharded(batch))
         self._check_summed(FullBatch(batch, self.patch, self.root).seq_len)
         tolerance = TOLERANCE[lowest_dtype(self.root)]
         if self.foreign:  # nobody asked for this run, so that rounding must not end the training
@@ -125,8 +108,8 @@ class _Monitor:
         patch, root = self.patch, self.root
         if patch.ranks == 1:
             return
-        whole = {n: p.grad for n, p in whole_parameters(root).items() if p.grad is not None}
-        norms = {n: g.detach().double().norm() for n, g in whole.items()}
+        parameters = unsharded_parameters(root).items()
+        norms = {n: p.grad.detach().double().norm() for n, p in parameters if p.grad is not None}
         values = torch.stack([*norms.values()]).tolist() if norms else []
         by_rank = exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=DEADLINE_S))
         ranks = [dict(rank[0]) for rank in by_rank]
@@ -143,23 +126,23 @@ class _Monitor:
                     VerificationReport((found,), nan, nan, 0, seq_len, patch.ranks, patch.strategy, patch.layout)
                 )
 
-    def _whole(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _unsharded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The full batch. It is all-gathered if the model was called with this rank's part."""
         shard = batch.get("seqpar")
         if not isinstance(shard, BatchShard):
             return batch
-        given = {name: x for name, x in batch.items() if name != "seqpar"}
+        full = {name: x for name, x in batch.items() if name != "seqpar"}
         if shard.in_place is not None:
-            given["labels"] = shard.in_place[0]
-        elif "labels" in given:
-            given["shift_labels"] = given.pop("labels")
+            full["labels"] = shard.in_place[0]
+        elif "labels" in full:
+            full["shift_labels"] = full.pop("labels")
         if shard.valid is not None:
-            given["attention_mask"] = shard.valid.int()
+            full["attention_mask"] = shard.valid.int()
         sharding = Sharding(shard.seq_len, shard.layout, mesh=self.patch.mesh, group=self.patch.given_group)
         local = sharding.lengths[self.patch.rank]
         return {
             name: sharding.unshard(x) if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == local else x
-            for name, x in given.items()
+            for name, x in full.items()
         }
 
     def _some_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -167,9 +150,6 @@ class _Monitor:
 
         Without labels, these are the first tokens that are not padding. The batch is cut because a single rank must
         compute it alone.
-
-        Raises:
-            ValueError: the batch has images, and its rows have more than ``tokens`` tokens.
         """
         full = FullBatch(batch, self.patch, self.root)
         if full.seq_len <= self.tokens:
@@ -194,13 +174,6 @@ def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
 
     The batch is the last training batch, cut to ``SEQPAR_VERIFY_TOKENS`` tokens: by default 1,024 with
     ``SEQPAR_VERIFY=N``, and otherwise 128. A longer batch with images is not verified.
-
-    Args:
-        root: the parallelized model.
-        patch: its ``Patch``, to which the handles of the hooks are added.
-
-    Raises:
-        ValueError: one of the environment variables is not a number, or there are to be 0 tokens.
     """
     every, tokens = (os.environ.get(name) for name in ("SEQPAR_VERIFY", "SEQPAR_VERIFY_TOKENS"))
     for name, text in (("SEQPAR_VERIFY", every), ("SEQPAR_VERIFY_TOKENS", tokens)):
@@ -215,7 +188,7 @@ def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
 def foreign_code(root: PreTrainedModel, patch: Patch) -> str:
     """Which module of ``root`` runs code that is not of a known library, as text; empty if none does."""
     for module in patch.loss_functions:
-        loss_function = getattr(getattr(module, "_loss_function", None), "own", None)
+        loss_function = getattr(getattr(module, "_loss_function", None), "user_loss", None)
         if loss_function is not None and not _is_known(loss_function):
             return f"the loss_function of {_name(module)} is not transformers' own"
     for name, module in root.named_modules():

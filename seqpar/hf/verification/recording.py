@@ -20,11 +20,11 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
-from .latent import hand_on_keys, hand_on_latents, hands_on_latents, recorded_expansion
-from .loss import restore_loss_function
-from .state import Patch
-from .support import attention_layers, parameters_of, text_model
-from .tracing import replaced_interface
+from ..latent import disable_latent_kv, enable_latent_kv, has_latent_kv, recorded_expansion
+from ..loss import restore_loss_function
+from ..state import Patch
+from ..support import attention_layers, parameters_of, text_model
+from ..trial import replaced_interface
 
 _FIND_DOCUMENTS = "find_packed_sequence_indices"
 _INPUTS = ("input_ids", "position_ids", "labels")
@@ -33,31 +33,19 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 
 class Place(NamedTuple):
-    """Where a tensor was recorded.
+    """Where a tensor was recorded."""
 
-    Attributes:
-        layer: the name of the attention layer; empty for the model itself.
-        quantity: which tensor of the layer it is, such as "query" or "output".
-    """
-
-    layer: str
-    quantity: str
+    layer: str  # the name of the attention layer; empty for the model itself
+    quantity: str  # which tensor of the layer it is, such as "query" or "output"
 
 
 class Call(NamedTuple):
-    """A call of the attention function that transformers' ``AttentionInterface`` returns.
+    """A call of the attention function that transformers' ``AttentionInterface`` returns."""
 
-    Attributes:
-        layer: the name of the attention layer.
-        implementation: the name of the attention function, as in the model's config.
-        tokens: the number of queries.
-        described: the other properties of the call that must be the same on every rank, as text.
-    """
-
-    layer: str
-    implementation: str
-    tokens: int
-    described: str
+    layer: str  # the name of the attention layer
+    implementation: str  # the name of the attention function, as in the model's config
+    tokens: int  # the number of queries
+    description: str  # the other properties of the call that must be the same on every rank
 
 
 class PinnedExperts(TorchFunctionMode):
@@ -67,23 +55,23 @@ class PinnedExperts(TorchFunctionMode):
     than rounding error. The experts are the result of ``torch.topk``, as in the routers of transformers.
 
     Args:
-        pins: whether the topk of this run returns the indices in ``chosen``. Otherwise they are recorded in it.
-        chosen: the indices of each call, ``[rows * seq, k]`` or ``[rows, seq, k]``, in the order of the calls.
+        pins: whether the topk of this run returns the recorded ``experts``, or records them.
+        experts: the indices of each call, ``[rows * seq, k]`` or ``[rows, seq, k]``, in the order of the calls.
         positions: int64 ``[seq_local]``, the tokens that this run computes.
         seq_len: the number of tokens of the recorded run.
     """
 
-    def __init__(self, pins: bool, chosen: list[Tensor], positions: Tensor, seq_len: int) -> None:
+    def __init__(self, pins: bool, experts: list[Tensor], positions: Tensor, seq_len: int) -> None:
         super().__init__()
-        self.pins, self.chosen, self.positions, self.seq_len = pins, chosen, positions, seq_len
-        self._recorded = iter(chosen)
+        self.pins, self.experts, self.positions, self.seq_len = pins, experts, positions, seq_len
+        self._recorded = iter(experts)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
         if not self.pins:
-            self.chosen.append(result[1])
+            self.experts.append(result[1])
             return result
         full, shape = next(self._recorded, None), result[1].shape
         if full is None or full.numel() * len(self.positions) != result[1].numel() * self.seq_len:
@@ -94,40 +82,30 @@ class PinnedExperts(TorchFunctionMode):
 
 
 class Recording:
-    """Copies on the CPU of what one forward and backward of a model computed, in the order of the forward.
-
-    Attributes:
-        inputs: ``input_ids``, ``position_ids`` and ``labels``, as the model's forward received them. In a model with a
-            vision or audio tower, ``position_ids`` are those that its text model received.
-        tensors: float ``[batch, seq, ...]``: for each attention layer its input, query, key, value, attention and
-            output; the model's last hidden states; and, in a model with a tower, the embeddings that its text model
-            received. A parallelized layer with latent attention has latents and rotated keys instead of key and value.
-            The same layer on one device has all four.
-        gradients: the gradients of the loss with respect to these tensors.
-        calls: the calls of the attention function.
-        options: for each layer, the module and the keyword arguments of its call of the attention function.
-    """
+    """Copies on the CPU of what one forward and backward of a model computed, in the order of the forward."""
 
     def __init__(self, root: PreTrainedModel) -> None:
+        # input_ids, position_ids and labels, as the model's forward received them. With a tower, position_ids are the
+        # ones that the text model received.
         self.inputs: dict[str, Tensor] = {}
+        # Float [batch, seq, ...]: for each attention layer its input, query, key, value, attention and output; the
+        # model's last hidden states; and, with a tower, the embeddings that the text model received. A parallelized
+        # layer with latent attention has latents and rotated keys instead of key and value; on one device it has both.
         self.tensors: dict[Place, Tensor] = {}
-        self.gradients: dict[Place, Tensor] = {}
+        self.gradients: dict[Place, Tensor] = {}  # of the loss, with respect to these tensors
         self.calls: list[Call] = []
+        # for each layer, the module and the keyword arguments of its call of the attention function
         self.options: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
         self._names = {module: name for name, module in root.named_modules()}
         self._in_towers = {*root.modules()} - {*text_model(root).modules()}
 
     def attend(
-        self, implementation: str, function: Attend, instead: Attend | None, module: nn.Module, q: Tensor, k: Tensor,
+        self, implementation: str, function: Attend, substitute: Attend | None, module: nn.Module, q: Tensor, k: Tensor,
         v: Tensor, *args: Any, **kwargs: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Call the attention function and record the call. Calls by vision and audio towers are not recorded.
+        """Call the attention function ``function``, or its ``substitute``, and record the call.
 
-        Args:
-            implementation: the name of the attention function.
-            function: the attention function.
-            instead: the function to call instead of it; None calls ``function``.
-            module, q, k, v, args, kwargs: the arguments of the attention function, as in ``attention_forward``.
+        Calls by vision and audio towers are not recorded.
         """
         if module in self._in_towers:
             return function(module, q, k, v, *args, **kwargs)
@@ -135,55 +113,50 @@ class Recording:
         plain = {
             name: x for name, x in kwargs.items() if isinstance(x, str | int | float | bool) and name != "max_length_q"
         }
-        described = f"{[(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (q, k, v)]} {sorted(plain.items())}"
-        self.calls.append(Call(layer, implementation, q.shape[2], described))
+        description = f"{[(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (q, k, v)]} {sorted(plain.items())}"
+        self.calls.append(Call(layer, implementation, q.shape[2], description))
         self.options[layer] = module, {"attention_mask": args[0] if args else None, **kwargs}
-        self._keep(layer, "query", q, token_dim=2)
-        if hands_on_latents(module):
-            self.keep_latents(module, k, v)
+        self._record(layer, "query", q, token_dim=2)
+        if has_latent_kv(module):
+            self.record_latents(module, k, v)
         else:
-            self._keep(layer, "key", k, token_dim=2)
-            self._keep(layer, "value", v, token_dim=2)
-        out, weights = (instead or function)(module, q, k, v, *args, **kwargs)
-        self._keep(layer, "attention", out)
+            self._record(layer, "key", k, token_dim=2)
+            self._record(layer, "value", v, token_dim=2)
+        out, weights = (substitute or function)(module, q, k, v, *args, **kwargs)
+        self._record(layer, "attention", out)
         return out, weights
 
-    def keep_latents(self, layer: nn.Module, latents: Tensor, rotated: Tensor) -> None:
+    def record_latents(self, layer: nn.Module, latents: Tensor, rotated: Tensor) -> None:
         """Record the latents and rotated keys that a layer with latent attention expands to keys and values."""
-        self._keep(self._names[layer], "latents", latents, token_dim=2)
-        self._keep(self._names[layer], "rotated keys", rotated, token_dim=2)
+        self._record(self._names[layer], "latents", latents, token_dim=2)
+        self._record(self._names[layer], "rotated keys", rotated, token_dim=2)
 
     def watch_inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The hook before the model's forward."""
         for name in _INPUTS:
             if isinstance(x := kwargs.get(name), Tensor):
                 self.inputs[name] = x.detach().cpu()
 
     def watch_text_inputs(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The hook before the forward of the text model inside a model with a tower."""
         if isinstance(ids := kwargs.get("position_ids"), Tensor):
             self.inputs["position_ids"] = ids.detach().cpu()
         if isinstance(x := kwargs.get("inputs_embeds"), Tensor):
-            self._keep("", "embeddings", x)
+            self._record("", "embeddings", x)
 
     def watch_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The hook before the forward of an attention layer."""
         if (x := _hidden_states((*args, kwargs.get("hidden_states")))) is not None:
-            self._keep(self._names[layer], "input", x)
+            self._record(self._names[layer], "input", x)
 
     def watch_output(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The hook after the forward of an attention layer."""
         values = output if isinstance(output, tuple) else (output,)
         if (x := _hidden_states(values)) is not None:
-            self._keep(self._names[layer], "output", x)
+            self._record(self._names[layer], "output", x)
 
     def watch_last(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The hook after the forward of the base model, whose output has the last hidden states."""
         values = tuple(output.values()) if hasattr(output, "values") else output
         if isinstance(values, tuple | list) and (x := _hidden_states(values)) is not None:
-            self._keep("", "last hidden states", x)
+            self._record("", "last hidden states", x)
 
-    def _keep(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
+    def _record(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
         """Record ``x``, with the tokens along ``token_dim``, and in backward its gradient, as ``[batch, seq, ...]``."""
         place, calls = Place(layer, quantity), 1
         while place in self.tensors:  # the module is called several times in a forward
@@ -191,9 +164,9 @@ class Recording:
             place = Place(f"{layer}, call {calls}", quantity)
         self.tensors[place] = _on_cpu(x, token_dim)
         if x.requires_grad and torch.is_grad_enabled():
-            x.register_hook(partial(self._keep_gradient, place, token_dim))
+            x.register_hook(partial(self._record_gradient, place, token_dim))
 
-    def _keep_gradient(self, place: Place, token_dim: int, gradient: Tensor) -> None:
+    def _record_gradient(self, place: Place, token_dim: int, gradient: Tensor) -> None:
         self.gradients[place] = _on_cpu(gradient, token_dim)
 
 
@@ -212,10 +185,7 @@ def _hidden_states(values: Sequence[Any]) -> Tensor | None:
 def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[Recording]:
     """Record what ``root`` computes in the block.
 
-    Args:
-        root: a transformers model.
-        attend: called instead of the model's attention functions, except in vision and audio towers. None changes
-            nothing.
+    ``attend`` is called instead of the model's attention functions, except in vision and audio towers.
     """
     record = Recording(root)
 
@@ -236,7 +206,7 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
         with ExitStack() as stack:
             stack.enter_context(replaced_interface(record_calls))
             for layer in layers:
-                stack.enter_context(recorded_expansion(layer, record.keep_latents))
+                stack.enter_context(recorded_expansion(layer, record.record_latents))
             yield record
     finally:
         for handle in handles:
@@ -254,9 +224,9 @@ def one_device(
         model: ``root``, or a module that contains it.
         root: a parallelized model.
         patch: the model's ``Patch``.
-        prepare: called with the arguments of the forward of ``root``; returns those with which it runs.
-        documents: int ``[batch, seq]``, the index of the document to which a token belongs, or None. It is needed
-            because only some models of transformers look for documents in ``position_ids``.
+        prepare: makes the arguments of the forward of ``root`` from the arguments of the call.
+        documents: int ``[batch, seq]``, the index of each token's document, or None: only some models of transformers
+            look for documents in ``position_ids``.
     """
 
     def before_forward(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -265,9 +235,9 @@ def one_device(
     with ExitStack() as stack:
         stack.enter_context(_without_hooks(patch.handles))
         stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
-        for layer in filter(hands_on_latents, patch.modules):
-            hand_on_keys(layer)
-            stack.callback(hand_on_latents, layer)
+        for layer in filter(has_latent_kv, patch.modules):
+            disable_latent_kv(layer)
+            stack.callback(enable_latent_kv, layer)
         for module in patch.loss_functions:
             if (ours := restore_loss_function(module)) is not None:
                 stack.callback(vars(module).__setitem__, "_loss_function", ours)

@@ -1,0 +1,268 @@
+"""Messages of CPU tensors between processes of one host through shared memory. It is available on Linux only.
+
+gloo copies a message to a process of the same host into a socket and out of it. The threads that copy it use the same
+CPU cores as attention. Here the sender writes the message into memory that the receiver has mapped too, and gloo sends
+only a notice of it, three numbers:
+
+    sender      | write the message | send a notice |                 ...                | reuse the memory |
+    receiver    |                       ...         | read the message | count it as read |
+
+Each process writes its messages to an anonymous file of its own (``memfd_create``). The file is as long as any message
+may be, but only the pages that have been written take memory. Linux deletes it when no process maps it any more.
+
+Set the environment variable SEQPAR_SHARED_MEMORY to 0 to send the messages through gloo. If it is 0 on one rank of a
+group, all ranks of the group do so.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..mesh import Ranks, global_ranks, host_name, parent_group, rank_in
+from ..rendezvous import group_timeout, is_simulated, missing_message, store_all_gather
+from .communicator import PerWorld, communicator
+
+VARIABLE = "SEQPAR_SHARED_MEMORY"
+_CPU = torch.device("cpu")
+_SMALLEST_BLOCK = 1 << 16
+# Free blocks keep their memory for later messages, up to so many bytes, or up to twice the bytes of the blocks in use.
+_SPARE_BYTES = 64 << 20
+# The addresses that the files of all ranks take in each process, at most. No memory is reserved for them.
+_ADDRESSES = 1 << 45
+
+ReceiveMode = Literal["copy", "add", "alias"]
+
+
+@dataclass
+class _Block:
+    """A part of this rank's file, for one tensor.
+
+    It begins with an int64 for each rank: how many messages in this block the rank has read.
+    """
+
+    start: int
+    nbytes: int
+    storage: StorageWeakRef | None = None  # of the tensor
+    sent: dict[int, int] = field(default_factory=dict)  # by rank: how many messages in this block were sent to it
+    has_memory: bool = True
+
+
+class Notice:
+    """A notice that is being sent to ``peer`` or, with a receive buffer ``out``, received from it."""
+
+    def __init__(
+        self, transport: SharedMemoryTransport, peer: int, words: Sequence[int], out: Tensor | None, mode: ReceiveMode
+    ) -> None:
+        self._transport = transport
+        self.peer, self.out, self.mode = peer, out, mode
+        self._words = torch.tensor(words, dtype=torch.int64, device=_CPU)
+        start = transport.group.send if out is None else transport.group.recv
+        self._work = start([self._words], peer, 0)
+
+    def wait(self) -> None:
+        """Wait for the notice, and read the message."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            timeout = group_timeout(self._transport.group)
+            message = missing_message([self._transport.ranks[self.peer]], "messages", timeout)
+            raise RuntimeError(f"{message}; or the rank has ended") from error
+        if self.out is not None:
+            self._transport.read(self.peer, self.out, self.mode, *self._words.tolist())
+
+
+class SharedMemoryTransport:
+    """Sends and receives messages between ranks of one host. Like a process group, it is used by one thread at a time.
+
+    Args:
+        group: the process group that sends the notices.
+        ranks: the global rank of each of its ranks.
+        files: the file of each rank, mapped.
+    """
+
+    def __init__(self, group: ProcessGroup, ranks: Sequence[int], files: Sequence[mmap.mmap]) -> None:
+        self.group, self.ranks = group, ranks
+        self._rank = group.rank()
+        self._files, self._file = files, files[self._rank]
+        self._words = [memoryview(file).cast("q") for file in files]
+        self._header = -(-8 * len(files) // 64) * 64  # bytes of a block before its tensor
+        self._address = torch.frombuffer(self._file, dtype=torch.uint8, count=1).data_ptr() + self._header
+        self._blocks: dict[int, _Block] = {}  # by start
+        self._end = _SMALLEST_BLOCK  # of the last block
+        # Messages of other ranks in whose memory tensors of this rank are: their storages, and the message's word.
+        self._aliases: list[tuple[StorageWeakRef, int, int]] = []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor ``[numel]``, which is sent without a copy. Do not write to it afterwards."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device=_CPU)
+        block = self._free_block(self._header + numel * dtype.itemsize)
+        tensor = torch.frombuffer(self._file, dtype=dtype, count=numel, offset=block.start + self._header)
+        block.storage = StorageWeakRef(tensor.untyped_storage())
+        return tensor
+
+    def share(self, x: Tensor) -> Tensor:
+        """``x``, contiguous and not empty, in shared memory: a copy, unless ``empty`` made it."""
+        return x if self._block_of(x) is not None else self.empty(x.numel(), x.dtype).view(x.shape).copy_(x)
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], mode: ReceiveMode
+    ) -> list[Notice]:
+        """Send messages and start to receive others: pairs of a rank and a tensor, contiguous and not empty.
+
+        Returns:
+            The notices. Their ``wait`` copies or adds a received message to its tensor or, with "alias", replaces the
+            memory of the tensor by the memory of the message, which the sender does not reuse as long as a tensor of
+            this rank is in it.
+        """
+        sent = [Notice(self, peer, self._words_of(peer, x), None, mode) for peer, x in sends]
+        return sent + [Notice(self, peer, (0, 0, 0), out, mode) for peer, out in receives]
+
+    def read(self, peer: int, out: Tensor, mode: ReceiveMode, block: int, start: int, nbytes: int) -> None:
+        """Read a message that has arrived: ``nbytes`` from ``start`` in a block of the file of ``peer``."""
+        if nbytes != out.nbytes:
+            raise RuntimeError(
+                f"rank {self.ranks[peer]} has sent {nbytes:,} bytes, but this rank expects {out.nbytes:,}; make "
+                "the same calls on all ranks"
+            )
+        file, word = self._files[peer], block // 8 + self._rank
+        message = torch.frombuffer(file, dtype=out.dtype, count=out.numel(), offset=start).view(out.shape)
+        if mode == "alias":
+            storage = message.untyped_storage()
+            out.set_(storage, message.storage_offset(), message.shape, message.stride())
+            self._aliases.append((StorageWeakRef(storage), peer, word))
+            return
+        if mode == "add":
+            out.add_(message)
+        else:
+            out.copy_(message)
+        self._words[peer][word] += 1
+
+    def _words_of(self, peer: int, x: Tensor) -> tuple[int, int, int]:
+        """The notice of the message ``x`` to ``peer``, as ``read`` takes it."""
+        x = self.share(x)
+        block = self._block_of(x)
+        assert block is not None
+        block.sent[peer] = block.sent.get(peer, 0) + 1
+        return block.start, x.data_ptr() - self._address + self._header, x.nbytes
+
+    def _block_of(self, x: Tensor) -> _Block | None:
+        return self._blocks.get(x.untyped_storage().data_ptr() - self._address)
+
+    def _unread(self, block: _Block, peer: int) -> int:
+        return block.sent.get(peer, 0) - self._words[self._rank][block.start // 8 + peer]
+
+    def _is_free(self, block: _Block) -> bool:
+        unused = block.storage is None or block.storage.expired()
+        return unused and not any(self._unread(block, peer) for peer in block.sent)
+
+    def _free_block(self, nbytes: int) -> _Block:
+        """A free block of at least ``nbytes`` bytes."""
+        size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
+        self._release_aliases()
+        free = [block for block in self._blocks.values() if self._is_free(block)]
+        for block in free:
+            if block.nbytes == size:
+                block.has_memory = True
+                return block
+        spare = sum(block.nbytes for block in free if block.has_memory)
+        used = sum(block.nbytes for block in self._blocks.values() if block.has_memory) - spare + size
+        for block in free:
+            if block.has_memory and spare > max(_SPARE_BYTES, 2 * used):
+                self._file.madvise(mmap.MADV_REMOVE, block.start, block.nbytes)
+                block.has_memory = False
+                block.sent.clear()
+                spare -= block.nbytes
+        if self._end + size > len(self._file):
+            raise RuntimeError(f"attention's messages take more than {len(self._file):,} bytes of shared memory")
+        block = self._blocks[self._end] = _Block(self._end, size)
+        self._end += size
+        return block
+
+    def _release_aliases(self) -> None:
+        """Count the messages as read that no tensor of this rank is in any more."""
+        aliases, self._aliases = self._aliases, []
+        for storage, peer, word in aliases:
+            if storage.expired():
+                self._words[peer][word] += 1
+            else:
+                self._aliases.append((storage, peer, word))
+
+
+# By global ranks, and whether SEQPAR_SHARED_MEMORY is on.
+_transports: PerWorld[tuple[tuple[int, ...], bool], SharedMemoryTransport | None] = PerWorld(lambda transport: None)
+
+
+def shared_memory(ranks: Ranks, device: torch.device) -> SharedMemoryTransport | None:
+    """The shared memory of ``ranks``. None if they exchange tensors on ``device`` through a process group: tensors on a
+    GPU, over several hosts, with a backend other than gloo, or if SEQPAR_SHARED_MEMORY is 0.
+
+    The first call with these ranks is collective: all of them must make it, in the same order among such calls.
+    """
+    if device.type != "cpu" or is_simulated():
+        return None
+    transports, wanted = _transports.cache(), os.environ.get(VARIABLE, "1") not in ("", "0")
+    key = global_ranks(ranks), wanted
+    if key not in transports:
+        transports[key] = _connect(ranks, wanted)
+    return transports[key]
+
+
+def _connect(ranks: Ranks, wanted: bool) -> SharedMemoryTransport | None:
+    parent, members, rank = parent_group(ranks), global_ranks(ranks), rank_in(ranks)
+    if type(parent) is not ProcessGroup or parent._get_backend(_CPU).name() != "gloo":
+        return None
+    purpose, timeout = "the first messages on a host", group_timeout(parent)
+    with ExitStack() as stack:
+        file = _new_file(_ADDRESSES // len(members) // _SMALLEST_BLOCK * _SMALLEST_BLOCK) if wanted else None
+        entry = None
+        if file is not None:
+            descriptor, mapped = file
+            stack.callback(os.close, descriptor)
+            mark = uuid.uuid4().hex
+            mapped[: len(mark)] = mark.encode()
+            entry = [host_name(), os.getpid(), descriptor, mark]
+        entries = [json.loads(text) for text in store_all_gather(purpose, members, json.dumps(entry), timeout)]
+        same_host = all(entries) and len({host for host, *_ in entries}) == 1
+        files = [mapped if i == rank else _open(*entries[i][1:]) for i in range(len(members))] if same_host else []
+        ready = bool(files) and all(files)
+        answers = store_all_gather(purpose, members, str(ready), timeout)  # this rank's file stays open until then
+    if any(answer != "True" for answer in answers):
+        return None
+    return SharedMemoryTransport(communicator(ranks, _CPU), members, [file for file in files if file])
+
+
+def _new_file(nbytes: int) -> tuple[int, mmap.mmap] | None:
+    """An anonymous file, as its descriptor and mapped. None if the operating system or a container has none."""
+    try:
+        descriptor = os.memfd_create("seqpar", os.MFD_CLOEXEC)
+    except (AttributeError, OSError):
+        return None
+    try:
+        os.ftruncate(descriptor, nbytes)
+        return descriptor, mmap.mmap(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        return None
+
+
+def _open(process: int, descriptor: int, mark: str) -> mmap.mmap | None:
+    """The file that begins with ``mark``. None in another container, or for a process of another user."""
+    try:
+        with open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file:
+            mapped = mmap.mmap(file.fileno(), 0)
+    except (OSError, ValueError):
+        return None
+    return mapped if mapped[: len(mark)] == mark.encode() else None
