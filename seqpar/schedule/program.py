@@ -196,7 +196,7 @@ class Program:
         """The heads as indices into q and into k and v."""
         if heads == self.heads:
             return None, None
-        return heads.queries_in(self.heads), heads.kv_in(self.heads)
+        return heads.q_range(within=self.heads), heads.kv_range(within=self.heads)
 
     def __str__(self) -> str:
         lines = []
