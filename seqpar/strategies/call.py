@@ -118,7 +118,7 @@ class Run:
         self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.groups)
         self.score = call.score
         if heads != call.heads:
-            at = heads.queries_in(call.heads)
+            at = heads.q_range(within=call.heads)
             self.score = call.score.heads(at.start, at.stop)
         self._positions = self.score.needs_positions
         self._v_head_dim, expansion = call.v_head_dim(v.shape), self._expansion(q.device)
@@ -161,7 +161,7 @@ class Run:
         if len(step.chunks) == 1 or step.is_last:
             carries[step.chunks.start : step.chunks.stop] = [carry]
             return carries
-        at = (chunk.queries_in(self.heads) for chunk in self.program.chunks)
+        at = (chunk.q_range(within=self.heads) for chunk in self.program.chunks)
         return [(take_heads(carry[0], x).contiguous(), carry[1][:, x.start : x.stop].contiguous()) for x in at]
 
     def finish(self, carries: Carries | None) -> Carry:
@@ -221,7 +221,7 @@ class Run:
         """Expands the K/V that are sent to one KV head for each query head. None if kernels know the mapping."""
         call, index = self.call, self.program.kv_index
         if call.latent is not None:
-            return call.latent.of(self.heads.queries_in(call.heads))
+            return call.latent.of(self.heads.q_range(within=call.heads))
         if index is None:
             return None
 

@@ -146,12 +146,12 @@ class HeadChunk:
     @cached_property
     def query_slices(self) -> HeadSlices:
         """For each rank, the indices of its query heads in a sequence shard ``[b, s, h, d]``."""
-        return HeadSlices([heads.queries_in(self.tensor_heads) for heads in self.by_rank])
+        return HeadSlices([heads.q_range(within=self.tensor_heads) for heads in self.by_rank])
 
     @cached_property
     def kv_slices(self) -> HeadSlices:
         """For each rank, the indices of its KV heads in a sequence shard ``[b, s, n, d]``."""
-        return HeadSlices([heads.kv_in(self.tensor_heads) for heads in self.by_rank])
+        return HeadSlices([heads.kv_range(within=self.tensor_heads) for heads in self.by_rank])
 
     def parts(self, x: Tensor, *kv: Tensor) -> list[Part]:
         """What is sent of ``x [b, s, h, d]`` and of ``kv [b, s, n, d]``."""
