@@ -13,6 +13,7 @@ BENCH_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
 .PHONY: demo test test-fast gate compat families lint docs scale format bench peers clean
@@ -22,12 +23,13 @@ demo: $(READY)
 	$(BIN)/seqpar demo
 
 # Every test, in two processes (pytest-xdist): ranks wait for one another much of the time. Files in conftest.py's order.
+# About 8 minutes on two cores.
 test: $(READY)
-	$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PYTEST) $(IN_TWO) $(PYTEST_ARGS)
 
 # The tests to run while writing code: everything that is not marked slow.
 test-fast: $(READY)
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(IN_TWO) -m "not slow" $(PYTEST_ARGS)
 
 # Compile every configuration of the Triton kernels for seven GPU architectures, and check registers, memory and matrix
 # instructions. Needs no GPU; takes about ten minutes. `make test` compiles a few of them.
@@ -55,7 +57,7 @@ lint: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The page on scale and its charts, from the planner. Takes a few minutes.
+# The section on scale in docs/planning.md and its charts, from the planner. Takes a few minutes.
 scale: $(READY)
 	$(BIN)/python docs/scale.py
 

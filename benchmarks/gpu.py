@@ -66,9 +66,9 @@ from gpu_report import Report, Task, dtype_name, markdown, run_in_time
 import seqpar
 from seqpar.kernels import select
 from seqpar.kernels.base import Backend, Grads, OutputGrad, Score
-from seqpar.keys import KeyIntervals
 from seqpar.layout import shard_positions, split_range
 from seqpar.mask import Mask
+from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import apply_rotary, attention_backward, attention_forward, delta, merge_
 
 RESULTS = Path(__file__).parent / "results"
@@ -133,11 +133,11 @@ def interleaved(thunks: dict[str, Thunk], rounds: int) -> dict[str, Timing]:
                 times[name].append(timing)
     return {
         name: Timing(
-            statistics.median(x.ms for x in found),
-            statistics.median(x.host_us for x in found),
-            all(x.queued for x in found),
+            statistics.median(x.ms for x in timings),
+            statistics.median(x.host_us for x in timings),
+            all(x.queued for x in timings),
         )
-        for name, found in times.items()
+        for name, timings in times.items()
     }
 
 
@@ -217,8 +217,8 @@ class Case:
         q, k, v = inputs = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
 
         def run() -> Tensor:
-            found = attention(q, k, v, causal=causal)
-            out: Tensor = found[0] if isinstance(found, tuple) else found
+            result = attention(q, k, v, causal=causal)
+            out: Tensor = result[0] if isinstance(result, tuple) else result
             return out.transpose(1, 2)
 
         yield "flash_attn 4", run, inputs
@@ -335,8 +335,8 @@ def measure_ranks(report: Report, smoke: bool, strategy: str, length: int) -> No
     ranks, heads, kv_heads, head_dim = (2, 2, 2, 32) if smoke else (8, 32, 8, 128)
     case = random_case(1, length, heads, kv_heads, head_dim, CAUSAL)
     work: dict[str, Case | Rank] = {"full": case}
-    some = {0} if strategy == "ulysses" else {0, ranks // 2, ranks - 1}
-    work |= {f"rank {r}": Rank(case, ranks, r, strategy) for r in sorted(some)}
+    sample = {0} if strategy == "ulysses" else {0, ranks // 2, ranks - 1}
+    work |= {f"rank {r}": Rank(case, ranks, r, strategy) for r in sorted(sample)}
     row: dict[str, Any] = {"strategy": strategy, "tokens": length, "ranks": ranks, "heads": heads, "kv_heads": kv_heads}
     for direction in ("forward", "backward"):
         thunks: dict[str, Thunk] = {name: getattr(x, direction) for name, x in work.items()}

@@ -66,7 +66,7 @@ def run_in_time(
     save: Callable[[Report], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run the tasks in order, and leave out those that would not end in time.
+    """Run the tasks in order, and leave out the tasks that would not end in time.
 
     Args:
         tasks: the tasks, the most important one first.
@@ -79,10 +79,10 @@ def run_in_time(
     slower = 1.0  # how many times slower than an H200 this GPU has been so far, at most
     for task in tasks:
         began = clock()
-        left = deadline - began
-        if task.seconds * slower > left:
+        remaining = deadline - began
+        if task.seconds * slower > remaining:
             report.skipped.append(
-                f"{task.name}: takes {task.seconds * slower:.0f} s, and {max(left, 0):.0f} s were left"
+                f"{task.name}: takes {task.seconds * slower:.0f} s, and {max(remaining, 0):.0f} s were left"
             )
             continue
         try:
@@ -124,10 +124,10 @@ def markdown(report: Report) -> str:
         lines += [f"## TFLOP/s {direction}, bfloat16", "", shape + " | ".join(names) + " | of cuDNN | auto of best |",
                   "|" + " --- |" * (len(names) + 7)]  # fmt: skip
         for row in rows:
-            found = row[direction]
-            share = f"{found['seqpar'] / found['cudnn']:.2f}" if "cudnn" in found else ""
-            auto = f"{found['attention()'] / max(found.values()):.2f}" if "attention()" in found else ""
-            lines.append(f"{cells(row, found)} | {share} | {auto} |")
+            rates = row[direction]
+            share = f"{rates['seqpar'] / rates['cudnn']:.2f}" if "cudnn" in rates else ""
+            auto = f"{rates['attention()'] / max(rates.values()):.2f}" if "attention()" in rates else ""
+            lines.append(f"{cells(row, rates)} | {share} | {auto} |")
         lines += ["", f"## Microseconds of the host, {direction}", "", shape + " | ".join(names) + " |",
                   "|" + " --- |" * (len(names) + 5)]  # fmt: skip
         lines += [f"{cells(row, row[f'{direction}_host_us'])} |" for row in rows]

@@ -6,7 +6,7 @@ everything before the driver: the Python code of one step of a ring, with tensor
     python benchmarks/launch_time.py
 
 Prints the CPU time of the calling thread in microseconds, as the median and the fastest of ``--rounds`` rounds.
-``repeated`` is a step whose launches repeat those of an earlier step. ``first`` is a step whose launches Triton has to
+``repeated`` is a step whose launches repeat an earlier step's. ``first`` is a step whose launches Triton has to
 dispatch; its kernels are already compiled. ``of it a launch`` is the time of one launch in ``repeated``, without the
 allocation of outputs and everything else around the launches.
 """
@@ -30,7 +30,7 @@ from rich.table import Table
 import seqpar.triton_kernels.backward as backward
 import seqpar.triton_kernels.forward as forward
 from seqpar.kernels.base import Score
-from seqpar.keys import KeyIntervals
+from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import attention_backward, attention_forward, delta
 from seqpar.triton_kernels.configs import table_config
 from seqpar.triton_kernels.launch import Repeated

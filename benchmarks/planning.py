@@ -18,7 +18,7 @@ import torch
 
 from seqpar import Mask
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan
 
 
 def boundaries(seq_len: int, documents: int, seed: int) -> torch.Tensor:

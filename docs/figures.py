@@ -107,7 +107,7 @@ def owners(layout: Layout) -> list[int]:
 
 
 def sent(visible: Tensor, layout: Layout, owner: int, receiver: int) -> list[int]:
-    """The tokens of ``owner`` whose keys and values ``receiver`` needs: those that one of its queries sees."""
+    """The tokens of ``owner`` whose keys and values ``receiver`` needs, because one of its queries sees them."""
     needed = visible[positions(receiver, layout)].any(0)
     return [token for token in positions(owner, layout) if needed[token]]
 

@@ -1,14 +1,13 @@
-"""Write the page on scale: ``python docs/scale.py`` (or ``make scale``) writes ``docs/scale.md`` and its two charts.
+"""Write the section on scale of ``docs/planning.md``, and its two charts: ``python docs/scale.py`` (``make scale``).
 
-Every number on the page is a prediction of ``seqpar.plan`` for one sequence on all GPUs. The numbers in the text are
-inserted from the same predictions. The script takes a few minutes.
+Every number in it is a prediction of ``seqpar.plan`` for one sequence on all GPUs. The script takes a few minutes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import BytesIO
 from itertools import product
 from pathlib import Path
@@ -16,12 +15,11 @@ from textwrap import fill
 from typing import Any
 
 import seqpar
-from seqpar.layout import LAYOUTS
 from seqpar.planner import HARDWARE, MODELS, Choice
 from seqpar.planner.mixes import mask_of
-from seqpar.planner.setting import BETWEEN, Setting
 
 DOCS = Path(__file__).parent
+START, END = "<!-- written by docs/scale.py -->", "<!-- end of what docs/scale.py writes -->"
 MODEL, GPU = "llama3-8b", HARDWARE["h100"]
 GPUS = (8, 32, 128, 512, 4096)
 LENGTHS = tuple(k << 10 for k in (32, 128, 512, 1024, 4096, 16384))
@@ -34,27 +32,14 @@ HIDDEN = 0.05  # if a GPU waits for a smaller share of a step, its transfers cou
 
 @dataclass(frozen=True)
 class Option:
-    """The planner's best choice for one strategy.
-
-    Attributes:
-        strategy: its name.
-        degrees: the sizes of ring, ulysses and tp, such as "16·8·1".
-        layout: which positions each rank holds.
-        mfu: model FLOP/s of the visible pairs, divided by the peak FLOP/s.
-        waits: the share of a step in which a GPU waits for transfers.
-        tokens_per_s: of all GPUs together.
-        gigabytes_between_hosts: activations that a GPU sends to other hosts in a step.
-        fits: whether the choice fits into memory.
-    """
+    """The planner's best choice for one strategy."""
 
     strategy: str
-    degrees: str
-    layout: str
-    mfu: float
-    waits: float
-    tokens_per_s: float
-    gigabytes_between_hosts: float
-    fits: bool
+    degrees: str  # the sizes of ring, ulysses and tp, such as "16·8·1"
+    mfu: float  # model FLOP/s of the visible pairs / peak FLOP/s
+    waits: float  # the share of a step in which a GPU waits for transfers
+    tokens_per_s: float  # of all GPUs together
+    fits: bool  # into memory
 
 
 @dataclass(frozen=True)
@@ -73,11 +58,9 @@ def option_of(choice: Choice) -> Option:
     return Option(
         choice.strategy,
         f"{d['ring']}·{d['ulysses']}·{d['tp']}",
-        choice.layout,
         choice.mfu,
         choice.exposed_s / choice.seconds,
         choice.tokens_per_s,
-        choice.bytes_sent[BETWEEN] / 1e9,
         choice.fits,
     )
 
@@ -128,8 +111,8 @@ def winners(grid: Grid, mask: str) -> str:
 
 def by_strategy(grid: Grid, tokens: int, value: Callable[[Option], str]) -> str:
     def cell(name: str, gpus: int) -> str:
-        found = grid["causal", gpus, tokens].by_strategy.get(name)
-        return "none" if found is None else value(found) if found.fits else "does not fit"
+        option = grid["causal", gpus, tokens].by_strategy.get(name)
+        return "none" if option is None else value(option) if option.fits else "does not fit"
 
     rows = [(f"`{name}`", [cell(name, g) for g in GPUS]) for name in STRATEGIES]
     return table(f"{words(tokens)} tokens", [f"{gpus:,} GPUs" for gpus in GPUS], rows)
@@ -137,15 +120,15 @@ def by_strategy(grid: Grid, tokens: int, value: Callable[[Option], str]) -> str:
 
 def shortest_hidden(grid: Grid, gpus: int, name: str) -> str:
     """The shortest length from which on computation hides the transfers."""
-    found = None
+    shortest = None
     for tokens in reversed(LENGTHS):
         option = grid["causal", gpus, tokens].by_strategy.get(name)
         if option is None or not option.fits:
             continue
         if option.waits >= HIDDEN:
             break
-        found = tokens
-    return "none" if found is None else words(found)
+        shortest = tokens
+    return "none" if shortest is None else words(shortest)
 
 
 def hidden_from(grid: Grid) -> str:
@@ -173,17 +156,9 @@ def count(grid: Grid, mask: str) -> str:
 
 
 def spread(grid: Grid, gpus: int, tokens: int) -> str:
-    """How far the tokens/s of the slowest strategy are below those of the fastest one."""
+    """1 - tokens/s of the slowest strategy / tokens/s of the fastest one."""
     rates = [x.tokens_per_s for x in grid["causal", gpus, tokens].by_strategy.values() if x.fits]
     return f"{1 - min(rates) / max(rates):.1%}".replace("%", " %")
-
-
-def imbalances() -> str:
-    """The work of the slowest of 128 ranks over the mean, by layout, such as "8.0 (contiguous) or 1.0 (striped)"."""
-    tokens = 1 << 20
-    setting = Setting(MODELS[MODEL], GPU, mask_of("mix:magi", tokens), tokens, ring=128)
-    found = [f"{replace(setting, layout=layout).imbalance():.1f} ({layout})" for layout in LAYOUTS]
-    return f"{', '.join(found[:-1])} or {found[-1]}"
 
 
 def wrapped(*blocks: str) -> str:
@@ -192,64 +167,49 @@ def wrapped(*blocks: str) -> str:
     return "\n\n".join(whole) + "\n"
 
 
-def page(grid: Grid) -> str:
+def section(grid: Grid) -> str:
     model = MODELS[MODEL]
     longest, most = LENGTHS[-1], GPUS[-1]
-    top = grid["causal", most, longest].best
     ring, hybrid = (grid["causal", 512, 1 << 20].by_strategy[name] for name in ("ring", "hybrid"))
-    one, many = (grid[mask, 128, 1 << 20].by_strategy["ring"] for mask in MASKS)
     enough_heads = max(gpus for gpus in GPUS if gpus <= model.heads)
     return wrapped(
-        "# Scale",
-        f"""This page shows what `seqpar plan` predicts for {model.name} ({model.heads} heads, {model.kv_heads} KV
-        heads) on {GPUS[0]} to {most:,} H100 GPUs, with {words(LENGTHS[0])} to {words(longest)} tokens. One sequence is
-        sharded over all GPUs. Each host has 8 GPUs, with a network of 400 Gbit/s per GPU. The weights are sharded over
-        all GPUs. Nothing on this page was measured. [Planning](planning.md) explains how the predictions are computed
-        and how far they are from published figures. `make scale` writes the page and its charts again.""",
-        "## Where each strategy wins",
+        f"""Predictions for {model.name} ({model.heads} heads, {model.kv_heads} KV heads) on {GPUS[0]} to {most:,} H100
+        GPUs, with {words(LENGTHS[0])} to {words(longest)} tokens. One sequence is sharded over all GPUs, and so are the
+        weights. Each host has 8 GPUs, with a network of 400 Gbit/s per GPU. `make scale` writes this section again.""",
+        "### Where each strategy wins",
         "![The best strategy by GPUs and tokens](assets/scale_best.png)",
         """Each cell has the strategy, the ranks (ring · ulysses · tp) and the MFU of the best choice that fits into
         memory, under a causal mask. Among choices within 0.5 % of the fastest, the best one shards the sequence over
         the fewest dimensions:""",
         winners(grid, "causal"),
-        f"""Number of cells in which each strategy is the best: {count(grid, "causal")}. With {words(longest)} tokens on
-        {most:,} GPUs, the best choice is `{top.strategy}` {top.degrees}, with {top.tokens_per_s:,.0f} tokens/s. MFU
-        counts only visible pairs, and no recomputation. With enough tokens per GPU, all strategies are about equally
-        fast: with 1M tokens on 8 GPUs, the slowest strategy is {spread(grid, 8, 1 << 20)} behind the best. With few
-        tokens per GPU, gathering the weights decides the time of a step under every strategy. Then shard the weights
-        over fewer GPUs, or divide the GPUs among several replicas.""",
-        "## Where heads run out",
-        f"""An all-to-all over more ranks than heads leaves ranks idle. The model has {model.heads} heads, so `ulysses`
-        by itself is a choice on up to {enough_heads} GPUs. Tensor parallelism over several hosts waits for the
-        network in every layer. So the planner considers `tp_sp` over up to 8 ranks, and combines it with a ring or with
-        all-to-alls on more GPUs. The table has the ranks and the MFU of each strategy's best choice:""",
+        f"""Best cells: {count(grid, "causal")}. With enough tokens per GPU, all strategies are about equally fast: with
+        1M tokens on 8 GPUs, the slowest strategy is {spread(grid, 8, 1 << 20)} behind the best. With few tokens per
+        GPU, gathering the weights decides the time of a step: shard the weights over fewer GPUs, or divide the GPUs
+        among several replicas.""",
+        "### Where heads run out",
+        f"""An all-to-all over more ranks than heads leaves ranks idle, so `ulysses` by itself is a choice on up to
+        {enough_heads} GPUs. Tensor parallelism over several hosts waits for the network in every layer, so `tp_sp` is
+        considered over up to 8 ranks, with a ring or all-to-alls on more GPUs. The ranks and the MFU of each strategy's
+        best choice:""",
         by_strategy(grid, 1 << 20, lambda x: f"{x.degrees}, {percent(x.mfu)}"),
-        f"""With 1M tokens on 512 GPUs, the hybrid {hybrid.degrees} reaches an MFU of {percent(hybrid.mfu)}, and the
-        ring {percent(ring.mfu)}. The ring waits for transfers during {percent(ring.waits)} of a step. But it runs
-        {512} attention kernels per layer, each over {(1 << 20) // 512:,} queries and as many keys, and each kernel
-        takes {GPU.kernel * 1e6:.0f} µs in addition to its operations.""",
-        "## Where links saturate",
+        f"""On 512 GPUs, the hybrid {hybrid.degrees} reaches an MFU of {percent(hybrid.mfu)}, and the ring
+        {percent(ring.mfu)}. The ring waits for transfers during {percent(ring.waits)} of a step, but it runs {512}
+        attention kernels per layer, each over {(1 << 20) // 512:,} queries and as many keys, and each kernel takes
+        {GPU.kernel * 1e6:.0f} µs in addition to its operations.""",
+        "### Where links saturate",
         "![MFU, and the share of a step that GPUs wait, by strategy](assets/scale_waits.png)",
-        f"""The bytes of the transfers grow linearly with the number of tokens, and the computation grows with its
-        square. So from some length on, computation hides the transfers. The table has the shortest length of the grid
-        from which on GPUs wait for less than {percent(HIDDEN)} of a step, for activations and weights together. "none"
-        means that the grid has no such length that fits into memory. For a long ring the table says little, because the
-        small kernels of such a ring take longer than its transfers:""",
+        f"""Transfers grow linearly with the number of tokens, and the computation grows with its square. The shortest
+        length of the grid from which on GPUs wait for less than {percent(HIDDEN)} of a step ("none": no such length
+        fits into memory; for a long ring the table says little, because its small kernels take longer than its
+        transfers):""",
         hidden_from(grid),
-        "## What packed documents change",
-        """This table is for packed documents whose lengths are distributed as in MagiAttention's benchmark. Most of
-        these documents have 200 to 2,000 tokens, and the longest 196,608. Each cell has the best choice, and its
-        tokens/s divided by the tokens/s of one causal document:""",
+        "### What packed documents change",
+        """Packed documents with the lengths of MagiAttention's benchmark: most have 200 to 2,000 tokens, and the
+        longest 196,608. Each cell has the best choice, and its tokens/s over the tokens/s of one causal document:""",
         packed(grid),
-        f"""Number of cells in which each strategy is the best: {count(grid, "mix:magi")}. Packed documents have fewer
-        visible pairs than one document, and everything else in a step is the same. So a step is shorter. MFU counts
-        only visible pairs, so it is lower where the weights or the links limit the speed. Documents of different
-        lengths also give the ranks of a ring different amounts of work: with 1M tokens on 128 ranks, the slowest rank
-        has {imbalances()} times the mean work. In this case the best ring uses the {many.layout} layout, and reaches an
-        MFU of {percent(many.mfu)}. Each of its GPUs sends {many.gigabytes_between_hosts:.0f} GB per step to other
-        hosts, compared with {one.gigabytes_between_hosts:.0f} GB for one document in the {one.layout} layout.
-        All-to-alls inside the ring make the shards of the ring longer, and the best choice reaches
-        {percent(grid["mix:magi", 128, 1 << 20].best.mfu)}.""",
+        f"""Best cells: {count(grid, "mix:magi")}. Packed documents have fewer visible pairs than one document, and
+        everything else in a step is the same. MFU counts only visible pairs, so it is lower where the weights or the
+        links limit the speed.""",
     )
 
 
@@ -317,8 +277,8 @@ def waits_of(option: Option) -> float:
 
 def _lines(axes: Any, grid: Grid, gpus: int, value: Callable[[Option], float]) -> None:
     for name in STRATEGIES:
-        found = [(n, grid["causal", gpus, n].by_strategy.get(name)) for n in LENGTHS]
-        points = [(n, value(x)) for n, x in found if x is not None and x.fits]
+        options = [(n, grid["causal", gpus, n].by_strategy.get(name)) for n in LENGTHS]
+        points = [(n, value(x)) for n, x in options if x is not None and x.fits]
         if points:
             axes.plot(*zip(*points, strict=True), color=COLOURS[name], marker="o", markersize=4, linewidth=1.5)
     axes.set_xscale("log", base=2)
@@ -338,10 +298,12 @@ def _save(figure: Any, path: Path) -> None:
     Image.open(buffer).convert("RGB").quantize(64).save(path, optimize=True)
 
 
-def main(folder: Path = DOCS) -> None:
+def main() -> None:
     grid = predict_all()
-    (folder / "scale.md").write_text(page(grid))
-    draw(grid, folder / "assets")
+    page = DOCS / "planning.md"
+    before, end = page.read_text().split(START)[0], page.read_text().split(END)[1]
+    page.write_text(f"{before}{START}\n\n{section(grid)}\n{END}{end}")
+    draw(grid, DOCS / "assets")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mask", default="causal", type=parse_mask, help="causal, window:N, documents, or joined by +")
     parser.add_argument("--seq-len", type=int, default=1024, help="tokens in a sequence, all ranks together")
     parser.add_argument("--batch", type=int, default=2, help="sequences in a step")
-    parser.add_argument("--steps", type=int, default=100, help="steps in all, with those before --resume")
+    parser.add_argument("--steps", type=int, default=100, help="steps in all, with the steps before --resume")
     parser.add_argument("--lr", type=float, default=1e-3, help="the learning rate after ten steps of warm-up")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)

@@ -1,5 +1,7 @@
 """seqpar: long-context, sequence-parallel attention for PyTorch."""
 
+from typing import TYPE_CHECKING
+
 from .comm.trace import Trace, trace
 from .functional import (
     attention,
@@ -16,17 +18,12 @@ from .layers import (
     ContextParallelAttention,
     HybridAttention,
     LocalAttention,
-    MegatronAttention,
-    MegatronMLP,
     RingAttention,
     RotaryEmbedding,
     UlyssesAttention,
-    VocabParallelEmbedding,
-    VocabParallelHead,
     clip_grad_norm_,
     sync_gradients,
     token_loss,
-    vocab_parallel_cross_entropy,
 )
 from .layers.factory import ParallelAttention
 from .mask import Mask
@@ -35,14 +32,36 @@ from .planner import Hardware, ModelShape, Plan, plan
 from .sharding import Sharding, positions, shard, unshard
 from .strategies.checkpointing import keep_attention
 
+if TYPE_CHECKING:
+    from .megatron import (
+        MegatronAttention,
+        MegatronMLP,
+        VocabParallelEmbedding,
+        VocabParallelHead,
+        vocab_parallel_cross_entropy,
+    )
+
 __version__ = "0.1.0"
+
+_MEGATRON = (
+    "MegatronAttention",
+    "MegatronMLP",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "vocab_parallel_cross_entropy",
+)
 
 
 def __getattr__(name: str) -> object:
-    if name == "hf":  # at first use: it imports transformers
-        import importlib
+    """Rooms that are opened at first use."""
+    from importlib import import_module
 
-        return importlib.import_module(".hf", __name__)
+    if name == "hf":  # it imports transformers
+        return import_module(".hf", __name__)
+    if name in _MEGATRON:
+        room = import_module(".megatron", __name__)
+        globals().update({each: getattr(room, each) for each in _MEGATRON})
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

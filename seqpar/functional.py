@@ -5,53 +5,36 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .checks import (
-    check_bool,
-    check_choice,
-    check_dropout,
-    check_head_vector,
-    check_inputs,
-    check_int,
-    check_number,
-    check_options,
-    has_length,
-    no_compile,
-)
+from .checks import check_choice, check_head_vector, check_inputs, check_int, has_length, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
-from .heads import Heads
-from .kernels import BackendName, check_backend
+from .kernels import BackendName
 from .layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from .mask import Mask
-from .mesh import AttentionGroups, rank_in, sequence_group, size_of
-from .planner.auto import AttentionShape, choose_strategy, traced_choice
-from .schedule import MaskPlanner
+from .mesh import known_per_host, rank_in, sequence_group, size_of
+from .planner.rules import named
+from .schedule.plan import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
-from .strategies import STRATEGIES, Comm, StrategyName, check_strategy, resolve
+from .spec import AttentionSpec, attention_spec
+from .strategies import StrategyName, resolve
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
-from .strategies.operators import (
-    ANY_RANKS,
-    AttentionOptions,
-    attend,
-    attention_op,
-    constant_float,
-    constants,
-    draw_seed,
-    traced_seed,
-)
+from .strategies.operators import attend, draw_seed, traced_seed
 
 if TYPE_CHECKING:
-    from typing_extensions import TypedDict, Unpack
+    from typing_extensions import Unpack
 
     from .strategies import StrategyOptions
 
-    class CommonOptions(TypedDict, total=False):
-        """The keyword arguments that all attention functions share; ``attention`` documents them."""
+    class FixedArguments(StrategyOptions, total=False):
+        """The keyword arguments of ``attention`` under one strategy, except ``return_lse``, which decides what it
+        returns; ``attention`` documents them."""
 
         mask: Mask
         mesh: DeviceMesh | None
@@ -69,8 +52,8 @@ if TYPE_CHECKING:
         dropout_seed: int | None
         latent_weight: Tensor | None
 
-    class AttentionArguments(CommonOptions, StrategyOptions, total=False):
-        """The keyword arguments of ``attention`` except ``return_lse``, which decides what it returns."""
+    class AttentionArguments(FixedArguments, total=False):
+        """The keyword arguments of ``attention`` except ``return_lse``."""
 
         strategy: StrategyName
 
@@ -146,10 +129,8 @@ def attention(
         k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens; ``heads`` is a multiple of ``kv_heads``.
         v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens. ``v_head_dim`` may differ from ``head_dim``, as
             in latent attention (DeepSeek). Messages are not padded then.
-        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" selects the strategy that
-            is expected to be the fastest for this mask, these shapes and these ranks, from costs that are measured once
-            per machine (see ``docs/strategies.md``). It compares the time of forward and backward, or of forward alone
-            if no backward follows.
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" takes the one that should
+            be the fastest by a rule over the mask, the heads, the layout and the hosts (``seqpar.planner.rules``).
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
@@ -191,147 +172,127 @@ def attention(
         ValueError: a wrong value, or ranks that disagree, before any payload is sent.
         RuntimeError: another rank raised an error on its own input.
     """
-    rest = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse, strategy_options, latent_weight
-    if torch.compiler.is_compiling() and isinstance(sharding, Sharding):
-        beside = (mesh, group, layout, seq_len)
-        if all(x is None for x in beside):
-            return _traced(q, k, v, strategy, mask, sharding, sinks, alibi_slopes, dropout_seed, *rest)
-    given = mask, mesh, group, layout, sharding, sinks, alibi_slopes, seq_len, dropout_seed
-    return _eager(q, k, v, strategy, *given, *rest)
+    constants = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse
+    make_spec = partial(attention_spec, strategy, strategy_options, *constants)
+    tensors = q, k, v, sinks, alibi_slopes, latent_weight
+    where = mesh, group, layout, seq_len
+    if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and all(x is None for x in where):
+        out, lse = _traced(tensors, make_spec, mask, sharding, dropout_seed)
+    else:
+        needs_seed = bool(dropout_p) and dropout_seed is None
+        alone = strategy == "local" and mesh is None and group is None
+        out, lse = _eager(tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone)
+    return (out, lse) if return_lse else out
 
 
-def _traced(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    strategy: StrategyName,
-    mask: Mask,
-    sharding: Sharding,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_seed: int | None,
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    backend: BackendName,
-    return_lse: bool,
-    strategy_options: StrategyOptions,
-    latent_weight: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` while torch.compile traces it: an operator, which checks the arguments that change every step."""
-    check_strategy(strategy)
-    check_options(strategy, strategy_options, STRATEGIES[strategy].options)
-    check_bool("deterministic", deterministic)
-    check_bool("return_lse", return_lse)
-    q, k, v = to_autocast_dtype(q, k, v)
-    if latent_weight is not None:
-        (latent_weight,) = to_autocast_dtype(latent_weight)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _checked_inputs(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, latent_weight: Tensor | None
+) -> Inputs:
+    """The tensors of a call in autocast's dtype, after checking that they fit together."""
+    if all(isinstance(x, Tensor) for x in (q, k, v)):
+        q, k, v = to_autocast_dtype(q, k, v)
+        if isinstance(latent_weight, Tensor):
+            (latent_weight,) = to_autocast_dtype(latent_weight)
     check_inputs(q, k, v, latent_weight)
     check_head_vector("sinks", sinks, q, batched=False)
     check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
-    seed, draws_seed = None, False
-    if dropout_p and dropout_seed is not None:
+    return q, k, v, sinks, alibi_slopes, latent_weight
+
+
+def _traced(
+    tensors: Inputs, make_spec: Callable[[], AttentionSpec], mask: Mask, sharding: Sharding, dropout_seed: int | None
+) -> tuple[Tensor, Tensor]:
+    """``attention`` while torch.compile traces it: an operator, which checks the arguments that change every step."""
+    spec = make_spec()
+    q, k, v, sinks, alibi_slopes, latent_weight = _checked_inputs(*tensors)
+    where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+    spec = named(spec, mask, q.shape[2], k.shape[2], *where)
+    seed = None
+    if spec.dropout_p and dropout_seed is not None:
         seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
-    elif dropout_p:
-        seed, draws_seed = traced_seed(), True
-    options = AttentionOptions(
-        strategy=strategy,
-        strategy_options=constants(strategy_options),
-        softmax_scale=None if softmax_scale is None else constant_float(softmax_scale),
-        softcap=constant_float(softcap),
-        dropout_p=constant_float(dropout_p),
-        deterministic=deterministic,
-        backend=backend,
-        return_lse=return_lse,
-        draws_seed=draws_seed,
-    )
-    chosen = traced_choice(q, k, v, mask, sharding, ANY_RANKS, options)
-    tensors = q, k, v, sinks, alibi_slopes, seed, chosen
-    out, lse, *_ = attention_op(*tensors, mask, sharding, ANY_RANKS, options, latent_weight)
-    return (out, lse) if return_lse else out
+    elif spec.dropout_p:
+        seed, spec = traced_seed(), spec.having(draws_seed=True)
+    return attend(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding)
 
 
 @no_compile
 def _eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    strategy: StrategyName,
+    tensors: Inputs,
+    make_spec: Callable[[], AttentionSpec],
     mask: Mask,
-    mesh: DeviceMesh | None,
-    group: ProcessGroup | None,
-    layout: Layout | None,
     sharding: Sharding | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seq_len: int | None,
     dropout_seed: int | None,
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    backend: BackendName,
-    return_lse: bool,
-    strategy_options: StrategyOptions,
-    latent_weight: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` outside of torch.compile."""
-    draws_seed = bool(dropout_p) and dropout_seed is None
-    needs_handshake = draws_seed or (sharding is None and not has_length(seq_len))
-    single_rank = strategy == "local" and mesh is None and group is None
+    where: tuple[DeviceMesh | None, ProcessGroup | None, Layout | None, int | None],
+    needs_seed: bool,
+    alone: bool,
+) -> tuple[Tensor, Tensor]:
+    """``attention`` outside of torch.compile. Without a ``sharding``, the call makes one after its handshake.
+
+    Args:
+        where: mesh, group, layout and seq_len.
+        needs_seed: whether rank 0 draws a dropout seed.
+        alone: whether this rank attends by itself, whatever the default group.
+    """
+    mesh, group, layout, seq_len = where
+    needs_handshake = needs_seed or (sharding is None and not has_length(seq_len))
     if isinstance(sharding, Sharding):
         sequence = sharding.sequence_group
     else:
         # Ranks that give the same group learn of an error in this rank's mesh.
         with propagate_errors(group if needs_handshake and isinstance(group, ProcessGroup) else None):
-            sequence = None if single_rank else sequence_group(mesh, group)
-    if all(isinstance(x, Tensor) for x in (q, k, v)):
-        q, k, v = to_autocast_dtype(q, k, v)
-        if isinstance(latent_weight, Tensor):
-            (latent_weight,) = to_autocast_dtype(latent_weight)
+            sequence = None if alone else sequence_group(mesh, group)
     with propagate_errors(sequence if needs_handshake else None):
+        spec = make_spec()
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
         if sharding is not None:
             check_sharding(sharding)
             sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             mesh, group, layout, seq_len = sharding.mesh, sharding.group, sharding.layout, sharding.seq_len
-        groups = _resolve(strategy, mask, mesh, group, layout, backend, strategy_options)
+        if layout is not None:
+            check_choice("layout", layout, LAYOUTS)
+        groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
         layout = require_layout(layout, sequence)
         if sharding is not None:
             sharding.check_ranks(groups.sequence)
-        check_bool("deterministic", deterministic)
-        check_bool("return_lse", return_lse)
-        dropout_p = check_dropout(dropout_p)
-        softcap = check_number("softcap", softcap)
-        if softcap < 0:
-            raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
-        if softmax_scale is not None:
-            softmax_scale = check_number("softmax_scale", softmax_scale)
         if seq_len is not None:
             check_int("seq_len", seq_len, 0)
         if dropout_seed is not None:
             check_int("dropout_seed", dropout_seed, 0)
             if dropout_seed >= 2**63:
                 raise ValueError(f"dropout_seed={dropout_seed}: expected a seed in [0, 2**63)")
-        check_inputs(q, k, v, latent_weight)
-        check_head_vector("sinks", sinks, q, batched=False)
-        check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
+        q, k, v, sinks, alibi_slopes, latent_weight = _checked_inputs(*tensors)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-    seed = int(draw_seed().item()) if draws_seed else dropout_seed or 0
+        if spec.strategy == "auto":
+            cluster = size_of(groups.sequence), known_per_host(groups.sequence), q.device.type
+            spec = named(spec, mask, q.shape[2], k.shape[2], layout, *cluster)
+            groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
+    seed = int(draw_seed().item()) if needs_seed else dropout_seed or 0
     batch, length, num_heads, head_dim = q.shape
     joins_backward = torch.is_grad_enabled()
     if needs_handshake:
-        degrees = (strategy, groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks, layout)
+        degrees = spec.strategy, groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks, layout
+        numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse
         expanded = None if latent_weight is None else tuple(latent_weight.shape)
-        mask_or_options = fingerprint(mask, degrees, softmax_scale, softcap, dropout_p, return_lse, expanded)
-        gradient = gradient_state(q, k, v, sinks, latent_weight)
         header = _AttentionHeader(
-            length, batch, num_heads, k.shape[2], head_dim, v.shape[3], q.dtype, mask_or_options, seed, gradient
+            length=length,
+            batch=batch,
+            heads=num_heads,
+            kv_heads=k.shape[2],
+            head_dim=head_dim,
+            v_head_dim=v.shape[3],
+            dtype=q.dtype,
+            mask_or_options=fingerprint(mask, degrees, *numbers, expanded),
+            dropout_seed=seed,
+            gradient=gradient_state(q, k, v, sinks, latent_weight),
         )
         headers = all_gather_header(lambda: header, sequence)
         check_same(headers, "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "mask_or_options")
-        if not draws_seed:
+        if not needs_seed:
             check_same(headers, "dropout_seed")
         seq_len = check_lengths([header.length for header in headers], layout, seq_len)
         seed = headers[0].dropout_seed
@@ -340,39 +301,11 @@ def _eager(
         assert seq_len is not None
         check_length(length, seq_len, size_of(sequence), rank_in(sequence), layout, num_heads)
     mask.check_length(seq_len)
-    if strategy == "auto" and groups.sequence is not None and groups.sequence.size() > 1:
-        shape = AttentionShape(batch, num_heads, k.shape[2], (head_dim + v.shape[3]) // 2, q.dtype)
-        chosen = choose_strategy(mask, seq_len, layout, shape, groups.sequence, q.device, joins_backward)
-        strategy, strategy_options = chosen.strategy, chosen.options
-        groups = resolve(strategy, mesh, group, strategy_options)
-    out, lse = attend(
-        q,
-        k,
-        v,
-        sinks,
-        alibi_slopes,
-        seed,
-        mask=mask,
-        groups=groups,
-        sequence=SequenceSharding(seq_len, layout, groups.ring_size, groups.ulysses_size),
-        heads=Heads.of_model(num_heads, k.shape[2]),
-        options=AttentionOptions(
-            strategy=strategy,
-            strategy_options=tuple(strategy_options.items()),
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            deterministic=deterministic,
-            backend=backend,
-            return_lse=return_lse,
-        ),
-        sharding=sharding,
-        mesh=mesh,
-        group=group,
-        joins_backward=joins_backward,
-        latent_weight=latent_weight,
-    )
-    return (out, lse) if return_lse else out
+    if sharding is None:
+        sharding = Sharding(seq_len, layout, mesh=mesh, group=group)
+    on_host = torch.tensor(seed, device="cpu") if spec.dropout_p else None
+    call = q, k, v, sinks, alibi_slopes, on_host, latent_weight, spec, mask, sharding
+    return attend(*call, joins_backward=joins_backward)
 
 
 def mask_planner(
@@ -398,174 +331,53 @@ def mask_planner(
     """
     check_sharding(sharding)
     if strategy == "auto":
-        raise ValueError("strategy='auto': it depends on the shapes of q, k and v too; name the strategy to plan for")
+        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
     groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
     spread = SequenceSharding(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
     return MaskPlanner(spread, groups.ring_rank, groups.gathers, groups.per_host)
 
 
-@overload
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[CommonOptions]
-) -> Tensor: ...
-@overload
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[CommonOptions]
-) -> tuple[Tensor, Tensor]: ...
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[CommonOptions]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="ring"``: K/V rows are sent from rank to rank, step by step.
+class FixedAttention(Protocol):
+    """``attention`` with a fixed strategy. The options are the other arguments of ``attention``."""
 
-    Args:
-        q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
-        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
-        return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
-        options: the other arguments of ``attention``.
-
-    Returns:
-        ``out [batch, seq, heads, v_head_dim]``, or ``(out, lse)``.
-    """
-    return attention(q, k, v, strategy="ring", return_lse=return_lse, **options)
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[FixedArguments]
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[FixedArguments]
+    ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[CommonOptions]
-) -> Tensor: ...
-@overload
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[CommonOptions]
-) -> tuple[Tensor, Tensor]: ...
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[CommonOptions]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="ulysses"``: all-to-all between sequence shards and head shards.
+def _fixed(strategy: StrategyName) -> Callable[[Callable[[], None]], FixedAttention]:
+    """Decorates a function without a body, whose name and docstring ``attention`` under one strategy gets."""
 
-    Args:
-        q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
-        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
-        return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
-        options: the other arguments of ``attention``.
+    def decorate(named: Callable[[], None]) -> FixedAttention:
+        @wraps(named)
+        def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            return attention(q, k, v, strategy=strategy, **options)
 
-    Returns:
-        ``out [batch, seq, heads, v_head_dim]``, or ``(out, lse)``.
-    """
-    return attention(q, k, v, strategy="ulysses", return_lse=return_lse, **options)
+        return cast(FixedAttention, call)
+
+    return decorate
 
 
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    comm: Comm | None = None,
-    ulysses_size: int | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[CommonOptions],
-) -> Tensor: ...
-@overload
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    comm: Comm | None = None,
-    ulysses_size: int | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[CommonOptions],
-) -> tuple[Tensor, Tensor]: ...
-def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    comm: Comm | None = None,
-    ulysses_size: int | None = None,
-    return_lse: bool = False,
-    **options: Unpack[CommonOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="context_parallel"``: ``comm`` selects how ranks receive the keys they need.
-
-    Args:
-        q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
-        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
-        comm: "all_gather", "p2p" (ring), "a2a" (Ulysses) or "a2a+p2p" (hybrid). By default "all_gather" if all ranks
-            share a host or ``chunks`` is given, otherwise "p2p".
-        ulysses_size: for "a2a+p2p" on a plain group, the ranks of each all-to-all.
-        return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
-        options: the other arguments of ``attention``.
-
-    Returns:
-        ``out [batch, seq, heads, v_head_dim]``, or ``(out, lse)``.
-    """
-    return attention(
-        q, k, v, strategy="context_parallel", comm=comm, ulysses_size=ulysses_size, return_lse=return_lse, **options
-    )
+@_fixed("ring")
+def ring_attention() -> None:
+    """``attention`` with ``strategy="ring"``: K/V rows are sent from rank to rank, step by step."""
 
 
-@overload
-def hybrid_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    ulysses_size: int | None = None,
-    return_lse: Literal[False] = False,
-    **options: Unpack[CommonOptions],
-) -> Tensor: ...
-@overload
-def hybrid_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    ulysses_size: int | None = None,
-    return_lse: Literal[True],
-    **options: Unpack[CommonOptions],
-) -> tuple[Tensor, Tensor]: ...
-def hybrid_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    ulysses_size: int | None = None,
-    return_lse: bool = False,
-    **options: Unpack[CommonOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups, ring across them.
-
-    Args:
-        q: ``[batch, seq, heads, head_dim]``, this rank's tokens.
-        k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens.
-        v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
-        ulysses_size: on a plain group, the ranks of each all-to-all.
-        return_lse: also return the log-sum-exp, ``[batch, heads, seq]``.
-        options: the other arguments of ``attention``.
-
-    Returns:
-        ``out [batch, seq, heads, v_head_dim]``, or ``(out, lse)``.
-    """
-    return attention(q, k, v, strategy="hybrid", ulysses_size=ulysses_size, return_lse=return_lse, **options)
+@_fixed("ulysses")
+def ulysses_attention() -> None:
+    """``attention`` with ``strategy="ulysses"``: all-to-all between sequence shards and head shards."""
 
 
-def _resolve(
-    strategy: str,
-    mask: Mask,
-    mesh: DeviceMesh | None,
-    group: ProcessGroup | None,
-    layout: str | None,
-    backend: str,
-    options: StrategyOptions,
-) -> AttentionGroups:
-    """Check the arguments that must be the same on all ranks, and resolve the strategy's groups."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
-    if layout is not None:
-        check_choice("layout", layout, LAYOUTS)
-    check_backend(backend)
-    return resolve(strategy, mesh, group, options)
+@_fixed("context_parallel")
+def context_parallel_attention() -> None:
+    """``attention`` with ``strategy="context_parallel"``: ``comm`` selects how ranks receive the keys they need."""
+
+
+@_fixed("hybrid")
+def hybrid_attention() -> None:
+    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups, ring across them."""

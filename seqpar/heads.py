@@ -14,6 +14,7 @@ some KV heads may be read by fewer query heads than others:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from .layout import split_range
 
@@ -35,7 +36,7 @@ class Heads:
         """All heads of a model."""
         return Heads(range(heads), heads // kv_heads)
 
-    @property
+    @cached_property
     def kv(self) -> range:
         """The KV heads that the query heads read, by their indices in the model."""
         if not self.queries:
@@ -49,6 +50,23 @@ class Heads:
     def __getitem__(self, of: range) -> Heads:
         """The query heads ``of``, counted from the first, with the KV heads that they read."""
         return Heads(self.queries[of.start : of.stop], self.q_per_kv)
+
+    def chunks(self, count: int) -> tuple[Heads, ...]:
+        """The heads in ``count`` chunks of whole KV heads; fewer if there are fewer KV heads, and one chunk if the KV
+        heads are read by different numbers of query heads."""
+        if count < 2 or len(self.kv) < 2 or self.kv_index() is not None:
+            return (self,)
+        count, q_per_kv = min(count, len(self.kv)), len(self.queries) // len(self.kv)
+        cuts = [split_range(len(self.kv), count, i) for i in range(count)]  # of the KV heads
+        return tuple(self[range(cut.start * q_per_kv, cut.stop * q_per_kv)] for cut in cuts)
+
+    def halves(self) -> tuple[Heads, ...]:
+        """The heads in two parts, of whole KV heads or of query heads of one KV head; one part for a single head."""
+        if len(self.queries) < 2:
+            return (self,)
+        groups = len(self.kv) if len(self.kv) > 1 else len(self.queries)
+        cut = (groups + 1) // 2 * (len(self.queries) // groups)
+        return self[range(cut)], self[range(cut, len(self.queries))]
 
     def queries_in(self, tensor_heads: Heads) -> range:
         """The indices of the query heads in dimension ``h`` of a tensor that holds the heads ``tensor_heads``."""
@@ -64,8 +82,8 @@ class Heads:
         None if all KV heads are read by the same number of query heads. Attention kernels know that mapping.
         """
         index = [head // self.q_per_kv - self.kv.start for head in self.queries]
-        each = len(index) // max(1, len(self.kv))
-        even = index == [i // max(1, each) for i in range(len(index))] and len(index) == each * len(self.kv)
+        group = len(index) // max(1, len(self.kv))
+        even = index == [i // max(1, group) for i in range(len(index))] and len(index) == group * len(self.kv)
         return None if even else index
 
 

@@ -190,7 +190,8 @@ class _Padding(_Rule):
         return Runs.of([0, start, stop], [start, start, stop], 0, [start, stop, stop], 0)
 
 
-@passed_as_it_is()
+# A compiled function depends on the kinds of rules, not on the boundaries of documents.
+@passed_as_it_is(lambda mask: [mask.is_local], reads=["is_local"])
 @dataclass(frozen=True)
 class Mask(Opaque):
     """Which keys each query sees. Make masks with the constructors below and combine them with ``&``.
@@ -387,6 +388,11 @@ class Mask(Opaque):
             or (isinstance(rule, _CausalBlocks) and rule.window is not None)
             for rule in self.rules
         )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether most queries see only keys nearby, because of a window, chunks or packed documents."""
+        return self.has_window or any(isinstance(rule, _Documents) for rule in self.rules)
 
     def check_length(self, seq_len: int) -> None:
         """Check that the mask fits a sequence of ``seq_len`` tokens. Attention calls it.

@@ -166,6 +166,16 @@ def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
     return _ranks_of_equal(hosts)
 
 
+def known_per_host(group: ProcessGroup | None) -> int:
+    """How many consecutive ranks of ``group`` share a host: 1 if they are irregular, all as long as the hosts are not
+    known. The same on every rank. Never communicates."""
+    if group is None or not (is_simulated() or _known_hosts(global_ranks(group))):
+        return size_of(group)
+    hosts = ranks_by_host(group)
+    per_host = ranks_per_host(hosts)
+    return 1 if len(hosts) > 1 and per_host == group.size() else per_host
+
+
 def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
     """The ranks of ``group`` on other hosts than this one. Empty as long as the hosts are not known."""
     if not is_simulated() and _known_hosts(global_ranks(group)) is None:
@@ -341,7 +351,6 @@ class AttentionGroups:
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
         gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
         chunks: with ``gather``, in how many chunks of heads they are received; None decides by their size.
-        replicated: whether every rank of the ring holds the keys and values of all ranks, so that none are sent.
     """
 
     sequence: ProcessGroup | None = None
@@ -349,7 +358,6 @@ class AttentionGroups:
     ulysses: Ranks | None = None
     gather: bool | None = False
     chunks: int | None = None
-    replicated: bool = False
 
     @property
     def ring_size(self) -> int:
@@ -382,7 +390,7 @@ class AttentionGroups:
     def per_host(self) -> int:
         """How many consecutive ranks of the ring share a host (see ``ranks_per_host``). If hosts have different numbers
         of ranks, messages are sent as inside one host. May be collective, see ``ranks_by_host``."""
-        return self.ring_size if self.replicated else ranks_per_host(self.hosts)  # replicated keys are not sent
+        return ranks_per_host(self.hosts)
 
     @cached_property
     def within(self) -> Ranks | None:

@@ -13,9 +13,11 @@ and averages whole ones. For that, the backward notes here which parameters were
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -43,58 +46,35 @@ _searched = [False]  # whether the process has been searched for wrappers that w
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a wrapper does to the gradients of its parameters: the sum over ``ranks``, divided by ``divisor``.
+    """What a wrapper does to the gradients of its parameters: the sum over ``ranks``, divided by ``divisor``."""
 
-    Attributes:
-        ranks: global ranks.
-        divisor: None if it is not known, as for DeepSpeed.
-        name: the name of the wrapper's class.
-        groups: process groups. A sum over one after another is a sum over ``ranks``.
-    """
-
-    ranks: frozenset[int]
-    divisor: float | None
-    name: str = field(compare=False)
-    groups: tuple[ProcessGroup, ...] = field(compare=False)
+    ranks: frozenset[int]  # global ranks
+    divisor: float | None  # None if it is not known, as for DeepSpeed
+    name: str = field(compare=False)  # of the wrapper's class
+    groups: tuple[ProcessGroup, ...] = field(compare=False)  # a sum over one after another is a sum over ``ranks``
 
 
 @dataclass
 class Boundary:
-    """Belongs to a node of autograd's graph where tokens are sharded or gathered.
+    """Belongs to a node of autograd's graph where tokens are sharded or gathered."""
 
-    Attributes:
-        ranks: the global ranks of the sequence.
-        region: what the gradients of parameters are that are used for the node's input.
-        backward: the number of the backward that has set ``factor``.
-        factor: by how much larger than without a wrapper the gradients between ``shard`` and ``unshard`` are.
-        open: whether modules with the same parameters may follow the node, as they may follow ``unshard``.
-    """
-
-    ranks: frozenset[int]
-    region: Region
-    open: bool = False
-    backward: int = -1
-    factor: int = 1
+    ranks: frozenset[int]  # the global ranks of the sequence
+    region: Region  # the gradients of parameters that were used for the node's input
+    open: bool = False  # whether a use of the same parameters may follow, as after ``unshard``
+    backward: int = -1  # the number of the backward that has set ``factor``
+    factor: int = 1  # how much larger the gradients between ``shard`` and ``unshard`` are because of a wrapper
 
 
 @dataclass
 class _Use:
-    """In which regions a parameter was used since its gradient was None.
+    """In which regions a parameter was used since its gradient was None."""
 
-    Attributes:
-        backward: the number of the last backward.
-        whole, partial: the regions.
-        unsharded: whether an ``unshard`` followed.
-        open: whether an ``unshard`` followed that modules with the same parameter may follow.
-        wrapper: the wrapper whose factor its gradient has, although the wrapper does not hold it.
-    """
-
-    backward: int = -1
+    backward: int = -1  # the number of the last backward
     whole: bool = False
     partial: bool = False
-    unsharded: bool = False
-    open: bool = False
-    wrapper: str = ""
+    unsharded: bool = False  # whether an ``unshard`` followed
+    tied: bool = False  # whether the parameter was used both before and after an ``unshard``
+    wrapper: str = ""  # the wrapper whose factor its gradient has, although the wrapper does not hold it
 
 
 # By parameter and by the ranks of the sequence.
@@ -122,15 +102,9 @@ def note_frozen(x_local: Tensor, group: ProcessGroup) -> None:
 def factor_at(node: Any, gradients: Gradients = "auto") -> int:
     """In the backward of a node with a ``Boundary``: by how much larger the gradients of the sharded tokens are.
 
-    Args:
-        node: autograd's context of the Function.
-        gradients: "auto" looks for wrappers; "mean" and "sum" say whether one averages over the ranks of the sequence.
-
-    Returns:
-        The number of ranks of the sequence under a wrapper that averages over them, otherwise 1.
-
-    Raises:
-        ValueError: a wrapper averages over some ranks of the sequence only, or it is not known over which.
+    This is the number of ranks of the sequence under a wrapper that averages over them, otherwise 1. With
+    ``gradients="auto"`` it looks for wrappers, and raises a ValueError for one that averages over some of the ranks
+    only, or over unknown ones.
     """
     boundary: Boundary = node.boundary
     if boundary.backward != torch._C._current_graph_task_id():  # no later node of this backward has found it
@@ -139,19 +113,10 @@ def factor_at(node: Any, gradients: Gradients = "auto") -> int:
 
 
 def reduction_behind(node: Any, group: ProcessGroup, gradients: Gradients) -> Reduction | None:
-    """In the backward of the loss: how the gradients that it computes will be reduced by a wrapper.
+    """In the backward of the loss: how a wrapper will reduce the gradients, over all ranks of ``group`` or over others.
 
-    Args:
-        node: the loss's node of the graph; None if there is no graph, as under compiled autograd.
-        group: the ranks of the sequence.
-        gradients: as in ``factor_at``.
-
-    Returns:
-        The wrapper's reduction, over all ranks of the sequence or over other ranks. None if there is none, or if
-        ``gradients`` is not "auto".
-
-    Raises:
-        ValueError: as in ``factor_at``; or several wrappers differ.
+    None without a wrapper, and if ``gradients`` is not "auto". ``node`` is the loss's node of autograd's graph; None if
+    there is no graph, as under compiled autograd. Raises the errors of ``factor_at``, and one if wrappers differ.
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
     if node is None:
@@ -183,12 +148,12 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     seen: dict[Region, set[Any]] = {"whole": {None}, "partial": {None}}
     while starts:
         below, region = starts.pop()
-        stack, known = [below], seen[region]
+        stack, visited = [below], seen[region]
         while stack:  # a model has thousands of nodes
             below = stack.pop()
-            if below in known:
+            if below in visited:
                 continue
-            known.add(below)
+            visited.add(below)
             following = below.next_functions
             if not following:
                 leaves.append((getattr(below, "variable", None), region))
@@ -222,6 +187,7 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
         boundary.backward, boundary.factor = task, factor
     unsharded = any(boundary.region == "partial" for boundary in boundaries)
     is_open = any(boundary.open for boundary in boundaries)
+    after = _used_after_unshard(ranks) if is_open and factor == 1 else set()
     # Gradients that a wrapper averages over the sequence never reach sync_gradients.
     wrapper = next((r.name for r in found), "") if factor > 1 else ""
     for leaf, region in leaves if _any_boundary[0] or wrapper else ():
@@ -230,9 +196,58 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
                 use = _use(p, ranks, task)
                 setattr(use, region, True)
                 use.unsharded |= unsharded
-                use.open |= is_open and region == "partial"
+                use.tied |= region == "partial" and id(leaf) in after
                 use.wrapper = use.wrapper or wrapper
     return found
+
+
+# Terms of a loss: their operands are not used together.
+_SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0")
+
+
+def _used_after_unshard(ranks: frozenset[int]) -> set[int]:
+    """The ``id`` of every leaf that the running backward's loss uses together with an output of ``unshard``.
+
+    A node of the graph does not know the nodes above it, so this starts at the tensors whose backward is running.
+    """
+    roots: list[Any] = []
+    for frame in sys._current_frames().values():  # on GPUs, backward runs in another thread than its caller
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code is _engine_run_backward.__code__:
+                roots += [getattr(x, "grad_fn", None) or getattr(x, "node", None) for x in caller.f_locals["t_outputs"]]
+            caller = caller.f_back
+    below: dict[Any, tuple[Any, ...]] = {None: ()}  # the graph
+    cuts: set[Any] = {None}  # where tokens are sharded or gathered
+    after: set[Any] = set()  # every ``unshard``, and what follows it up to the next cut
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, complete = stack.pop()
+        if complete:
+            boundary = getattr(node, "boundary", None)
+            if boundary is not None and boundary.ranks == ranks:
+                cuts.add(node)
+                after.update((node,) if boundary.open else ())
+            elif any(x in after for x in below[node]):
+                after.add(node)
+        elif node not in below:
+            below[node] = tuple(x for x, _ in node.next_functions)
+            stack += [(node, True), *((x, False) for x in below[node])]
+    terms: set[Any] = set()
+    starts = list(roots)
+    while starts:
+        node = starts.pop()
+        if node in after and node not in cuts and node not in terms and node.name() in _SUMS:
+            terms.add(node)
+            starts += below[node]
+    used: set[Any] = set()
+    starts = [x for node in after - terms - cuts for x in below[node] if x not in after]
+    while starts:
+        node = starts.pop()
+        if node not in used and node not in cuts:
+            used.add(node)
+            starts += below[node]
+    return {id(node.variable) for node in used if hasattr(node, "variable")}
 
 
 def _any_wrapper() -> str:
@@ -273,7 +288,7 @@ def _use(p: nn.Parameter, ranks: frozenset[int], task: int) -> _Use:
 
 
 def gradient_kinds(
-    named: Sequence[tuple[str, nn.Parameter]], group: ProcessGroup, frozen: bool, tied: Collection[nn.Parameter]
+    named: Sequence[tuple[str, nn.Parameter]], group: ProcessGroup, frozen: bool
 ) -> list[tuple[bool, bool, bool]]:
     """For each parameter: is its gradient known to be whole, is it known to be partial, or have its values to tell?
 
@@ -286,11 +301,6 @@ def gradient_kinds(
         group: the ranks that their gradients are reduced over.
         frozen: whether the module has frozen parameters too. What comes before ``unshard`` may then be frozen, so that
             ``unshard`` has no backward.
-        tied: the parameters that the module holds under several names.
-
-    Raises:
-        ValueError: a gradient is whole on other ranks than those of ``group``, or has the factor of a wrapper; or a
-            tied parameter was used before ``unshard``.
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
     unsharded_over = {
@@ -306,11 +316,11 @@ def gradient_kinds(
                     f"ranks of the sequence, but {use.wrapper} does not hold it; wrap the model as a whole, and leave "
                     "sync_gradients out"
                 )
-        if p in tied and any(use.open for use in uses.values()):
+        if any(use.tied for use in uses.values()):
             raise ValueError(
-                f"{name}: a tied weight that was used before unshard. If it was used after unshard too, that part of "
-                "its gradient is whole and must not be summed, which its values cannot tell; compute the loss from "
-                "sharded tokens (token_loss), or wrap the model in DDP or FSDP over the ranks of the sequence"
+                f"{name}: used before unshard, where its gradient is a part of a sum, and after unshard, where its "
+                "gradient is whole; compute the loss from sharded tokens (token_loss), or wrap the model in DDP or "
+                "FSDP over the ranks of the sequence"
             )
         whole_over = {over for over, use in uses.items() if use.whole} if uses else unsharded_over
         for over in whole_over - {ranks}:
@@ -326,14 +336,11 @@ def gradient_kinds(
 
 
 class Owners(NamedTuple):
-    """Who reduces the gradients of which parameters in this process.
+    """Who reduces the gradients of which parameters in this process."""
 
-    Attributes:
-        reductions: by the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place.
-        parameters: by the ``id`` of such a tensor: the parameters that it stands for.
-    """
-
+    # By the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place.
     reductions: dict[int, tuple[Reduction, ...]]
+    # By the ``id`` of such a tensor: the parameters that it stands for.
     parameters: dict[int, tuple[nn.Parameter, ...]]
 
 
@@ -389,9 +396,9 @@ def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
 
 
 def _average(name: str, groups: Iterable[ProcessGroup | None], ranks: frozenset[int] | None = None) -> Reduction:
-    own = tuple(group for group in groups if group is not None)
-    ranks = ranks or frozenset(dist.get_process_group_ranks(own[0]))
-    return Reduction(ranks, len(ranks), name, own)
+    present = tuple(group for group in groups if group is not None)
+    ranks = ranks or frozenset(dist.get_process_group_ranks(present[0]))
+    return Reduction(ranks, len(ranks), name, present)
 
 
 def _hybrid_ranks(wrapper: Any) -> frozenset[int] | None:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -82,7 +83,7 @@ def _gather(store: dist.Store, key: str, value: str, size: int, timeout: timedel
     keys = [f"{current}/{i}" for i in range(1, size)]
     with suppress(RuntimeError):  # DistStoreError
         store.wait(keys, timeout)
-    entries = [["", value], *(json.loads(store.get(k)) if store.check([k]) else None for k in keys)]
+    entries: list[Any] = [["", value], *(json.loads(store.get(k)) if store.check([k]) else None for k in keys)]
     store.set(f"{current}/all", json.dumps(entries))
     return [entry and entry[1] for entry in entries]
 

@@ -50,8 +50,8 @@ class Runs:
         """Runs from arrays or numbers. A number applies to every run. Runs that contain no position are left out."""
         starts = np.asarray(start, dtype=np.int64)
         columns = [np.broadcast_to(np.asarray(x, dtype=np.int64), starts.shape) for x in (lo, lo_step, hi, hi_step)]
-        kept = np.append(starts[1:] > starts[:-1], True)
-        return Runs(starts[kept], *(column[kept] for column in columns))
+        nonempty = np.append(starts[1:] > starts[:-1], True)
+        return Runs(starts[nonempty], *(column[nonempty] for column in columns))
 
     def __and__(self, other: Runs) -> Runs:
         """The intersection of the intervals."""

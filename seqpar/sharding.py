@@ -21,14 +21,14 @@ from .checks import check_bool, check_choice, check_int, no_compile
 from .comm.collectives import all_gather
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from .layout import LAYOUTS, Layout, check_length, check_lengths, shard_length, shard_positions, shard_ranges
-from .mesh import check_mesh_and_group, rank_in, sequence_group, size_of
+from .mesh import check_mesh_and_group, known_per_host, rank_in, sequence_group, size_of
 from .opaque import Opaque, passed_as_it_is
 from .reductions import factor_at, mark, note_frozen
 from .strategies import STRATEGIES, StrategyName
 
 
-# A compiled function depends on the ranks and the layout, not on the length.
-@passed_as_it_is(lambda sharding: [*sharding.ranks_key, sharding.layout], reads=["layout"])
+# A compiled function depends on the ranks, and with them on their hosts, and on the layout, but not on the length.
+@passed_as_it_is(lambda sharding: [*sharding.ranks_key, sharding.layout], reads=["layout", "ranks", "per_host"])
 class Sharding(Opaque):
     """How one sequence is divided over ranks: its length, its layout, and the ranks.
 
@@ -73,6 +73,7 @@ class Sharding(Opaque):
         # Without a mesh, compare the resolved group, because the default group may change later.
         self._key = seq_len, layout, strategy == "tp_sp", self._sequence_group if mesh is None else mesh
         self._hash = hash(self._key)
+        self.placements: dict[Any, Any] = {}  # what ``strategies.operators.placement`` has found
 
     @property
     def seq_len(self) -> int:
@@ -103,6 +104,16 @@ class Sharding(Opaque):
     def sequence_group(self) -> ProcessGroup | None:
         """The ranks the sequence is sharded over; None in a process without torch.distributed."""
         return self._sequence_group
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return size_of(self._sequence_group)
+
+    @property
+    def per_host(self) -> int:
+        """How many consecutive ranks share a host (see ``mesh.known_per_host``)."""
+        return known_per_host(self._sequence_group)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 import torch
@@ -20,11 +21,9 @@ settings.load_profile("seqpar")
 
 torch.set_num_threads(1)
 
-# strategy="auto" neither measures this machine nor reads earlier measurements, so that it chooses the same on every
-# machine.
-os.environ["SEQPAR_MEASURE"], os.environ["SEQPAR_CACHE"] = "0", os.devnull
-
 _CASES_RAN = pytest.StashKey[int]()
+# A test that takes longer than this, alone on one core, is marked slow.
+_SLOW_S = 8.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,6 +61,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the tests that ought to be marked slow. It is no failure, because the machine may have been busy."""
+    seconds, marked = defaultdict[str, float](float), set[str]()
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid] += report.duration
+            marked |= {report.nodeid} if "slow" in report.keywords else set()
+    for nodeid, duration in sorted(seconds.items(), key=lambda item: -item[1]):
+        if duration > _SLOW_S and nodeid not in marked:
+            terminalreporter.write_line(f"warning: {nodeid} took {duration:.0f} s and is not marked slow", yellow=True)
     wanted = config.getoption("--case")
     if wanted is not None:
         terminalreporter.write_line(f"--case {wanted!r}: {config.stash.get(_CASES_RAN, 0)} cases ran")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import seqpar
 from seqpar import Mask
-from seqpar.layers.sharded_weights import shard_like
+from seqpar.megatron.sharded_weights import shard_like
 
 HIDDEN, HEAD_DIM, INTERMEDIATE, VOCAB = 24, 4, 30, 37
 # Documents and a window, for any length up to 95 tokens. The tokens from 60 on are padding: they see no tokens.

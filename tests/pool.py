@@ -106,8 +106,8 @@ class Pool:
                 group of those ranks.
             args, kwargs: further arguments of ``body``.
             deadline_s: how many seconds all ranks have to return; ``self.deadline_s`` by default.
-            shared_memory: whether attention's messages are sent through shared memory instead of gloo. As on a cluster,
-                they are not by default.
+            shared_memory: whether attention's messages are sent through shared memory. The default is gloo, whose
+                operations are those of a cluster.
 
         Raises:
             WorkerError: a rank raised an error, ended or missed the deadline.

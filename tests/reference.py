@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -100,34 +100,33 @@ class Rule:
         assert isinstance(made, Mask)
         return made
 
-    def sees(self, i: int, j: int, row: int = 0) -> bool:
-        """Whether the query at position ``i`` sees the key at position ``j`` in batch row ``row``."""
+    def sees(self, i: Positions, j: Positions, row: int = 0) -> Any:
+        """Whether the queries at positions ``i`` see the keys at positions ``j`` in batch row ``row``."""
         if self.name == "full":
-            return True
+            return (i >= 0) & (j >= 0)
         if self.name == "causal":
             window = self.args[1] if len(self.args) > 1 else i + 1
-            return i - window < j <= i or any(a <= i < b and a <= j < b for a, b in self._blocks(row))
+            return ((i - window < j) & (j <= i)) | _together(i, j, self._blocks(row))
         if self.name == "sliding_window":
             left, right = self.args
-            return (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
+            return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
         if self.name == "documents":
             boundaries, causal, *_ = self.args
             if isinstance(boundaries[0], tuple):
                 boundaries = boundaries[row]
-            together = any(a <= i < b and a <= j < b for a, b in pairwise(boundaries))
-            return together and (j <= i or not causal)
+            return _together(i, j, pairwise(boundaries)) & ((j <= i) | (not causal))
         if self.name == "prefix_lm":
             (prefix,) = self.args
-            return j <= i or j < (prefix[row] if isinstance(prefix, tuple) else prefix)
+            return (j <= i) | (j < (prefix[row] if isinstance(prefix, tuple) else prefix))
         if self.name == "padding":
-            start, stop = (x[row] if isinstance(x, tuple) else x for x in self.args)
-            return all(start <= position < stop for position in (i, j))
+            return _together(i, j, [[x[row] if isinstance(x, tuple) else x for x in self.args]])
         assert self.name == "chunked"
         size, causal, *starts = self.args
         rows = starts[0] if starts else ()
-        origins = {0, *(rows[row] if rows and isinstance(rows[0], tuple) else rows)}
-        chunk = [(start := max(o for o in origins if o <= position), (position - start) // size) for position in (i, j)]
-        return chunk[0] == chunk[1] and (j <= i or not causal)
+        origins = sorted({0, *(rows[row] if rows and isinstance(rows[0], tuple) else rows)})
+        bounds = [*origins, max(i.max(initial=0), j.max(initial=0)) + size]
+        chunks = ((a, min(a + size, stop)) for start, stop in pairwise(bounds) for a in range(start, stop, size))
+        return _together(i, j, chunks) & ((j <= i) | (not causal))
 
     def _blocks(self, row: int) -> Any:
         """The blocks of a causal rule for one batch row: pairs of the first token and one past the last."""
@@ -166,6 +165,15 @@ class Rule:
 
 
 Rules = tuple[Rule, ...]
+Positions = np.ndarray[Any, Any]
+
+
+def _together(i: Positions, j: Positions, blocks: Iterable[Sequence[int]]) -> Any:
+    """Whether one of the blocks, each its first position and one past its last, has both positions."""
+    found = (i < 0) & (j < 0)
+    for start, stop in blocks:
+        found = found | ((start <= i) & (i < stop) & (start <= j) & (j < stop))
+    return found
 
 
 def rules_id(rules: Rules) -> str:
@@ -194,14 +202,9 @@ def combined_mask(rules: Rules) -> Mask:
 @lru_cache(maxsize=512)
 def visible_pairs(rules: Rules, seq_len: int) -> Tensor:
     """Whether each query sees each key under all of the rules: bool ``[rows, seq_len, seq_len]``."""
-    rows = rows_of(rules)
-    return torch.tensor(
-        [
-            [[all(rule.sees(i, j, row) for rule in rules) for j in range(seq_len)] for i in range(seq_len)]
-            for row in range(rows)
-        ],
-        dtype=torch.bool,
-    ).reshape(rows, seq_len, seq_len)
+    i, j = np.arange(seq_len)[:, None], np.arange(seq_len)[None]
+    rows = [np.logical_and.reduce([rule.sees(i, j, row) for rule in rules]) for row in range(rows_of(rules))]
+    return torch.from_numpy(np.stack(rows))
 
 
 def rank_positions(seq_len: int, ranks: int, rank: int, layout: str) -> Tensor:

@@ -5,15 +5,16 @@ results for the same bands, which are aligned to the bottom right corner, or wit
 treats queries without keys like the real kernel. With ``like_a_kernel`` it also rounds the probabilities and their
 gradients before they are multiplied, as the real kernel does. Otherwise it rounds only the results.
 
-The signatures are those of flash_attn_interface.py in flash-attn 2.8.3 and in its folder hopper, of
-flash_attn/cute/interface.py in flash-attn-4 4.0.0b36, and of native_functions.yaml in PyTorch 2.13.
+The signatures are recorded: flash_attn_interface.py in flash-attn 2.8.3 and in its folder hopper, and
+flash_attn/cute/interface.py in flash-attn-4 4.0.0b36. The signatures of PyTorch's kernels are read from PyTorch.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -236,112 +237,135 @@ def as_in_flash_2(q_len: int, k_len: int, causal: bool, left: int, right: int) -
 
 # The fake kernels of each library
 
+# The parameters of the packages' private functions, in the words of ``inspect.signature``.
+SIGNATURES: dict[str, dict[str, str]] = {
+    "flash_attn.flash_attn_interface": {
+        "_flash_attn_forward": """q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
+            softcap, alibi_slopes, return_softmax""",
+        "_flash_attn_varlen_forward": """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+            softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+            return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+            num_splits=0""",
+        "_flash_attn_backward": """dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+            window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None""",
+        "_flash_attn_varlen_backward": """dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
+            max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+            alibi_slopes, deterministic, rng_state=None, zero_tensors=False""",
+    },
+    "flash_attn_interface": {
+        "_flash_attn_forward": """q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None,
+            cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+            max_seqlen_k=None, page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+            seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+            window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+            scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0""",
+        "_flash_attn_backward": """dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None,
+            sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
+            softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            deterministic=False, sm_margin=0""",
+    },
+    "flash_attn.cute.interface": {
+        "_flash_attn_fwd": """q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+            max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+            causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+            tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
+            _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None,
+            aux_tensors=None, aux_scalars=None""",
+        "_flash_attn_bwd": """q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+            window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256,
+            pack_gqa=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+            max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, score_mod_bwd=None,
+            mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
+            learnable_sink=None""",
+    },
+}
+Arguments = dict[str, Any]
+
+
+def with_parameters(parameters: str) -> Callable[..., Arguments]:
+    """A function with these parameters that returns its arguments by name."""
+    made: Callable[..., Arguments] = eval(f"lambda {' '.join(parameters.split())}: locals()")
+    return made
+
+
+def _module(name: str, body: Callable[[str, Arguments], Any]) -> ModuleType:
+    """A package whose functions call ``body`` with their name and their arguments by name."""
+    made = ModuleType(name)
+
+    def add(function: str, bind: Callable[..., Arguments]) -> None:
+        @functools.wraps(bind)  # inspect.signature sees the parameters of ``bind``
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return body(function, bind(*args, **kwargs))
+
+        setattr(made, function, call)
+
+    for function, parameters in SIGNATURES[name].items():
+        add(function, with_parameters(parameters))
+    return made
+
+
+def _write(o: Arguments, values: tuple[Tensor, ...]) -> Tensor:
+    """Write dq, dk and dv into the tensors that the call has for them."""
+    for target, value in zip((o["dq"], o["dk"], o["dv"]), values, strict=True):
+        assert target is not None and target.shape == value.shape and target.dtype == value.dtype
+        assert target.is_contiguous()
+        target.copy_(value)
+    return torch.empty(0)
+
 
 def _flash_2(kernels: Kernels) -> ModuleType:
-    def run(name: str, tensors: tuple[Tensor, ...], cu: Any, longest: Any, o: dict[str, Any]) -> tuple[Tensor, ...]:
-        kernels.calls[name] += 1
-        kernels.check_dims("flash_attn", *tensors[:3])
+    def body(function: str, o: Arguments) -> Any:
+        packed, backward = "varlen" in function, "backward" in function
+        kernels.calls[("packed" if packed else "dense") + (" backward" if backward else "")] += 1
+        kernels.check_dims("flash_attn", o["q"], o["k"], o["v"])
         assert o["dropout_p"] == 0.0 and o["alibi_slopes"] is None
-        sizes = (tensors[0].shape[1], tensors[1].shape[1]) if cu[0] is None else longest
-        band = as_in_flash_2(sizes[0], sizes[1], o["causal"], o["window_size_left"], o["window_size_right"])
+        cu = (o["cu_seqlens_q"], o["cu_seqlens_k"]) if packed else (None, None)
+        longest = (o["max_seqlen_q"], o["max_seqlen_k"]) if packed else (o["q"].shape[1], o["k"].shape[1])
+        band = as_in_flash_2(*longest, o["causal"], o["window_size_left"], o["window_size_right"])
         assert not (o["causal"] and o["window_size_left"] >= 0)
-        return kernels.run(tensors, cu, longest, band, o["softmax_scale"], o["softcap"], empty=True, no_keys=torch.inf)
+        names = ("q", "k", "v", "dout", "out", "softmax_lse") if backward else ("q", "k", "v")
+        found = kernels.run(
+            tuple(o[name] for name in names), cu, longest, band, o["softmax_scale"], o["softcap"], empty=True,
+            no_keys=torch.inf,
+        )  # fmt: skip
+        if backward:
+            kernels.calls["deterministic"] += o["deterministic"]
+            return _write(o, found)
+        assert not o["return_softmax"]
+        return (*found, torch.empty(0), torch.empty(2, dtype=torch.int64))
 
-    def _flash_attn_forward(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
-        window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert not return_softmax
-        out, lse = run("dense", (q, k, v), (None, None), (0, 0), locals())
-        return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
-
-    def _flash_attn_varlen_forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
-        window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-        return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
-        seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        out, lse = run("packed", (q, k, v), cu, longest, locals())
-        return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
-
-    def _flash_attn_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
-        dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool,
-        window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
-        deterministic: bool, rng_state: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        kernels.calls["deterministic"] += deterministic
-        grads = run("dense backward", (q, k, v, dout, out, softmax_lse), (None, None), (0, 0), locals())
-        _write((dq, dk, dv), grads)
-        return torch.empty(0)
-
-    def _flash_attn_varlen_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
-        dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
-        window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
-        rng_state: Tensor | None = None, zero_tensors: bool = False,
-    ) -> Tensor:  # fmt: skip
-        kernels.calls["deterministic"] += deterministic
-        cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        _write((dq, dk, dv), run("packed backward", (q, k, v, dout, out, softmax_lse), cu, longest, locals()))
-        return torch.empty(0)
-
-    return _module("flash_attn.flash_attn_interface", locals())
+    return _module("flash_attn.flash_attn_interface", body)
 
 
 def _flash_3(kernels: Kernels) -> ModuleType:
-    def run(name: str, tensors: tuple[Tensor, ...], o: dict[str, Any], causal: bool) -> tuple[Tensor, ...]:
-        kernels.calls[name] += 1
-        kernels.check_dims("flash_attn_3", *tensors[:3])
-        cu = o["cu_seqlens_q"], o["cu_seqlens_k"]
-        longest = o["max_seqlen_q"], o["max_seqlen_k"]
-        sizes = (tensors[0].shape[1], tensors[1].shape[1]) if cu[0] is None else longest
+    def body(function: str, o: Arguments) -> Any:
+        backward = "backward" in function
+        kernels.calls["backward" if backward else "forward"] += 1
+        kernels.check_dims("flash_attn_3", o["q"], o["k"], o["v"])
+        cu, longest = (o["cu_seqlens_q"], o["cu_seqlens_k"]), (o["max_seqlen_q"], o["max_seqlen_k"])
+        sizes = longest if cu[0] is not None else (o["q"].shape[1], o["k"].shape[1])
         left, right = o["window_size_left"], o["window_size_right"]
         left, right = -1 if left >= sizes[1] - 1 else left, -1 if right >= sizes[0] - 1 else right
-        band = (left, 0) if causal else (left, right)
-        return kernels.run(
-            tensors, cu, longest, band, o["softmax_scale"], o["softcap"], empty=False, no_keys=-torch.inf
-        )
+        band = (left, 0) if o["is_causal" if backward else "causal"] else (left, right)
+        names = ("q", "k", "v", "dout", "out", "softmax_lse") if backward else ("q", "k", "v")
+        found = kernels.run(
+            tuple(o[name] for name in names), cu, longest, band, o["softmax_scale"], o["softcap"], empty=False,
+            no_keys=-torch.inf,
+        )  # fmt: skip
+        if backward:
+            kernels.calls["deterministic"] += o["deterministic"]
+            return _write(o, found)
+        assert o["num_splits"] == 1
+        return (*found, torch.empty(0), torch.empty(0))
 
-    def _flash_attn_forward(
-        q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
-        qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, seqused_q: Tensor | None = None,
-        seqused_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
-        rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
-        q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-        softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1,
-        window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
-        scheduler_metadata: Tensor | None = None, num_splits: int = 1, pack_gqa: bool | None = None,
-        sm_margin: int = 0,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert num_splits == 1
-        out, lse = run("forward", (q, k, v), locals(), causal)
-        return out, lse, torch.empty(0), torch.empty(0)
-
-    def _flash_attn_backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-        cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, sequed_q: Tensor | None = None,
-        sequed_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
-        softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1,
-        window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
-    ) -> Tensor:  # fmt: skip
-        kernels.calls["deterministic"] += deterministic
-        _write((dq, dk, dv), run("backward", (q, k, v, dout, out, softmax_lse), locals(), is_causal))
-        return torch.empty(0)
-
-    return _module("flash_attn_interface", locals())
+    return _module("flash_attn_interface", body)
 
 
 def _flash_4(kernels: Kernels) -> ModuleType:
-    def run(name: str, tensors: tuple[Tensor, ...], o: dict[str, Any]) -> tuple[Tensor, ...]:
-        kernels.calls[name] += 1
-        kernels.check_dims("flash_attn_4", *tensors[:3])
+    def body(function: str, o: Arguments) -> Any:
+        backward = function == "_flash_attn_bwd"
+        kernels.calls["backward" if backward else "forward"] += 1
+        kernels.check_dims("flash_attn_4", o["q"], o["k"], o["v"])
         left, right = (
             -1 if o[f"window_size_{side}"] is None else o[f"window_size_{side}"] for side in ("left", "right")
         )
@@ -349,47 +373,20 @@ def _flash_4(kernels: Kernels) -> ModuleType:
         if o["mask_mod"] is not None:
             kernels.calls["masked"] += 1
             assert not o["causal"] and (left, right) == (-1, -1) and not o.get("deterministic")
-            backward = len(tensors) > 3
-            mask = from_blocks(
-                tensors[0], tensors[1], o["mask_mod"], o["aux_tensors"], o["block_sparse_tensors"], backward
-            )
-        band = (-1, 0) if o["causal"] else (left, right)
-        return kernels.run(
-            tensors, (o["cu_seqlens_q"], o["cu_seqlens_k"]), (o["max_seqlen_q"], o["max_seqlen_k"]), band,
-            o["softmax_scale"], o["softcap"] or 0.0, empty=False, no_keys=-torch.inf, mask=mask,
+            mask = from_blocks(o["q"], o["k"], o["mask_mod"], o["aux_tensors"], o["block_sparse_tensors"], backward)
+        names = ("q", "k", "v", "dout", "out", "lse") if backward else ("q", "k", "v")
+        found = kernels.run(
+            tuple(o[name] for name in names), (o["cu_seqlens_q"], o["cu_seqlens_k"]),
+            (o["max_seqlen_q"], o["max_seqlen_k"]), (-1, 0) if o["causal"] else (left, right), o["softmax_scale"],
+            o["softcap"] or 0.0, empty=False, no_keys=-torch.inf, mask=mask,
         )  # fmt: skip
-
-    def _flash_attn_fwd(
-        q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, min_seqlen_k: int | None = None,
-        page_table: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-        softcap: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
-        learnable_sink: Tensor | None = None, tile_mn: Any = None, mma_pv_is_rs: bool | None = None,
-        intra_wg_overlap: bool | None = None, num_threads: int = 384, num_splits: int = 1,
-        pack_gqa: bool | None = None, _arch: int | None = None, score_mod: Any = None, mask_mod: Any = None,
-        block_sparse_tensors: Any = None, return_lse: bool = False, out: Tensor | None = None,
-        lse: Tensor | None = None, aux_tensors: Any = None, aux_scalars: Any = None,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        assert return_lse and num_splits == 1
-        found = run("forward", (q, k, v), locals())
+        if backward:
+            kernels.calls["deterministic"] += o["deterministic"]
+            return found
+        assert o["return_lse"] and o["num_splits"] == 1
         return (*found, None, None)
 
-    def _flash_attn_bwd(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float | None = None,
-        causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
-        window_size_right: int | None = None, m_block_size: int = 64, n_block_size: int = 128,
-        num_threads: int = 256, pack_gqa: bool = False, cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, deterministic: bool = False,
-        dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None, score_mod: Any = None,
-        score_mod_bwd: Any = None, mask_mod: Any = None, aux_tensors: Any = None, aux_scalars: Any = None,
-        block_sparse_tensors: Any = None, dlse: Tensor | None = None, learnable_sink: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        kernels.calls["deterministic"] += deterministic
-        return run("backward", (q, k, v, dout, out, lse), locals())
-
-    return _module("flash_attn.cute.interface", locals())
+    return _module("flash_attn.cute.interface", body)
 
 
 def from_blocks(q: Tensor, k: Tensor, mask_mod: Any, aux: list[Tensor], sparse: Any, backward: bool) -> Tensor:
@@ -430,102 +427,68 @@ def interval_mask(batch: int, head: int, query: Tensor, key: Tensor, seqlen_info
     return (key >= aux[0][batch, query]) & (key < aux[1][batch, query])
 
 
+def _operator(operator: Any, body: Callable[[Arguments], Any]) -> Callable[..., Any]:
+    """A function with the parameters of an operator of PyTorch that calls ``body`` with the arguments by name."""
+    parameters = operator._schema.arguments
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        positional = [x.name for x in parameters if not x.kwarg_only][: len(args)]
+        o = {x.name: x.default_value for x in parameters} | dict(zip(positional, args, strict=True)) | kwargs
+        assert o.keys() == {x.name for x in parameters}, o.keys()
+        return body(o)
+
+    return call
+
+
 def _torch_flash(kernels: Kernels) -> tuple[Any, Any]:
-    def run(
-        name: str, tensors: tuple[Tensor, ...], cu: Any, longest: tuple[int, int], causal: bool, o: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
-        kernels.calls[name if cu[0] is None else f"packed {name}"] += 1
-        kernels.check_dims("flash", *tensors[:3])
+    def run(o: Arguments) -> tuple[Tensor, ...]:
+        backward = "grad_out" in o
+        q, k, v = o["query"], o["key"], o["value"]
+        cu, longest = (o["cum_seq_q"], o["cum_seq_k"]), (o["max_q"], o["max_k"])
+        kernels.calls[("" if cu[0] is None else "packed ") + ("backward" if backward else "forward")] += 1
+        kernels.check_dims("flash", q, k, v)
         left, right = (
             -1 if o[f"window_size_{side}"] is None else o[f"window_size_{side}"] for side in ("left", "right")
         )
-        band = as_in_flash_2(*longest, causal, left, right)
-        assert not (causal and left >= 0)
+        assert not (o["is_causal"] and left >= 0) and o["dropout_p"] == 0.0 and not o.get("return_debug_mask")
         if cu[0] is None:
-            assert longest == (tensors[0].shape[1], tensors[1].shape[1])
-        return kernels.run(tensors, cu, longest, band, o["scale"], 0.0, empty=True, no_keys=torch.inf)
+            assert longest == (q.shape[1], k.shape[1])
+        band = as_in_flash_2(*longest, o["is_causal"], left, right)
+        tensors = (q, k, v, o["grad_out"], o["out"], o["logsumexp"]) if backward else (q, k, v)
+        found = kernels.run(tensors, cu, longest, band, o["scale"], 0.0, empty=True, no_keys=torch.inf)
+        return found if backward else (*found, torch.empty(2), torch.empty(0), torch.empty(0))
 
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
-        max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
-        window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert dropout_p == 0.0 and not return_debug_mask
-        cu = cum_seq_q, cum_seq_k
-        out, lse = run("forward", (query, key, value), cu, (max_q, max_k), is_causal, locals())
-        return out, lse, torch.empty(2), torch.empty(0), torch.empty(0)
-
-    def backward(
-        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-        cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
-        rng_state: Tensor, unused: Tensor, *, scale: float | None = None, window_size_left: int | None = None,
-        window_size_right: int | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert dropout_p == 0.0
-        tensors = query, key, value, grad_out, out, logsumexp
-        return run("backward", tensors, (cum_seq_q, cum_seq_k), (max_q, max_k), is_causal, locals())
-
-    return forward, backward
+    return _operator(flash._forward, run), _operator(flash._backward, run)
 
 
 def _cudnn(kernels: Kernels, lse_dims: int) -> tuple[Any, Any]:
-    def run(name: str, tensors: tuple[Tensor, ...], causal: bool, scale: float | None) -> tuple[Tensor, ...]:
-        kernels.calls[name] += 1
-        kernels.check_dims("cudnn", *tensors[:3])
-        q, k, v, *rest = tensors
+    def run(o: Arguments) -> tuple[Any, ...]:
+        backward = "grad_out" in o
+        kernels.calls["backward" if backward else "forward"] += 1
+        q, k, v, causal = o["query"], o["key"], o["value"], o["is_causal"]
+        kernels.check_dims("cudnn", q, k, v)
         batch, heads, q_len, _ = q.shape
         assert k.shape[2] > 1 and (not causal or q_len == k.shape[2])
-        assert scale is not None
-        last_first = [x.transpose(1, 2) for x in (q, k, v, *rest[:2])]
-        assert all(x.stride(2) == x.shape[3] for x in last_first), "heads beside each other"
-        if rest:
-            assert rest[2].shape == (batch, heads, q_len, 1)[:lse_dims]
-            last_first.append(rest[2].reshape(batch, heads, q_len))
+        assert o["scale"] is not None and o["attn_bias"] is None and not o["dropout_p"]
+        tensors = [x.transpose(1, 2) for x in ((q, k, v, o["grad_out"], o["out"]) if backward else (q, k, v))]
+        assert all(x.stride(2) == x.shape[3] for x in tensors), "heads beside each other"
+        if backward:
+            assert o["cum_seq_q"] is None and o["cum_seq_k"] is None
+            assert (o["max_q"], o["max_k"]) == (q_len, k.shape[2])
+            assert o["logsumexp"].shape == (batch, heads, q_len, 1)[:lse_dims]
+            tensors.append(o["logsumexp"].reshape(batch, heads, q_len))
         band = (-1, 0) if causal else (-1, -1)
-        done = kernels.run(
-            tuple(last_first), (None, None), (0, 0), band, scale, 0.0, empty=False, no_keys=torch.nan, top_left=True
+        found = kernels.run(
+            tuple(tensors), (None, None), (0, 0), band, o["scale"], 0.0, empty=False, no_keys=torch.nan, top_left=True
         )
-        if rest:
-            return tuple(x.transpose(1, 2) for x in done)
-        out, lse = done
-        return out.transpose(1, 2), lse[..., None] if lse_dims == 4 else lse
+        if backward:
+            return tuple(x.transpose(1, 2) for x in found)
+        assert o["compute_log_sumexp"] and not o["return_debug_mask"]
+        out, lse = found
+        lse = lse[..., None] if lse_dims == 4 else lse
+        return out.transpose(1, 2), lse, None, None, q_len, k.shape[2], torch.empty(()), torch.empty(()), None
 
-    def forward(
-        query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
-        dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
-        scale: float | None = None,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        assert compute_log_sumexp and attn_bias is None and not dropout_p and not return_debug_mask
-        done = run("forward", (query, key, value), is_causal, scale)
-        return (*done, None, None, query.shape[2], key.shape[2], torch.empty(()), torch.empty(()), None)
-
-    def backward(
-        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-        philox_seed: Tensor, philox_offset: Tensor, attn_bias: Tensor | None, cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *,
-        scale: float | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        assert attn_bias is None and cum_seq_q is None and cum_seq_k is None and not dropout_p
-        assert (max_q, max_k) == (query.shape[2], key.shape[2])
-        return run("backward", (query, key, value, grad_out, out, logsumexp), is_causal, scale)
-
-    return forward, backward
-
-
-def _write(targets: tuple[Tensor | None, ...], values: tuple[Tensor, ...]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        assert target is not None and target.shape == value.shape and target.dtype == value.dtype
-        assert target.is_contiguous()
-        target.copy_(value)
-
-
-def _module(name: str, functions: dict[str, Any]) -> ModuleType:
-    made = ModuleType(name)
-    for function, value in functions.items():
-        if function.startswith("_flash_attn"):
-            setattr(made, function, value)
-    return made
+    return _operator(cudnn._forward, run), _operator(cudnn._backward, run)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def compile_for(launch: Launch, target: str, *, aligned: bool = True) -> Any:
         launch: the kernel and its arguments.
         target: a key of ``TARGETS``.
         aligned: whether tensors start, and integers are, multiples of 16 as far as the arguments say; False compiles
-            the variant for tensors and strides of which nothing is known.
+            the variant for tensors and strides without known alignment.
 
     Raises:
         RuntimeError: under ``TRITON_INTERPRET=1``, where Triton interprets kernels instead of compiling them.
@@ -152,31 +152,31 @@ class StubDriver:
 
 def resources(compiled: Any, target: str) -> Resources:
     """The resources of a kernel compiled for ``target``."""
-    found = _cuda_resources(compiled) if "cubin" in compiled.asm else _hip_resources(compiled)
+    measured = _cuda_resources(compiled) if "cubin" in compiled.asm else _hip_resources(compiled)
     code = compiled.asm["ttgir"]
     asynchronous = re.findall(r"ttng\.warp_group_dot .*", code)
-    others = re.findall(r"(?:= tt\.dot |ttng\.tc_gen5_mma).*", code)
+    products = re.findall(r"(?:= tt\.dot |ttng\.tc_gen5_mma).*", code)
     tiles = re.findall(r"ttg\.local_load .* -> tensor<\d+x\d+x", code)
     return replace(
-        found,
-        occupancy=_occupancy(found, compiled.metadata.num_warps, target),
-        products=len(asynchronous) + len(others),
+        measured,
+        occupancy=_occupancy(measured, compiled.metadata.num_warps, target),
+        products=len(asynchronous) + len(products),
         synchronous=sum("isAsync = true" not in product for product in asynchronous),
         reloaded=len(tiles) if asynchronous else 0,
         tensor_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
     )
 
 
-def _occupancy(found: Resources, warps: int, target: str) -> int:
+def _occupancy(measured: Resources, warps: int, target: str) -> int:
     """Blocks on one processor: the registers of a thread come in steps of 8, and CUDA takes 1 KB of each block."""
-    registers = -(-max(found.registers, 1) // 8) * 8
+    registers = -(-max(measured.registers, 1) // 8) * 8
     if target.startswith("gfx"):  # four SIMDs with 512 registers a lane each
         by_registers = 4 * min(8, 512 // registers) // warps
         total, reserved = SHARED_LIMIT[target], 0
     else:
         by_registers = 65536 // (registers * 32 * warps)
         total, reserved = SHARED_LIMIT[target] + 1024, 1024
-    return min(by_registers, _WARPS[target] // warps, total // (found.shared_bytes + reserved or 1))
+    return min(by_registers, _WARPS[target] // warps, total // (measured.shared_bytes + reserved or 1))
 
 
 def _cuda_resources(compiled: Any) -> Resources:
@@ -200,10 +200,10 @@ def _hip_resources(compiled: Any) -> Resources:
     assembly = compiled.asm["amdgcn"]
 
     def field(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
-        if found is None:
+        match = re.search(rf"\.{name}:\s+(\d+)", assembly)
+        if match is None:
             raise RuntimeError(f"no .{name} in the assembly's metadata")
-        return int(found.group(1))
+        return int(match.group(1))
 
     return Resources(
         registers=field("vgpr_count"),
@@ -214,8 +214,8 @@ def _hip_resources(compiled: Any) -> Resources:
 
 
 def _family(assembly: str, pattern: str) -> str:
-    found = re.search(pattern, assembly)
-    return "" if found is None else "mfma" if "mfma" in found.group() else found.group(1)
+    match = re.search(pattern, assembly)
+    return "" if match is None else "mfma" if "mfma" in match.group() else match.group(1)
 
 
 def _cuobjdump() -> str:

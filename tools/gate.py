@@ -2,9 +2,9 @@
 
 Prints registers, spills, shared memory, matrix instructions, products of tiles, tiles that go through registers into a
 product, and how many blocks fit a processor. Exits with 1 if a kernel spills more than ``SPILLS`` allows, exceeds the
-memory of its GPU, does not use the matrix unit, or on sm_90 waits for a product at once. ``--json`` prints one object
-per kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core. PyTorch and Triton
-must be installed; seqpar need not be.
+memory of its GPU, does not use its newest matrix instructions, or on sm_90 waits for a product at once. ``--json``
+prints one object per kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core.
+PyTorch and Triton must be installed; seqpar need not be.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ FEATURE_SPILLS: dict[tuple[str, str, int, str], int] = {
     ),
 }
 UNALIGNED_SPILLS = 256
+# At head_dim 128 in half precision: the matrix instructions by target, and the products of tiles by kernel. The kernel
+# "backward" has five products in one loop. The pair has four in one loop, and three in each of two loops.
+NEWEST_MATRIX = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
+PRODUCTS = {"backward": 5, "dkdv": 4, "dq": 6}
 _SAME_TABLE = {"sm_86": ("sm_120",), "gfx942": ("gfx950",)}  # targets that use another's configurations
 _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
 
@@ -238,7 +242,7 @@ def elementwise_launches() -> dict[str, Launch]:
     }
 
 
-def verdict(case: Case, found: Resources) -> str:
+def verdict(case: Case, measured: Resources) -> str:
     """A description of what is wrong with a compiled kernel; "" if nothing is."""
     allowed = (
         SPILLS.get((case.kernel, max(case.head_dim, case.v_head_dim or 0), case.dtype), 0)
@@ -248,16 +252,24 @@ def verdict(case: Case, found: Resources) -> str:
     allowed = max(allowed, FEATURE_SPILLS.get((case.target, case.kernel, case.head_dim, case.feature), 0))
     if not case.aligned:  # addresses of single numbers take many registers, and such calls are rare
         allowed = UNALIGNED_SPILLS
-    wrong = [] if found.spilled_bytes <= allowed else [f"spills {found.spilled_bytes} bytes"]
-    if not found.fits(case.target):
-        wrong.append(f"{found.shared_bytes} bytes of shared memory, {found.tensor_columns} columns of tensor memory")
-    if case.needs_matrix and not found.matrix:
+    wrong = [] if measured.spilled_bytes <= allowed else [f"spills {measured.spilled_bytes} bytes"]
+    if not measured.fits(case.target):
+        wrong.append(
+            f"{measured.shared_bytes} bytes of shared memory, {measured.tensor_columns} columns of tensor memory"
+        )
+    if case.needs_matrix and not measured.matrix:
         wrong.append("no matrix instructions")
-    if found.synchronous:
-        wrong.append(f"{found.synchronous} products are waited for at once")
+    if case.head_dim == 128 and case.dtype == torch.bfloat16 and case.feature == "plain" and case.needs_matrix:
+        newest, products = NEWEST_MATRIX.get(case.target), PRODUCTS.get(case.kernel)
+        if newest and measured.matrix != newest:
+            wrong.append(f"{measured.matrix} instead of {newest}")
+        if case.target == "sm_90" and products and measured.products != products:
+            wrong.append(f"{measured.products} products instead of {products}")
+    if measured.synchronous:
+        wrong.append(f"{measured.synchronous} products are waited for at once")
     # At head_dim 256 half of the warps' registers hold the accumulators, and Triton reloads one factor.
-    if found.reloaded and case.head_dim <= 128 and case.aligned:
-        wrong.append(f"{found.reloaded} tiles go through registers")
+    if measured.reloaded and case.head_dim <= 128 and case.aligned:
+        wrong.append(f"{measured.reloaded} tiles go through registers")
     return ", ".join(wrong)
 
 
@@ -265,7 +277,7 @@ def inspect(cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
     """Compile the cases and yield one row for each."""
     for case in cases:
         config = case.launch.config
-        found = resources(compile_for(case.launch, case.target, aligned=case.aligned), case.target)
+        measured = resources(compile_for(case.launch, case.target, aligned=case.aligned), case.target)
         yield {
             "target": case.target,
             "kernel": case.kernel,
@@ -274,8 +286,8 @@ def inspect(cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
             "dtype": str(case.dtype).removeprefix("torch."),
             "feature": case.feature,
             "config": asdict(config),
-            **asdict(found),
-            "wrong": verdict(case, found),
+            **asdict(measured),
+            "wrong": verdict(case, measured),
         }
 
 

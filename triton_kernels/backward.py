@@ -428,15 +428,14 @@ def keys_launch(
     """The launch of ``backward_kernel``.
 
     Args:
-        operands: the tensors, all of them allocated.
-        score: as for :func:`attention_backward`.
+        operands, score: the tensors, all of them allocated, and how scores are computed.
         bounds: from ``preprocess.padded_bounds``.
         ranges: from ``preprocess.query_ranges``, for tiles of ``config.block_n``.
         config: tile sizes.
         with_dq: add to ``dq`` too, in an order that changes from run to run.
         new: whether ``dk`` and ``dv`` are uninitialised.
         split: how many programs share the query heads of a KV head.
-        allow_tf32: as for the forward.
+        allow_tf32: of float32 inputs; None follows ``torch.get_float32_matmul_precision``.
         hip: whether the GPU is one of ROCm's; None asks PyTorch.
     """
     dout, q, k, v, statistics, _, dq, dk, dv = operands
@@ -474,7 +473,7 @@ def dq_launch(
     allow_tf32: bool | None = None,
     hip: bool | None = None,
 ) -> Launch:
-    """The launch of ``dq_kernel``; arguments as for :func:`keys_launch`."""
+    """The launch of ``dq_kernel``. ``new``: whether ``dq`` is uninitialised."""
     dout, q, k, v, statistics, intervals, dq, _, _ = operands
     batch, q_len, heads, _ = q.shape
     tiles = triton.cdiv(q_len, config.block_m)
@@ -531,20 +530,12 @@ def attention_backward(
 
     Args:
         dout: ``[batch, q_len, heads, v_head_dim]`` in the dtype of ``q``.
-        q: as for the forward.
-        k: as for the forward.
-        v: as for the forward.
+        q, k, v, intervals, score, allow_tf32: the forward's.
         lse: float32 ``[batch, heads, q_len]``, the final log-sum-exp: over all keys, sinks included.
         delta: float32 ``[batch, heads, q_len]``, from :func:`~.preprocess.delta`.
-        intervals: as for the forward.
-        score: as for the forward.
-        dq: float32, shape of ``q``; added to in place.
-        dk: float32, shape of ``k``; added to in place.
-        dv: float32, shape of ``v``; added to in place.
-        new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
-        new_dkv: the same for ``dk`` and ``dv``.
+        dq, dk, dv: float32, shapes of ``q``, ``k`` and ``v``; added to in place.
+        new_dq, new_dkv: whether ``dq``, and ``dk`` and ``dv``, are uninitialised, so that the gradients are written.
         deterministic: whether the gradients must have the same bits in every run.
-        allow_tf32: as for the forward.
         config: tile sizes of ``backward_kernel``; None takes them from the table.
         dq_config: tile sizes of ``dq_kernel``, which runs if deterministic; None takes them from the table.
 

@@ -200,7 +200,7 @@ def table_config(
         dtype: of the inputs.
         heavy: whether scores need more registers than a scaled product does (softcap, ALiBi, dropout). The tile of the
             inner loop is then halved (of 32 queries of 128 keys in "backward", the keys), and CUDA uses 8 warps.
-        v_head_dim: of v; by default that of q and k.
+        v_head_dim: of v; by default ``head_dim``.
 
     Raises:
         ValueError: a head_dim is too large, or the table has no such entry.
@@ -224,7 +224,7 @@ def choose(
     """The configuration for a call on ``device``; None if :func:`entry` is None.
 
     Args:
-        kernel, head_dim, dtype, v_head_dim, heavy: as for :func:`table_config`.
+        kernel, head_dim, dtype, v_head_dim, heavy: of :func:`table_config`.
         device: where the tensors are.
         tma: whether the tensors are laid out as TMA needs it. Tiles for TMA are too large to be read by pointers.
     """
@@ -265,10 +265,7 @@ def candidates(
     heavy: bool = False,
     tma: bool = True,
 ) -> list[Config]:
-    """Configurations for autotuning: the table's, and its neighbours, some of which may not fit the GPU.
-
-    Arguments as for :func:`choose`.
-    """
+    """The table's configuration and its neighbours, for autotuning. Some may not fit the GPU."""
     first = choose(kernel, device, head_dim, dtype, v_head_dim=v_head_dim, heavy=heavy, tma=tma)
     assert first is not None
     tried = [first]

@@ -297,7 +297,7 @@ def attention_forward(
         q: ``[batch, q_len, heads, head_dim]``, float16, bfloat16 or float32; see ``configs.py`` for the head_dims.
         k: ``[batch, k_len, kv_heads, head_dim]`` in the dtype of ``q``; query head ``h`` reads key/value head
             ``h // (heads // kv_heads)``.
-        v: ``[batch, k_len, kv_heads, v_head_dim]``, likewise.
+        v: ``[batch, k_len, kv_heads, v_head_dim]`` in the dtype of ``q``.
         intervals: int32 ``lo, hi [1 or batch, q_len]``, the first and one-past-last key of each query, neither falling
             along the queries; int32 global positions ``q_positions [q_len]`` and ``k_positions [k_len]``. All on the
             device of ``q``.

@@ -41,7 +41,7 @@ class Launch:
         if self.grid == 0:
             return None
         device = next(a.device for a in self.arguments.values() if isinstance(a, Tensor))
-        # Triton launches on the current device, which need not be that of the tensors.
+        # Triton launches on the current device, which need not be the tensors' device.
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             arguments = {name: self.arguments[name] for name in self.kernel.arg_names}
             return self.kernel[(self.grid,)](**arguments, **self.config.options)
@@ -68,7 +68,7 @@ class Repeated:
         Args:
             inputs: in the order of the parameters' names. The first is a tensor, on whose device the kernel runs.
             values: every other value that the launch depends on.
-            make: returns the launch. Its tensors are those of ``inputs``, or copies of them.
+            make: returns the launch, of the tensors of ``inputs`` or of copies of them.
         """
         first: Any = inputs[0]
         device = first.get_device()

@@ -83,8 +83,8 @@ def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
         acc: float32 ``[batch, q_len, heads, head_dim]``, normalised by its own ``lse``.
         lse: float32 ``[batch, heads, q_len]``, its last dimension dense; natural logarithm, -inf for a query that has
             seen no key.
-        out: as ``acc``, of any dtype.
-        out_lse: as ``lse``.
+        out: the shape of ``acc``, of any dtype.
+        out_lse: the shape and dtype of ``lse``.
 
     Raises:
         ValueError: ``acc`` or ``lse`` cannot be written in place.

@@ -120,7 +120,7 @@ def delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
 
     Args:
         out: ``[batch, q_len, heads, head_dim]``.
-        dout: as ``out``.
+        dout: the shape of ``out``.
         dlse: float32 ``[batch, heads, q_len]``, or None if nothing depends on ``lse``.
 
     Returns:

@@ -1,10 +1,10 @@
 """Helpers shared by the attention kernels: tiles of keys, loads and stores, scores, dropout.
 
-Names, mostly those of the FlashAttention papers. Capitals are pointers (or TMA descriptors) and compile-time constants;
+Names, mostly from the FlashAttention papers. Capitals are pointers (or TMA descriptors) and compile-time constants;
 lower case are values in registers.
 
     BLOCK_M, BLOCK_N   queries and keys in a tile
-    D, BLOCK_D         head_dim of q and k, and the power of two that holds it; DV, BLOCK_DV likewise of v
+    D, BLOCK_D         head_dim of q and k, and the power of two that holds it; DV, BLOCK_DV: of v
     TAIL               columns of a second tile of q and k where D > 512 (576 = 512 + 64: tl.dot takes powers of two),
                        else 0; q_tail, k_tail, dq_tail and dk_tail are these columns
     GROUP              query heads per KV head
@@ -75,7 +75,7 @@ class Score(Protocol):
 
 
 class Intervals(Protocol):
-    """Which keys each query sees. ``seqpar.keys.KeyIntervals`` has this protocol, and documents the fields."""
+    """Which keys each query sees. ``seqpar.schedule.rows.KeyIntervals`` has this protocol, and documents the fields."""
 
     @property
     def lo(self) -> Tensor: ...  # int32 [1 or batch, q_len]

@@ -77,9 +77,7 @@ def tuned(
         flags: what else changes the kernel or how long it takes: the features in use, and the mask's class.
         make: returns the launch with a configuration, on outputs that may be overwritten any number of times.
         time: returns the milliseconds that a launch takes; None measures on the GPU.
-        v_head_dim: of v, where it is not that of q and k.
-        heavy: as for ``configs.choose``.
-        tma: as for ``configs.choose``.
+        v_head_dim, heavy, tma: of ``configs.choose``.
     """
     other_dim = f" v{v_head_dim}" if v_head_dim not in (None, q.shape[-1]) else ""
     key = _key(kernel, q, k, f"{flags} tma{tma}{other_dim}")

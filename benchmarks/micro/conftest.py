@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from seqpar.cli.comparison.machine import machine_facts
+from seqpar.cli.bench import machine_facts
 
 from .operations import OPERATIONS, TIMEOUT, partner
 

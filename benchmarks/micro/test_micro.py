@@ -15,7 +15,7 @@ import seqpar
 from seqpar import Mask
 from seqpar.kernels import BACKENDS
 from seqpar.layout import CPU, LAYOUTS, SequenceSharding
-from seqpar.schedule import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan
 
 from .conftest import Together
 from .operations import HEAD_DIM, HEADS, OPERATIONS, SEQ_LEN

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, Setting, sdpa
+from seqpar.cli.bench_runners import BenchSetting, Peer, sdpa
 
 NAME = "DeepSpeed DistributedAttention"
 
 
-def make(setting: Setting) -> Peer:
+def make(setting: BenchSetting) -> Peer:
     setting.need_divisible(setting.group.size())  # with shards of different lengths, gloo aborts the process
     local = sdpa(setting)  # all tokens of some heads, under any mask
     if setting.device.type == "cpu":

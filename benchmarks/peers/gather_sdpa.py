@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.cli.comparison.peers import Peer, Setting, sdpa
+from seqpar.cli.bench_runners import BenchSetting, Peer, sdpa
 from seqpar.comm.collectives import all_gather_single, reduce_scatter_single
 
 NAME = "all-gather + SDPA"
@@ -33,7 +33,7 @@ class _AllGather(torch.autograd.Function):
         return own.transpose(0, 1), None
 
 
-def make(setting: Setting) -> Peer:
+def make(setting: BenchSetting) -> Peer:
     setting.need_divisible(setting.group.size())
     positions = setting.positions()
     local = sdpa(setting, positions)

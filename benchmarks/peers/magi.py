@@ -7,13 +7,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
 
 NAME = "MagiAttention"
 _CHUNK = 512  # tokens that are dispatched together
 
 
-def make(setting: Setting) -> Peer:
+def make(setting: BenchSetting) -> Peer:
     from magi_attention.api import calc_attn, compute_pad_size, get_position_ids, magi_attn_flex_key
     from magi_attention.common import AttnRanges
     from magi_attention.common.enum import AttnMaskType

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
 
 NAME = "ring-attention-pytorch"
 _BUCKET = 1024  # the package's default
 
 
-def make(setting: Setting) -> Peer:
+def make(setting: BenchSetting) -> Peer:
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
     causal = setting.need_causal_or_full()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
 
 NAME = "ring-flash-attn"
 
 
-def make(setting: Setting) -> Peer:
+def make(setting: BenchSetting) -> Peer:
     import ring_flash_attn
 
     setting.need_cuda()

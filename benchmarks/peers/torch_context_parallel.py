@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.nn import functional
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
 
 NAME = "PyTorch context_parallel"
 
 
-def make(setting: Setting) -> Peer:
+def make(setting: BenchSetting) -> Peer:
     from torch.distributed.tensor.experimental import context_parallel
 
     if setting.device.type != "cuda":

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, Setting
+from seqpar.cli.bench_runners import BenchSetting, Peer
 
 NAME = "TransformerEngine, p2p"
 
 
-def make(setting: Setting) -> Peer:
+def make(setting: BenchSetting) -> Peer:
     from transformer_engine.pytorch import DotProductAttention
 
     setting.need_cuda()

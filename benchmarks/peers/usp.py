@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting
+from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
 
 NAME = "yunchang LongContextAttention"
 
 
-def make(setting: Setting) -> Peer:
+def make(setting: BenchSetting) -> Peer:
     from yunchang import LongContextAttention
     from yunchang.globals import HAS_FLASH_ATTN, PROCESS_GROUP
     from yunchang.kernels import AttnType

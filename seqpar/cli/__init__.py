@@ -10,12 +10,12 @@ from .launch import FAILED, INTERRUPTED, CommandError, exit_with
 _NEEDED = ("matplotlib", "rich", "typer")  # the packages of the extra "cli"; the library itself does not need them
 
 
-def main() -> None:
-    """Run the command line.
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line with these arguments, by default the process's.
 
     The exit code is 0 on success, 1 on failure, 2 for bad options, 124 past the deadline, and 130 if interrupted.
     """
-    _check_needed()
+    _check_packages()
     import typer
 
     from .bench import bench
@@ -34,15 +34,14 @@ def main() -> None:
     for command in (doctor, plan, bench, demo):
         app.command()(command)
     try:
-        app()
+        app(argv)
     except CommandError as error:
         exit_with(error)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
 
-def _check_needed() -> None:
-    """Exit with a message that says what to install if a package of the extra "cli" is missing."""
+def _check_packages() -> None:
     missing = []
     for name in _NEEDED:
         try:

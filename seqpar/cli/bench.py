@@ -1,37 +1,48 @@
-"""``seqpar bench``: strategies and other packages side by side on this machine, on the same inputs."""
+"""``seqpar bench``: strategies and other packages side by side on this machine, on the same inputs.
+
+Units: seconds and bytes. Tokens and operations per second are of all ranks together.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
+import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from ..checks import check_int
-from ..layout import Layout
 from ..mesh import init_mesh
 from ..planner.mixes import MIXES
-from .comparison.cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
-from .comparison.charts import draw_charts
-from .comparison.machine import machine_facts
-from .comparison.measure import measure
-from .comparison.peers import adapters
-from .comparison.results import PASSES, CaseResult, rows_of, table_of, to_json
+from .bench_cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
+from .bench_run import BOTH, PASSES, CaseResult, Sample, run_cases
+from .bench_runners import adapters
 from .launch import BAD_OPTION, CommandError, bad_options, cores, launch, under_launcher
 from .plan import read_tokens
-from .tables import make_folder, write_csv
+from .tables import (
+    device_name,
+    human_bytes,
+    make_folder,
+    number_table,
+    pyplot_without_display,
+    save_figure,
+    write_csv,
+)
 
 _DEADLINE_S = 4 * 3600.0  # of the whole command
 _WIDTH = 132  # columns of the tables if stdout is not a terminal
@@ -91,35 +102,18 @@ def bench(
     out: Annotated[str, typer.Option(help="Folder for the CSV, the JSON, the charts and the traces.")] = "bench",
 ) -> None:
     """Compare strategies, layouts and other packages on this machine. The default takes less than five minutes."""
+    options: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in locals().items() if x is not None}
+    del options["nproc"]
     with bad_options():
-        config = BenchConfig(
-            presets=tuple(preset or ("causal",)),
-            strategies=tuple(strategy or ()),
-            layouts=cast(tuple[Layout, ...], tuple(layout or ())),  # the config checks them
-            masks=tuple(mask or ()),
-            seq_lens=tuple(read_tokens(text) for text in seq_len or ()),
-            ranks=tuple(ranks or ()),
-            backends=tuple(backend or ("auto",)),
-            peers=(tuple(peer) if peer else None) if peers else (),
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=device,
-            rounds=rounds,
-            budget=budget,
-            charts=charts,
-            trace=trace,
-            out=out,
-        )
+        options["seq_len"] = tuple(map(read_tokens, seq_len or ()))
+        config = BenchConfig(**options)
     if under_launcher():
         run_bench(config)
         return
     with bad_options():
         check_int("nproc", nproc, 1)
         config.check(nproc)
-        adapters(config.peers)
+        adapters(config.peer_names)
         make_folder(Path(out))
     launch(run_bench, nproc, config, deadline_s=_DEADLINE_S)
 
@@ -133,7 +127,7 @@ def run_bench(config: BenchConfig) -> None:
     start = time.monotonic()
     with bad_options():
         config.check(int(os.environ["WORLD_SIZE"]))
-        modules = adapters(config.peers)
+        peers = adapters(config.peer_names)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda = config.device != "cpu" and torch.cuda.device_count() >= local_ranks
     if config.device == "cuda" and not cuda:
@@ -143,8 +137,8 @@ def run_bench(config: BenchConfig) -> None:
     init_mesh(ring=-1, device_type="cuda" if cuda else "cpu", timeout=_TIMEOUT)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     world, is_first = dist.get_world_size(), dist.get_rank() == 0
-    cases, folder = config.cases(world, device), Path(config.out)
-    if config.trace:
+    cases, folder = config.cases(world, cuda), Path(config.out)
+    if is_first or config.trace:
         with bad_options():
             make_folder(folder)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
@@ -153,47 +147,149 @@ def run_bench(config: BenchConfig) -> None:
         console.print(
             f"{facts['device']}, {cores()} core(s), {world} rank(s) on {world // local_ranks or 1} host(s), torch "
             f"{facts['torch']}. {len(cases)} case(s); presets: "
-            + "; ".join(f"{name}: {PRESETS[name].about}" for name in config.presets),
+            + "; ".join(f"{name}: {PRESETS[name].about}" for name in config.preset),
             highlight=False,
         )
     with _progress(console, is_first) as show:
-        results = measure(config, cases, device, modules, show, folder)
-    wrong = [
-        f"{name}: {why}"
-        for result in results
-        for name, why in result.refused.items()
-        if _is_ours(name) and why.startswith("WRONG")
-    ]
+        results = run_cases(config, cases, device, peers, show)
     if is_first:
-        with bad_options():
-            make_folder(folder)
         report(results, facts, folder, console, config.charts)
         console.print(
             f"[dim]{time.monotonic() - start:.0f} s in all; tables, charts and JSON are in {folder}[/]", highlight=False
         )
     dist.barrier()
     dist.destroy_process_group()
+    seqpars = {*strategy_names(), "local"}  # first words of the names of runners
+    refused = [reason for result in results for reason in result.refused.items()]
+    wrong = [f"{name}: {why}" for name, why in refused if why.startswith("WRONG") and name.split(" ")[0] in seqpars]
     if wrong:
         raise CommandError("; ".join(wrong))
 
 
-def _is_ours(name: str) -> bool:
-    """Whether an attempt runs seqpar, not another package."""
-    return name.split(" ")[0] in (*strategy_names(), "local")
+@contextmanager
+def _progress(console: Console, is_first: bool) -> Iterator[Callable[[str], None]]:
+    """A function that shows a text on the terminal of rank 0, if there is one."""
+    if not is_first or not console.is_terminal:
+        yield lambda text: None
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda text: progress.update(task, description=text)
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """The columns of the CSV file that are the same in all rows."""
+    from .. import __version__
+
+    git = ["git", "describe", "--always", "--dirty"]
+    try:
+        described = subprocess.run(git, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+        commit = described.stdout.strip()  # empty for an installed package
+    except OSError:  # no git
+        commit = ""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "device": device_name(device),
+        "cores": cores(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "seqpar": __version__,
+    }
+
+
+# What is printed and written
+
+
+def rows_of(result: CaseResult) -> list[dict[str, Any]]:
+    """One row for each runner and pass: the ideal, then seqpar's strategies, other packages, and slower ideals.
+
+    The keys are the columns of the CSV file. A value that was not measured is None.
+    """
+    rows = []
+    for run in PASSES:
+        measured = [s for s in result.samples if s.seconds[run]]
+        ideals = [s for s in measured if s.kind == "ideal"]
+        if not ideals:
+            continue
+        best = min(ideals, key=lambda s: statistics.median(s.seconds[run]))
+        order = {"seqpar": 1, "peer": 2, "ideal": 3}
+        rows += [_row(result, s, run, best) for s in sorted(measured, key=lambda s: 0 if s is best else order[s.kind])]
+    return rows
+
+
+def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> dict[str, Any]:
+    """The row of one runner and pass. ``ideal`` is the fastest attention on one process."""
+    case, seconds = result.case, sample.seconds[run]
+    alone = sample.kind == "ideal"
+    divisor = 1 if alone else result.divisor
+    median = statistics.median(seconds)
+    exposed = [s - t for s, t in zip(seconds, sample.silent[run], strict=False)]
+    operations = case.operations(backward=False) + (case.operations(backward=True) if run == BOTH else 0.0)
+    both = run == BOTH or not sample.seconds[BOTH]  # bytes and memory were measured for forward and backward together
+    return {
+        **asdict(case),
+        "ranks": 1 if alone else case.ranks,
+        "what": sample.name,
+        "kind": sample.kind,
+        "layout": sample.layout,
+        "backend": sample.backend,
+        "run": run,
+        "rounds": len(seconds),
+        "median_s": median,
+        "fastest_s": min(seconds),
+        "slowest_s": max(seconds),
+        "cpu_s": statistics.median(sample.cpu) if both else None,
+        "share_of_ideal": statistics.median(i / divisor / s for i, s in zip(ideal.seconds[run], seconds, strict=True)),
+        "tokens_per_s": case.batch * case.seq_len / median,
+        "tflops": operations / median / 1e12,
+        "exposed_s": max(0.0, statistics.median(exposed)) if exposed else None,
+        "bytes_sent": sample.bytes_sent if both and not alone else None,
+        "bytes_between_hosts": sample.bytes_between_hosts if both and not alone else None,
+        "peak_memory": sample.peak_memory if both else None,
+        "warmup_s": sample.warmup_s,
+        "error": sample.error,
+        "chosen": sample.chosen,
+    }
+
+
+def table_of(result: CaseResult, run: str) -> Table:
+    """The table of one case and of one of ``PASSES``."""
+    case = result.case
+    rounds = max((len(s.seconds[run]) for s in result.samples), default=0)
+    width = str(case.head_dim) if case.head_dim == case.v_head_dim else f"{case.head_dim} (v {case.v_head_dim})"
+    table = number_table(
+        "", "seconds", "range", "share of\nthe ideal", "tokens/s", "TFLOP/s", "exposed\nmessages", "sent by\na rank",
+        "to other\nhosts", "peak\nmemory",
+        title=f"[bold]{run}[/], {case.preset}: {case.seq_len:,} tokens, {case.ranks} rank(s), {case.heads} heads "
+        f"({case.kv_heads} KV) of {width}, mask {case.mask}, {case.dtype}\nmedian of {rounds} rounds; other programs "
+        f"took {result.busy_share:.0%} of the cores",
+        title_justify="left",
+    )  # fmt: skip
+    rows = [row for row in rows_of(result) if row["run"] == run]
+    for i, row in enumerate(rows):
+        exposed, tflops = row["exposed_s"], row["tflops"]
+        suffix = ", one process" if row["kind"] == "ideal" else f": {row['chosen']}" if row["chosen"] else ""
+        sizes = (row["bytes_sent"], row["bytes_between_hosts"], row["peak_memory"])
+        table.add_row(
+            row["what"] + suffix,
+            f"{row['median_s']:.4f}",
+            f"{row['fastest_s']:.4f} to {row['slowest_s']:.4f}",
+            f"{row['share_of_ideal']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{tflops:.3f}" if tflops < 10 else f"{tflops:,.0f}",
+            "" if exposed is None else f"{exposed * 1e3:.1f} ms",
+            *("" if n is None else human_bytes(n) for n in sizes),
+            end_section=i + 1 < len(rows) and row["kind"] != rows[i + 1]["kind"],
+        )
+    return table
 
 
 def report(
     results: Sequence[CaseResult], facts: dict[str, Any], folder: Path, console: Console, charts: bool = True
 ) -> None:
-    """Print the tables and the reasons of what did not run, and write the CSV, the JSON and the charts to ``folder``.
-
-    Args:
-        results: the measured cases.
-        facts: columns that are the same in all rows (see ``machine_facts``).
-        folder: an existing folder.
-        console: the terminal.
-        charts: whether to draw charts.
-    """
+    """Print the tables and why some runners did not run, and write the CSV, the JSON and the charts to ``folder``."""
     for result in results:
         for run in PASSES:
             console.print(table_of(result, run))
@@ -205,28 +301,88 @@ def report(
         "forward and backward on the rank with the most.[/]",
         highlight=False,
     )
-    refused: dict[tuple[str, str], list[str]] = {}
+    cases_by_reason: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for reason in result.refused.items():
-            refused.setdefault(reason, []).append(str(result.case))
-    for (name, why), where in refused.items():
-        cases = "" if len(where) == len(results) else f" ({'; '.join(where)})"
-        console.print(f"[bold]{name}[/] did not run: {why}{cases}", highlight=False)
+            cases_by_reason.setdefault(reason, []).append(str(result.case))
+    for (name, why), cases in cases_by_reason.items():
+        where = "" if len(cases) == len(results) else f" ({'; '.join(cases)})"
+        console.print(f"[bold]{name}[/] did not run: {why}{where}", highlight=False)
     rows = [row for result in results for row in rows_of(result)]
     if rows:
-        write_csv(folder / "bench.csv", [{**facts, **asdict(row)} for row in rows])
-    (folder / "bench.json").write_text(json.dumps(to_json(results, facts), indent=1) + "\n")
+        write_csv(folder / "bench.csv", [{**facts, **row} for row in rows])
+    content = {"machine": facts, "rows": rows, "cases": [asdict(result) for result in results]}
+    (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n")
     if charts and results:
         draw_charts(results, folder, f"{facts['device']}, {results[-1].case.ranks} rank(s)")
 
 
-@contextmanager
-def _progress(console: Console, is_first: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows a text on the terminal. On other ranks than 0, or without a terminal, it does nothing."""
-    if not is_first or not console.is_terminal:
-        yield lambda text: None
-        return
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda text: progress.update(task, description=text)
+_MARKERS = "osD^vP*X<>"
+# By file: the columns of the x axis and of the y axis, and the label of the latter.
+_CHARTS = {
+    "length.png": ("seq_len", "median_s", "seconds"),
+    "ideal.png": (
+        "seq_len",
+        "share_of_ideal",
+        "share of the ideal; 1: the fastest attention of the full sequence on one process, divided by the resources",
+    ),
+    "memory.png": ("seq_len", "peak_memory", "peak memory of a rank above its inputs, in MiB"),
+    "ranks.png": ("ranks", "median_s", "seconds"),
+}
+
+
+def draw_charts(results: Sequence[CaseResult], folder: Path, title: str) -> list[Path]:
+    """Draw the charts into ``folder``, an existing folder, and return the files. Empty charts are left out.
+
+    A chart has one panel for each preset and pass, and one line for each runner. The charts over the length are of the
+    most ranks, and the chart over the number of ranks is of the longest sequence.
+    """
+    by_case = {result.case: rows_of(result) for result in results}
+    rows = [row for case_rows in by_case.values() for row in case_rows]
+    names = list(dict.fromkeys(row["what"] for row in sorted(rows, key=lambda r: r["kind"] != "seqpar")))
+    most_ranks, longest = (max(getattr(case, x) for case in by_case) for x in ("ranks", "seq_len"))
+    of_most_ranks = [row for case, case_rows in by_case.items() if case.ranks == most_ranks for row in case_rows]
+    of_longest = [row for row in rows if row["seq_len"] == longest] if len({c.ranks for c in by_case}) > 1 else []
+    files = []
+    for file, (x, y, label) in _CHARTS.items():
+        points = [row for row in (of_longest if x == "ranks" else of_most_ranks) if row[y] is not None]
+        if y == "share_of_ideal":
+            points = [row for row in points if row["kind"] != "ideal"]
+        if y == "peak_memory":
+            points = [{**row, y: row[y] / (1 << 20)} for row in points if row["run"] == BOTH]
+        if points:
+            files.append(_draw(points, names, x, y, f"{title}\n{label}", folder / file))
+    return files
+
+
+def _draw(rows: list[dict[str, Any]], names: list[str], x: str, y: str, title: str, path: Path) -> Path:
+    presets = list(dict.fromkeys((row["preset"], row["mask"]) for row in rows))
+    panels = [(run, preset) for run in PASSES for preset in presets if any(row["run"] == run for row in rows)]
+    pyplot = pyplot_without_display()
+    colors = pyplot.get_cmap("tab20").colors
+    columns, lines = len(presets), len(panels) // len(presets)
+    size = (4.6 * columns + 2.6, 3.4 * lines + 0.6)
+    figure, grid = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    handles: dict[str, Any] = {}
+    ticks = sorted({row[x] for row in rows})
+    for axes, (run, preset) in zip(grid.flat, panels, strict=True):
+        for n, name in enumerate(names):
+            inside = [r for r in rows if (r["preset"], r["mask"]) == preset and r["run"] == run and r["what"] == name]
+            if inside:
+                ideal = inside[0]["kind"] == "ideal"
+                style = {"color": "0.45", "linestyle": "--"} if ideal else {"color": colors[2 * n % 20 + n // 10]}
+                points = zip(*sorted((row[x], row[y]) for row in inside), strict=True)
+                (handles[name],) = axes.plot(*points, marker=_MARKERS[n % 10], markersize=5, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        if y == "median_s":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.set_title(f"{preset[0]}, {run}", fontsize=10)
+        axes.set_xlabel("tokens" if x == "seq_len" else x)
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=8)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    return save_figure(figure, path)

@@ -79,10 +79,24 @@ def demo(
         except CommandError as error:
             raise CommandError(f"{name}: {error}", error.code) from error
     curves = {name: by_rank[0]["losses"] for name, by_rank in results.items()}
-    rows = [_row(name, by_rank, curves, steps * _BATCH * seq_len) for name, by_rank in results.items()]
+    one, tokens = curves[_ONE_PROCESS], steps * _BATCH * seq_len
+    rows = [
+        {
+            "run": name,
+            "ranks": len(by_rank),
+            "first_loss": curves[name][0],
+            "final_loss": curves[name][-1],
+            "largest_difference": max(abs(a - b) for a, b in zip(curves[name], one, strict=True)),
+            "tokens_per_second": by_rank[0]["tokens_per_second"],
+            "peak_memory_per_rank": max(rank["peak_memory"] for rank in by_rank),
+            "attention_bytes_per_token": sum(rank["attention_bytes"] for rank in by_rank) / tokens,
+            "gradient_bytes_per_step": sum(rank["gradient_bytes"] for rank in by_rank) / steps,
+        }
+        for name, by_rank in results.items()
+    ]
     title = f"{nproc} ranks, {seq_len:,} tokens, {mask}"
     console.print(f"\n[bold]The same training run under every strategy[/]: {title}", highlight=False)
-    _print(rows, curves[_ONE_PROCESS][0], console)
+    _print(rows, console)
     write_csv(folder / "demo.csv", rows)
     write_csv(folder / "curves.csv", [{"step": i + 1, **{n: c[i] for n, c in curves.items()}} for i in range(steps)])
     _plot(folder / "demo.png", curves, title)
@@ -92,23 +106,7 @@ def demo(
         raise CommandError(f"{' and '.join(different)}: the loss differs from one process's by more than {_TOLERANCE}")
 
 
-def _row(name: str, by_rank: Sequence[Mapping[str, Any]], curves: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """A line of the table and of demo.csv. ``tokens`` is the number of tokens of the run."""
-    losses = curves[name]
-    return {
-        "run": name,
-        "ranks": len(by_rank),
-        "first_loss": losses[0],
-        "final_loss": losses[-1],
-        "largest_difference": max(abs(a - b) for a, b in zip(losses, curves[_ONE_PROCESS], strict=True)),
-        "tokens_per_second": by_rank[0]["tokens_per_second"],
-        "peak_memory_per_rank": max(rank["peak_memory"] for rank in by_rank),
-        "attention_bytes_per_token": sum(rank["attention_bytes"] for rank in by_rank) / tokens,
-        "gradient_bytes_per_step": sum(rank["gradient_bytes"] for rank in by_rank) / len(losses),
-    }
-
-
-def _print(rows: Sequence[Mapping[str, Any]], first_loss: float, console: Console) -> None:
+def _print(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     headings = "final\nloss", "largest\ndifference", "tokens/s", "peak memory\nper rank", "sent\nper token"
     table = number_table("run", *headings)
     for row in rows:
@@ -125,10 +123,10 @@ def _print(rows: Sequence[Mapping[str, Any]], first_loss: float, console: Consol
     console.print(table)
     gradients = sorted({row["gradient_bytes_per_step"] for row in rows[1:]}, reverse=True)
     console.print(
-        f"[dim]The loss of the first step is {first_loss:.4f}. Largest difference: of the loss between a run and one "
-        "process, at any step. Peak memory: resident memory above that before the model was made, on the rank with the "
-        "most. Sent per token: bytes that attention sends in forward and backward, summed over the ranks. The sum of "
-        f"the weights' gradients sends another {' or '.join(map(human_bytes, gradients))} per step"
+        f"[dim]The loss of the first step is {rows[0]['first_loss']:.4f}. Largest difference: of the loss between a "
+        "run and one process, at any step. Peak memory: resident memory above what it was without the model, on the "
+        "rank with the most. Sent per token: bytes that attention sends in forward and backward, over all ranks. "
+        f"The sum of the weights' gradients sends another {' or '.join(map(human_bytes, gradients))} per step"
         f"{' (less under tp_sp, which shards most weights)' * (len(gradients) > 1)}.[/]"
     )
 

@@ -10,7 +10,7 @@ import json
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, cast
 
@@ -26,15 +26,9 @@ from ..checks import check_int
 from ..comm.trace import trace
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
-from ..planner.costs import device_name
-from .checkup import Findings, check_up, synchronize
+from .doctor_ranks import HEAD_DIM, HEADS, Check, Link, RankReport, examine_ranks, measured_dtype, synchronize
 from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
-from .tables import human_bytes
-
-_HEADS, _HEAD_DIM = 8, 64
-_LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel
-_REPEATS = 3
-_RANKS_DEADLINE_S = 120.0
+from .tables import device_name, human_bytes
 
 # For each package: the oldest and the newest release that the tests have run with, and the extra of seqpar that
 # installs it.
@@ -46,6 +40,7 @@ TESTED: dict[str, tuple[str, str, str]] = {
     "accelerate": ("1.15", "1.15", "hf"),
     "peft": ("0.21", "0.21", "hf"),
 }
+_DEADLINE_S = 120.0  # of the ranks that the command starts
 
 
 def doctor(
@@ -70,11 +65,11 @@ def doctor(
     if measure or check:
         console = Console(stderr=True)
         if under_launcher():
-            report["ranks"] = check_up(measure, check)
+            report["ranks"] = examine_ranks(measure, check)
             is_first = dist.get_rank() == 0
         else:
             with console.status("checking several ranks"):
-                report["ranks"] = _check_ranks(measure, check, nproc)
+                report["ranks"] = _start_ranks(measure, check, nproc)
         if measure and is_first:
             with console.status("measuring"):
                 report["rates"] = _rates()
@@ -86,10 +81,13 @@ def doctor(
             typer.echo(json.dumps(report, indent=2, default=asdict))
         else:
             _print(Console(), report)
-    found = report.get("ranks")
-    problems = [found] if isinstance(found, str) else [c.what for c in found.checks if not c.ok] if found else []
+    ranks = report.get("ranks")
+    problems = [ranks] if isinstance(ranks, str) else [c.what for c in ranks.checks if not c.ok] if ranks else []
     if problems:
         raise CommandError(f"the self-check failed: {'; '.join(dict.fromkeys(problems))}", FAILED)
+
+
+# This machine
 
 
 def examine() -> dict[str, Any]:
@@ -117,189 +115,79 @@ def _version(name: str, oldest: str, newest: str, extra: str) -> dict[str, str]:
     """The installed version of a package, the tested versions, and advice if they differ."""
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     try:
-        found = platform.python_version() if name == "Python" else importlib.metadata.version(name)
+        version = platform.python_version() if name == "Python" else importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         how = f"pip install 'seqpar[{extra}]'" if extra else "comes with CUDA and ROCm builds of torch"
         return {"name": name, "version": "not installed", "tested": tested, "advice": f"{name}: {how}"}
-    numbers = _numbers(found)
+    numbers = _major_and_minor(version)
     advice = ""
-    if numbers < _numbers(oldest):
-        advice = f"{name} {found}: older than {oldest}, the oldest that the tests have run with; upgrade it"
-    elif numbers > _numbers(newest):
-        advice = f"{name} {found}: newer than {newest}, the newest that the tests have run with"
-    return {"name": name, "version": found, "tested": tested, "advice": advice}
+    if numbers < _major_and_minor(oldest):
+        advice = f"{name} {version}: older than {oldest}, the oldest that the tests have run with; upgrade it"
+    elif numbers > _major_and_minor(newest):
+        advice = f"{name} {version}: newer than {newest}, the newest that the tests have run with"
+    return {"name": name, "version": version, "tested": tested, "advice": advice}
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """The major and minor version as numbers, to compare."""
+def _major_and_minor(version: str) -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", version)[:2])
 
 
 def _devices() -> list[dict[str, Any]]:
     """The CPU and the GPUs of this machine, and for each GPU the other GPUs whose memory it can access."""
-    found: list[dict[str, Any]] = [
-        {
-            "name": "CPU",
-            "what": f"{device_name(torch.device('cpu'))}, {cores()} core(s) usable, "
-            f"{torch.backends.cpu.get_cpu_capability()}",
-        }
-    ]
+    cpu = f"{device_name(torch.device('cpu'))}, {cores()} core(s) usable, {torch.backends.cpu.get_cpu_capability()}"
+    devices: list[dict[str, Any]] = [{"name": "CPU", "what": cpu}]
     count = torch.cuda.device_count()
     for i in range(count):
         p = torch.cuda.get_device_properties(i)
         peers = [j for j in range(count) if j != i and torch.cuda.can_device_access_peer(i, j)]
         what = f"{p.name}, {human_bytes(p.total_memory)}, compute capability {p.major}.{p.minor}"
-        found.append({"name": f"cuda:{i}", "what": what, "peers": peers})
-    return found
+        devices.append({"name": f"cuda:{i}", "what": what, "peers": peers})
+    return devices
 
 
-def _check_ranks(measure: bool, check: bool, nproc: int | None) -> Findings | str:
-    """The findings of several ranks on this machine, or the message of the error that they ended with."""
-    if not dist.is_gloo_available():
-        return "this PyTorch is built without gloo"
-    ranks = nproc or max(2, torch.cuda.device_count())
-    try:
-        return launch(check_up, ranks, measure, check, deadline_s=_RANKS_DEADLINE_S)[0]
-    except CommandError as error:
-        return str(error)
+# Rates of one device
+
+_LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel
 
 
-# Tables
-
-
-def _print(console: Console, report: dict[str, Any]) -> None:
-    """Print the report as tables."""
-    software = _table("", "installed", "tested")
-    for v in report["versions"]:
-        software.add_row(v["name"], v["version"], v["tested"])
-    software.add_row("build of torch", report["build"], "")
-    available = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in report["distributed"].items())
-    software.add_row("distributed", available, "")
-    _show(console, f"Software, {report['platform']}", software)
-    devices = _table("", "")
-    for d in report["devices"]:
-        peers = d.get("peers")
-        devices.add_row(d["name"], d["what"] + (f", can access the memory of {peers}" if peers else ""))
-    if len(report["devices"]) == 1:
-        devices.add_row("CUDA", "none")
-    _show(console, "Devices", devices)
-    kernels = _table("backend", "runs here")
-    for k in report["kernels"]:
-        kernels.add_row(k["name"], "[green]yes[/]" if k["available"] else f"[red]no[/]: {escape(str(k['reason']))}")
-    _show(console, "Attention backends, best first", kernels)
-    if (rates := report.get("rates")) is not None:
-        table = _table("operation", "rate")
-        for operation, rate in rates["operations"].items():
-            table.add_row(operation, rate)
-        _show(console, f"Measured now: {rates['device']}, {rates['dtype']}", table)
-    found = report.get("ranks")
-    if isinstance(found, str):
-        console.print(f"\n[bold red]Several ranks failed[/]: {escape(found)}", highlight=False)
-    elif found is not None:
-        _print_findings(console, found)
-    if report["install"]:
-        console.print("\n[bold]To install or to upgrade[/]", highlight=False)
-        for line in report["install"]:
-            console.print(f"  {escape(line)}", highlight=False)
-
-
-def _print_findings(console: Console, found: Findings) -> None:
-    where = f"{found.ranks} rank(s) on {found.hosts} host(s), {found.backend}, {found.device}"
-    if found.links:
-        table = _table("each rank sends", *dict.fromkeys(link.operation for link in found.links))
-        for size in dict.fromkeys(link.nbytes for link in found.links):
-            cells = [
-                f"{link.seconds * 1e6:,.0f} µs"
-                + (f", {link.bytes_per_second / 1e9:.2f} GB/s" if size >= 1 << 10 else "")
-                for link in found.links
-                if link.nbytes == size
-            ]
-            table.add_row(human_bytes(size), *cells)
-        _show(console, f"Messages among all ranks at once: {where}", table)
-    if found.costs:
-        console.print(f"costs stored for strategy 'auto': {found.costs}", highlight=False, soft_wrap=True)
-    if found.checks:
-        masks = list(dict.fromkeys(check.mask for check in found.checks))
-        table = _table("relative error against float64", *masks)
-        for what in dict.fromkeys(check.what for check in found.checks):
-            by_mask = {check.mask: check for check in found.checks if check.what == what}
-            table.add_row(what, *(_verdict(by_mask.get(mask)) for mask in masks))
-        _show(console, f"Self-check, forward and backward: {where}", table)
-
-
-def _verdict(check: Any) -> str:
-    if check is None:
-        return ""
-    return f"[green]{check.error:.1e}[/]" if check.ok else f"[red]{escape(check.problem)}[/]"
-
-
-def _show(console: Console, title: str, table: Table) -> None:
-    console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
-    console.print(table)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(show_header=any(columns))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+@dataclass(frozen=True)
+class _AttentionRate:
+    ran: str  # the backend; another one than was asked for, if that one does not support the call
+    seq_len: int
+    forward: float  # operations per second
+    forward_backward: float  # of both together
 
 
 def _rates() -> dict[str, Any]:
     """The rates of this process's device as texts with units."""
     torch.set_num_threads(cores())
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    found = {"matrix product": _flops(_matrix_rate(device))}
+    operations = {"matrix product": _flops(_matrix_rate(device))}
     for name, backend in BACKENDS.items():
         if backend.unavailable() is not None:
             continue
         try:
             rate = _attention_rate(cast("BackendName", name), device)
         except (RuntimeError, MemoryError) as error:
-            found[f"attention, {name}"] = f"failed: {str(error).splitlines()[0]}"
+            operations[f"attention, {name}"] = f"failed: {str(error).splitlines()[0]}"
             continue
         if rate.ran != name:
-            found[f"attention, {name}"] = f"does not support this call; {rate.ran} ran instead"
+            operations[f"attention, {name}"] = f"does not support this call; {rate.ran} ran instead"
             continue
-        found[f"attention, {name}: causal, {rate.seq_len:,} tokens, {_HEADS} heads of {_HEAD_DIM}"] = (
+        operations[f"attention, {name}: causal, {rate.seq_len:,} tokens, {HEADS} heads of {HEAD_DIM}"] = (
             f"forward {_flops(rate.forward)}, forward and backward {_flops(rate.forward_backward)}"
         )
-    found["memory copy"] = f"{_copy_rate(device) / 1e9:.1f} GB/s, read and written"
+    operations["memory copy"] = f"{_copy_rate(device) / 1e9:.1f} GB/s, read and written"
     threads = "" if device.type == "cuda" else f", {cores()} thread(s)"
     return {
         "device": f"{device_name(device)}{threads}",
-        "dtype": str(_dtype(device)).removeprefix("torch."),
-        "operations": found,
+        "dtype": str(measured_dtype(device)).removeprefix("torch."),
+        "operations": operations,
     }
 
 
 def _flops(rate: float) -> str:
     return f"{rate / 1e12:.2f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
-
-
-# Measurements on one device
-
-
-@dataclass(frozen=True)
-class _AttentionRate:
-    """The rate of an attention backend.
-
-    Attributes:
-        ran: the backend that ran. It is not the one that was asked for if that one does not support the call.
-        seq_len: tokens of the sequence.
-        forward: operations per second in the forward.
-        forward_backward: operations per second in forward and backward together.
-    """
-
-    ran: str
-    seq_len: int
-    forward: float
-    forward_backward: float
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which the device is measured."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _attention_rate(backend: BackendName, device: torch.device) -> _AttentionRate:
@@ -313,8 +201,10 @@ def _attention_rate(backend: BackendName, device: torch.device) -> _AttentionRat
     seq_len = 256
     while True:
         seq_len *= 2
-        shape = (1, seq_len, _HEADS, _HEAD_DIM)  # [batch, seq, heads, head_dim]
-        q, k, v = (torch.randn(shape, device=device, dtype=_dtype(device), requires_grad=True) for _ in range(3))
+        shape = (1, seq_len, HEADS, HEAD_DIM)  # [batch, seq, heads, head_dim]
+        q, k, v = (
+            torch.randn(shape, device=device, dtype=measured_dtype(device), requires_grad=True) for _ in range(3)
+        )
         dout = torch.randn_like(q)
 
         def forward() -> Tensor:
@@ -322,19 +212,18 @@ def _attention_rate(backend: BackendName, device: torch.device) -> _AttentionRat
 
         with trace() as t:
             forward()  # compiles kernels and fills caches
-        once = _best_seconds(forward, device, 1)
-        if once > _LONG_ENOUGH_S / 3 or seq_len >= longest:
+        if _best_seconds(forward, device, 1) > _LONG_ENOUGH_S / 3 or seq_len >= longest:
             break
     seconds = _best_seconds(forward, device)
     both = _best_seconds(lambda: forward().backward(dout), device)
-    operations = 2.0 * seq_len**2 * _HEADS * _HEAD_DIM
+    operations = 2.0 * seq_len**2 * HEADS * HEAD_DIM
     return _AttentionRate(", ".join(t.backends), seq_len, operations / seconds, 3.5 * operations / both)
 
 
 def _matrix_rate(device: torch.device) -> float:
     """Operations per second of the product of two square matrices."""
     n = 8192 if device.type == "cuda" else 1536
-    a, b = (torch.randn(n, n, device=device, dtype=_dtype(device)) for _ in range(2))
+    a, b = (torch.randn(n, n, device=device, dtype=measured_dtype(device)) for _ in range(2))
     torch.mm(a, b)  # the first product sets up the library
     return 2.0 * n**3 / _best_seconds(lambda: torch.mm(a, b), device)
 
@@ -347,8 +236,7 @@ def _copy_rate(device: torch.device) -> float:
     return 2.0 * n / _best_seconds(lambda: target.copy_(source), device)
 
 
-def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """Seconds of the fastest of ``repeats`` runs."""
+def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
     times = []
     for _ in range(repeats):
         synchronize(device)
@@ -357,3 +245,79 @@ def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int 
         synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def _start_ranks(measure: bool, check: bool, nproc: int | None) -> RankReport | str:
+    """The report of several ranks on this machine, or the message of the error that they ended with."""
+    if not dist.is_gloo_available():
+        return "this PyTorch is built without gloo"
+    ranks = nproc or max(2, torch.cuda.device_count())
+    try:
+        return launch(examine_ranks, ranks, measure, check, deadline_s=_DEADLINE_S)[0]
+    except CommandError as error:
+        return str(error)
+
+
+# Tables
+
+
+def _print(console: Console, report: dict[str, Any]) -> None:
+    for title, columns, rows in _tables(report):
+        table = Table(show_header=any(columns))
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
+        console.print(table)
+    if isinstance(ranks := report.get("ranks"), str):
+        console.print(f"\n[bold red]Several ranks failed[/]: {escape(ranks)}", highlight=False)
+    if report["install"]:
+        console.print("\n[bold]To install or to upgrade[/]", highlight=False)
+        for line in report["install"]:
+            console.print(f"  {escape(line)}", highlight=False)
+
+
+def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequence[tuple[str, ...]]]]:
+    """Yields titles, columns and rows."""
+    versions = [(v["name"], v["version"], v["tested"]) for v in report["versions"]]
+    available = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in report["distributed"].items())
+    versions += [("build of torch", report["build"], ""), ("distributed", available, "")]
+    yield f"Software, {report['platform']}", ("", "installed", "tested"), versions
+    devices = [
+        (d["name"], d["what"] + (f", can access the memory of {d['peers']}" if d.get("peers") else ""))
+        for d in report["devices"]
+    ]
+    yield "Devices", ("", ""), devices if len(devices) > 1 else [*devices, ("CUDA", "none")]
+    kernels = [
+        (k["name"], "[green]yes[/]" if k["available"] else f"[red]no[/]: {escape(str(k['reason']))}")
+        for k in report["kernels"]
+    ]
+    yield "Attention backends, best first", ("backend", "runs here"), kernels
+    if (rates := report.get("rates")) is not None:
+        title = f"Measured now: {rates['device']}, {rates['dtype']}"
+        yield title, ("operation", "rate"), list(rates["operations"].items())
+    ranks = report.get("ranks")
+    if not isinstance(ranks, RankReport):
+        return
+    where = f"{ranks.ranks} rank(s) on {ranks.hosts} host(s), {ranks.backend}, {ranks.device}"
+    operations = dict.fromkeys(link.operation for link in ranks.links)
+    cells = {(link.nbytes, link.operation): _link(link) for link in ranks.links}
+    if ranks.links:
+        sizes = dict.fromkeys(link.nbytes for link in ranks.links)
+        links = [(human_bytes(size), *(cells[size, operation] for operation in operations)) for size in sizes]
+        yield f"Messages among all ranks at once: {where}", ("each rank sends", *operations), links
+    if ranks.checks:
+        verdicts = {(check.what, check.mask): _verdict(check) for check in ranks.checks}
+        masks, names = (dict.fromkeys(key[i] for key in verdicts) for i in (1, 0))
+        checks = [(name, *(verdicts.get((name, mask), "") for mask in masks)) for name in names]
+        yield f"Self-check, forward and backward: {where}", ("relative error against float64", *masks), checks
+
+
+def _link(link: Link) -> str:
+    rate = f", {link.bytes_per_second / 1e9:.2f} GB/s" if link.nbytes >= 1 << 10 else ""
+    return f"{link.seconds * 1e6:,.0f} µs{rate}"
+
+
+def _verdict(check: Check) -> str:
+    return f"[green]{check.error:.1e}[/]" if check.problem is None else f"[red]{escape(check.problem)}[/]"

@@ -29,17 +29,13 @@ TIMED_OUT = 124
 INTERRUPTED = 130
 
 _GRACE_S = 1.0
-_LINES = 30  # of the stderr of a rank that ended without an exception
+_STDERR_LINES = 30  # of a rank that ended without an exception
 
 T = TypeVar("T")
 
 
 class CommandError(Exception):
-    """An error that the user can fix. The command prints its message on stderr, without a traceback, and exits.
-
-    Attributes:
-        code: the exit code of the command.
-    """
+    """An error that the user can fix: the command prints it on stderr without a traceback, and exits with ``code``."""
 
     def __init__(self, message: str, code: int = FAILED) -> None:
         super().__init__(message)
@@ -56,7 +52,6 @@ def bad_options() -> Iterator[None]:
 
 
 def exit_with(error: CommandError) -> NoReturn:
-    """Print the error on stderr and exit with its code. If there are several ranks, the message names this rank."""
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     rank = f" (rank {os.environ['RANK']})" if several and "RANK" in os.environ else ""
     print(f"error{rank}: {error}", file=sys.stderr, flush=True)
@@ -69,7 +64,7 @@ def cores() -> int:
 
 
 def threads_per_rank(nproc: int) -> int:
-    """The number of threads of each of ``nproc`` ranks on this machine, at which no two ranks compete for a core."""
+    """The threads of each of ``nproc`` ranks on this machine, so that no two ranks compete for a core."""
     return max(1, cores() // nproc)
 
 
@@ -81,17 +76,17 @@ def under_launcher() -> bool:
 def launch(function: Callable[..., T], nproc: int, *arguments: Any, deadline_s: float) -> list[T]:
     """Call ``function(*arguments)`` on ``nproc`` new ranks, which communicate over the loopback interface.
 
-    The ranks are forks of one process that has imported the module of ``function``. They end when this process ends,
-    even if it is killed. Only rank 0 writes to this terminal.
+    The ranks are forks of one process that has imported the function's module. They end when this process ends, even if
+    it is killed. Only rank 0 writes to this terminal.
 
     Args:
         function: a function at the top level of a module.
         nproc: number of ranks.
-        arguments: arguments of the function, picklable.
+        arguments: picklable.
         deadline_s: seconds after which ranks that are still running are ended.
 
     Returns:
-        What the function returns on each rank, by rank.
+        What the function returns, by rank.
 
     Raises:
         CommandError: a rank failed, with the traceback of the rank that failed first; or the deadline passed.
@@ -147,14 +142,14 @@ def _first_error(failed: ChildFailedError, folder: Path, deadline_s: float) -> C
     rank, failure = failed.get_first_failure()
     if failure.exitcode == TIMED_OUT:
         return CommandError(f"the ranks were still running after {deadline_s:.0f} s", TIMED_OUT)
-    raised = sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
-    if failure.exitcode < 0 or not raised:  # ended by a signal, or by sys.exit
+    errors = sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
+    if failure.exitcode < 0 or not errors:  # ended by a signal, or by sys.exit
         hint = " (out of memory, perhaps)" if failure.signal_name() == "SIGKILL" else ""
         how = f"was ended by {failure.signal_name()}{hint}" if failure.exitcode < 0 else "failed:"
         stderr = "".join(file.read_text(errors="replace") for file in folder.rglob(f"{rank}/stderr.log"))
-        return CommandError("\n".join([f"rank {rank} {how}", *stderr.strip().splitlines()[-_LINES:]]))
-    error = json.loads(raised[0].read_text())["message"]
+        return CommandError("\n".join([f"rank {rank} {how}", *stderr.strip().splitlines()[-_STDERR_LINES:]]))
+    error = json.loads(errors[0].read_text())["message"]
     name, _, message = error["message"].partition(": ")
     if name == CommandError.__name__:
         return CommandError(message)
-    return CommandError(f"rank {raised[0].parent.name} failed:\n{error['extraInfo']['py_callstack'].strip()}")
+    return CommandError(f"rank {errors[0].parent.name} failed:\n{error['extraInfo']['py_callstack'].strip()}")

@@ -1,8 +1,7 @@
 """``seqpar plan --measure``: measure the rates of this machine for the planner, in a few seconds.
 
-Two processes measure the links. Their results are also stored for ``strategy="auto"``. On a machine without a GPU, each
-core of the CPU counts as a GPU. The planner counts 2 bytes per element, but the CPU computes in float32 with 4. So half
-of the measured bandwidth is reported.
+Two processes measure the links. On a machine without a GPU, each core of the CPU counts as a GPU. The planner counts 2
+bytes per element, but the CPU computes in float32 with 4. So half of the measured bandwidth is reported.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import BackendName, backends
-from ..mesh import init_mesh, ranks_by_host
+from ..mesh import init_mesh
 from ..planner import HARDWARE, Hardware
-from ..planner.costs import Costs, cost_file, measure
 from ..planner.hardware import AttentionRate
 from .doctor import _attention_rate, _copy_rate, _matrix_rate
+from .doctor_ranks import Link, measure_links
 from .launch import cores, launch
 
 _RANKS = 2
@@ -36,12 +35,15 @@ def measure_machine() -> Hardware:
     torch.set_num_threads(1)
     kernel = next(status.name for status in backends() if status.available)
     gemm = _matrix_rate(device)
-    links = launch(_measure_costs, _RANKS, deadline_s=_DEADLINE_S)[0].hardware
+    attention = _attention_rate(cast("BackendName", kernel), device)
+    # A backward has 2.5 times the FLOPs of a forward: 3.5 / forward_backward = 1 / forward + 2.5 / backward.
+    backward = 2.5 / max(1e-30, 3.5 / attention.forward_backward - 1 / attention.forward)
+    links = launch(_measure_links, _RANKS, deadline_s=_DEADLINE_S)[0]
     scale = 0.5 if device.type == "cpu" else 1.0  # of bandwidths: see the top of this file
-    if links.device == device.type:
-        attention = links.rate(None)
-    else:  # one GPU: the two processes had to measure on the CPU
-        attention = _rate_of_one_gpu(cast("BackendName", kernel), device)
+    p2p, all_to_all, all_gather = (
+        scale * max(link.bytes_per_second for link in links if link.operation == operation)
+        for operation in ("p2p", "all-to-all", "all-gather")
+    )
     if device.type == "cuda":
         memory: float = torch.cuda.get_device_properties(device).total_memory
         gpus = torch.cuda.device_count()
@@ -53,16 +55,16 @@ def measure_machine() -> Hardware:
         name="this machine",
         peak_flops=gemm,
         gemm_flops=gemm,
-        attention={kernel: replace(attention, carries=kernel in ("triton", "reference"))},
+        attention={kernel: AttentionRate(attention.forward, backward, kernel in ("triton", "reference"))},
         memory_bytes=memory,
         memory_bandwidth=_copy_rate(device) * scale,
-        p2p=links.p2p * scale,
-        peer=links.p2p * scale,
-        all_to_all=links.all_to_all * scale,
-        all_gather=links.all_gather * scale,
-        network=links.p2p * scale,
+        p2p=p2p,
+        peer=p2p,
+        all_to_all=all_to_all,
+        all_gather=all_gather,
+        network=p2p,
         host_link=_copy_rate(device) * scale,
-        latency=links.latency,
+        latency=min(link.seconds for link in links),
         kernel=0.0,
         gpus_per_host=gpus,
         reserved_bytes=0.0,
@@ -70,18 +72,11 @@ def measure_machine() -> Hardware:
     )
 
 
-def _rate_of_one_gpu(kernel: BackendName, device: torch.device) -> AttentionRate:
-    """The attention rates of this machine's only GPU, measured in this process."""
-    rate = _attention_rate(kernel, device)
-    # A backward has 2.5 times the FLOPs of a forward: 3.5 / forward_backward = 1 / forward + 2.5 / backward.
-    return AttentionRate(rate.forward, 2.5 / max(1e-30, 3.5 / rate.forward_backward - 1 / rate.forward))
-
-
-def _measure_costs() -> Costs:
+def _measure_links() -> list[Link]:
     """One of the two ranks."""
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= _RANKS
     init_mesh(ring=-1, device_type="cuda" if cuda else "cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     group = dist.group.WORLD
     assert group is not None
-    return measure(group, device, cost_file(device, ranks_by_host(group)))
+    return list(measure_links(group, device))

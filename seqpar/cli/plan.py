@@ -20,7 +20,7 @@ from ..planner.memory import RECOMPUTE
 from ..planner.mixes import MIXES, mask_of
 from ..planner.setting import BETWEEN, WITHIN
 from .launch import BAD_OPTION, CommandError, bad_options
-from .tables import write_csv
+from .tables import make_folder, pyplot_without_display, save_figure, write_csv
 
 _NARROWEST = 80  # columns of the table
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -93,8 +93,6 @@ def plan(
     if csv is not None:
         _write(lambda: write_csv(csv, [_row(choice) for choice in made.choices]), csv)
     if charts is not None:
-        from .plan_charts import draw_charts
-
         with bad_options():
             _write(lambda: draw_charts(made, charts), charts)
     if as_json:
@@ -104,11 +102,7 @@ def plan(
 
 
 def read_tokens(text: str) -> int:
-    """The number of tokens of a string such as "128K" or "1M".
-
-    Raises:
-        ValueError: it is not a whole number of tokens.
-    """
+    """The number of tokens of a string such as "128K" or "1M"; ValueError if it is not a whole number."""
     digits, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in _UNITS else (text, "")
     try:
         tokens = float(digits.replace("_", "").replace(",", "")) * _UNITS.get(unit, 1)
@@ -120,7 +114,7 @@ def read_tokens(text: str) -> int:
 
 
 def _name(choice: Choice) -> str:
-    """The strategy; under tensor parallelism also that of attention, such as "tp_sp + ring"."""
+    """The strategy; under tensor parallelism also the strategy of attention, such as "tp_sp + ring"."""
     return choice.strategy if choice.context in (choice.strategy, "local") else f"{choice.strategy} + {choice.context}"
 
 
@@ -130,11 +124,7 @@ def _digits(x: float) -> str:
 
 
 def _write(write: Any, path: Path) -> None:
-    """Call ``write``, which writes to ``path``, after making the parent folder.
-
-    Raises:
-        CommandError: the path cannot be written.
-    """
+    """Make the parent folder of ``path`` and call ``write``; CommandError if the path cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write()
@@ -231,3 +221,44 @@ def human_tokens(n: int) -> str:
         if n >= size:
             return f"{n / size:.1f}{unit}".replace(".0", "")
     return str(n)
+
+
+_MAX_BARS = 10
+_PARTS = ("states", "gathered", "activations", "working", "reserved")
+_COLORS = ("#1f5fa8", "#6aa5d9", "#e0903a", "#b04a3c", "#8a8a8a")
+
+
+def draw_charts(made: Plan, folder: Path) -> None:
+    """Draw the time of the first choices, by computing and waiting, and their memory by use."""
+    make_folder(folder, "--charts")
+    choices = made.choices[:_MAX_BARS]
+    scales = [made.ranks * 1e6 / (c.tokens_per_s * c.seconds) for c in choices]  # to GPU seconds per million tokens
+    seconds = {
+        "computes": [c.compute_s * scale for c, scale in zip(choices, scales, strict=True)],
+        "waits for communication": [(c.seconds - c.compute_s) * x for c, x in zip(choices, scales, strict=True)],
+    }
+    memory = {part: [getattr(c.memory, part) / 1e9 for c in choices] for part in _PARTS}
+    limit = made.hardware.memory_bytes / 1e9
+    _bars(made, folder / "seconds.png", "GPU seconds per million tokens", seconds)
+    _bars(made, folder / "memory.png", "GB of memory on one GPU", memory, limit)
+
+
+def _bars(made: Plan, path: Path, unit: str, parts: dict[str, list[float]], limit: float | None = None) -> None:
+    """Draw one stacked bar for each choice, and a line at the memory of the GPU, ``limit``."""
+    names = [
+        f"{i}  {_name(c)}  " + " ".join(str(n) for n in c.degrees.values())
+        for i, c in enumerate(made.choices[:_MAX_BARS], start=1)
+    ]
+    figure, axes = pyplot_without_display().subplots(figsize=(9, 1.1 + 0.36 * len(names)), layout="constrained")
+    start = [0.0] * len(names)
+    for (part, values), color in zip(parts.items(), _COLORS, strict=False):
+        axes.barh(names, values, left=start, label=part, color=color)
+        start = [a + b for a, b in zip(start, values, strict=True)]
+    if limit is not None:
+        axes.axvline(limit, color="black", linewidth=1, linestyle="--", label="memory of the GPU")
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    title = f"{made.model.name}, {made.seq_len:,} tokens, {made.ranks:,} x {made.hardware.name}"
+    axes.set_title(f"{title}\nstrategy, and its dp, ring, ulysses and tp ranks; best first", fontsize=10)
+    figure.legend(loc="outside right upper", fontsize=8)
+    save_figure(figure, path)

@@ -1,12 +1,15 @@
-"""What several commands need: tables, CSV and PNG files and their folders, and numbers with units."""
+"""What several commands print and write: tables, CSV and PNG files and their folders, and numbers with units."""
 
 from __future__ import annotations
 
 import csv
+import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 
@@ -19,11 +22,7 @@ def number_table(*headings: str, **options: Any) -> Table:
 
 
 def make_folder(out: Path, option: str = "--out") -> None:
-    """Make the folder that ``option`` names.
-
-    Raises:
-        ValueError: the folder cannot be made.
-    """
+    """Make the folder that ``option`` names; ValueError if it cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -40,11 +39,22 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def human_bytes(n: float) -> str:
     """A number of bytes with a unit, such as "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(n) < 1024 or unit == "TiB":
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
-    raise AssertionError
+    return f"{n:.1f} TiB"
+
+
+def device_name(device: torch.device) -> str:
+    """Such as "NVIDIA H200" or "AMD EPYC 9654 96-Core Processor"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):  # not Linux
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def pyplot_without_display() -> Any:

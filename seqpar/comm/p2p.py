@@ -110,7 +110,7 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
         ranks: the ranks that exchange messages; None if there are none.
 
     The messages form one group of NCCL's, which must be small and complete: at most 32 messages, and the peers' groups
-    hold their other ends (see ``schedule.exchange_groups``). On CUDA the transfers start when the work already queued
+    hold their other ends (see ``schedule.rounds``). On CUDA the transfers start when the work already queued
     on the current stream is done, and run on NCCL's stream.
     """
     sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]

@@ -15,13 +15,13 @@ except ImportError as error:
 
 from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
-from .log_probs import token_log_probs
+from .loss import token_log_probs
 from .patch import parallelize, restore
-from .verification import VerificationError, VerificationReport, verify
+from .verification.report import VerificationError, VerificationReport
+from .verification.run import verify
 
 if TYPE_CHECKING:
-    from .parallelism import ParallelismConfig
-    from .trainer import SequenceParallelMixin, SequenceParallelTrainer
+    from .accelerate import ParallelismConfig, SequenceParallelMixin, SequenceParallelTrainer
 
 __all__ = [
     "BatchShard",
@@ -43,12 +43,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what imports accelerate at its first use: that takes a second."""
-    if name == "ParallelismConfig":
-        from .parallelism import ParallelismConfig
+    if name in ("ParallelismConfig", "SequenceParallelMixin", "SequenceParallelTrainer"):
+        from . import accelerate
 
-        return ParallelismConfig
-    if name in ("SequenceParallelMixin", "SequenceParallelTrainer"):
-        from . import trainer
-
-        return getattr(trainer, name)
+        return getattr(accelerate, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

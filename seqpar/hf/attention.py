@@ -7,7 +7,6 @@ key and value are latents and rotated keys (see ``latent.py``).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from ..checks import no_compile
 from ..functional import attention
 from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
-from ..planner.auto import traced_choice
-from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op, constant_float, constants
+from ..planner.rules import named
+from ..spec import AttentionSpec, constant_float, constants
+from ..strategies.operators import attend
 from .batch import BatchShard
 from .generate import decode
-from .latent import expand, hands_on_latents, latent_weight
+from .latent import expand, has_latent_kv, latent_weight
 from .masks import WITHOUT_HOOKS, mask_in_layer
 from .shared_keys import attend_to_shared_keys, gathers_shared_keys
 from .state import DecodeShard, Patch, current_forward
@@ -72,7 +72,7 @@ def attention_forward(
     mask, in_layer = mask_in_layer(module, seqpar, patch, is_causal, sliding_window)
     score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
     weight, shared_key = None, key
-    if hands_on_latents(module):
+    if has_latent_kv(module):
         if isinstance(seqpar, BatchShard) and patch.ranks > 1:
             weight = latent_weight(module, query.shape[1], key, patch.ulysses_ranks)
         if weight is None:
@@ -106,17 +106,16 @@ def _traced(
 ) -> Tensor:
     """The attention while torch.compile traces it: one operator."""
     _check_tuning(module, shard, name)
-    options = _operator_options(patch, in_layer, score, dropout)
-    assert shard.sharding is not None
-    seed = _dropout_seed(module, shard, dropout)
-    chosen = traced_choice(q, k, v, mask, shard.sharding, ANY_RANKS, options)
-    call = seed, chosen, mask, shard.sharding, ANY_RANKS, options
-    out: Tensor = attention_op(q, k, v, score.sinks, None, *call, weight)[0]
-    return out
+    sharding = shard.sharding
+    assert sharding is not None
+    where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+    spec = named(_spec(patch, in_layer, score, dropout), mask, q.shape[2], k.shape[2], *where)
+    tensors = q, k, v, score.sinks, None, _dropout_seed(module, shard, dropout), weight
+    return attend(*tensors, spec, mask, sharding)[0]
 
 
-def _operator_options(patch: Patch, in_layer: LayerMask, score: Score, dropout: float) -> AttentionOptions:
-    return AttentionOptions(
+def _spec(patch: Patch, in_layer: LayerMask, score: Score, dropout: float) -> AttentionSpec:
+    return AttentionSpec(
         strategy=patch.strategy,
         strategy_options=constants(patch.options),
         softmax_scale=constant_float(score.softmax_scale),
@@ -156,9 +155,9 @@ def _eager(
         return decode(module, q, k, v, shard, patch, mask, score, name)
     _check_shard(module, shard, patch, name)
     if shard.sharding is not None and gathers_shared_keys(module, patch, mask):
-        options = replace(_operator_options(patch, in_layer, score, dropout), replicated=True)
+        spec = _spec(patch, in_layer, score, dropout).having(replicated=True)
         seed = _dropout_seed(module, shard, dropout)
-        return attend_to_shared_keys(q, k, v, shared_key, score.sinks, in_batch, shard.sharding, options, seed)
+        return attend_to_shared_keys(q, k, v, shared_key, score.sinks, in_batch, shard.sharding, spec, seed)
     return _sharded_attention(module, q, k, v, weight, shard, patch, mask, score, dropout)
 
 

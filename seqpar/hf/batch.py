@@ -5,7 +5,6 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
-from ..comm.p2p import exchange
 from ..layout import LAYOUTS, Layout, shard_positions
 from ..mask import Mask, document_boundaries
 from ..mesh import rank_in, sequence_group, size_of
@@ -42,53 +40,33 @@ class BatchShard:
     """What the attention layers and the loss need to know about the full batch.
 
     ``shard_batch`` returns it as the entry ``seqpar`` of a rank's part.
-
-    Attributes:
-        seq_len: the number of tokens of the full sequence.
-        max_position: the largest of the full batch's ``position_ids``.
-        ranks: the number of ranks that the sequence is sharded over.
-        layout: which tokens each rank holds.
-        mask: the documents and the padding, in global positions. Each layer adds its causality and window itself.
-        block_masks: masks for models in which some tokens see one another in causal layers, such as the tokens of an
-            image. The keys are layer types, or "" for all types. Each mask is complete: it is ``mask`` with causality,
-            with these blocks of tokens, and with the window of the layers.
-        num_items: the number of labels in the full batch that are not ``IGNORE_INDEX``; None without labels.
-        seed: the seed of attention dropout, the same on all ranks of the sequence.
-        valid: bool ``[batch, seq_local]``, False for padding; None without padding.
-        in_place: for models that predict each token itself: this rank's unshifted labels ``[batch, seq_local]``, and
-            their ``num_items``. None without labels, or if the caller set ``shift_labels``.
-        sharding: the sharding of the sequence. ``add_sharding`` sets it when the model's forward starts.
-        seed_on_host: ``seed`` as an int64 tensor ``[]`` on the CPU. ``add_sharding`` sets it too.
-        jump: where ``position_ids`` neither go up by 1 nor restart, in words. None if they do not, and if the batch has
-            an ``attention_mask``.
-        unmasked: whether the batch has neither padding nor several documents.
     """
 
-    seq_len: int
-    max_position: int
-    ranks: int
+    seq_len: int  # the number of tokens of the full sequence
+    max_position: int  # the largest of the full batch's ``position_ids``
+    ranks: int  # the number of ranks that the sequence is sharded over
     layout: Layout
-    mask: Mask
-    num_items: int | None = None
-    seed: int = 0
-    valid: Tensor | None = None
+    mask: Mask  # the documents and the padding, in global positions; each layer adds its causality and window
+    num_items: int | None = None  # the number of labels in the full batch that are not ``IGNORE_INDEX``
+    seed: int = 0  # of attention dropout, the same on all ranks of the sequence
+    valid: Tensor | None = None  # bool [batch, seq_local], False for padding; None without padding
+    # For models that predict each token itself: this rank's unshifted labels [batch, seq_local], and their
+    # ``num_items``. None without labels, or if the caller set ``shift_labels``.
     in_place: tuple[Tensor, int] | None = None
-    sharding: Sharding | None = None
-    seed_on_host: Tensor | None = None
+    sharding: Sharding | None = None  # set when the model's forward starts
+    seed_on_host: Tensor | None = None  # ``seed`` as int64 [] on the CPU, set when the model's forward starts
+    # Complete masks for models in which some tokens see one another in causal layers, such as the tokens of an image:
+    # ``mask`` with causality, with these blocks of tokens, and with the layers' window. The keys are layer types, or ""
+    # for all types.
     block_masks: dict[str, Mask] = field(default_factory=dict)
-    jump: str | None = None
-    unmasked: bool = field(init=False)
+    jump: str | None = None  # where ``position_ids`` neither go up by 1 nor restart, if there is no ``attention_mask``
+    unmasked: bool = field(init=False)  # whether the batch has neither padding nor several documents
 
     def __post_init__(self) -> None:
         self.unmasked = self.mask == Mask.full()
 
     def add_sharding(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
-        """Set ``sharding`` and ``seed_on_host``, which compiled layers need.
-
-        Args:
-            mesh: as given to ``parallelize``.
-            group: as given to ``parallelize``.
-        """
+        """Set ``sharding`` and ``seed_on_host``, which compiled layers need."""
         if self.sharding is None:
             self.sharding = Sharding(self.seq_len, self.layout, mesh=mesh, group=group)
             self.seed_on_host = torch.tensor(self.seed, dtype=torch.int64, device="cpu")
@@ -193,7 +171,7 @@ def shard_batch(
         raise ValueError(
             "batch: the ranks of the sequence group passed different batches, but they share one sequence; give their "
             "samplers the same seed (only ranks along dp may have different ones), or use seqpar.hf.ShardedLoader; if "
-            "each rank has samples of its own, call parallelize with batches='own'"
+            "each rank has samples of its own, call parallelize with batches='per_rank'"
         )
     return specs[0].shard(rank_in(group), seed)
 
@@ -208,11 +186,7 @@ def shard_for_rank(
 ) -> dict[str, Any]:
     """What ``shard_batch`` returns on rank ``rank`` of ``ranks``, without a process group.
 
-    Args:
-        batch, layout, shift_labels: as in ``shard_batch``.
-        ranks: the number of ranks that the sequence is sharded over.
-        rank: the rank whose part is returned.
-        seed: the seed of attention dropout. None: a checksum of the batch.
+    The seed of attention dropout is by default a checksum of the batch.
     """
     return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
 
@@ -221,6 +195,18 @@ def mask_and_length(batch: Mapping[str, Any]) -> tuple[Mask, int]:
     """The mask of a full batch, with its documents and padding, and the number of tokens of its rows."""
     spec = _BatchSpec(batch, 1, "contiguous", None)
     return spec.mask, spec.seq_len
+
+
+def tokens_of(batch: Any, if_sharded: str) -> Tensor:
+    """The tokens of a full batch, ``[batch, seq]`` or ``[batch, seq, hidden]``."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch={type(batch).__name__}: expected a dict of tensors, with 'input_ids'")
+    if batch.get("seqpar") is not None:
+        raise ValueError(f"batch: it is sharded already; {if_sharded}")
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+    if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+        raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
+    return tokens
 
 
 class _BatchHeader(NamedTuple):
@@ -232,31 +218,14 @@ class _BatchHeader(NamedTuple):
 
 
 class _BatchSpec:
-    """A full batch, parsed.
+    """A full batch, parsed: its documents and padding as a ``mask``, its labels shifted and counted.
 
-    Attributes:
-        rows, seq_len: the number of rows, and the number of tokens of each row.
-        ranks, layout: how the sequence is sharded.
-        tensors: the entries ``[batch, seq, ...]``, which are sharded.
-        others: the other entries, which are not.
-        mask: the documents and the padding.
-        valid: bool ``[batch, seq]``, False for padding; None without padding.
-        max_position, num_items: as in ``BatchShard``.
-        in_place: the unshifted labels ``[batch, seq]``, or None.
-
-    Raises:
-        TypeError, ValueError: as in ``shard_batch``.
+    ``tensors`` are the entries ``[batch, seq, ...]``, which are sharded, and ``others`` all other entries. ``valid`` is
+    bool ``[batch, seq]``, False for padding, or None.
     """
 
     def __init__(self, batch: Mapping[str, Any] | None, ranks: int, layout: Layout, shift_labels: bool | None) -> None:
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"batch={type(batch).__name__}: expected a dict of tensors, with 'input_ids'")
-        if "seqpar" in batch:
-            raise ValueError("batch: it is sharded already; give shard_batch the full batch")
-        rest = dict(batch)
-        tokens = rest.get("input_ids", rest.get("inputs_embeds"))
-        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
-            raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
+        tokens, entries = tokens_of(batch, "give shard_batch the full batch"), dict(batch or {})
         self.rows, self.seq_len = tokens.shape[:2]
         self.ranks, self.layout = ranks, layout
         if self.seq_len < ranks:
@@ -264,33 +233,31 @@ class _BatchSpec:
                 f"batch: rows of {self.seq_len} tokens cannot be sharded over {ranks} ranks; use rows of at least "
                 f"{ranks} tokens, or fewer ranks"
             )
-        planned = rest.pop(PLANNED, None)
-        attention_mask = rest.pop("attention_mask", None)
+        planned = entries.pop(PLANNED, None)
+        attention_mask = entries.pop("attention_mask", None)
         ranges = None if attention_mask is None else token_ranges(attention_mask)
         if attention_mask is not None and tuple(attention_mask.shape) != (self.rows, self.seq_len):
             raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {self.rows, self.seq_len}")
         self.jump: str | None = None
-        documents = self._parse_positions(rest, tokens.device, ranges, attention_mask is not None)
+        documents = self._parse_positions(entries, tokens.device, ranges, attention_mask is not None)
         self.mask = batch_mask(documents, ranges, self.seq_len)
         if planned == self.mask:  # otherwise the batch was changed after it was planned
             self.mask = planned
         self.valid = None if ranges is None else attention_mask != 0
-        self._parse_labels(rest, shift_labels)
-        self.tensors = {name: x for name, x in rest.items() if self._has_sequence(x)}
-        self.others = {name: x for name, x in rest.items() if name not in self.tensors}
-
-    def _has_sequence(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and tuple(x.shape[:2]) == (self.rows, self.seq_len)
+        self._parse_labels(entries, shift_labels)
+        shape = self.rows, self.seq_len
+        self.tensors = {n: x for n, x in entries.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == shape}
+        self.others = {name: x for name, x in entries.items() if name not in self.tensors}
 
     def _parse_positions(
-        self, rest: dict[str, Any], device: torch.device, ranges: TokenRanges | None, masked: bool
+        self, entries: dict[str, Any], device: torch.device, ranges: TokenRanges | None, masked: bool
     ) -> Documents | None:
-        """Return the documents' boundaries, and write ``position_ids [batch, seq]`` to ``rest``."""
-        given = [rest.pop(name) for name in BOUNDARY_NAMES if name in rest]
+        """Return the documents' boundaries, and write ``position_ids [batch, seq]`` to ``entries``."""
+        boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
         for name in UNUSED_NAMES:
-            rest.pop(name, None)
-        documents: Documents | None
-        ids = rest.get("position_ids")
+            entries.pop(name, None)
+        documents: Documents | None = None
+        ids = entries.get("position_ids")
         if ids is not None:
             ids = ids[None] if ids.dim() == 1 else ids
             if ids.dim() != 2 or ids.shape[1] != self.seq_len or ids.shape[0] not in (1, self.rows):
@@ -299,50 +266,46 @@ class _BatchSpec:
                     "(several ids per token, as for images, are not supported)"
                 )
             ids = ids.expand(self.rows, -1)
-        if given and given[0] is not None:
-            documents = documents_from_boundaries(given[0], self.rows, self.seq_len)
+        if boundaries and boundaries[0] is not None:
+            documents = documents_from_boundaries(boundaries[0], self.rows, self.seq_len)
             if ids is None:
                 ids = restarting_positions(documents, self.seq_len).to(device)
+        elif ids is not None:
+            documents = documents_from_positions(ids, ranges)
+            self.jump = None if masked else _jump(ids)
         else:
-            documents = None
-            if ids is not None:
-                documents = documents_from_positions(ids, ranges)
-                self.jump = None if masked else _jump(ids)
-            else:
-                ids = torch.arange(self.seq_len, device=device)[None]
-        rest["position_ids"] = ids.expand(self.rows, -1)
+            ids = torch.arange(self.seq_len, device=device)[None]
+        entries["position_ids"] = ids.expand(self.rows, -1)
         self.max_position = int(ids.max())
         return documents
 
-    def _parse_labels(self, rest: dict[str, Any], shift_labels: bool | None) -> None:
-        """Count the labels, and write the shifted ``labels [batch, seq]`` to ``rest``."""
-        shifted, labels = rest.pop("shift_labels", None), rest.pop("labels", None)
+    def _parse_labels(self, entries: dict[str, Any], shift_labels: bool | None) -> None:
+        """Count the labels, and write the shifted ``labels [batch, seq]`` to ``entries``."""
+        targets, labels = entries.pop("shift_labels", None), entries.pop("labels", None)
         self.in_place: Tensor | None = None
-        if shifted is None and labels is not None:
-            shifted = labels if shift_labels is False else F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+        if targets is None and labels is not None:
+            targets = labels if shift_labels is False else F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
             self.in_place = labels if shift_labels is None else None
         self.num_items: int | None = None
-        if shifted is None:
+        if targets is None:
             return
-        if tuple(shifted.shape) != (self.rows, self.seq_len):
+        if tuple(targets.shape) != (self.rows, self.seq_len):
             raise ValueError(
-                f"labels: shape {tuple(shifted.shape)}; expected one label per token: {self.rows, self.seq_len}"
+                f"labels: shape {tuple(targets.shape)}; expected one label per token: {self.rows, self.seq_len}"
             )
-        rest["labels"] = shifted
-        self.num_items = int((shifted != IGNORE_INDEX).sum())
+        entries["labels"] = targets
+        self.num_items = int((targets != IGNORE_INDEX).sum())
 
     @property
     def checksum(self) -> int:
-        """A checksum of the batch's content, to compare the ranks' batches and to derive a seed."""
         value = zlib.crc32(f"{self.mask!r} {sorted(self.tensors)} {self.layout}".encode())
         arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
-        for _, given in sorted({**self.tensors, **arrays}.items()):
-            x = given.detach().cpu().contiguous()
-            value = zlib.crc32(x.view(-1).view(torch.uint8).numpy(), value)
+        for _, tensor in sorted({**self.tensors, **arrays}.items()):
+            data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            value = zlib.crc32(data, value)
         return value
 
     def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:
-        """The part of ``rank``. The default of ``seed`` is the checksum of the batch."""
         positions = shard_positions(self.seq_len, self.ranks, rank, self.layout)  # [seq_local]
 
         def select_tokens(x: Tensor) -> Tensor:
@@ -368,73 +331,29 @@ class _BatchSpec:
 
 
 def _scatter(spec: _BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
-    """Send each rank its part from rank 0. The tensors are sent after all other values.
+    """Send each rank its part from rank 0, which alone has the batch."""
 
-    Args:
-        spec: the batch on rank 0, None on the other ranks.
-        seed: the seed of attention dropout.
-        group: the ranks of the sequence.
+    def moved(part: dict[str, Any], device: str) -> dict[str, Any]:
+        shard: BatchShard = part["seqpar"]
+        valid = None if shard.valid is None else shard.valid.to(device)
+        in_place = None if shard.in_place is None else (shard.in_place[0].to(device), shard.in_place[1])
+        tensors = {name: x.to(device) for name, x in part.items() if isinstance(x, Tensor)}
+        return {**part, **tensors, "seqpar": replace(shard, valid=valid, in_place=in_place)}
 
-    Returns:
-        This rank's part.
-    """
-    parts = [] if spec is None else [spec.shard(rank, seed) for rank in range(group.size())]
-    blanks: list[Any] = [[_with_blank_tensors(part) for part in parts]]
-    dist.broadcast_object_list(blanks, group=group, group_src=0)
-    if parts:
-        sends = [(peer, x) for peer in range(1, len(parts)) for x in _payload(parts[peer])]
-        exchange(sends, [], group).wait()
-        return parts[0]
-    local: dict[str, Any] = blanks[0][group.rank()]
-    for name, blank in local.items():
-        if isinstance(blank, _TensorSpec):
-            local[name] = blank.empty()
-    shard = local["seqpar"]
-    if isinstance(shard.valid, _TensorSpec):
-        shard.valid = shard.valid.empty()
-    if shard.in_place is not None:
-        shard.in_place = shard.in_place[0].empty(), shard.in_place[1]
-    exchange([], [(0, x) for x in _payload(local)], group).wait()
-    return local
-
-
-class _TensorSpec:
-    """The shape, dtype and device type of a tensor."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.shape, self.dtype, self.device_type = tuple(x.shape), x.dtype, x.device.type
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
-
-
-def _with_blank_tensors(part: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``part`` with a ``_TensorSpec`` in place of each tensor in ``_payload(part)``."""
-    blank = {name: _TensorSpec(x) if isinstance(x, Tensor) and x.dim() else x for name, x in part.items()}
-    shard: Any = copy.copy(part["seqpar"])
-    shard.valid = None if shard.valid is None else _TensorSpec(shard.valid)
-    shard.in_place = None if shard.in_place is None else (_TensorSpec(shard.in_place[0]), shard.in_place[1])
-    blank["seqpar"] = shard
-    return blank
-
-
-def _payload(part: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a part as bytes, in the same order on the sender and the receiver."""
-    tensors = [x for x in part.values() if isinstance(x, Tensor) and x.dim()]
-    shard: BatchShard = part["seqpar"]
-    tensors += [shard.valid] if shard.valid is not None else []
-    tensors += [shard.in_place[0]] if shard.in_place is not None else []
-    return [x.view(-1).view(torch.uint8) for x in tensors]
+    parts: list[Any] = [None] * group.size()
+    if spec is not None:  # a pickled tensor of cuda:0 would arrive on cuda:0 of every host
+        device = spec.tensors["position_ids"].device.type
+        parts = [(device, moved(spec.shard(rank, seed), "cpu")) for rank in range(group.size())]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, parts, group=group, group_src=0)
+    device, part = received[0]
+    return moved(part, device)
 
 
 def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
     """For each row of ``attention_mask [batch, seq]``, the first token that is not padding, and one past the last.
 
-    Returns:
-        None if there is no padding.
-
-    Raises:
-        ValueError: the mask has another shape, values other than ones and zeros, or zeros between ones.
+    None if there is no padding.
     """
     if attention_mask.dim() != 2:
         raise ValueError(
@@ -465,12 +384,7 @@ def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
 def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -> Documents | None:
     """The documents in ``position_ids [batch, seq]``. One starts wherever the ids restart (see ``restarts``).
 
-    Args:
-        position_ids: int64 ``[batch, seq]``.
-        ranges: the tokens of each row that are not padding. The ids of padding are ignored. None: there is no padding.
-
-    Returns:
-        None if every row is one document.
+    The ids of padding, outside of ``ranges``, are ignored. None if every row is one document.
     """
     ids = position_ids.detach().cpu()
     length = ids.shape[1]
@@ -488,9 +402,9 @@ def restarts(ids: Tensor) -> Tensor:
     other ids.
     """
     step = F.pad(ids.diff(), (1, 0), value=1)[: len(ids)]
-    down, same = step < 0, step == 0
-    one_token = bool(same.any()) and bool((ids[same] == ids.min()).all())
-    return down | same if one_token else down
+    falls, repeats = step < 0, step == 0
+    one_token = bool(repeats.any()) and bool((ids[repeats] == ids.min()).all())
+    return falls | repeats if one_token else falls
 
 
 def _jump(position_ids: Tensor) -> str | None:
@@ -504,16 +418,7 @@ def _jump(position_ids: Tensor) -> str | None:
 
 
 def documents_from_boundaries(cu_seq_lens: Any, batch: int, length: int) -> Documents:
-    """The documents with the boundaries ``cu_seq_lens``.
-
-    Args:
-        cu_seq_lens: the boundaries, for one row or for each row (see ``Mask.documents``).
-        batch: the number of rows.
-        length: the number of tokens of each row.
-
-    Raises:
-        ValueError: there are boundaries for another number of rows, or a boundary beyond ``length``.
-    """
+    """The documents with the boundaries ``cu_seq_lens``, for one row or for each row (see ``Mask.documents``)."""
     rows = document_boundaries(cu_seq_lens)
     if len(rows) not in (1, batch):
         raise ValueError(f"cu_seq_lens: boundaries for {len(rows)} rows, but the batch has {batch}")
@@ -533,15 +438,9 @@ def restarting_positions(documents: Documents, length: int) -> Tensor:
 
 
 def batch_mask(documents: Documents | None, ranges: TokenRanges | None, length: int) -> Mask:
-    """The mask of documents and padding.
+    """The mask of documents and padding, without causality.
 
-    Args:
-        documents: the boundaries of each row's documents. None: each row is one document.
-        ranges: the tokens of each row that are not padding. None: there is no padding.
-        length: the number of tokens of each row.
-
-    Returns:
-        A mask without causality. It has one batch row if all rows have the same documents and padding.
+    It has one batch row if all rows have the same documents and padding.
     """
     mask = Mask.full()
     if documents is not None:

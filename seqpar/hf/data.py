@@ -16,14 +16,14 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..layout import LAYOUTS, Layout, SequenceSharding
 from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
-from ..schedule import MaskPlanner
+from ..schedule.plan import MaskPlanner
 from ..strategies import resolve
 from .batch import PLANNED, mask_and_length, shard_batch, shard_for_rank
 from .state import patch_of
 
 
 class _NextBatch(NamedTuple):
-    """What a rank tells the others: whether its loader has another batch, and a checksum of an epoch's first one."""
+    """What a rank tells the others: whether its loader has another batch, and a checksum of an epoch's first batch."""
 
     follows: bool
     first: Fingerprint
@@ -38,15 +38,12 @@ class ShardedLoader:
     they have one. An epoch ends for all dp ranks as soon as one of them has no batch, and an error that the loader
     raises on one rank is raised on the others too.
 
-    ``state_dict`` and ``load_state_dict`` are those of the loader, such as torchdata's ``StatefulDataLoader``. They
-    resume at the batch after the last yielded one. Each rank saves and loads its own state.
+    ``state_dict`` and ``load_state_dict`` call the loader's, which torchdata's ``StatefulDataLoader`` has. They resume
+    at the batch after the last yielded one. Each rank saves and loads its own state.
 
     Args:
         loader: yields the full batches of this dp rank. If it shuffles, the ranks of a sequence need the same seed.
-        mesh: as in ``shard_batch``.
-        group: as in ``shard_batch``.
-        layout: as in ``shard_batch``.
-        shift_labels: as in ``shard_batch``.
+        mesh, group, layout, shift_labels: as in ``shard_batch``.
         scatter: whether only the first rank of each sequence loads batches and sends the other ranks their parts.
             The other ranks unpickle what they receive.
 
@@ -166,7 +163,7 @@ class ShardedLoader:
 
 
 def _check_split(loader: Any, size: int, rank: int) -> None:
-    """Raise if the loader's sampler, or the stream that it reads, is split for other ranks than those of dp."""
+    """Raise if the loader's sampler, or the stream that it reads, is split for other ranks than dp has."""
     sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
     if isinstance(sampler, DistributedSampler):
         name, sizes, found = "DistributedSampler has num_replicas", "num_replicas", (sampler.num_replicas, sampler.rank)
@@ -182,7 +179,6 @@ def _check_split(loader: Any, size: int, rank: int) -> None:
 
 
 def _checksum(batch: Any) -> int:
-    """A checksum of the batch's tensors."""
     value = 0
     for _, x in sorted(batch.items()) if isinstance(batch, Mapping) else ():
         if isinstance(x, Tensor):
@@ -198,14 +194,11 @@ class ShardCollator:
     ``StatefulDataLoader`` resumes in the middle of an epoch as usual.
 
     All ranks of a sequence must load the same examples in the same order. This is not checked. A ``DistributedSampler``
-    must therefore have the size and rank of dp, not those of the world.
+    must therefore have the size and rank of dp, not of the world.
 
     Args:
         collate: makes a full batch from a list of examples.
-        mesh: as in ``shard_batch``.
-        group: as in ``shard_batch``.
-        layout: as in ``shard_batch``.
-        shift_labels: as in ``shard_batch``.
+        mesh, group, layout, shift_labels: as in ``shard_batch``.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.trace import count_sent
 from ..kernels import select
 from ..kernels.base import Carry, Score, empty_carry, finish, merge_
-from ..keys import KeyIntervals
 from ..layout import shard_positions
 from ..mask import Mask
+from ..schedule.rows import KeyIntervals
 from ..sharding import unshard
 from .batch import BatchShard, batch_mask, token_ranges
 from .shared_keys import storing_layer
@@ -42,25 +42,11 @@ _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image,
 
 
 def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merging: bool) -> GenerationStep:
-    """Replace the arguments of a forward of ``generate`` by this rank's arguments.
+    """Replace the arguments of a forward of ``generate``, in place, by this rank's arguments.
 
-    Args:
-        model: the parallelized model.
-        patch: the model's ``Patch``.
-        kwargs: the arguments of the forward, changed in place. They hold all new tokens, the same on every rank.
-            Afterwards they hold this rank's tokens in a prefill, and still all new tokens in a decoding step. In both
-            cases ``kwargs["seqpar"]`` holds what the attention layers read.
-        merging: whether the call has images. In a prefill the model then merges the images into the full prompt, and
-            its text model shards the merged embeddings, so that ``kwargs`` keeps the full prompt.
-
-    Returns:
-        What ``finish_forward`` needs to know about this forward.
-
-    Raises:
-        TypeError: ``past_key_values`` is not a transformers Cache.
-        ValueError: the call has labels; the model recomputes activations; the cache cannot be sharded; the prompt has
-            padding on the right; the ranks pass different tokens; or images are passed after the prefill.
-        RuntimeError: another rank raised on its arguments.
+    They hold all new tokens, the same on every rank. Afterwards they hold this rank's tokens in a prefill, and still
+    all new tokens in a decoding step. In both cases ``kwargs["seqpar"]`` holds what the attention layers read. With
+    images (``merging``), a prefill keeps the full prompt: its text model shards the merged embeddings.
     """
     cache = kwargs.get("past_key_values")
     if kwargs.get("labels") is not None:
@@ -99,22 +85,14 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merg
 
 
 class _TokensHeader(NamedTuple):
-    """The number of tokens in the cache, and a fingerprint of the new tokens."""
-
-    past: int
-    tokens: Fingerprint
+    past: int  # the number of tokens in the cache
+    tokens: Fingerprint  # of the new tokens
 
 
 def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
     """Check that all ranks pass the same tokens, and that a prompt has padding only on the left.
 
     Different tokens would lead to wrong results, or to ranks that wait for one another forever.
-
-    Args:
-        tokens: the new tokens, ``input_ids [b, new]`` or ``inputs_embeds [b, new, hidden]``.
-        attention_mask: ``[b, past + new]``, zero for padding.
-        past: the number of tokens in the cache.
-        patch: the model's ``Patch``.
     """
 
     def header() -> _TokensHeader:
@@ -134,42 +112,37 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
 
 
 def _prepare_prefill(
-    cache: Any,
-    patch: Patch,
-    kwargs: dict[str, Any],
-    attention_mask: Tensor | None,
-    total: int,
-    merging: bool,
+    cache: Any, patch: Patch, kwargs: dict[str, Any], attention_mask: Tensor | None, total: int, merging: bool
 ) -> GenerationStep:
-    """Shard the prompt's ``total`` tokens. Arguments and result as in ``prepare_forward``."""
+    """Shard the prompt's ``total`` tokens."""
     positions = [shard_positions(total, patch.ranks, rank, patch.layout) for rank in range(patch.ranks)]
-    own_positions = positions[patch.rank]  # [seq_local]
+    local_positions = positions[patch.rank]  # [seq_local]
     position_ids: Tensor = kwargs["position_ids"]
     if not merging:
         for name in ("input_ids", "inputs_embeds"):
             if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name].index_select(1, own_positions.to(kwargs[name].device))
-        kwargs["position_ids"] = position_ids.index_select(-1, own_positions.to(position_ids.device))
+                kwargs[name] = kwargs[name].index_select(1, local_positions.to(kwargs[name].device))
+        kwargs["position_ids"] = position_ids.index_select(-1, local_positions.to(position_ids.device))
     ranges = None if attention_mask is None else token_ranges(attention_mask)
     mask = batch_mask(None, ranges, total)
     kwargs["seqpar"] = BatchShard(total, int(position_ids.max()), patch.ranks, patch.layout, mask)
-    _expect(cache, own_positions, None, total)
+    _expect(cache, local_positions, None, total)
     keep = kwargs.pop("logits_to_keep", 0)
     if isinstance(keep, Tensor):
         raise ValueError("logits_to_keep: a tensor of indices is not supported for a sharded prompt; give a number")
     if keep == 1:
         # Each rank computes the logits of its last token, and the last token of ``last_rank`` is the prompt's last. The
         # index is a tensor, because Gemma 4 drops all other tokens if it is given a number.
-        kwargs["logits_to_keep"] = torch.tensor([len(own_positions) - 1])
+        kwargs["logits_to_keep"] = torch.tensor([len(local_positions) - 1])
     last_rank = next(rank for rank, p in enumerate(positions) if int(p[-1]) == total - 1)
-    cut = own_positions if merging else None
+    cut = local_positions if merging else None
     return GenerationStep(sharded=True, logits_to_keep=keep, last_rank=last_rank, cut=cut)
 
 
 def _prepare_decoding(
     cache: Any, patch: Patch, kwargs: dict[str, Any], attention_mask: Tensor | None, past: int, total: int
 ) -> GenerationStep:
-    """Prepare the forward that computes tokens ``past`` to ``total`` on every rank. See ``prepare_forward``."""
+    """Prepare the forward that computes tokens ``past`` to ``total`` on every rank."""
     positions = torch.arange(past, total)
     cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
     _expect(cache, positions[cached_here], cached_here, total)
@@ -192,9 +165,6 @@ def finish_forward(output: Any, step: GenerationStep, patch: Patch) -> Any:
 
     ``logits`` and ``last_hidden_state`` are all-gathered. If the caller asked for the logits of the last token alone,
     the rank that holds this token broadcasts them instead.
-
-    Raises:
-        ValueError: the output is a tuple.
     """
     if not step.sharded or patch.group is None or patch.ranks == 1:
         return output
@@ -216,11 +186,7 @@ def finish_forward(output: Any, step: GenerationStep, patch: Patch) -> Any:
 
 
 class _GrowingBuffer:
-    """A buffer that is longer than the cached tensor along ``dim``, so that appending a token need not copy the rest.
-
-    Args:
-        dim: the dimension of the tokens.
-    """
+    """A buffer that is longer than the cached tensor along ``dim``, so that an append copies only the new tokens."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -258,29 +224,21 @@ class _GrowingBuffer:
 class ShardedCacheLayer(DynamicLayer):
     """This rank's part of one layer's cache.
 
-    The methods that transformers calls for lengths and offsets return those of the full sequence.
-
-    Attributes:
-        keys: ``[b, n, cached, d]``.
-        values: ``[b, n, cached, v_head_dim]``.
-        positions: int64 ``[cached]``, the global positions of ``keys``, increasing.
-        attended: int64, the global positions of the keys that the last ``update`` returned. It may hold more positions
-            than ``positions``, because keys outside the window are dropped at the end of ``update``.
-        total: the number of tokens of the full sequence so far.
-        window: the size of the sliding window in tokens. Keys that have left the window are dropped. None: there is no
-            window, and all keys are kept.
-        record_past: whether to keep keys outside the window too, because a crop may make them visible again.
+    The methods that transformers calls for lengths and offsets speak of the full sequence. Keys that have left the
+    sliding ``window`` are dropped, unless ``record_past`` keeps them for a crop that makes them visible again.
     """
 
-    keys: Any
-    values: Any
+    keys: Any  # [b, n, cached, d]
+    values: Any  # [b, n, cached, v_head_dim]
     is_initialized: bool
 
     def __init__(self, window: int | None, record_past: bool = False) -> None:
         super().__init__()
         self.window = window
         self.record_past = record_past
-        self.total = 0
+        self.total = 0  # the number of tokens of the full sequence so far
+        # The global positions of ``keys``, increasing; and of the keys that the last ``update`` returned, before it
+        # dropped keys outside the window.
         self.positions = self.attended = torch.empty(0, dtype=torch.int64)
         self._incoming: tuple[Tensor, Tensor | None, int] | None = None
         self._make_buffers()
@@ -289,29 +247,17 @@ class ShardedCacheLayer(DynamicLayer):
         self._key_buffer, self._value_buffer, self._position_buffer = (_GrowingBuffer(dim) for dim in (2, 2, 0))
 
     def expect(self, positions: Tensor, select_new: Tensor | None, total: int) -> None:
-        """Set which tokens the next ``update`` appends.
+        """Set which tokens the next ``update`` appends, after which the full sequence has ``total`` tokens.
 
-        Args:
-            positions: int64, the global positions of the new tokens that this rank caches.
-            select_new: int64, the indices of these tokens among all tokens passed to ``update``. None: this rank caches
-                all of them.
-            total: the number of tokens of the full sequence after the update.
+        ``positions`` are their global positions, int64. ``select_new`` are their indices among the tokens passed to
+        ``update``, int64; None: all of them.
         """
         self._incoming = positions, select_new, total
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the new tokens that ``expect`` announced, and return all keys and values that this rank has cached.
+        """Append the new tokens that ``expect`` announced, and return the cached keys and values at ``attended``.
 
-        Args:
-            key_states: ``[b, n, new, d]``.
-            value_states: ``[b, n, new, v_head_dim]``.
-            args, kwargs: ignored.
-
-        Returns:
-            ``keys [b, n, cached, d]`` and ``values [b, n, cached, v_head_dim]``, at the positions ``attended``.
-
-        Raises:
-            ValueError: ``expect`` was not called before.
+        ``key_states`` are [b, n, new, d], ``value_states`` [b, n, new, v_head_dim].
         """
         if self._incoming is None:
             raise ValueError("past_key_values: only the forward of its parallelized model can fill this cache")
@@ -335,7 +281,6 @@ class ShardedCacheLayer(DynamicLayer):
         return keys, values
 
     def _drop_outside_window(self) -> None:
-        """Drop the keys and values that no later query sees."""
         if self.window is not None and (drop := int((self.positions <= self.total - self.window).sum())):
             self.keys, self.values = (x[:, :, drop:] for x in (self.keys, self.values))
             self.positions = self.positions[drop:]
@@ -360,11 +305,7 @@ class ShardedCacheLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of the full sequence, such as rejected candidates of assisted generation.
 
-        Args:
-            tokens_to_remove: the negative of the number of tokens to remove, as transformers passes it.
-
-        Raises:
-            ValueError: ``tokens_to_remove`` is positive, or the layer has dropped keys that would be visible again.
+        transformers passes the negative of their number.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -376,24 +317,15 @@ class ShardedCacheLayer(DynamicLayer):
                 "cache.activate_past_recording() before filling the cache"
             )
         self.total += tokens_to_remove
-        kept = int((self.positions < self.total).sum())
-        self.positions = self.positions[:kept]
+        length = int((self.positions < self.total).sum())
+        self.positions = self.positions[:length]
         if self.is_initialized:
-            self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+            self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
             self._drop_outside_window()
 
 
 def shard_cache(cache: Any, layers: int) -> None:
-    """Replace the layers of ``cache`` by ``ShardedCacheLayer``, unless they have been replaced before.
-
-    Args:
-        cache: an empty transformers Cache whose layers are dynamic.
-        layers: the number of layers of the model, for a cache that creates its layers lazily.
-
-    Raises:
-        TypeError: ``cache`` is not a transformers Cache.
-        ValueError: ``cache`` has layers of another type, or holds tokens.
-    """
+    """Replace the ``layers`` layers of an empty dynamic cache by ``ShardedCacheLayer``, unless that was done before."""
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values={type(cache).__name__}: expected a transformers Cache")
     stored = [layer for layer in cache.layers if not _is_shared(layer)]
@@ -421,7 +353,6 @@ def _is_shared(layer: Any) -> bool:
 
 
 def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int) -> None:
-    """Call ``ShardedCacheLayer.expect`` of every layer of ``cache``."""
     for layer in cache.layers:
         if isinstance(layer, ShardedCacheLayer):
             layer.expect(positions, select_new, total)
@@ -430,37 +361,22 @@ def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int
 @torch.no_grad()
 def decode(
     module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor,  # [b, new, h, d], the same on every rank
+    k: Tensor,  # [b, cached, n, d], of this rank
+    v: Tensor,  # [b, cached, n, v_head_dim], of this rank
     shard: DecodeShard,
     patch: Patch,
-    mask: Mask,
+    mask: Mask,  # of the layer, in global positions
     score: Score,
     name: str,
 ) -> Tensor:
-    """Attention of the new tokens over the cached keys of all ranks. It computes no gradients.
+    """Attention of the new tokens over the cached keys of all ranks: [b, new, h, v_head_dim], without gradients.
 
-    Args:
-        module: the attention layer.
-        q: ``[b, new, h, d]``, the same on every rank.
-        k: ``[b, cached, n, d]``, this rank's part of the layer's cached keys.
-        v: ``[b, cached, n, v_head_dim]``, this rank's part of the layer's cached values.
-        shard: the ``DecodeShard`` of the current forward.
-        patch: the model's ``Patch``.
-        mask: the mask of the layer, in global positions.
-        score: how scores are computed, with the layer's sinks.
-        name: the name of the layer, for error messages.
-
-    Returns:
-        ``[b, new, h, v_head_dim]`` in q's dtype, bitwise equal on all ranks.
-
-    Raises:
-        ValueError: the layer attends to another layer's cache in a way that is not supported.
+    The result is in q's dtype and bitwise equal on all ranks.
     """
     positions = shard.cache.layers[storing_layer(module)].attended
     if k.shape[1] != len(positions):
-        raise ValueError(f"{name}: its keys are those of another layer's cache; such sharing is not supported")
+        raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
     # Split a long prompt, so that the float32 partial results of all ranks take at most _GATHERED_BYTES at a time.
     new = q.shape[1]
     bytes_per_token = patch.ranks * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4
@@ -479,18 +395,9 @@ def decode(
 def _key_intervals(
     mask: Mask, shard: DecodeShard, positions: Tensor, queries: range, q_per_kv: int, device: torch.device
 ) -> KeyIntervals | None:
-    """The interval of cached keys that each query sees.
+    """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``q_per_kv`` times.
 
-    Args:
-        mask: the mask of the layer, in global positions.
-        shard: the ``DecodeShard`` of the current forward, in which the result is cached for layers with equal masks.
-        positions: int64 ``[cached]``, the global positions of this rank's cached keys.
-        queries: the global positions of the new queries.
-        q_per_kv: how often each query is repeated. See ``_attend``.
-        device: the device of the result.
-
-    Returns:
-        Intervals of ``len(queries) * q_per_kv`` rows. None if no query sees any key that this rank has cached.
+    None if no query sees any of them. Layers with equal masks share the result, which ``shard`` caches.
     """
     # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
     key = mask, queries, q_per_kv, len(positions), device
@@ -498,8 +405,8 @@ def _key_intervals(
         rows = torch.arange(queries.start, queries.stop).repeat_interleave(q_per_kv)
         lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
         unused = rows.int()  # global positions, which only ALiBi and dropout read
-        seen = bool((lo < hi).any())
-        shard.intervals[key] = KeyIntervals(lo, hi, unused, unused).to(device) if seen else None
+        is_empty = not bool((lo < hi).any())
+        shard.intervals[key] = None if is_empty else KeyIntervals(lo, hi, unused, unused).to(device)
     return shard.intervals[key]
 
 

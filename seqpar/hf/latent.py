@@ -1,9 +1,9 @@
 """Latent attention (DeepSeek-V2 and V3, Kimi K2, GLM-4.x lite and others): ranks send latents, not keys and values.
 
 An attention layer of these models calls its method ``expand_kv`` just before it calls the attention function. The
-method expands the latents to the keys and values of all heads. In a parallelized model ``expand_kv`` returns the
-latents and rotated keys unchanged instead: the layer "hands on latents". The attention function then sends latents to
-other ranks, and each rank expands those that it receives (see ``strategies/latent.py``).
+method expands the latents to the keys and values of all heads. In a parallelized model ``expand_kv`` returns latents
+and rotated keys unchanged: the layer has "latent KV". The attention function sends latents to other ranks, and each
+rank expands the latents that it receives (see ``strategies/latent.py``).
 
 Shapes, as in transformers: latents ``[batch, 1, seq, width]``, rotated keys ``[batch, 1, seq, rope]``.
 """
@@ -25,28 +25,25 @@ def _unchanged(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     return latents, rotated
 
 
-def hand_on_latents(layer: nn.Module) -> bool:
-    """Make ``layer`` pass latents to the attention function. Returns False if it is not a layer of latent attention."""
-    if not callable(getattr(layer, _METHOD, None)) or not all(hasattr(layer, name) for name in _SIZES):
-        return False
-    if not isinstance(getattr(layer, "kv_b_proj", None), nn.Module):
-        return False
-    setattr(layer, _METHOD, _unchanged)
-    return True
+def enable_latent_kv(layer: nn.Module) -> None:
+    """Make ``layer`` pass latents to the attention function, if it is a layer of latent attention."""
+    has_method = callable(getattr(layer, _METHOD, None)) and all(hasattr(layer, name) for name in _SIZES)
+    if has_method and isinstance(getattr(layer, "kv_b_proj", None), nn.Module):
+        setattr(layer, _METHOD, _unchanged)
 
 
-def hand_on_keys(layer: nn.Module) -> None:
-    """Undo ``hand_on_latents``, so that ``layer`` passes keys and values again."""
+def disable_latent_kv(layer: nn.Module) -> None:
+    """Make ``layer`` pass keys and values again."""
     vars(layer).pop(_METHOD, None)
 
 
-def hands_on_latents(layer: nn.Module) -> bool:
+def has_latent_kv(layer: nn.Module) -> bool:
     """Whether ``layer`` passes latents and rotated keys to the attention function instead of keys and values."""
     return vars(layer).get(_METHOD) is _unchanged
 
 
 def expand(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Expand latents to keys and values, each ``[batch, heads, seq, head_dim]``, by the layer's original method."""
+    """Keys and values, each ``[batch, heads, seq, head_dim]``, by the layer's original method."""
     method: Any = getattr(type(layer), _METHOD)
     keys, values = method(layer, latents, rotated)
     return keys, values
@@ -54,11 +51,8 @@ def expand(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, 
 
 @contextmanager
 def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
-    """In the block, ``record(layer, latents, rotated)`` is called whenever ``layer`` expands latents.
-
-    This changes nothing if ``layer`` has no latent attention, or if it hands on latents.
-    """
-    if not callable(getattr(layer, _METHOD, None)) or hands_on_latents(layer):
+    """In the block, ``record(layer, latents, rotated)`` is called whenever ``layer`` expands latents."""
+    if not callable(getattr(layer, _METHOD, None)) or has_latent_kv(layer):
         yield
         return
 
@@ -70,23 +64,14 @@ def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Te
     try:
         yield
     finally:
-        hand_on_keys(layer)
+        disable_latent_kv(layer)
 
 
 def latent_weight(layer: nn.Module, heads: int, latents: Tensor, copies: int) -> Tensor | None:
-    """The weight with which ``seqpar.attention`` expands latents to keys and values.
+    """The weight with which ``seqpar.attention`` expands latents: ``[heads, nope + v_head_dim, width]``.
 
-    Args:
-        layer: an attention layer that hands on latents.
-        heads: the number of query heads of the layer.
-        latents: ``[batch, 1, seq, width]``.
-        copies: the number of ranks in an all-to-all of the strategy. Every one of them receives all latents, but only
-            some heads of keys and values.
-
-    Returns:
-        ``[heads, nope + v_head_dim, width]``, a view of the layer's weight. None if keys and values should be sent
-        instead: if the layer's projection is not a plain linear layer (LoRA's is not), or if ``copies`` latents and
-        rotated keys have at least as many elements as the keys and values of all heads.
+    None if keys and values should be sent instead: the projection is no plain linear layer (LoRA's is not), or the
+    latents of ``copies`` ranks, all of which an all-to-all sends to each rank, are no smaller than keys and values.
     """
     sizes: Any = layer
     projection: Any = sizes.kv_b_proj

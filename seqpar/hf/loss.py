@@ -8,8 +8,9 @@ Shapes: tokens of this rank, hidden, vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.utils import ModelOutput
 
 from ..checks import no_compile
 from ..comm.collectives import all_gather
@@ -27,9 +30,9 @@ from ..layers.wrappers import averaging_wrappers
 from ..layout import shard_positions
 from ..reductions import factor_at, mark, note_frozen
 from .batch import IGNORE_INDEX, BatchShard
-from .state import Forward, Gradients, Patch, current_forward
+from .state import Forward, Patch, current_forward, patch_of
+from .support import pools_last_token, predicts_in_place
 
-GRADIENTS: tuple[str, ...] = get_args(Gradients)
 _CHUNK_BYTES = 128 << 20
 
 Pointwise = Callable[[Tensor], Tensor]
@@ -44,38 +47,36 @@ class TokenLoss:
     Args:
         patch: the model's ``Patch``.
         model: the parallelized model.
-        own: the loss function that the user has set by ``model.loss_function = own``; None for the model's default. It
-            is called with the logits and the unshifted labels of the full sequence on every rank.
+        user_loss: the loss function that the user has set by ``model.loss_function = ...``; None for the model's
+            default. It is called with the logits and the unshifted labels of the full sequence on every rank.
     """
 
-    def __init__(self, patch: Patch, model: nn.Module, own: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, patch: Patch, model: nn.Module, user_loss: Callable[..., Tensor] | None = None) -> None:
         self.patch = patch
         self.model = model
-        self.own = own
+        self.user_loss = user_loss
 
     @no_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``_cross_entropy``, or the user's own loss function, with the same arguments."""
         default = LOSS_MAPPING.get(getattr(self.model, "loss_type", None) or "ForCausalLM")
-        if self.own is None or self.own is default:
+        if self.user_loss is None or self.user_loss is default:
             return self._cross_entropy(*args, **kwargs)
-        return self._own_loss(self.own, *args, **kwargs)
+        return self._call_user_loss(self.user_loss, *args, **kwargs)
 
-    def _own_loss(
-        self, own: Callable[..., Tensor], *args: Any, seqpar: BatchShard | None = None, **kwargs: Any
+    def _call_user_loss(
+        self, user_loss: Callable[..., Tensor], *args: Any, seqpar: BatchShard | None = None, **kwargs: Any
     ) -> Tensor:
-        """``own`` with the logits and labels of the full sequence, the same on every rank.
+        """``user_loss`` of the logits and labels of the full sequence, the same on every rank.
 
         Every rank computes the loss L of all P ranks, and adds L / P to their sum. The gradient of the logits is
         multiplied by P, and each rank keeps the part of its own tokens. What L depends on besides the logits (an L2
-        penalty, the parameters of ``own``) gets 1 / P of its gradient on each rank.
+        penalty, the parameters of ``user_loss``) gets 1 / P of its gradient on each rank.
         """
-        forward = current_forward()
-        shard = seqpar or (forward.batch_shard if forward is not None else None)
+        shard = seqpar or _current_shard()
         if shard is None or shard.in_place is None:
             raise ValueError(
-                f"model.loss_function={own}: a loss function of your own gets the unshifted labels; call the model "
-                "with the full batch and 'labels', without shift_labels"
+                f"model.loss_function={user_loss}: a loss function of your own gets the unshifted labels; call the "
+                "model with the full batch and 'labels', without shift_labels"
             )
         named = {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}
         logits = named["logits"]
@@ -85,46 +86,33 @@ class TokenLoss:
                 f"logits: shape {tuple(logits.shape)}; expected [batch, seq, vocabulary] for loss_function"
             )
         places = tuple(shard_positions(shard.seq_len, shard.ranks, rank, shard.layout) for rank in range(shard.ranks))
-        whole = {
+        full = {
             "logits": all_gather_tokens(logits, places, self.patch, self.patch.ranks),
             "labels": all_gather_tokens(shard.in_place[0].to(logits.device), places, self.patch),
         }
-        positional = [whole.pop(name) for name, _ in zip(tuple(whole), args, strict=False)]
-        loss = own(*positional, *args[2:], **{**kwargs, **whole})
+        positional = [full.pop(name) for name, _ in zip(tuple(full), args, strict=False)]
+        loss = user_loss(*positional, *args[2:], **{**kwargs, **full})
         return reduce_over_ranks(loss / self.patch.ranks, self.patch, self.model)
 
     def _cross_entropy(
         self,
-        logits: Tensor | LazyLogits,
-        labels: Tensor,
+        logits: Tensor | LazyLogits,  # [..., vocabulary], of this rank's tokens
+        labels: Tensor,  # int64 [...], shifted
         *args: Any,
         num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
         seqpar: BatchShard | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The sum of the cross-entropy of all ranks' tokens, divided by ``num_items_in_batch``.
+        """The sum of the cross-entropy of all ranks' tokens, divided by ``num_items_in_batch``: float32, on every rank.
 
-        Args:
-            logits: ``[..., vocabulary]``, of this rank's tokens.
-            labels: int64 ``[...]``, this rank's shifted labels.
-            args, kwargs: ignored.
-            num_items_in_batch: the divisor; by default the number of labels in the full batch.
-            ignore_index: tokens with this label do not count.
-            seqpar: the batch's ``BatchShard``. It is only needed if the loss is computed outside of the model's
-                forward, as in a pipeline.
-
-        Returns:
-            A float32 scalar, the same on every rank.
-
-        Raises:
-            ValueError: ``shard_batch`` has not sharded the labels; or a wrapper averages the gradients over only some
-                of the ranks of the sequence.
+        The divisor is by default the number of labels in the full batch. The ``BatchShard`` is only needed if the loss
+        is computed outside of the model's forward, as in a pipeline.
         """
         forward = current_forward()
         if forward is not None and forward.targets is not None:
             return torch.zeros((), device=labels.device)  # the caller asked for log-probabilities instead of a loss
-        shard = seqpar or (forward.batch_shard if forward is not None else None)
+        shard = seqpar or _current_shard()
         if shard is None or (shard.num_items is None and num_items_in_batch is None):
             raise ValueError(
                 "labels: they were not sharded by seqpar.hf.shard_batch; give it the full batch with 'labels'"
@@ -144,6 +132,11 @@ class TokenLoss:
         return reduce_over_ranks(_divide(total, num_items), self.patch, self.model)
 
 
+def _current_shard() -> BatchShard | None:
+    forward = current_forward()
+    return None if forward is None else forward.batch_shard
+
+
 def _divide(total: Tensor, num_items: Any) -> Tensor:
     """``total / num_items``. If no label counts, it is NaN and all gradients are 0, as on one device."""
     if not isinstance(num_items, Tensor) and num_items != 0:
@@ -160,9 +153,9 @@ def replace_loss_function(module: Any, patch: Patch, model: nn.Module) -> None:
     The ``TokenLoss`` hides a loss function that is a module and thus registered in ``module``: its parameters stay
     parameters of ``module``.
     """
-    own = getattr(module, "_loss_function", None)
-    if not isinstance(own, TokenLoss):
-        vars(module)["_loss_function"] = TokenLoss(patch, model, own)
+    user_loss = getattr(module, "_loss_function", None)
+    if not isinstance(user_loss, TokenLoss):
+        vars(module)["_loss_function"] = TokenLoss(patch, model, user_loss)
 
 
 def restore_loss_function(module: nn.Module) -> TokenLoss | None:
@@ -171,16 +164,16 @@ def restore_loss_function(module: nn.Module) -> TokenLoss | None:
     if not isinstance(ours, TokenLoss):
         return None  # the user has set another loss function since
     del vars(module)["_loss_function"]
-    if ours.own is not None and "_loss_function" not in module._modules:
-        vars(module)["_loss_function"] = ours.own
+    if ours.user_loss is not None and "_loss_function" not in module._modules:
+        vars(module)["_loss_function"] = ours.user_loss
     return ours
 
 
-def _check_labels(labels: Tensor, given: Tensor, forward: Forward) -> None:
-    """Raise an error if the model's forward has changed its labels: ``num_items`` counts the labels ``given`` to it."""
-    changed = version_of(given) != forward.labels_version
-    if not changed and labels is not given:
-        changed = labels.shape != given.shape or not torch.equal(labels.to(given.device), given)
+def _check_labels(labels: Tensor, original: Tensor, forward: Forward) -> None:
+    """Raise an error if the model's forward has changed its ``original`` labels, which ``num_items`` counts."""
+    changed = version_of(original) != forward.labels_version
+    if not changed and labels is not original:
+        changed = labels.shape != original.shape or not torch.equal(labels.to(original.device), original)
     if changed:
         raise ValueError(
             f"labels: the forward of {type(forward.model).__name__} calls its loss function with other labels than it "
@@ -204,7 +197,7 @@ def check_loss(loss: Any, forward: Forward) -> None:
     """
     nodes = {id(node) for node, _ in forward.reduced}
     if isinstance(loss, Tensor) and loss.grad_fn is not None:
-        if nodes and _depends_on_these_alone(loss.grad_fn, nodes):
+        if nodes and _depends_only_on(loss.grad_fn, nodes):
             return
     elif isinstance(loss, Tensor):
         values = [value for _, value in forward.reduced]
@@ -214,20 +207,20 @@ def check_loss(loss: Any, forward: Forward) -> None:
     raise ValueError(
         f"loss: the forward of {name} returned a loss of its own, or added a term to the loss of self.loss_function. "
         "It computes them from the tokens of one rank, so that neither the loss nor the gradients are one device's. "
-        "Set model.loss_function = f instead: f(logits, labels, vocab_size, **kwargs) gets the whole logits and the "
+        "Set model.loss_function = f instead: f(logits, labels, vocab_size, **kwargs) gets the full logits and the "
         f"unshifted labels. Or let {name} return no loss, and compute it from the outputs of model(**batch) without "
-        "labels, which are whole on every rank"
+        "labels, which are full on every rank"
     )
 
 
-def _depends_on_these_alone(node: Any, nodes: set[int]) -> bool:
+def _depends_only_on(node: Any, nodes: set[int]) -> bool:
     """Whether every path of the autograd graph from ``node`` to a tensor that requires gradients enters ``nodes``."""
     stack = [node]
     while stack:
         node = stack.pop()
         if id(node) in nodes:
             continue
-        inputs = [following for following, _ in node.next_functions if following is not None]
+        inputs = [x for x, _ in node.next_functions if x is not None]
         if not inputs:  # a parameter, or another tensor that requires gradients
             return False
         stack += inputs
@@ -239,15 +232,10 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
 
     Inside a wrapper that averages gradients over the ranks of the sequence, the backward multiplies the gradients by
     the number of these ranks.
-
-    Args:
-        local_loss: the part of the loss of this rank's tokens, a scalar.
-        patch: the model's ``Patch``.
-        model: the parallelized model.
     """
     loss = local_loss
-    # With batches="own", the all-to-all of the outputs sums the parts of the loss.
-    if patch.group is not None and patch.ranks > 1 and patch.batches != "own":
+    # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
+    if patch.group is not None and patch.ranks > 1 and patch.batches != "per_rank":
         loss = all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
     forward = current_forward()
     if forward is not None and forward.model is model:
@@ -256,11 +244,7 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
 
 
 def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
-    """The number by which the wrappers around ``model`` divide the sum of the partial gradients.
-
-    Raises:
-        ValueError: a wrapper averages over only some of the ranks of the sequence, or is DeepSpeed's.
-    """
+    """The number by which the wrappers around ``model`` divide the sum of the partial gradients."""
     if patch.gradients == "partial" or not torch.is_grad_enabled():
         return 1
     if patch.gradients == "mean":
@@ -280,15 +264,9 @@ def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
 
 
 def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale: int = 1) -> Tensor:
-    """``x [batch, seq_local, ...]`` of all ranks, as ``[batch, seq, ...]``.
+    """``x [batch, seq_local, ...]`` of all ranks, as ``[batch, seq, ...]``, in which rank r's tokens are ``places[r]``.
 
     In backward, each rank keeps the gradient of its own tokens, multiplied by ``scale``.
-
-    Args:
-        x: this rank's tokens.
-        places: for each rank, the indices of its tokens in the result, int64.
-        patch: the model's ``Patch``.
-        scale: the factor by which the gradient is multiplied.
     """
     if patch.ranks == 1:
         return x
@@ -305,7 +283,7 @@ class _AllGatherTokens(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup, scale: int, shared: bool
     ) -> Tensor:
-        ctx.mine, ctx.scale, ctx.shared = places[rank], scale, shared
+        ctx.positions, ctx.scale, ctx.shared = places[rank], scale, shared
         if shared:
             mark(ctx, group, "partial")
         gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
@@ -316,7 +294,7 @@ class _AllGatherTokens(torch.autograd.Function):
         if ctx.shared:
             factor_at(ctx, "sum" if ctx.scale == 1 else "mean")  # notes that the model's gradients are partial
         # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
-        local = grad.index_select(1, ctx.mine.to(grad.device))
+        local = grad.index_select(1, ctx.positions.to(grad.device))
         return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None, None
 
 
@@ -326,17 +304,12 @@ class LazyLogits:
     If the model computes a loss, its output embedding returns this object. ``TokenLoss`` then computes the logits of
     a few tokens at a time, so that the logits of all tokens are never in memory at once. The elementwise operations
     below return another ``LazyLogits``. Any other operation computes the logits.
-
-    Attributes:
-        head: the output embedding.
-        hidden: ``[..., hidden]``, the input of the output embedding.
-        pointwise: the functions that the model applies to the logits, in order.
     """
 
     def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: tuple[Pointwise, ...] = ()) -> None:
-        self.head = head
-        self.hidden = hidden
-        self.pointwise = pointwise
+        self.head = head  # the output embedding
+        self.hidden = hidden  # [..., hidden], its input
+        self.pointwise = pointwise  # applied to the logits, in order
 
     def materialize(self) -> Tensor:
         """The logits ``[..., vocabulary]``."""
@@ -411,7 +384,7 @@ class MissingLogits(Tensor):
             return cls()
         raise ValueError(
             "logits: a call with labels returns a loss, but no logits, which take batch * seq * vocabulary numbers; "
-            "pass outputs='whole' to seqpar.hf.parallelize or seqpar.hf.ParallelismConfig (compute_metrics and "
+            "pass outputs='full' to seqpar.hf.parallelize or seqpar.hf.ParallelismConfig (compute_metrics and "
             "Trainer.predict need it, unless prediction_loss_only=True), or call the model without labels"
         )
 
@@ -428,18 +401,9 @@ def fused_cross_entropy(
 
     As in Liger-Kernel's fused linear cross-entropy (Hsu et al., 2024), the forward computes the gradients too, chunk by
     chunk, and the backward only scales them. On CUDA, Liger's kernel is used if it is installed, and if neither
-    ``pointwise`` nor ``chunk`` is given.
+    ``pointwise`` nor ``chunk`` is given. By default, a chunk has as many tokens as fit in 128 MiB of float32.
 
-    Args:
-        hidden: ``[tokens, hidden]``.
-        head: the output embedding, with a weight ``[vocabulary, hidden]``.
-        labels: int64 ``[tokens]``. The logits of tokens with the label ``ignore_index`` are not computed.
-        pointwise: functions to apply to the logits, in order.
-        ignore_index: tokens with this label do not count.
-        chunk: how many tokens have logits at a time; by default as many as fit in 128 MiB of float32.
-
-    Returns:
-        A float32 scalar.
+    ``hidden`` is [tokens, hidden], ``labels`` int64 [tokens]; the result is float32 [].
     """
     counted = (labels != ignore_index).nonzero().flatten()
     if len(counted) < len(labels):
@@ -456,18 +420,10 @@ def fused_cross_entropy(
 
 
 def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | None = None) -> Tensor:
-    """The log-probability of each label.
+    """The log-probability of each shifted label: float32 ``[batch, seq]``, 0 where it is ``IGNORE_INDEX``.
 
-    Lazy logits are computed for ``chunk`` tokens at a time, and again in backward. The logits of all tokens are never
-    in memory at once.
-
-    Args:
-        logits: ``[batch, seq, vocabulary]``.
-        labels: int64 ``[batch, seq]``, shifted.
-        chunk: as in ``fused_cross_entropy``.
-
-    Returns:
-        float32 ``[batch, seq]``, 0 where the label is ``IGNORE_INDEX``.
+    Lazy logits ``[batch, seq, vocabulary]`` are computed for ``chunk`` tokens at a time, and again in backward. The
+    logits of all tokens are never in memory at once.
     """
     if not isinstance(logits, LazyLogits):
         flat = logits.flatten(0, 1).float()
@@ -521,7 +477,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             span = slice(start, start + chunk)
             rows = hidden[span]
             logits = F.linear(rows, weight, bias).requires_grad_(any(ctx.needs_input_grad[:3]))  # [chunk, vocabulary]
-            # These hooks replace those of activation checkpointing around the model. Otherwise torch.autograd.grad
+            # These hooks replace the hooks of activation checkpointing around the model. Otherwise torch.autograd.grad
             # below would run the model's forward again to recompute the tensors that are saved here.
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
                 scores = logits
@@ -549,3 +505,60 @@ class _FusedCrossEntropy(torch.autograd.Function):
         # Multiply in float32: ``grad`` is one over the number of labels, and bfloat16 would round it by up to 0.4 %.
         scaled = (None if x is None else (x.to(grad.dtype) * grad).to(x.dtype) for x in ctx.saved_tensors)
         return (*scaled, None, None, None)
+
+
+LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks for log-probabilities
+
+
+@dataclass
+class LogProbsOutput(ModelOutput):
+    """The output of a forward that was asked for log-probabilities."""
+
+    log_probs: Tensor | None = None  # float32 [batch, seq]
+
+
+def token_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The log-probability of each token given the tokens before it.
+
+    The logits are computed for a few tokens at a time (``loss_chunk`` of ``parallelize``), and again in backward. Each
+    rank must compute the same loss from the result. Backward then computes partial gradients, which are summed over the
+    ranks as in a training on ``model(**batch).loss``. With ``batches="per_rank"``, each rank has its own batch and its
+    own loss.
+
+    Args:
+        model: a parallelized language model, also inside peft, DDP or FSDP.
+        batch: the full batch, as the model is called with it. Without ``labels`` or ``shift_labels``, all tokens are
+            labels, except for padding and for tokens whose position is 0 in ``position_ids``, which start a document.
+
+    Returns:
+        float32 ``[batch, seq - 1]``, the same on every rank. Entry ``t`` is the log-probability of label ``t + 1``, and
+        0 if this label is -100. With ``shift_labels [batch, seq]`` the result is ``[batch, seq]``, and entry ``t`` is
+        the log-probability of label ``t``. With ``outputs="local"``, or with a batch from ``shard_batch``, the result
+        has this rank's tokens only, ``[batch, seq_local]``.
+
+    Raises:
+        ValueError: the model is not parallelized, it does not predict the next token, or the batch cannot be sharded.
+    """
+    patch_of(model)
+    root = next(m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar"))
+    if pools_last_token(root) or predicts_in_place(root) or root.get_output_embeddings() is None:
+        raise ValueError(
+            f"model={type(root).__name__}: it does not predict the next token; give a causal language model"
+        )
+    batch = dict(batch)
+    if "labels" not in batch and "shift_labels" not in batch:
+        batch["labels"] = _labels(batch)
+    output: Any = model(**batch, **{LOG_PROBS: True})
+    return cast(Tensor, output.log_probs)
+
+
+def _labels(batch: dict[str, Any]) -> Tensor:
+    """The labels of a batch without labels: its tokens, and -100 for padding and the first token of each document."""
+    labels, ids, mask = batch.get("input_ids"), batch.get("position_ids"), batch.get("attention_mask")
+    if not isinstance(labels, Tensor) or "seqpar" in batch:
+        raise ValueError("batch: expected 'input_ids' [batch, seq] of a full batch, or 'labels'")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+    if isinstance(ids, Tensor) and ids.dim() <= 2:
+        labels = torch.where(ids == 0, IGNORE_INDEX, labels)
+    return labels

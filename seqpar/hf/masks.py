@@ -5,8 +5,9 @@ indices. This function decides what a token sees. A layer's ``is_causal`` decide
 mask: in SDPA, if no token is padding and no window ends inside the row, and in FlashAttention.
 
 ``parallelize`` compares the functions that the model asks for in the trial run with what the layers claim
-(``asked_masks``). In a call with images, the function is evaluated for the tokens of the batch (``mask_of_function``).
-A function that was not seen in the trial run and that cannot be evaluated raises an error (``no_mask``).
+(``compare_masks``). In a call with images, the function is evaluated for the tokens of the batch
+(``mask_of_function``). A function that was not seen in the trial run and that cannot be evaluated raises an error
+(``no_mask``).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import masking_utils
-from transformers.masking_utils import and_masks, packed_sequence_mask_function
+from transformers.masking_utils import and_masks, or_masks, packed_sequence_mask_function
 
 from ..checks import no_compile
 from ..mask import LayerMask, Mask, layer_mask
 from .batch import BatchShard
-from .state import DecodeShard, Forward, Patch, current_forward, cuts_below
+from .state import DecodeShard, Forward, Patch, current_forward, shards_text_model
 from .support import text_model
 
 MaskFunction = Callable[..., Any]
@@ -31,79 +32,83 @@ WITHOUT_HOOKS = (
     "the forward ran without the hooks of parallelize; call the model that was given to parallelize, as model(...), "
     "not its decoder or another part of it"
 )
+_PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # transformers 5.0 passes the indices
 _COMPLETE: LayerMask = (False, None, None)  # of a mask to which the layer adds nothing
 _RANDOM_KEYS = 4  # for each query, how many keys are compared besides the ends of its interval
 
 
-class AskedMask(NamedTuple):
-    """A mask that a model asked for: its function, and whether SDPA may leave the mask out and read ``is_causal``."""
+class ModelMask(NamedTuple):
+    """A mask that a model asks for: its function, and whether SDPA may leave the mask out and read ``is_causal``."""
 
     function: MaskFunction
     optional: bool
 
 
-def asked_mask(mask_function: MaskFunction | None = None, **kwargs: Any) -> AskedMask:
-    """The ``AskedMask`` of a call of the mask interface."""
+def model_mask(mask_function: MaskFunction | None = None, **kwargs: Any) -> ModelMask:
+    """The mask of a call of the mask interface."""
     optional = kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip", False)
-    return AskedMask(mask_function or masking_utils.causal_mask_function, bool(optional))
+    return ModelMask(mask_function or masking_utils.causal_mask_function, bool(optional))
+
+
+def _parts(function: MaskFunction) -> list[MaskFunction]:
+    """The functions that a mask function combines."""
+    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return [x for value in values for x in (value if isinstance(value, tuple | list) else (value,)) if callable(x)]
 
 
 def structure(function: MaskFunction) -> Any:
     """The code of a mask function and of the functions that it combines, without the values that they refer to."""
-    values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    parts = [x for value in values for x in (value if isinstance(value, tuple | list) else (value,)) if callable(x)]
-    return getattr(function, "__code__", type(function)), tuple(map(structure, parts))
+
+    def code(f: MaskFunction) -> Any:
+        return getattr(f, "__code__", type(f)), tuple(map(code, _parts(f)))
+
+    return code(_unpacked(function))
 
 
-def known_structures(asked: Iterable[AskedMask]) -> set[Any]:
-    """The structures of the functions, also as transformers changes them for packed documents."""
-    ids = torch.zeros(1, 1, dtype=torch.int64)
-    remap = getattr(masking_utils, "packed_sequence_compatibility_function", None)  # transformers 5.0 has none
+def _unpacked(function: MaskFunction) -> MaskFunction:
+    """``function`` without what transformers adds if it finds packed documents.
 
-    def packed(f: MaskFunction) -> MaskFunction:
-        wrapped: MaskFunction = remap(f, ids, ids) if remap else and_masks(f, packed_sequence_mask_function(ids))
-        return wrapped
+    It takes the shard of a row for packed documents if its positions jump, and then passes the function positions
+    instead of the indices of this rank's tokens.
+    """
+    parts, combine = _parts(function), {and_masks().__code__: and_masks, or_masks().__code__: or_masks}
+    code = [getattr(x, "__code__", None) for x in (function, *parts)]
+    if _remap and code == [and_masks().__code__, _PACKED, _remap(None, None).__code__]:
+        return _unpacked(_parts(parts[1])[0])
+    if not _remap and code[0] is and_masks().__code__ and code[2:] == [_PACKED]:
+        return _unpacked(parts[0])
+    return combine[code[0]](*map(_unpacked, parts)) if code[0] in combine else function
 
-    return {structure(f) for asked_for in asked for f in (asked_for.function, packed(asked_for.function))}
 
-
-def asked_masks(
-    asked: list[AskedMask], layers: Iterable[tuple[str, LayerMask]], tokens: int, model: str
+def compare_masks(
+    masks: list[ModelMask], layers: Iterable[tuple[str, LayerMask]], tokens: int, model: str
 ) -> dict[LayerMask, bool]:
-    """Compare the masks that a model asks for with the masks that its layers claim.
+    """Compare the masks that ``model`` asks for with the claims of its named layers, on rows of ``tokens`` tokens.
 
-    Args:
-        asked: the masks that the model asked for in a trial run.
-        layers: the name of each attention layer, and what it claims.
-        tokens: the number of tokens of the trial run.
-        model: the name of the model, for the error.
-
-    Returns:
-        The claims whose causality is not that of the mask that the model asks for, each with ``AskedMask.optional``.
-
-    Raises:
-        ValueError: a layer claims another window or other chunks than all masks that the model asks for.
+    Returns the claims whose causality differs from the mask, each with ``ModelMask.optional``. Another window or
+    other chunks than all masks have raise an error.
     """
     names: dict[LayerMask, str] = {}
     for name, claim in layers:
         names.setdefault(claim, name)
     disputed: dict[LayerMask, bool] = {}
-    for claim, name in names.items() if asked else ():
-        if any(_is_layer_mask(x.function, claim, tokens) for x in asked):
+    for claim, name in names.items() if masks else ():
+        if any(_is_layer_mask(mask.function, claim, tokens) for mask in masks):
             continue
         other = (not claim[0], *claim[1:])
-        matching = next((x for x in asked if _is_layer_mask(x.function, other, tokens)), None)
+        matching = next((mask for mask in masks if _is_layer_mask(mask.function, other, tokens)), None)
         if matching is None:
             raise ValueError(
-                f"model={model}: layer {name!r} attends {_described(claim)}, but none of the masks that the model asks "
-                "transformers for is that mask; seqpar can shard causal or full attention, with a sliding window or "
-                "chunks, where the layer and a mask agree on the window and the chunks"
+                f"model={model}: layer {name!r} attends {_description(claim)}, but none of the masks that the model "
+                "asks transformers for is that mask; seqpar can shard causal or full attention, with a sliding window "
+                "or chunks, where the layer and a mask agree on the window and the chunks"
             )
         disputed[claim] = matching.optional
     return disputed
 
 
-def _described(claim: LayerMask) -> str:
+def _description(claim: LayerMask) -> str:
     causal, window, chunk = claim
     parts = ["causally" if causal else "to all tokens"]
     parts += [f"with a window of {window}"] if window is not None else []
@@ -117,37 +122,31 @@ def _is_layer_mask(function: MaskFunction, layer: LayerMask, tokens: int) -> boo
     near = torch.cat([torch.arange(max(0, x - 3), x + 4) for x in (size, 2 * size)])
     length = max(tokens, 3 * size)
     try:
-        return _follows(function, mask, torch.cat([torch.arange(tokens), near[near < length]]), length)
+        return _agrees(function, mask, torch.cat([torch.arange(tokens), near[near < length]]), length)
     except IndexError:  # the function refers to a tensor with a value for each token of the trial run
-        return _follows(function, mask, torch.arange(tokens), tokens)
+        return _agrees(function, mask, torch.arange(tokens), tokens)
 
 
-def _follows(
+def _agrees(
     function: MaskFunction, mask: Mask, queries: Tensor, length: int, valid: Tensor | None = None, rows: int = 1
 ) -> bool:
     """Whether ``function`` agrees with ``mask`` at the ends of each query's interval and at some other keys.
 
-    Args:
-        function: the mask function.
-        mask: the mask, with one batch row or ``rows``.
-        queries: int64 ``[n]``.
-        length: the number of tokens.
-        valid: bool ``[rows, length]``, False for padding, which is not compared. Its device is that of the function.
-        rows: the number of rows of the batch.
+    ``queries`` is int64 [n]. Padding, False in ``valid`` [rows, length], is not compared.
     """
     device = torch.device("cpu") if valid is None else valid.device
     lo, hi = (torch.atleast_2d(x).expand(rows, -1)[..., None] for x in mask.intervals(queries))  # [rows, n, 1]
     step = torch.arange(1, _RANDOM_KEYS + 1) * 2654435761
-    others = ((queries[:, None] + 1) * step % length).expand(rows, -1, -1)
-    keys = torch.cat([lo - 1, lo, hi - 1, hi, others], -1)  # [rows, n, keys]
+    some = ((queries[:, None] + 1) * step % length).expand(rows, -1, -1)
+    keys = torch.cat([lo - 1, lo, hi - 1, hi, some], -1)  # [rows, n, keys]
     expected = (keys >= lo) & (keys < hi)
     compared = ((keys >= 0) & (keys < length)).to(device)
     inside, query = keys.clamp(0, length - 1).to(device), queries.to(device)
     row = torch.arange(rows, device=device)[:, None, None]
     if valid is not None:
         compared &= valid[row, inside] & valid[row, query[None, :, None]]
-    seen = torch.as_tensor(function(row, row.new_zeros(()), query[None, :, None], inside)).expand(inside.shape)
-    return bool((~compared | (seen == expected.to(device))).all())
+    visible = torch.as_tensor(function(row, row.new_zeros(()), query[None, :, None], inside)).expand(inside.shape)
+    return bool((~compared | (visible == expected.to(device))).all())
 
 
 def mask_of_function(function: MaskFunction, valid: Tensor, windows: Iterable[int | None]) -> Mask:
@@ -168,11 +167,12 @@ def mask_of_function(function: MaskFunction, valid: Tensor, windows: Iterable[in
     blocks = _blocks(function, rows, length, valid.device)
     queries = torch.arange(length)
     for window in dict.fromkeys(windows):
-        inside = [Mask.causal(blocks)] if window is None else []
-        if window is not None:
-            inside = [Mask.causal(blocks) & Mask.sliding_window(window - 1, -1), Mask.causal(blocks, window)]
-        for mask in inside:
-            if _follows(function, mask, queries, length, valid, rows):
+        if window is None:
+            candidates = [Mask.causal(blocks)]
+        else:
+            candidates = [Mask.causal(blocks) & Mask.sliding_window(window - 1, -1), Mask.causal(blocks, window)]
+        for mask in candidates:
+            if _agrees(function, mask, queries, length, valid, rows):
                 return mask
     raise ValueError(
         "attention_mask: the mask that the model asks for is not causal with blocks of tokens that see one another "
@@ -183,8 +183,8 @@ def mask_of_function(function: MaskFunction, valid: Tensor, windows: Iterable[in
 def _blocks(function: MaskFunction, rows: int, length: int, device: torch.device) -> list[Any]:
     """For each row, or once for all rows, the first token of each block, and one past the last."""
     row, query = torch.arange(rows, device=device)[:, None], torch.arange(length - 1, device=device)[None]
-    seen = torch.as_tensor(function(row, row.new_zeros(()), query, query + 1)).expand(rows, length - 1)
-    change = F.pad(seen.int(), (1, 1)).diff(dim=1).cpu()  # [rows, length]: blocks start and stop
+    visible = torch.as_tensor(function(row, row.new_zeros(()), query, query + 1)).expand(rows, length - 1)
+    change = F.pad(visible.int(), (1, 1)).diff(dim=1).cpu()  # [rows, length]: blocks start and stop
     blocks: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
     for (r, start), (_, stop) in zip((change == 1).nonzero().tolist(), (change == -1).nonzero().tolist(), strict=True):
         blocks[r].append((start, stop + 1))
@@ -201,17 +201,14 @@ def no_mask(
     cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Mask | None:
-    """The mask function. It makes no dense mask: ``shard_batch`` and ``generate`` put padding into a ``seqpar.Mask``.
+    """The mask function of the interface. It makes no dense mask: ``seqpar.Mask`` holds the padding and documents.
 
-    Returns:
-        None; in a model that merges images into its text, the mask of the batch, for the text model's hook.
-
-    Raises:
-        ValueError: the attention mask has padding, or the model asks for a mask that cannot be sharded.
+    In a model that merges images into its text, it returns the mask of the batch, for the text model's hook. A mask
+    that cannot be sharded raises an error.
     """
     if cache_position is not None:  # transformers 5.0
         q_length, device = len(cache_position), cache_position.device
-    if cuts_below[0]:
+    if shards_text_model[0]:
         return _mask_of_call(mask_function, batch_size, q_length, attention_mask, device)
     if attention_mask is not None and not bool(attention_mask.all()):
         if kv_length is not None and kv_length > attention_mask.shape[-1]:
@@ -242,8 +239,8 @@ def _mask_of_call(
 
 
 def _is_known(function: MaskFunction, forward: Forward) -> bool:
-    known = forward.patch.known_masks
-    return not known or structure(function) in known
+    structures = forward.patch.known_masks
+    return not structures or structure(function) in structures
 
 
 def _check_known(function: MaskFunction | None, rows: int, length: int, device: torch.device | None) -> None:
@@ -256,7 +253,7 @@ def _check_known(function: MaskFunction | None, rows: int, length: int, device: 
         return
     if text_model(cast(Any, forward.model)) is not forward.model:
         tokens = torch.device(device or "cpu")
-        if length < 2 or not any(_blocks(function, rows, length, tokens)):
+        if length < 2 or not any(_blocks(_unpacked(function), rows, length, tokens)):
             return
     raise ValueError(
         "attention mask: the model asks for a mask that depends on this call's arguments (such as token_type_ids or "
@@ -267,19 +264,10 @@ def _check_known(function: MaskFunction | None, rows: int, length: int, device: 
 def mask_in_layer(
     module: nn.Module, shard: BatchShard | DecodeShard, patch: Patch, is_causal: bool | None, window: int | None
 ) -> tuple[Mask, LayerMask]:
-    """The mask of the batch for an attention layer, and what the layer adds to it.
-
-    Args:
-        module: the attention layer.
-        shard: what came with the batch.
-        patch: the model's ``Patch``.
-        is_causal: as the layer passes it to the attention function.
-        window: as the layer passes ``sliding_window``.
-    """
+    """The mask of the batch for an attention layer, and what the layer adds to it."""
     claim = layer_mask_of(module, is_causal, window)
     if isinstance(shard, BatchShard) and shard.block_masks:
-        layer_type = _layer_type(module) or ""
-        mask = shard.block_masks.get(layer_type, shard.block_masks.get(""))
+        mask = shard.block_masks.get(_layer_type(module) or "", shard.block_masks.get(""))
         if mask is not None:
             return mask, _COMPLETE
     if claim in patch.disputed and _is_masked(claim, shard, patch):

@@ -14,33 +14,66 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from ..checks import check_choice, check_int
+from ..checks import check_choice, check_int, check_options
 from ..kernels import BackendName, check_backend
 from ..layout import LAYOUTS, Layout
-from ..strategies import StrategyName, resolve
-from . import hooks
+from ..strategies import STRATEGIES, StrategyName, StrategyOptions, resolve, strategy_options
+from . import forward
 from .attention import attention_forward
-from .latent import hand_on_keys, hand_on_latents
-from .loss import GRADIENTS, replace_loss_function, restore_loss_function
-from .masks import asked_mask, asked_masks, known_structures, layer_mask_of, no_mask
-from .monitoring import verify_while_training
-from .multimodal import before_text_model
-from .own import give_calls_back, take_over_calls
+from .full_batch import before_text_model
+from .latent import disable_latent_kv, enable_latent_kv
+from .loss import replace_loss_function, restore_loss_function
+from .masks import compare_masks, layer_mask_of, model_mask, no_mask, structure
+from .per_rank import unwrap_call, wrap_call
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
-from .tracing import Trace
-from .whole import OUTPUTS
+from .trial import Trial
+from .verification.monitoring import verify_while_training
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..strategies import StrategyOptions
-
 AttentionInterface.register(NAME, attention_forward)
 AttentionMaskInterface.register(NAME, no_mask)
 
-BATCHES: tuple[str, ...] = get_args(Batches)
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class Arguments(StrategyOptions, total=False):
+    """The arguments of ``parallelize`` except for the ranks, as ``ParallelismConfig`` takes them too."""
+
+    strategy: StrategyName
+    layout: Layout
+    backend: BackendName
+    gradients: Gradients
+    loss_chunk: int | None
+    outputs: Outputs
+
+
+def check_arguments(
+    strategy: str = "ring",
+    layout: str = "zigzag",
+    backend: Any = "auto",
+    gradients: str = "auto",
+    loss_chunk: int | None = None,
+    outputs: str = "auto",
+    batches: str = "shared",
+    **options: Any,
+) -> None:
+    """Raise an error if an argument of ``parallelize`` has the wrong type or value."""
+    check_choice("strategy", strategy, STRATEGIES)
+    check_options(strategy, options, strategy_options(strategy))
+    check_choice("layout", layout, LAYOUTS)
+    check_backend(backend)
+    check_choice("gradients", gradients, get_args(Gradients))
+    check_choice("outputs", outputs, get_args(Outputs))
+    check_choice("batches", batches, get_args(Batches))
+    if batches == "per_rank" and outputs == "local":
+        raise ValueError(
+            "outputs='local': with batches='per_rank' each rank gets all outputs of its batch; leave outputs out"
+        )
+    if loss_chunk is not None:
+        check_int("loss_chunk", loss_chunk, 1)
 
 
 def parallelize(
@@ -85,19 +118,16 @@ def parallelize(
             inside a wrapper over only some of the ranks.
         loss_chunk: how many tokens have logits at a time in the loss; by default as many as fit in 128 MiB.
         outputs: what a call with a full batch returns for each token (logits, hidden states, log-probabilities).
-            "whole": the outputs of all tokens, in order, on every rank. "local": those of this rank's tokens. "auto":
-            as "whole", but without logits if the call has labels, because the loss does not need all logits at once. A
-            loss that every rank computes from whole outputs has the same gradients as ``model(**batch).loss``: each
-            rank computes its partial gradients.
-        batches: "shared": the ranks of a sequence call the model with the same batch. "own": each rank calls it with a
-            batch of its own and gets the outputs of that batch, as if the ranks were data-parallel. The batches are
+            "full": the outputs of all tokens, in order, on every rank. "local": the outputs of this rank's tokens.
+            "auto": as "full", but without logits if the call has labels, because the loss does not need all logits at
+            once. A loss that every rank computes from full outputs has the same gradients as ``model(**batch).loss``:
+            each rank computes its partial gradients.
+        batches: "shared": the ranks of a sequence call the model with the same batch. "per_rank": each rank calls it
+            with its own batch and gets the outputs of that batch, as if the ranks were data-parallel. The batches are
             sharded over all ranks one after another, and backward recomputes all but one of these forwards. All ranks
             must call the model equally often, and each must call backward on a loss of its outputs. The sum of all
             ranks' gradients is then the gradient of the sum of their losses. Generation runs on each rank alone.
         options: the strategy's options, as in ``seqpar.attention``.
-
-    Returns:
-        ``model``.
 
     Raises:
         TypeError: ``model`` is not a transformers model and does not contain one, or an option has the wrong type.
@@ -106,17 +136,7 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
-    check_choice("layout", layout, LAYOUTS)
-    check_backend(backend)
-    check_choice("gradients", gradients, GRADIENTS)
-    check_choice("outputs", outputs, OUTPUTS)
-    check_choice("batches", batches, BATCHES)
-    if batches == "own" and outputs == "local":
-        raise ValueError(
-            "outputs='local': with batches='own' each rank gets all outputs of its batch; leave outputs out"
-        )
-    if loss_chunk is not None:
-        check_int("loss_chunk", loss_chunk, 1)
+    check_arguments(strategy, layout, backend, gradients, loss_chunk, outputs, batches, **options)
     groups = resolve(strategy, mesh, group, options)
     if any(hasattr(m, "_seqpar") for m in model.modules()):
         raise ValueError("model: it is parallelized already; call seqpar.hf.restore(model) first")
@@ -125,12 +145,12 @@ def parallelize(
         raise TypeError(f"model={type(model).__name__}: it holds no transformers model (PreTrainedModel)")
     check_adapters(model.modules())
     layers = attention_layers(model)
-    traces = {root: check_model(root, layers) for root in roots}
+    trials = {root: check_model(root, layers) for root in roots}
     sequence = groups.sequence
     patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk, outputs, batches)
     patch.ulysses_ranks = groups.ulysses_size
-    for root, trace in traces.items():
-        _compare_masks(root, trace, patch)
+    for root, trial in trials.items():
+        _compare_masks(root, trial, patch)
     texts = [text_model(root) for root in roots]
     patch.implementation = texts[0].config._attn_implementation or ""
     _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
@@ -138,7 +158,7 @@ def parallelize(
         module._seqpar = patch
         patch.modules.append(module)
     for layer in layers.values():
-        hand_on_latents(layer)
+        enable_latent_kv(layer)
     for root in roots:
         _register_hooks(root, patch)
         verify_while_training(root, patch)
@@ -159,37 +179,33 @@ def restore(model: Model) -> Model:
     for handle in patch.handles:
         handle.remove()
     for module in patch.loss_functions:
-        hooks.unpatch_router_loss(module)
-        give_calls_back(module)
-        hooks.give_forward_back(module)
+        forward.unpatch_router_loss(module)
+        unwrap_call(module)
+        forward.unwrap_forward(module)
         restore_loss_function(module)
-    for original, ours, values_at_first in patch.config_copies:
+    for original, ours, first_values in patch.config_copies:
         for name, value in vars(ours).items():
-            unchanged = name in values_at_first and values_at_first[name] is value
+            unchanged = name in first_values and first_values[name] is value
             if name != "_attn_implementation_internal" and not unchanged:
                 setattr(original, name, value)
     for module, name, original in patch.configs:
         setattr(module, name, original)
     for module in patch.modules:
-        hand_on_keys(module)
+        disable_latent_kv(module)
         del module._seqpar
     return model
 
 
-def _compare_masks(root: PreTrainedModel, trace: Trace, patch: Patch) -> None:
-    """Compare the masks that ``root`` asked for in the trial run with its layers, and write the results to ``patch``.
-
-    Raises:
-        ValueError: a layer claims another window or other chunks than all masks that the model asks for.
-    """
-    if trace.error is not None:
+def _compare_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
+    """Compare the masks that ``root`` asked for in the trial run with its layers. The results go to ``patch``."""
+    if trial.error is not None:
         return
     names = {module: name for name, module in root.named_modules()}
-    claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trace.masked]
-    asked = [asked_mask(**arguments) for arguments in trace.asked]
-    disputed = asked_masks(asked, claims, trace.tokens, type(root).__name__)
+    claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trial.masked]
+    masks = [model_mask(**arguments) for arguments in trial.mask_calls]
+    disputed = compare_masks(masks, claims, trial.tokens, type(root).__name__)
     patch.disputed.update(disputed)
-    patch.known_masks.update(known_structures(asked))
+    patch.known_masks.update(structure(mask.function) for mask in masks)
     patch.layer_masks.update((not x[0], *x[1:]) if x in disputed else x for _, x in claims)
 
 
@@ -197,60 +213,62 @@ def _root_models(model: nn.Module) -> list[PreTrainedModel]:
     """The transformers models in ``model`` that are not part of another transformers model."""
     if isinstance(model, PreTrainedModel):
         return [model]
-    return [found for child in model.children() for found in _root_models(child)]
+    return [root for child in model.children() for root in _root_models(child)]
 
 
 def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) -> None:
-    """Replace the configs of all modules by copies. Those of ``sharded`` modules name seqpar's attention function.
+    """Replace the configs of all modules by copies. In ``sharded`` modules they name seqpar's attention function.
 
     The original configs are not changed, because another model may have been created from them.
     """
-    held = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, PreTrainedConfig)
-    ]
     memo: dict[int, Any] = {}
     copies: dict[int, PreTrainedConfig] = {}  # by the original's id
-    for module, name, original in held:
-        if id(original) not in copies:
-            ours = copies[id(original)] = copy.deepcopy(original, memo)
-            if module in sharded:
-                ours._attn_implementation = NAME
-            elif ours._attn_implementation == NAME:  # from_pretrained sets it for towers too, which are not sharded
-                ours._attn_implementation_internal = "sdpa"
-            # ``restore`` compares these values by identity to find those that were set later.
-            patch.config_copies.append((original, ours, dict(vars(ours))))
-        patch.configs.append((module, name, original))
-        setattr(module, name, copies[id(original)])
+    for module in model.modules():
+        for name, original in [*vars(module).items()]:
+            if not isinstance(original, PreTrainedConfig):
+                continue
+            if id(original) not in copies:
+                ours = copies[id(original)] = copy.deepcopy(original, memo)
+                if module in sharded:
+                    ours._attn_implementation = NAME
+                elif ours._attn_implementation == NAME:  # from_pretrained sets it for towers too, which are not sharded
+                    ours._attn_implementation_internal = "sdpa"
+                # ``restore`` compares these values by identity to find values that were set later.
+                patch.config_copies.append((original, ours, dict(vars(ours))))
+            patch.configs.append((module, name, original))
+            setattr(module, name, copies[id(original)])
 
 
 def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     """Register the hooks of ``root``, and replace its loss functions. ``patch`` records both."""
-    handles = patch.handles
-    hooks.take_over_forward(root)
-    handles.append(root.register_forward_pre_hook(hooks.before_forward, with_kwargs=True))
+
+    def before(module: nn.Module, hook: Any, with_kwargs: bool = True) -> None:
+        patch.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
+
+    def after(module: nn.Module, hook: Any, **options: bool) -> None:
+        patch.handles.append(module.register_forward_hook(hook, **options))
+
+    forward.wrap_forward(root)
+    before(root, forward.before_forward)
     # always_call, because the ``Forward`` must end even if the model's forward raises an error.
-    handles.append(root.register_forward_hook(hooks.after_forward, prepend=True, with_kwargs=True, always_call=True))
+    after(root, forward.after_forward, prepend=True, with_kwargs=True, always_call=True)
     text = text_model(root)
     if text is not root:
-        handles.append(text.register_forward_pre_hook(before_text_model, with_kwargs=True))
-    for module in text.modules():
-        if hooks.depends_on_length(module):
-            patch.depends_on_length = True
-            handles.append(module.register_forward_pre_hook(hooks.before_rope, with_kwargs=True))
-            handles.append(module.register_forward_hook(hooks.after_rope, with_kwargs=True))
+        before(text, before_text_model)
+    for module in filter(forward.depends_on_length, text.modules()):
+        patch.depends_on_length = True
+        before(module, forward.before_rope)
+        after(module, forward.after_rope, with_kwargs=True)
     for module in root.modules():
         if isinstance(module, PreTrainedModel):
             patch.loss_functions.append(module)
             replace_loss_function(module, patch, root)
-            hooks.patch_router_loss(module)
+            forward.patch_router_loss(module)
     if pools_last_token(root):
-        handles.append(root.score.register_forward_hook(hooks.after_score))
-    if patch.batches == "own" and patch.ranks > 1:
-        take_over_calls(root)
+        after(root.score, forward.after_score)
+    if patch.batches == "per_rank" and patch.ranks > 1:
+        wrap_call(root)
     head = root.get_output_embeddings()
     if isinstance(head, nn.Module):
-        handles.append(head.register_forward_pre_hook(hooks.before_head))
-        handles.append(head.register_forward_hook(hooks.after_head))
+        before(head, forward.before_head, with_kwargs=False)
+        after(head, forward.after_head)

@@ -23,7 +23,8 @@ from ..kernels.base import accumulator
 from ..layout import shard_positions
 from ..mask import Mask
 from ..sharding import Sharding, unshard
-from ..strategies.operators import ANY_RANKS, AttentionOptions, attention_op
+from ..spec import AttentionSpec
+from ..strategies.operators import attend
 from .state import Patch
 
 _GATHERED = "_seqpar_gathered"
@@ -66,7 +67,7 @@ def attend_to_shared_keys(
     sinks: Tensor | None,
     mask: Mask,
     sharding: Sharding,
-    options: AttentionOptions,
+    spec: AttentionSpec,
     seed: Tensor | None,
 ) -> Tensor:
     """Attention over the keys of all ranks. The first layer that attends to these keys all-gathers them.
@@ -79,7 +80,7 @@ def attend_to_shared_keys(
         sinks: ``[h]``, or None.
         mask: the documents and padding of the batch.
         sharding: the sharding of the sequence.
-        options: the options of the attention, with the layer's causality and window.
+        spec: the spec of the attention, with the layer's causality and window.
         seed: the seed of attention dropout, int64 ``[]`` on the CPU, or None.
 
     Returns:
@@ -89,8 +90,7 @@ def attend_to_shared_keys(
     if gathered is None or gathered[0].dtype != k.dtype:
         gathered = _AllGatherKeys.apply(k, sharding), _AllGatherKeys.apply(v, sharding)  # [b, t, n, d] each
         setattr(shared, _GATHERED, gathered)
-    out: Tensor = attention_op(q, *gathered, sinks, None, seed, None, mask, sharding, ANY_RANKS, options, None)[0]
-    return out
+    return attend(q, *gathered, sinks, None, seed, None, spec, mask, sharding)[0]
 
 
 class _AllGatherKeys(torch.autograd.Function):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from inspect import Parameter
 from typing import Any, cast
 
@@ -13,11 +14,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from .tracing import Trace, trace_tokens
+from .trial import Trial, run_trial
 
-# ``check_model`` checks class names before ``trace_tokens`` makes a trial run of the model. This check takes no time.
+# ``check_model`` checks class names before ``run_trial`` makes a trial run of the model. This check takes no time.
 # Its error names the layer, where the trial run would name a module inside the layer. It also finds layers that mix
-# tokens only in sequences longer than that of the trial run.
+# tokens only in sequences longer than in the trial run.
 
 # Class names of layers that mix tokens. Such a layer would mix the tokens of one rank only, unless it is an attention
 # layer that uses the interface, or contains one.
@@ -50,7 +51,7 @@ _ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
 
 
 def check_adapters(modules: Iterable[nn.Module]) -> None:
-    """Raise a ValueError if one of the modules has an adapter of peft that cannot be sharded."""
+    """Raise an error if one of the modules has an adapter of peft that cannot be sharded."""
     for module in modules:
         adapters = getattr(module, "peft_config", None)
         for name, config in adapters.items() if isinstance(adapters, dict) else ():
@@ -66,11 +67,7 @@ def check_adapters(modules: Iterable[nn.Module]) -> None:
 
 
 def text_model(root: PreTrainedModel) -> PreTrainedModel:
-    """The model whose sequence is sharded: the text model inside a model with a vision or audio tower, or ``root``.
-
-    Raises:
-        ValueError: ``root`` has a tower, but does not merge the tower's output into the embeddings of a text model.
-    """
+    """The model whose sequence is sharded: the text model inside a model with a vision or audio tower, or ``root``."""
     towers = [name for name in _TOWERS if getattr(root.config, name, None) is not None]
     if not towers or root.config.get_text_config() is root.config:
         return root
@@ -94,18 +91,16 @@ def recomputes(model: Any) -> bool:
 def parameters_of(module: nn.Module) -> list[str]:
     """The names of the parameters of ``module.forward``, and of the parents' forwards if it may pass arguments on."""
     parents = (vars(cls)["forward"] for cls in type(module).__mro__[1:] if "forward" in vars(cls))
-    named: dict[str, Parameter] = {}
-    others: list[str] = []  # such as kwargs
+    names: dict[str, None] = {}
+    variadic: list[str] = []  # such as kwargs
     for forward in (module.forward, *parents):
         parameters = inspect.signature(forward).parameters
-        more = [name for name, p in parameters.items() if p.kind is Parameter.VAR_KEYWORD]
-        named.update(
-            {x: p for x, p in parameters.items() if x != "self" and p.kind not in _VARIADIC and x not in named}
-        )
-        others += more
-        if not more:
+        names.update(dict.fromkeys(x for x, p in parameters.items() if x != "self" and p.kind not in _VARIADIC))
+        passes_on = [name for name, p in parameters.items() if p.kind is Parameter.VAR_KEYWORD]
+        variadic += passes_on
+        if not passes_on:
             break
-    return [*named, *others]
+    return [*names, *variadic]
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -121,74 +116,89 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trace:
-    """Raise an error if ``model`` would compute wrong results on a sharded sequence.
+def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
+    """Raise an error, with the name of the layer, if ``model`` would compute wrong results on a sharded sequence.
 
-    Args:
-        model: a transformers model.
-        layers: its ``attention_layers``. Attention layers that only the trial run finds are added.
-
-    Returns:
-        The results of the trial run.
-
-    Raises:
-        ValueError: ``model`` cannot be parallelized. The message has the reason and the name of the layer.
+    ``layers`` are its ``attention_layers``. Attention layers that only the trial run finds are added.
     """
-    model_name = type(model).__name__
+    name = type(model).__name__
+    for reason in _reasons(model, layers):
+        raise ValueError(f"model={name}: {reason}")
+    trial = run_trial(model)
+    for reason in _reasons_of_trial(trial, model):
+        raise ValueError(f"model={name}: {reason}")
+    if trial.error is not None:
+        warnings.warn(
+            f"model={name}: its trial run on a few tokens failed ({type(trial.error).__name__}: {trial.error}), so "
+            "that only the names of its layers were checked; compare it with one device by seqpar.hf.verify",
+            stacklevel=3,
+        )
+    else:
+        ids = set(map(id, layers.values()))
+        layers.update({name: m for name, m in model.named_modules() if m in trial.attends and id(m) not in ids})
+    return trial
+
+
+def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[str]:
+    """Why ``model`` cannot be parallelized, from its classes and its config."""
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"model={model_name}: encoder-decoder models attend across two sequences; give a decoder or an encoder"
-        )
+        yield "encoder-decoder models attend across two sequences; give a decoder or an encoder"
     text = text_model(model)
-    if (found := _find_mixer(text, layers if text is model else attention_layers(text))) is not None:
-        name, class_name = found
-        raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) mixes tokens but does not use transformers' "
-            "AttentionInterface; such a layer cannot be sharded along the sequence"
-        )
-    if not layers:
-        raise ValueError(f"model={model_name}: none of its layers uses transformers' AttentionInterface")
-    _check_layer_types(model, model_name)
-    _check_head(model, model_name)
-    _check_positions(text, model_name)
-    trace = trace_tokens(model)
-    _check_trace(trace, model, layers)
-    return trace
-
-
-def _check_trace(trace: Trace, model: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
-    """Raise an error if the trial run found a layer that mixes or pools tokens. Warn if the trial run failed.
-
-    Attention layers that ``_uses_interface`` does not recognize, but that the trial run has found, are added to
-    ``layers``.
-    """
-    model_name = type(model).__name__
-    if trace.mixes is not None:
-        name, class_name = trace.mixes
-        raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its "
-            "output for a token depended on other tokens, and not through transformers' AttentionInterface; such a "
+    if (mixer := _find_mixer(text, layers if text is model else attention_layers(text))) is not None:
+        yield (
+            f"layer {mixer[0]!r} ({mixer[1]}) mixes tokens but does not use transformers' AttentionInterface; such a "
             "layer cannot be sharded along the sequence"
         )
-    if trace.pools is not None and not pools_last_token(model):
-        name, class_name = trace.pools
-        raise ValueError(
-            f"model={model_name}: layer {name!r} ({class_name}) pools the tokens in its input, which would be those of "
-            "one rank only; use the model without this layer"
+    if not layers:
+        yield "none of its layers uses transformers' AttentionInterface"
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
+        if layer_type not in _LAYER_TYPES:
+            supported = ", ".join(_LAYER_TYPES)
+            yield f"layer {i} is of type {layer_type!r}; only {supported} can be sharded along the sequence"
+    loss = getattr(model, "loss_type", None)
+    # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type. It uses the loss function
+    # if its forward calls it, or the forward of a parent class to which it may pass its arguments on.
+    uses_loss_function = any("loss_function(" in _forward_source(cls) for cls in type(model).__mro__)
+    has_loss = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function)
+    if model.base_model is not model and not has_loss:
+        yield (
+            f"its loss is {loss or 'its own'}; supported are models with one prediction per token "
+            f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without "
+            "a head"
         )
-    if trace.error is not None:
-        warnings.warn(
-            f"model={model_name}: its trial run on a few tokens failed ({type(trace.error).__name__}: {trace.error}), "
-            "so that only the names of its layers were checked; compare it with one device by seqpar.hf.verify",
-            stacklevel=4,
+    purposes = {"kwargs": "to pass the mask to the layers", "position_ids": "for the positions of each rank's tokens"}
+    for parameter, purpose in purposes.items():
+        if parameter not in parameters_of(model):
+            yield f"its forward takes no {parameter}, which are needed {purpose}"
+    for name, module in text.named_modules():
+        if _POOLER.search(type(module).__name__):
+            yield f"{_pools(name, type(module).__name__)}; create the model with add_pooling_layer=False"
+        if _counts_positions(module):
+            yield (
+                f"layer {name!r} ({type(module).__name__}) counts the positions of the tokens in its input, and a rank "
+                "has only some of the tokens"
+            )
+
+
+def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
+    if trial.mixes is not None:
+        name, class_name = trial.mixes
+        yield (
+            f"layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its output for a token "
+            "depended on other tokens, and not through transformers' AttentionInterface; such a layer cannot be "
+            "sharded along the sequence"
         )
-        return
-    known = set(map(id, layers.values()))
-    layers.update({name: m for name, m in model.named_modules() if m in trace.attends and id(m) not in known})
+    if trial.pools is not None and not pools_last_token(model):
+        yield f"{_pools(*trial.pools)}; use the model without this layer"
+
+
+def _pools(name: str, class_name: str) -> str:
+    return f"layer {name!r} ({class_name}) pools the tokens in its input, and a rank has only some of the tokens"
 
 
 def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] | None:
-    """Name and class of a layer that mixes tokens without the interface; None if there is none.
+    """Name and class of a layer that mixes tokens without the interface.
 
     Of nested layers it is the innermost one that is not a plain operator such as a convolution.
     """
@@ -213,51 +223,6 @@ def _mixes_tokens(module: nn.Module) -> bool:
     return isinstance(module, _OPERATORS) or bool(_MIXES_TOKENS.search(name) and not _ACTS_ON_EACH_TOKEN.search(name))
 
 
-def _check_layer_types(model: PreTrainedModel, model_name: str) -> None:
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type not in _LAYER_TYPES:
-            raise ValueError(
-                f"model={model_name}: layer {i} is of type {layer_type!r}; only {', '.join(_LAYER_TYPES)} can be "
-                "sharded along the sequence"
-            )
-
-
-def _check_head(model: PreTrainedModel, model_name: str) -> None:
-    loss = getattr(model, "loss_type", None)
-    # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type. It uses the loss function
-    # if its forward calls it, or the forward of a parent class to which it may pass its arguments on.
-    uses_loss_function = any("loss_function(" in _forward_source(cls) for cls in type(model).__mro__)
-    supported = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function)
-    has_head = model.base_model is not model
-    if has_head and not supported:
-        raise ValueError(
-            f"model={model_name}: its loss is {loss or 'its own'}; supported are models with one prediction per token "
-            f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without "
-            "a head"
-        )
-    for parameter, reason in (
-        ("kwargs", "which are needed to pass the mask to the layers"),
-        ("position_ids", "which are needed for the positions of each rank's tokens"),
-    ):
-        if parameter not in parameters_of(model):
-            raise ValueError(f"model={model_name}: its forward takes no {parameter}, {reason}")
-
-
-def _check_positions(model: PreTrainedModel, model_name: str) -> None:
-    for name, module in model.named_modules():
-        if _POOLER.search(type(module).__name__):
-            raise ValueError(
-                f"model={model_name}: layer {name!r} ({type(module).__name__}) pools the tokens in its input, which "
-                "would be those of one rank only; create the model with add_pooling_layer=False"
-            )
-        if _counts_positions(module):
-            raise ValueError(
-                f"model={model_name}: layer {name!r} ({type(module).__name__}) counts the positions of the tokens in "
-                "its input, which would be those of one rank only"
-            )
-
-
 def _counts_positions(module: nn.Module) -> bool:
     """Whether ``module`` derives positions from the tokens in its input, as RoBERTa and OPT do because of padding."""
     source = _forward_source(type(module))
@@ -267,7 +232,6 @@ def _counts_positions(module: nn.Module) -> bool:
 
 
 def _uses_interface(cls: type[Any]) -> bool:
-    """Whether the forward of ``cls`` gets its attention function from the interface."""
     return "ALL_ATTENTION_FUNCTIONS" in _forward_source(cls) or "attention_interface(" in _forward_source(cls)
 
 
@@ -294,19 +258,18 @@ def predicts_in_place(model: nn.Module) -> bool:
 
 
 def _function(method: Any) -> Any:
-    """The function of a method, without decorators."""
     function = inspect.unwrap(method)
     return getattr(function, "__func__", function)
 
 
-def _forward_source(cls: type[Any]) -> str:
+def _forward_source(cls: Any) -> str:
     """The source code of the forward of ``cls`` without decorators; empty if it is not available."""
-    if cls not in _SOURCES:
-        try:
-            _SOURCES[cls] = inspect.getsource(inspect.unwrap(cls.forward))
-        except (OSError, TypeError, AttributeError):
-            _SOURCES[cls] = ""
-    return _SOURCES[cls]
+    return _source(inspect.unwrap(cls.forward)) if hasattr(cls, "forward") else ""
 
 
-_SOURCES: dict[type[Any], str] = {}
+@cache
+def _source(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""

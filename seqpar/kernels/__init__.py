@@ -73,24 +73,18 @@ BACKENDS: dict[str, Backend] = {b.name: b for b in _ALL}
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """Whether one backend can run on this machine.
+    """Whether one backend can run on this machine."""
 
-    Attributes:
-        name: the ``backend`` of ``seqpar.attention``.
-        available: whether it can run.
-        reason: why it cannot, or None.
-    """
-
-    name: str
+    name: str  # the ``backend`` of ``seqpar.attention``
     available: bool
-    reason: str | None
+    reason: str | None  # why it cannot run
 
     def __str__(self) -> str:
         return f"{self.name}: {'available' if self.available else self.reason}"
 
 
 def backends() -> list[BackendStatus]:
-    """The attention backends, best first: those that can run on this machine, then those that cannot, and why."""
+    """The attention backends, best first: first the backends that can run on this machine, then the others, and why."""
     status = [BackendStatus(name, (why := b.unavailable()) is None, why) for name, b in BACKENDS.items()]
     return sorted(status, key=lambda s: not s.available)
 
@@ -103,11 +97,11 @@ def check_backend(name: str) -> None:
 
 
 def order(q: Tensor, carry: bool) -> Sequence[str]:
-    """The names of the backends, in the order in which "auto" tries them for queries like ``q``.
+    """The names of the backends, in the order in which "auto" tries them.
 
     Args:
         q: ``[b, q, h, d]``.
-        carry: whether the call has several steps. A backend that carries float32 rounds their result once, while the
+        carry: whether the call has several steps. A backend that carries float32 rounds the result once, and the
             kernels of a library round the result of each step.
     """
     fastest: tuple[str, ...] = ()
@@ -139,12 +133,14 @@ def select(
         deterministic: leave out backends whose gradients may differ from run to run.
         expansion: computes keys and values from the tensors that were sent; None if the keys and values were sent.
         carry: whether the call has several steps, whose results are merged.
-        v_head_dim: the head_dim of v; by default that of q and k.
+        v_head_dim: the head_dim of v; by default the head_dim of q.
     """
     named = [] if name == "auto" else [name]
     others = [other for other in order(q, carry) if not (other == "triton" and interpreted())]
     for candidate in (*named, *others):
         backend: Backend | None = BACKENDS[candidate]
+        if isinstance(backend, LibraryBackend) and backend.device_type != q.device.type:
+            continue
         if deterministic and isinstance(backend, (LibraryBackend, TritonBackend)):
             backend = backend.made_deterministic()
         if backend is None or (deterministic and not backend.deterministic):
@@ -162,7 +158,6 @@ def select(
 def _why_not(
     q: Tensor, k: Tensor, score: Score, lse_gradient: bool, deterministic: bool, v_head_dim: int | None
 ) -> str:
-    """Why each backend for GPUs cannot run a call."""
     reasons = {}
     for name, backend in BACKENDS.items():
         if name not in ("cpu", "reference"):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, runs
 
 # With more runs than this, dividing the intervals takes longer than a kernel that takes key intervals saves.
@@ -91,36 +91,25 @@ def _joined(a: Band, b: Band) -> Band | None:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a library's kernel.
-
-    Attributes:
-        q0, q1, k0, k1: the rows of q and of k: of each batch row if ``every_row``, otherwise of the concatenation of
-            all batch rows.
-        left, right: the band, as in ``Band``.
-        every_row: whether the call computes these rows of every batch row.
-        ends: for a packed call, one past the last query and the last key of each sequence, counted from ``q0`` and
-            ``k0``; otherwise None. ``left, right`` apply to each sequence.
-        masked: whether the kernel takes the intervals themselves. ``left, right`` are then unlimited.
-    """
+    """One call of a library's kernel, on the queries ``q0:q1`` and the keys ``k0:k1``."""
 
     q0: int
     q1: int
     k0: int
     k1: int
-    left: int
+    left: int  # the band, see ``Band``; in a packed call the band of each sequence
     right: int
-    every_row: bool = False
+    every_row: bool = False  # rows count in every batch row; otherwise in the concatenation of all batch rows
+    # Of a packed call: one past the last query and the last key of each sequence, counted from ``q0`` and ``k0``.
     ends: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    masked: bool = False
+    masked: bool = False  # the kernel takes the intervals themselves; the band is unlimited
 
     @property
     def queries(self) -> slice:
-        """The rows of q."""
         return slice(self.q0, self.q1)
 
     @property
     def keys(self) -> slice:
-        """The rows of k."""
         return slice(self.k0, self.k1)
 
     @cached_property
@@ -139,33 +128,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What the kernels of a library support in one call.
+    """What the kernels of a library support in one call."""
 
-    Attributes:
-        windows: bands with a left side, and causal bands with more keys than queries. Otherwise the kernels support
-            only full masks and causal masks with as many keys as queries.
-        packs: packed sequences of different lengths.
-        gaps: packed sequences that have queries and no keys, or keys and no queries.
-        intervals: key intervals, which are used if a step would need more than a few calls.
-        fewest_keys: the least number of keys of a call.
-    """
-
+    # Bands with a left side, and causal bands with more keys than queries. Without this, only full masks, and causal
+    # masks with as many keys as queries.
     windows: bool = True
-    packs: bool = True
-    gaps: bool = False
-    intervals: bool = False
-    fewest_keys: int = 1
+    packs: bool = True  # packed sequences of different lengths
+    gaps: bool = False  # packed sequences that have queries and no keys, or keys and no queries
+    intervals: bool = False  # key intervals, for steps that would need more than a few calls
+    fewest_keys: int = 1  # of a call
 
 
 def cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int) -> list[Call] | None:
-    """The calls of one step, or None if ``most`` calls are not enough.
-
-    Args:
-        intervals: on the host.
-        batch, q_len, k_len: the sizes of q and k.
-        can: what one call supports.
-        most: the largest number of calls.
-    """
+    """The calls of one step, or None if ``most`` calls are not enough. ``intervals`` are on the host."""
     calls = _cut(intervals, batch, q_len, k_len, can, most)
     if calls is None and can.intervals:
         return [Call(0, q_len, 0, k_len, -1, -1, every_row=True, masked=True)]

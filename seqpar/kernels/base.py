@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .elementwise import elementwise_kernels
 
 Carry = tuple[Tensor, Tensor]
@@ -78,7 +78,7 @@ class Grads(NamedTuple):
         dk: ``[b, k, n, d]``.
         dv: ``[b, k, n, e]``.
         new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
-        new_dkv: the same of ``dk`` and ``dv``.
+        new_dkv: whether ``dk`` and ``dv`` are uninitialised.
     """
 
     dq: Tensor
@@ -118,7 +118,7 @@ class Backend(Protocol):
     def unsupported(
         self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
     ) -> str | None:
-        """Why it cannot compute this call, or None. ``v_head_dim`` is that of ``v`` where it is not that of ``q``."""
+        """Why it cannot compute this call, or None. ``v_head_dim``: of v; by default the head_dim of q."""
         ...
 
     def forward(
@@ -168,7 +168,6 @@ def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
 
 
 def head_dims(head_dim: int, v_head_dim: int | None) -> str:
-    """The head_dims as text, for messages."""
     return f"head_dim={head_dim}" + (f" of q and k, {v_head_dim} of v" if v_head_dim not in (None, head_dim) else "")
 
 
@@ -206,3 +205,14 @@ def finish(carry: Carry, score: Score, dtype: torch.dtype) -> Carry:
         acc = acc * weight.transpose(1, 2).unsqueeze(-1)
         lse = with_sink
     return acc.to(dtype), lse
+
+
+def sink_gradient(score: Score, output: OutputGrad) -> Tensor | None:
+    """The gradient ``[h]`` of the sinks, summed over the queries of ``output``; None without sinks."""
+    if score.sinks is None:
+        return None
+    assert output.delta is not None
+    lse = output.lse
+    # The softmax weight of the sink, [b, h, q]. It is nan for a sink of -inf and a query that sees no key.
+    weight = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse).nan_to_num_(0.0)
+    return -(weight * output.delta).sum((0, 2))  # the sink has no value, only a weight in the denominator

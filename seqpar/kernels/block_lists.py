@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 
 _K_BLOCK = 128  # of FlashAttention-4's kernels for a head_dim up to 128
 _Q_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: a multiple of what one thread block computes
@@ -23,14 +23,11 @@ _Q_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: a multiple of wh
 class BlockLists(NamedTuple):
     """For every block of queries the blocks of keys to compute, or for every block of keys the blocks of queries.
 
-    Attributes:
-        masked_count: int32 ``[b, 1, blocks]``, the number of blocks that need the mask.
-        masked: int32 ``[b, 1, blocks, other blocks]``, whose first ``masked_count`` entries are their indices.
-        full_count, full: likewise for blocks without a mask.
+    A ``masked`` block needs the mask, a ``full`` block does not. The first ``count`` indices are valid.
     """
 
-    masked_count: Tensor
-    masked: Tensor
+    masked_count: Tensor  # int32 [b, 1, blocks]
+    masked: Tensor  # int32 [b, 1, blocks, other blocks]
     full_count: Tensor
     full: Tensor
 
@@ -54,11 +51,11 @@ def block_lists(lo: Tensor, hi: Tensor, k_len: int, q_block: int, k_block: int, 
     every = (starts >= lo[..., -1:]) & (stops <= hi[..., :1])
     every &= stops - starts == k_block  # beyond the last key a mask is needed
     lists = []
-    for chosen in (some & ~every, every):
+    for blocks in (some & ~every, every):
         if by_keys:
-            chosen = chosen.transpose(1, 2)
-        order = chosen.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
-        lists += [chosen.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None].contiguous()]
+            blocks = blocks.transpose(1, 2)
+        order = blocks.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
+        lists += [blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None].contiguous()]
     return BlockLists(*lists)
 
 

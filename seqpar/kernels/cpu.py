@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, empty_carry, finish, merge_
 from .tiles import Kind, Tile, tiles
 
@@ -137,7 +137,7 @@ def _computed(tile: Tile) -> float:
 
 
 def _take(target: Tensor, value: Tensor) -> Tensor:
-    """Give ``target`` the values of ``value``, which nobody else has: its memory, unless ``target`` is a view."""
+    """Give ``target`` the values of ``value``, which nothing else uses: its memory, unless ``target`` is a view."""
     if target._base is None and target.is_contiguous() and value.is_contiguous() and target.dtype == value.dtype:
         return target.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     return target.copy_(value)

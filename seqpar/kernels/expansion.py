@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .base import Backend, Carry, Grads, OutputGrad, Score
 
 
@@ -31,8 +31,8 @@ class Expansion(Protocol):
     def add_gradients(
         self, sent_k: Tensor, sent_v: Tensor, dk: Tensor, dv: Tensor, heads: range, to_dk: Tensor, to_dv: Tensor
     ) -> None:
-        """From the gradients ``dk`` and ``dv`` of ``expand``'s results, add those of the sent tensors to ``to_dk`` and
-        ``to_dv``."""
+        """Add the gradients of the sent tensors to ``to_dk`` and ``to_dv``; ``dk`` and ``dv`` are the gradients of
+        ``expand``'s results."""
         ...
 
 

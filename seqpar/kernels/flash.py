@@ -197,8 +197,8 @@ class FlashAttention4Backend(PackageBackend):
     capabilities = (9, 10, 11)
 
     def able(self, q: Tensor) -> Abilities:
-        # The sizes of blocks are those of the kernels for a head_dim up to 128. The deterministic backward would also
-        # need the order in which blocks are added to dq.
+        # The sizes of blocks are right for head_dims up to 128. The deterministic backward would also need the order in
+        # which blocks are added to dq.
         taken = q.shape[-1] <= 128 and not self.deterministic and _takes_intervals(_load(self.module, self.install, ""))
         return replace(self.abilities, intervals=taken)
 
@@ -237,7 +237,6 @@ class FlashAttention4Backend(PackageBackend):
 
 @lru_cache(maxsize=4)
 def _takes_intervals(loaded: ModuleType | str) -> bool:
-    """Whether the functions of FlashAttention-4 take key intervals."""
     functions = (getattr(loaded, name, None) for name in FlashAttention4Backend.required)
     known = all(set(_parameters(function)) >= _INTERVAL_ARGUMENTS for function in functions)
     return known and takes_block_sizes()

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..cache import upload
 from ..comm.trace import count_backend
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .bands import Abilities, Call, cut
 from .base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, head_dims, merge_, row_delta
 from .triton import TritonBackend
@@ -40,52 +40,35 @@ Fallback = Callable[[Tensor, Tensor, Tensor, Score], Backend]
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of a library's kernel besides q, k and v.
-
-    Attributes:
-        softmax_scale, softcap: as in ``Score``.
-        left, right: the band, as in ``bands.Band``; -1 is unlimited.
-        cu_q, cu_k: int32 ``[sequences + 1]`` on the device, the boundaries of a packed call's sequences; else None.
-        max_q, max_k: the most queries and keys of a sequence.
-        intervals: for a call with ``Call.masked``, the key intervals on the device; otherwise None.
-    """
+    """The arguments of a library's kernel besides q, k and v."""
 
     softmax_scale: float
     softcap: float
-    left: int
+    left: int  # the band, see ``bands.Band``; -1 is unlimited
     right: int
-    cu_q: Tensor | None
+    cu_q: Tensor | None  # int32 [sequences + 1] on the device, the boundaries of a packed call's sequences
     cu_k: Tensor | None
-    max_q: int
+    max_q: int  # the most queries and keys of a sequence
     max_k: int
-    intervals: KeyIntervals | None
+    intervals: KeyIntervals | None  # for a call with ``Call.masked``
 
     @property
     def causal(self) -> bool:
-        """Whether the band is the causal mask."""
         return (self.left, self.right) == (-1, 0)
 
 
 class LibraryBackend(ABC):
-    """A ``Backend`` that runs a library's kernels. A subclass declares what the kernels support, and calls them.
-
-    Attributes:
-        capabilities: the major compute capabilities of GPUs on which the kernels run.
-        max_head_dim: the largest head_dim of q and k.
-        softcap: whether the kernels support a softcap.
-        abilities: which masks the kernels support (see ``able``).
-        optionally_deterministic: whether there are kernels with gradients that have the same bits in every run.
-    """
+    """A ``Backend`` that runs a library's kernels. A subclass declares what the kernels support, and calls them."""
 
     name: str
     device_type = "cuda"
     deterministic = False
     reads_delta = False  # the kernels compute delta themselves, from dout and out
-    capabilities: tuple[int, ...] = (8, 9, 10, 11, 12)
-    max_head_dim = 256
-    softcap = False
-    abilities = Abilities()
-    optionally_deterministic = False
+    capabilities: tuple[int, ...] = (8, 9, 10, 11, 12)  # major compute capabilities
+    max_head_dim = 256  # of q and k
+    softcap = False  # whether the kernels support one
+    abilities = Abilities()  # which masks the kernels support, see ``able``
+    optionally_deterministic = False  # whether there are kernels with gradients of the same bits in every run
 
     def __init__(self, fallback: Fallback) -> None:
         """``fallback(q, k, v, score)`` returns the backend for steps that need more than a few calls."""
@@ -115,7 +98,7 @@ class LibraryBackend(ABC):
     def call_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``dq, dk, dv`` of one call, shaped like ``q, k, v``. ``out`` and ``lse`` (dense) are the final ones."""
+        """``dq, dk, dv`` of one call, from the final ``out`` and ``lse`` (dense)."""
 
     def able(self, q: Tensor) -> Abilities:
         """Which masks the kernels support for queries with the dtype, head_dim and device of ``q``."""
@@ -303,7 +286,7 @@ def _statistics(lse: Tensor, call: Call) -> Tensor:
 
 
 def _by_place(call: Call, out: Tensor, lse: Tensor, q_len: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Yields slices of batch rows and of queries, with the ``out [b, q, h, d]`` and ``lse [b, h, q]`` of these."""
+    """Yields slices of batch rows and of queries, and their ``out [b, q, h, d]`` and ``lse [b, h, q]``."""
     if call.ends is not None:
         out, lse = out[None], lse[None]
     if call.every_row:

@@ -15,7 +15,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, merge_
 from .dropout import keep_mask
 

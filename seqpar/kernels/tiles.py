@@ -20,7 +20,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 
 # A run of fewer queries is cheaper as part of a masked tile than as tiles of its own, unless it is the only one.
 _SHORT_RUN = 64

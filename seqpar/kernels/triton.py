@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..keys import KeyIntervals
+from ..schedule.rows import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, head_dims
 from .elementwise import DTYPES, interpreted, targeted, unavailable
 
-# By bytes of an element: the largest head_dim of q and k, and that of v.
+# By bytes of an element: the largest head_dim of q and k, and of v.
 _MAX_HEAD_DIMS = {2: (576, 512), 4: (256, 256)}
 
 
@@ -27,7 +27,6 @@ class TritonBackend:
         self.deterministic = deterministic
 
     def made_deterministic(self) -> TritonBackend:
-        """This backend with gradients that have the same bits in every run."""
         return TritonBackend(deterministic=True)
 
     def unavailable(self) -> str | None:

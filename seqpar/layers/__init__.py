@@ -1,19 +1,17 @@
-"""Attention layers, tensor-parallel layers and rotary embeddings as nn.Modules, and the gradients of their weights."""
+"""Attention layers and rotary embeddings as nn.Modules, the loss, and the gradients of weights."""
 
 from .attention import (
     AttentionLayer,
+    AutoAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
     UlyssesAttention,
 )
-from .auto import AutoAttention
 from .context_parallel import ContextParallelAttention
 from .gradients import clip_grad_norm_, sync_gradients
 from .loss import token_loss
 from .rotary import RotaryEmbedding
-from .tensor_parallel import MegatronAttention, MegatronMLP
-from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [
     "AttentionLayer",
@@ -21,15 +19,10 @@ __all__ = [
     "ContextParallelAttention",
     "HybridAttention",
     "LocalAttention",
-    "MegatronAttention",
-    "MegatronMLP",
     "RingAttention",
     "RotaryEmbedding",
     "UlyssesAttention",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
     "clip_grad_norm_",
     "sync_gradients",
     "token_loss",
-    "vocab_parallel_cross_entropy",
 ]

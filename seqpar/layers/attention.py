@@ -31,28 +31,23 @@ from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
 from ..mask import Mask
-from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
-from ..planner.auto import traced_choice
-from ..schedule import MaskPlanner
+from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
+from ..planner.rules import named
+from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
+from ..spec import AttentionSpec, constant_float, constants
 from ..strategies import COMMS, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.operators import (
-    AttentionOptions,
     attend,
-    attention_op,
-    constant_float,
-    constants,
     draw_seed,
+    placement,
+    plan_arguments,
     positions_op,
     traced_seed,
 )
-from ..strategies.sequence_chunks import SequenceChunks
-from ..strategies.tensor_operators import (
-    TracedChunks,
-    all_gather_positions_op,
-)
-from .rotary import RotaryEmbedding, largest_length, rotary_length_op
+from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
+from .rotary import RotaryEmbedding, largest_length, rotary_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,13 +75,13 @@ class LayerCall(NamedTuple):
     ``rotary_length`` is the ``length`` of ``RotaryEmbedding.forward``.
     """
 
+    spec: AttentionSpec
     mask: Mask
-    sharding: Sharding | None
+    sharding: Sharding
     groups: AttentionGroups
     sequence: SequenceSharding
     positions: Tensor | None
     rotary_length: int
-    dropout_p: float
     seed: int
     joins_backward: bool
 
@@ -255,45 +250,34 @@ class AttentionLayer(nn.Module):
         check_hidden(x, self.hidden_size, self.q_proj)
         if positions is not None:
             _check_positions(positions, x)
-        ranks, options = self._parallel_context, self._traced_options()
+        ranks = self._parallel_context
+        spec = self._named(self._traced_spec(), mask, sharding.layout, sharding.ranks, sharding.per_host, x)
         length = self._traced_length(x, positions, sharding)
-        chunks = self._traced_chunks(x.shape[1], sharding)
+        chunks = self._tokens(x.shape[1], sharding)
         if positions is not None and chunks is not None:
-            positions = all_gather_positions_op(positions, None, sharding, ranks, chunks.options)
+            positions = all_gather_positions(positions, *chunks[1:])
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
-                positions = positions_op(q, None, sharding, ranks, options)
+                positions = positions_op(q, sharding, ranks, spec)
             q, k = self.rope(q, k, positions, length)
-        out = self._traced_attention(q, k, v, mask, sharding, options)
+        out = self._traced_attention(q, k, v, mask, sharding, spec)
         return self._output(out.flatten(2), chunks)
 
     def _traced_length(self, x: Tensor, positions: Tensor | None, sharding: Any) -> Tensor | None:
         """The ``length`` of the rotary embedding, int64 ``[]`` on the host; None if it does not need it."""
         if self.rope is None or not self.rope.needs_length:
             return None
-        length: Tensor = rotary_length_op(x, positions, sharding)
+        length: Tensor = rotary_length(x, positions, sharding)
         return length
 
     def _traced_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        sharding: Any,
-        options: AttentionOptions,
-        chosen: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, spec: AttentionSpec
     ) -> Tensor:
-        """``_attend`` while torch.compile traces it. ``chosen`` is of ``AttentionOptions.with_choice``."""
+        """``_attend`` while torch.compile traces it."""
         seed = traced_seed() if self._dropout_p else None
-        ranks = self._parallel_context
-        if chosen is None:
-            chosen = traced_choice(q, k, v, mask, sharding, ranks, options)
-        out: Tensor = attention_op(
-            q, k, v, self._local_sinks, None, seed, chosen, mask, sharding, ranks, options, None
-        )[0]
-        return out
+        tensors = q, k, v, self._local_sinks, None, seed, None
+        return attend(*tensors, spec, mask, sharding, self._parallel_context)[0]
 
     @no_compile
     def _eager(
@@ -307,15 +291,18 @@ class AttentionLayer(nn.Module):
         """``forward`` outside of torch.compile."""
         # A sharding of another type raises in the check below, on all ranks if there is a handshake.
         known = sharding if isinstance(sharding, Sharding) else None
-        dropout_p = self._dropout_p
+        dropout_p, ranks = self._dropout_p, self._parallel_context
         needs_handshake = bool(dropout_p or (sharding is None and not has_length(seq_len)))
-        asked = positions if self.rope is not None and self.rope.needs_length else None
+        rope_positions = positions if self.rope is not None and self.rope.needs_length else None
         sequence = self._sequence_group(known)
-        with propagate_errors(sequence if needs_handshake or asked is not None else None):
+        with propagate_errors(sequence if needs_handshake or rope_positions is not None else None):
             groups = self._groups(known)
             self._check_sharding(sharding, sequence, seq_len)
             self._check_input(x_local, mask, positions, seq_len)
             layout = known.layout if known is not None else self._layout(sequence)
+            spec = self._spec(dropout_p)
+            if spec.strategy == "auto":
+                spec = self._named(spec, mask, layout, size_of(sequence), known_per_host(sequence), x_local)
         total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
         seed, joins_backward = 0, torch.is_grad_enabled()
         if needs_handshake:
@@ -327,52 +314,46 @@ class AttentionLayer(nn.Module):
             joins_backward = any_needs_gradient([header.gradient for header in headers])
         else:
             assert total is not None
-            with propagate_errors(None if asked is None else sequence):
+            with propagate_errors(None if rope_positions is None else sequence):
                 check_length(x_local.shape[1], total, size_of(sequence), rank_in(sequence), layout)
         mask.check_length(total)
         length = total
-        if asked is not None:  # the same handshake as in compiled code
-            length = largest_length(asked, sequence if known is None else known.sequence_group)
-        sequence_sharding = SequenceSharding(total, layout, groups.ring_size, groups.ulysses_size, self._tensor_size)
-        call = LayerCall(mask, known, groups, sequence_sharding, positions, length, dropout_p, seed, joins_backward)
+        if rope_positions is not None:  # the same handshake as in compiled code
+            length = largest_length(rope_positions, sequence if known is None else known.sequence_group)
+        if known is None:
+            strategy: Any = "tp_sp" if spec.tensor_parallel else None
+            known = Sharding(total, layout, mesh=self.mesh, group=self.group, strategy=strategy)
+        call = LayerCall(spec, mask, known, *placement(known, ranks, spec), positions, length, seed, joins_backward)
         return self._compute(x_local, call)
 
     def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
         """``forward`` of a checked ``x [b, s, hidden]``."""
-        rank, positions = rank_in(call.groups.sequence), call.positions
-        chunks = self._chunks(call.sequence, rank, x.device)
+        positions = call.positions
+        chunks = self._tokens(x.shape[1], call.sharding)
         if call.joins_backward and chunks is not None:  # the projections communicate
             x = with_gradient(x)
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
-                positions = call.sequence.rank_positions(rank, x.device)
+                positions = call.sequence.rank_positions(rank_in(call.groups.sequence), x.device)
             elif chunks is not None:
-                positions = chunks.all_gather_positions(positions)
+                positions = all_gather_positions(positions, *chunks[1:])
             q, k = self.rope(q, k, positions, call.rotary_length)
-        out = self._attend(q, k, v, call, self._options(call.dropout_p))
-        return self._output(out.flatten(2), chunks)
+        return self._output(self._attend(q, k, v, call).flatten(2), chunks)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, options: AttentionOptions) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """Attention of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, d]``: ``[b, s, h, d]``."""
-        out, _ = attend(
-            q,
-            k,
-            v,
-            self._local_sinks,
-            None,
-            call.seed,
-            mask=call.mask,
-            groups=call.groups,
-            sequence=call.sequence,
-            heads=self._heads,
-            options=options,
-            sharding=call.sharding,
-            mesh=self.mesh,
-            group=self.group,
-            joins_backward=call.joins_backward,
-        )
+        seed = torch.tensor(call.seed, device="cpu") if call.spec.dropout_p else None
+        tensors = q, k, v, self._local_sinks, None, seed, None
+        where = call.spec, call.mask, call.sharding, self._parallel_context
+        out, _ = attend(*tensors, *where, joins_backward=call.joins_backward)
         return out
+
+    def _named(
+        self, spec: AttentionSpec, mask: Mask, layout: Layout, ranks: int, per_host: int, x: Tensor
+    ) -> AttentionSpec:
+        """``spec`` with the name of a strategy in place of "auto"."""
+        return named(spec, mask, self.num_heads, self.num_kv_heads, layout, ranks, per_host, x.device.type)
 
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
@@ -380,7 +361,7 @@ class AttentionLayer(nn.Module):
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
         sequence = SequenceSharding(sharding.seq_len, sharding.layout, *degrees)
-        return MaskPlanner(sequence, groups.ring_rank, groups.gathers, groups.per_host, groups.replicated)
+        return MaskPlanner(sequence, *plan_arguments(groups, self._spec(0.0).replicated))
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The projections ``[b, s, h * d]`` split into heads, ``[b, s, h, d]``, with q and k normalised."""
@@ -396,15 +377,13 @@ class AttentionLayer(nn.Module):
         """The probability of dropping an attention weight in the current mode, training or evaluation."""
         return self.dropout_p if self.training else 0.0
 
-    def _traced_options(self, replicated: bool = False) -> AttentionOptions:
-        """``_options`` while torch.compile traces the layer."""
-        if not self._dropout_p:
-            return self._options(0.0, replicated)
-        return self._options(self._dropout_p, replicated, draws_seed=True)
+    def _traced_spec(self) -> AttentionSpec:
+        """``_spec`` while torch.compile traces the layer."""
+        return self._spec(self._dropout_p, draws_seed=bool(self._dropout_p))
 
-    def _options(self, dropout_p: float, replicated: bool = False, draws_seed: bool = False) -> AttentionOptions:
-        """The constants of the layer's attention; ``replicated`` and ``draws_seed`` as in ``AttentionOptions``."""
-        return AttentionOptions(
+    def _spec(self, dropout_p: float, draws_seed: bool = False) -> AttentionSpec:
+        """The constants of the layer's attention; ``draws_seed`` as in ``AttentionSpec``."""
+        return AttentionSpec(
             strategy=self._attention_strategy,
             strategy_options=constants(self.strategy_options),
             tensor_parallel=self.strategy == "tp_sp",
@@ -413,7 +392,6 @@ class AttentionLayer(nn.Module):
             softcap=constant_float(self.softcap),
             dropout_p=constant_float(dropout_p),
             backend=self.backend,
-            replicated=replicated,
             draws_seed=draws_seed,
         )
 
@@ -466,19 +444,15 @@ class AttentionLayer(nn.Module):
         degrees = groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks
         return (self.strategy, *degrees, layout, self.softcap, dropout_p)
 
-    def _chunks(self, sharding: SequenceSharding, rank: int, device: torch.device) -> SequenceChunks | None:
-        """The tokens of the ranks that all-gather before the projections; None if the layer does not all-gather."""
+    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
+        """The tokens that are all-gathered before the projections; None if the layer does not all-gather."""
         return None
 
-    def _traced_chunks(self, tokens: int, sharding: Any) -> TracedChunks | None:
-        """``_chunks`` while torch.compile traces."""
-        return None
-
-    def _project(self, x: Tensor, chunks: SequenceChunks | TracedChunks | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
         """q ``[b, s, h * d]``, k and v ``[b, s, n * d]`` of the tokens that this rank attends with."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def _output(self, out: Tensor, chunks: SequenceChunks | TracedChunks | None) -> Tensor:
+    def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
         """The output projection ``[b, s, h * d]`` to ``[b, s, hidden]``, for this rank's tokens."""
         y: Tensor = self.o_proj(out)
         return y
@@ -566,6 +540,18 @@ class HybridAttention(AttentionLayer):
     """
 
     strategy = "hybrid"
+
+
+class AutoAttention(AttentionLayer):
+    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options.
+
+    See ``AttentionLayer`` for the arguments.
+    """
+
+    strategy = "auto"
+
+    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
+        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
 
 
 def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:

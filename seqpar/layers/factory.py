@@ -16,15 +16,14 @@ from ..strategies.gathered_activations import Gather
 from ..strategies.sequence_chunks import Overlap
 from .attention import (
     AttentionLayer,
+    AutoAttention,
     HybridAttention,
     LocalAttention,
     RingAttention,
     UlyssesAttention,
 )
-from .auto import AutoAttention
 from .context_parallel import ContextParallelAttention
 from .rotary import RotaryEmbedding
-from .tensor_parallel import MegatronAttention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
         """The options of all layers."""
 
         gather: Gather
-        """context_parallel with "all_gather": what ranks receive, "kv", "activations" or "auto"."""
+        """context_parallel with "all_gather": what ranks receive, "kv" or "activations"."""
         overlap: Overlap
         """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
         context: StrategyName | None
         """tp_sp: the strategy of attention over the mesh's ring and ulysses dimensions."""
 
 
-# To add a layer, add its class here.
+# To add a layer, add its class here. That of "tp_sp" is imported when one is made.
 LAYERS: dict[str, Callable[..., AttentionLayer]] = {
     layer.strategy: layer
     for layer in (
@@ -50,7 +49,6 @@ LAYERS: dict[str, Callable[..., AttentionLayer]] = {
         ContextParallelAttention,
         HybridAttention,
         AutoAttention,
-        MegatronAttention,
     )
 }
 
@@ -83,8 +81,8 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     shape.
 
     Args:
-        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp" or "auto". "auto" selects in each
-            call the strategy that is expected to be the fastest; it never selects "tp_sp", which shards the weights.
+        strategy: "local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp" or "auto". "auto" takes in each
+            call the strategy that should be the fastest; it never takes "tp_sp", which shards the weights.
         hidden_size: width of the hidden states.
         num_heads: query heads.
         num_kv_heads: KV heads, a divisor of ``num_heads``; by default ``num_heads`` (multi-head attention).
@@ -117,8 +115,13 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         ValueError: an unknown strategy (with the nearest name), or arguments that do not fit.
         TypeError: arguments of another type, or an option that the strategy does not have.
     """
-    check_choice("strategy", strategy, LAYERS)
-    return LAYERS[strategy](
+    check_choice("strategy", strategy, (*LAYERS, "tp_sp"))
+    layer_class: Callable[..., AttentionLayer]
+    if strategy == "tp_sp":
+        from ..megatron import MegatronAttention as layer_class  # noqa: N813
+    else:
+        layer_class = LAYERS[strategy]
+    return layer_class(
         hidden_size,
         num_heads,
         num_kv_heads,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..mesh import context_group, sequence_group
 from ..reductions import Reduction, gradient_kinds, owners
-from .sharded_weights import tensor_parallel_parameters
 
 _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
 
@@ -35,12 +33,12 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
     gradients is the full gradient.
 
     Gradients of parameters that are used before ``shard`` or after ``unshard`` are whole on every rank, and are
-    averaged instead of summed. So are those of modules that work on the whole outputs of a parallelized model. Where
-    only the values can tell, a gradient counts as whole if it is the same on every rank.
+    averaged instead of summed, and so are gradients of modules that work on the full outputs of a parallelized model.
+    Where only the values can tell, a gradient counts as whole if it is the same on every rank.
 
-    Weights that tensor-parallel layers shard are summed over the mesh's ring and ulysses dimensions only. All others
-    are summed over the whole sequence group, which includes tp if the module has such layers. In a module with such
-    layers, dimensions over which ``fully_shard`` has reduced a gradient are left out.
+    Gradients of weights that tensor-parallel layers shard are summed over the mesh's ring and ulysses dimensions only.
+    All other gradients are summed over the whole sequence group, which includes tp if the module has such layers.
+    There, dimensions over which ``fully_shard`` has reduced a gradient are left out.
 
     Half-precision gradients are summed in float32 and rounded once. If a parameter has a gradient on some ranks only,
     the other ranks contribute zeros, and afterwards every rank has the sum. A parameter without a gradient on any rank
@@ -53,37 +51,40 @@ def sync_gradients(module: nn.Module, *, mesh: DeviceMesh | None = None, group: 
 
     Args:
         module: the module, built in the same way on every rank. Frozen parameters are left out.
-        mesh: as given to the layers.
-        group: as given to the layers. With neither, the default group. A single process has nothing to sum.
+        mesh: the mesh that was given to the layers.
+        group: the group that was given to the layers. With neither, the default group.
 
     Raises:
         TypeError: a sparse gradient, or an argument of another type.
         ValueError: the ranks' parameters differ in number, name, shape or dtype; or the gradients have been summed over
-            these ranks before, by a wrapper or by this function; or a parameter is used both before ``shard`` and on
-            sharded tokens.
+            these ranks before, by a wrapper or by this function; or a parameter is used both on sharded tokens and
+            before ``shard`` or after ``unshard``.
         RuntimeError: another rank raised an error on its own gradients.
     """
     check_module("module", module)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     frozen = any(not p.requires_grad for p in module.parameters())
-    times = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-    tied = {p for p, count in times.items() if count > 1}
     tensor_parallel = tensor_parallel_parameters(module)
     if not tensor_parallel:
-        _sync(named, sequence_group(mesh, group), frozen, tied)
+        _sync(named, sequence_group(mesh, group), frozen)
         return
     by_groups: dict[tuple[ProcessGroup, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, p in named:
         by_groups.setdefault(_groups_left(p, p in tensor_parallel, mesh, group), []).append((name, p))
-    for groups, some in by_groups.items():  # in the same order on every rank
-        for one in groups:
-            _sync(some, one, frozen, tied)
+    for groups, parameters in by_groups.items():  # in the same order on every rank
+        for summed_over in groups:
+            _sync(parameters, summed_over, frozen)
+
+
+def tensor_parallel_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The DTensor parameters of ``megatron.ShardedWeights`` in ``module``. The last dimension of their mesh is tp."""
+    return {getattr(m, name) for m in module.modules() for name in getattr(m, "tensor_parallel_parts", ())}
 
 
 def _groups_left(
     p: nn.Parameter, tensor_parallel: bool, mesh: DeviceMesh | None, group: ProcessGroup | None
 ) -> tuple[ProcessGroup, ...]:
-    """The groups over which a gradient is still to be summed after FSDP, in a model with tensor-parallel layers."""
+    """The groups over which a gradient is still to be summed, after FSDP, in a model with tensor-parallel layers."""
     is_shard = tensor_parallel and isinstance(p, DTensor) and not p.placements[-1].is_replicate()
     several = mesh is not None and mesh.ndim > 1
     if not is_shard:
@@ -111,10 +112,10 @@ def clip_grad_norm_(
     sent.
 
     Args:
-        module: as given to ``sync_gradients``. Parameters without a gradient are left out.
+        module: the module, built in the same way on every rank. Parameters without a gradient are left out.
         max_norm: the largest norm, positive. With ``inf`` the norm is computed and nothing is clipped.
-        mesh: as given to ``sync_gradients``.
-        group: as given to ``sync_gradients``.
+        mesh: the mesh that was given to the layers.
+        group: the group that was given to the layers.
 
     Returns:
         The norm of all gradients before clipping, a scalar in float32 (float64 for float64), the same on every rank.
@@ -139,8 +140,7 @@ def clip_grad_norm_(
     # By the groups whose ranks hold different elements. Every rank has the same keys, also if it has no gradients.
     squares: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for p in parameters:
-        own = [] if p.grad is None else [_local_tensor(p.grad)]
-        squares.setdefault(_sharded_over(p), []).extend(own)
+        squares.setdefault(_sharded_over(p), []).extend([] if p.grad is None else [_local_tensor(p.grad)])
     total: Tensor | None = None
     for groups, tensors in squares.items():
         square = _sum_of_squares(tensors, parameters[0])
@@ -159,20 +159,16 @@ def clip_grad_norm_(
 
 
 class _ClipHeader(NamedTuple):
-    """The values that must be the same on all ranks of tp."""
-
     max_norm: Fingerprint
 
 
 def _sharded_over(p: nn.Parameter) -> tuple[ProcessGroup, ...]:
-    """The groups whose ranks hold different elements of a parameter."""
     if not isinstance(p, DTensor):
         return ()
     return tuple(p.device_mesh.get_group(i) for i, place in enumerate(p.placements) if not place.is_replicate())
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of the squares of all elements, a scalar on the device of ``like``, in float32 or float64."""
     total = torch.zeros((), dtype=_sum_dtype(like.dtype), device=like.device)
     for x in tensors:
         norm = torch.linalg.vector_norm(x, dtype=_sum_dtype(x.dtype))
@@ -188,13 +184,11 @@ class _GradientHeader(NamedTuple):
     gradients: Fingerprint
 
 
-def _sync(
-    named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, frozen: bool, tied: Collection[nn.Parameter]
-) -> None:
-    """Reduce the gradients of these parameters over ``group``. ``frozen`` and ``tied``: as in ``gradient_kinds``."""
+def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, frozen: bool) -> None:
+    """Reduce the gradients of these parameters over ``group``."""
     if group is None or group.size() == 1:
         return
-    known: list[list[int]] = []  # for each parameter: has it a gradient, and the values of gradient_kinds
+    facts: list[list[int]] = []  # for each parameter: has it a gradient, and the values of gradient_kinds
 
     def header() -> _GradientHeader:
         owned = owners().reductions
@@ -204,10 +198,10 @@ def _sync(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
                 )
             _check_not_reduced(name, p, group, owned.get(id(p), ()))
-        for (_, p), kind in zip(named, gradient_kinds(named, group, frozen, tied), strict=True):
-            known.append([int(p.grad is not None), *map(int, kind)])
+        for (_, p), kind in zip(named, gradient_kinds(named, group, frozen), strict=True):
+            facts.append([int(p.grad is not None), *map(int, kind)])
         described = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
-        return _GradientHeader(len(named), fingerprint(described), fingerprint(str(known)))
+        return _GradientHeader(len(named), fingerprint(described), fingerprint(str(facts)))
 
     headers = all_gather_header(header, group)
     if any(header[:2] != headers[0][:2] for header in headers):
@@ -218,11 +212,11 @@ def _sync(
         )
     # Ranks may lack different gradients, for example those of an expert that received no tokens of one rank.
     if any(header.gradients != headers[0].gradients for header in headers):
-        known = _on_any_rank(torch.tensor(known, dtype=torch.int32, device="cpu"), group).tolist()
+        facts = _on_any_rank(torch.tensor(facts, dtype=torch.int32, device="cpu"), group).tolist()
     whole: dict[int, str] = {}  # by gradient: the names of parameters whose gradients must be the same on every rank
     summed: list[Tensor] = []
     compared: list[Tensor] = []
-    for (name, p), (has_gradient, is_whole, is_partial, is_unclear) in zip(named, known, strict=True):
+    for (name, p), (has_gradient, is_whole, is_partial, is_unclear) in zip(named, facts, strict=True):
         if is_whole and is_partial:
             raise ValueError(
                 f"{name}: used before shard, where its gradient is whole, and between shard and unshard or the loss, "
@@ -258,11 +252,7 @@ def _reduced_groups(p: nn.Parameter, tensor_parallel: bool) -> list[ProcessGroup
 
 
 def _reduce_whole(bucket: list[Tensor], group: ProcessGroup, whole: Mapping[int, str]) -> None:
-    """Average gradients that are the same on every rank, and sum the others.
-
-    Raises:
-        ValueError: a gradient in ``whole`` is not the same on every rank.
-    """
+    """Average gradients that are the same on every rank, as all in ``whole`` must be, and sum the others."""
     totals = _all_reduce_bucket(bucket, group)
     ranks = group.size()
     differs = torch.stack([_differs(g, total / ranks) for g, total in zip(bucket, totals, strict=True)])
@@ -316,12 +306,10 @@ def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: I
 
 
 def _shares_ranks(one: ProcessGroup, other: ProcessGroup) -> bool:
-    """Whether two groups have this rank and at least one more in common."""
     return len({*dist.get_process_group_ranks(one)} & {*dist.get_process_group_ranks(other)}) > 1
 
 
 def _local_tensor(x: Tensor) -> Tensor:
-    """A DTensor's local shard, which shares its storage, or ``x`` itself if it is any other tensor."""
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
@@ -338,10 +326,10 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for g in gradients:
         alike.setdefault((g.dtype, g.device), []).append(g)
-    for (dtype, _), same in alike.items():
+    for (dtype, _), tensors in alike.items():
         bucket: list[Tensor] = []
         size = 0
-        for g in same:
+        for g in tensors:
             nbytes = g.numel() * _sum_dtype(dtype).itemsize
             if bucket and size + nbytes > _BUCKET_BYTES:
                 yield bucket
@@ -352,12 +340,11 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of ``dtype`` are summed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """The sums of the gradients in ``bucket`` over the ranks, by one all-reduce. The gradients are left as they are."""
+    """The sums of the gradients in ``bucket`` over the ranks, new tensors, by one all-reduce."""
     flat = torch.cat([g.reshape(-1) for g in bucket]).to(_sum_dtype(bucket[0].dtype))  # [elements of the bucket]
     all_reduce(flat, group)
     return [total.view_as(g) for g, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True)]

@@ -5,26 +5,26 @@ Shapes: b batch, s tokens of this rank.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import DTYPES, check_choice, check_int, no_compile
 from ..comm.handshake import all_gather_header, check_same
+from ..library import operator
 from ..mesh import size_of
 from ..reductions import Gradients, reduction_behind
-from ..sharding import Sharding, check_sharding, resolve_sequence_group
+from ..sharding import Sharding, check_sharding
 from ..strategies import StrategyName
 
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
 
 class _LossHeader(NamedTuple):
-    """The values that must be the same on all ranks."""
-
     batch: int
     dtype: torch.dtype
     ignore_index: int
@@ -82,15 +82,15 @@ def token_loss(
             reentrant checkpointing hides, compiled autograd); "sum" or "mean" says it.
         RuntimeError: another rank raised an error on its own input.
     """
-    alone = mesh is None and group is None and strategy is None
-    if torch.compiler.is_compiling() and isinstance(sharding, Sharding) and alone:
-        loss: Tensor = _token_loss(losses, labels, sharding, ignore_index, gradients)[0]
+    if isinstance(sharding, Sharding) and mesh is None and group is None and strategy is None:
+        _check(losses, labels, ignore_index, gradients)
+        loss: Tensor = mean_over_tokens(losses, labels, sharding, True, ignore_index, gradients)[0]
         return loss
-    return _eager(losses, labels, mesh, group, sharding, ignore_index, strategy, gradients)
+    return _checked(losses, labels, mesh, group, sharding, ignore_index, strategy, gradients)
 
 
 @no_compile
-def _eager(
+def _checked(
     losses: Tensor,
     labels: Tensor,
     mesh: DeviceMesh | None,
@@ -100,44 +100,60 @@ def _eager(
     strategy: StrategyName | Literal["tp_sp"] | None,
     gradients: Gradients,
 ) -> Tensor:
-    """``token_loss`` outside of torch.compile."""
-    if sharding is None:
-        sequence = resolve_sequence_group(mesh, group, strategy)
-    else:
-        check_sharding(sharding)
+    """``token_loss`` after a handshake, or after comparing the sharding with the other arguments."""
+    check_sharding(sharding)
+    fits_sharding = sharding is not None
+    if sharding is not None:
         sharding.check_arguments(mesh=mesh, group=group, strategy=strategy)
-        sequence = sharding.sequence_group
-
-    def header() -> _LossHeader:
-        if not isinstance(losses, Tensor) or losses.dtype not in DTYPES:
-            what = f"{losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
-            raise TypeError(f"losses: expected a floating-point tensor [batch, seq_local], got {what}")
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
-            what = f"{labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
-            raise TypeError(f"labels: expected an integer tensor [batch, seq_local], got {what}")
-        if losses.dim() != 2 or losses.shape != labels.shape:
-            raise ValueError(
-                f"losses: shape {tuple(losses.shape)}, but labels have {tuple(labels.shape)}; expected "
-                "[batch, seq_local] of both, not flattened: one loss a token (reduction='none')"
-            )
-        check_int("ignore_index", ignore_index)
-        check_choice("gradients", gradients, GRADIENTS)
-        return _LossHeader(losses.shape[0], losses.dtype, ignore_index)
-
-    if sharding is None:
-        check_same(all_gather_header(header, sequence), "batch", "dtype", "ignore_index")
+        _check(losses, labels, ignore_index, gradients)
     else:
-        header()
-        sharding.check_local(losses.shape[1])
-    loss: Tensor = _TokenLoss.apply(losses, labels, sequence, ignore_index, gradients)
+        sharding = Sharding(0, "contiguous", mesh=mesh, group=group, strategy=strategy)  # names the ranks only
+
+        def header() -> _LossHeader:
+            _check(losses, labels, ignore_index, gradients)
+            return _LossHeader(losses.shape[0], losses.dtype, ignore_index)
+
+        check_same(all_gather_header(header, sharding.sequence_group), "batch", "dtype", "ignore_index")
+    loss: Tensor = mean_over_tokens(losses, labels, sharding, fits_sharding, ignore_index, gradients)[0]
     return loss
 
 
-def _forward(losses: Tensor, labels: Tensor, sequence: ProcessGroup | None, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The loss, and the number of labels on all ranks that are not ignored."""
-    counts = labels != ignore_index  # [b, s]
+def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str) -> None:
+    if not isinstance(losses, Tensor) or losses.dtype not in DTYPES:
+        what = f"{losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise TypeError(f"losses: expected a floating-point tensor [batch, seq_local], got {what}")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+        what = f"{labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(f"labels: expected an integer tensor [batch, seq_local], got {what}")
+    if losses.dim() != 2 or losses.shape != labels.shape:
+        raise ValueError(
+            f"losses: shape {tuple(losses.shape)}, but labels have {tuple(labels.shape)}; expected "
+            "[batch, seq_local] of both, not flattened: one loss a token (reduction='none')"
+        )
+    check_int("ignore_index", ignore_index)
+    check_choice("gradients", gradients, GRADIENTS)
+
+
+def _sum_dtype(losses: Tensor) -> torch.dtype:
+    return torch.promote_types(losses.dtype, torch.float32)
+
+
+@operator(
+    fake=lambda losses, *_: tuple(losses.new_empty((), dtype=_sum_dtype(losses)) for _ in range(2)),
+    autograd=lambda *args: _MeanOverTokens.apply(*args),
+)
+def mean_over_tokens(
+    losses: Tensor, labels: Tensor, sharding: Sharding, fits_sharding: bool, ignore_index: int, gradients: str
+) -> tuple[Tensor, Tensor]:
+    """The loss, and the number of labels on all ranks that are not ignored, of ``losses`` and ``labels [b, s]``.
+
+    ``fits_sharding``: the sharding says how many tokens this rank holds, not only over which ranks to sum.
+    """
+    if fits_sharding:
+        sharding.check_local(losses.shape[1])
+    sequence, counts = sharding.sequence_group, labels != ignore_index  # [b, s]
     # The loss of an ignored label may be NaN or infinite, so it is masked instead of multiplied by 0.
-    local_sum = losses.masked_fill(~counts, 0.0).to(torch.promote_types(losses.dtype, torch.float32)).sum()
+    local_sum = losses.masked_fill(~counts, 0.0).to(_sum_dtype(losses)).sum()
     count = counts.sum().to(local_sum.dtype)
     if size_of(sequence) > 1:
         dist.all_reduce(count, group=sequence)
@@ -147,29 +163,17 @@ def _forward(losses: Tensor, labels: Tensor, sequence: ProcessGroup | None, igno
     return loss, count
 
 
-def _share(
-    node: Any,
-    grad: Tensor,
-    labels: Tensor,
-    count: Tensor,
-    sequence: ProcessGroup | None,
-    ignore_index: int,
-    gradients: Gradients,
-) -> Tensor:
-    """The gradient of the loss of each token that counts, a scalar.
+@operator(fake=lambda grad, *_: torch.empty_like(grad))
+def gradient_of_a_token(grad: Tensor, count: Tensor, sharding: Sharding, gradients: str) -> Tensor:
+    """The gradient of the loss of each token that counts, a scalar; ``grad`` is the gradient of the mean.
 
-    Args:
-        node: the loss's node of autograd's graph, or None.
-        grad: the gradient of the loss, a scalar.
-        labels: as given to ``token_loss``.
-        count: the number of labels of the sequence.
-        sequence: the ranks of the sequence.
-        ignore_index: as given to ``token_loss``.
-        gradients: as given to ``token_loss``.
+    It looks for wrappers whenever it runs. In compiled code autograd's node is that of the compiled function, whose
+    inputs include the parameters.
     """
+    sequence, mode = sharding.sequence_group, cast(Gradients, gradients)
     if sequence is None:
         return grad / count
-    reduction = reduction_behind(node, sequence, gradients)
+    reduction = reduction_behind(torch._C._current_autograd_node(), sequence, mode)
     if reduction is None:
         return grad / count * (sequence.size() if gradients == "mean" else 1)
     ranks = frozenset(dist.get_process_group_ranks(sequence))
@@ -181,77 +185,22 @@ def _share(
     return grad / count * reduction.divisor
 
 
-class _TokenLoss(torch.autograd.Function):
+class _MeanOverTokens(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        losses: Tensor,
-        labels: Tensor,
-        sequence: ProcessGroup | None,
-        ignore_index: int,
-        gradients: Gradients,
-    ) -> Tensor:
-        loss, count = _forward(losses, labels, sequence, ignore_index)
+    def forward(ctx: Any, losses: Tensor, labels: Tensor, *constants: Any) -> tuple[Tensor, Tensor]:
+        loss, count = mean_over_tokens(losses, labels, *constants)
         ctx.save_for_backward(labels, count)
-        ctx.spec = losses.dtype, sequence, ignore_index, gradients
-        return loss
+        ctx.mark_non_differentiable(count)
+        ctx.dtype, ctx.constants = losses.dtype, constants
+        return loss, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         labels, count = ctx.saved_tensors
-        dtype, sequence, ignore_index, gradients = ctx.spec
-        share = _share(ctx, grad, labels, count, sequence, ignore_index, gradients)
-        return _of_each_token(share, labels, ignore_index, dtype), None, None, None, None
-
-
-def _of_each_token(share: Tensor, labels: Tensor, ignore_index: int, dtype: torch.dtype) -> Tensor:
-    share = share.to(dtype)
-    return torch.where(labels != ignore_index, share, torch.zeros_like(share))
-
-
-@torch.library.custom_op("seqpar::token_loss", mutates_args=())
-def _token_loss(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int, gradients: str) -> list[Tensor]:
-    """``token_loss`` as an operator: the loss, and the number of labels on all ranks that are not ignored."""
-    sharding.check_local(losses.shape[1])
-    check_choice("gradients", gradients, GRADIENTS)
-    return list(_forward(losses, labels, sharding.sequence_group, ignore_index))
-
-
-@_token_loss.register_fake
-def _(losses: Tensor, labels: Tensor, sharding: Sharding, ignore_index: int, gradients: str) -> list[Tensor]:
-    dtype = torch.promote_types(losses.dtype, torch.float32)
-    return [losses.new_empty((), dtype=dtype) for _ in range(2)]
-
-
-@torch.library.custom_op("seqpar::token_loss_share", mutates_args=())
-def _token_loss_share(
-    grad: Tensor, labels: Tensor, count: Tensor, sharding: Sharding, ignore_index: int, gradients: str
-) -> Tensor:
-    """``_share`` as an operator, so that compiled code looks for wrappers whenever it runs."""
-    # The node of the compiled function, whose inputs include the parameters.
-    node = torch._C._current_autograd_node()
-    how: Any = gradients
-    return _share(node, grad, labels, count, sharding.sequence_group, ignore_index, how)
-
-
-@_token_loss_share.register_fake
-def _(grad: Tensor, labels: Tensor, count: Tensor, sharding: Sharding, ignore_index: int, gradients: str) -> Tensor:
-    return torch.empty_like(grad)
-
-
-def _save_labels(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    losses, labels, *ctx.spec = inputs
-    ctx.dtype = losses.dtype
-    ctx.save_for_backward(labels, output[1])
-
-
-def _token_loss_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    labels, count = ctx.saved_tensors
-    share = _token_loss_share(grads[0], labels, count, *ctx.spec)
-    return _of_each_token(share, labels, ctx.spec[1], ctx.dtype), None, None, None, None
-
-
-_token_loss.register_autograd(_token_loss_backward, setup_context=_save_labels)
+        sharding, _, ignore_index, gradients = ctx.constants
+        share = gradient_of_a_token(grad, count, sharding, gradients).to(ctx.dtype)
+        return torch.where(labels != ignore_index, share, torch.zeros_like(share)), *[None] * 5
 
 
 def all_reduce_loss(local_loss: Tensor, group: ProcessGroup | None, gradient_scale: int = 1) -> Tensor:

@@ -17,9 +17,8 @@ recognised by its identity and by PyTorch's count of the writes to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from inspect import Parameter, signature
 from math import ceil, floor, log, pi
 from typing import Any, NamedTuple
 
@@ -32,14 +31,16 @@ from ..cache import context_of, upload
 from ..checks import check_choice, check_int, check_number
 from ..comm.handshake import all_gather_header, propagate_errors
 from ..kernels.elementwise import elementwise_kernels
+from ..library import operator
 from ..mesh import Ranks
 from ..opaque import Opaque, passed_as_it_is, real
 from ..sharding import Sharding
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
 Frequencies = tuple[Tensor, float]
+Table = tuple[Tensor, Tensor]  # cos and sin, each [1 or b, s, 1, d / 2]
 
-_TABLE_BYTES = 512 << 20  # the limit of all cached tables together; the newest table is kept whatever its size
+_TABLE_BYTES = 512 << 20  # of all cached tables; where a new one exceeds it, the others are removed
 _FLOAT64_ELEMENTS = 1 << 22  # how many angles exist in float64 at a time
 
 
@@ -122,31 +123,23 @@ class RotaryEmbedding(nn.Module):
     def cos_sin(
         self, positions: Tensor, dtype: torch.dtype, device: torch.device, length: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles, ``[1 or batch, seq, 1, head_dim / 2]``. Shared: do not write to them.
-
-        Args:
-            positions: as for ``forward``, on any device.
-            dtype: of the result, float32 or float64.
-            device: of the result.
-            length: as for ``forward``.
-        """
+        """Cosine and sine of the angles, ``[1 or batch, seq, 1, head_dim / 2]``. Shared: do not write to them."""
         if not self.needs_length:
             length = None
         if torch.compiler.is_compiling():
             if length is not None and not isinstance(length, Tensor):
                 length = torch.full((), length, dtype=torch.int64, device="cpu")
-            cos, sin = _rotary_table(positions, self._in_operators, dtype, device, length)
-            return cos, sin
-        known = None
+            table: Table = rotary_table(positions, self._in_operators, dtype, device, length)
+            return table
+        tokens = None
         if self.needs_length:
-            known = _own_length(positions) if length is None else int(length)
-        make = partial(_make_table, positions, partial(self._frequencies, known), dtype, device)
+            tokens = _own_length(positions) if length is None else int(length)
+        make = partial(_make_table, positions, partial(self._frequencies, tokens), dtype, device)
         parameters = self.rope_type, self.head_dim, self.base, *sorted(self.scaling.items())
-        key = (*parameters, known, dtype, *context_of(device))
-        return _tables.get(positions, key, make)
+        key = (*parameters, tokens, dtype, *context_of(device))
+        return _cached_table(positions, key, make)
 
     def _frequencies(self, length: int | None) -> Frequencies:
-        """``inv_freq`` and ``attention_scaling``. Only "dynamic" depends on the length."""
         compute = _ROPE_INIT_FUNCTIONS[self.rope_type]
         if self.needs_length:
             compute = partial(compute, length=length)
@@ -158,7 +151,6 @@ class RotaryEmbedding(nn.Module):
 
 
 def _own_length(positions: Tensor) -> int:
-    """The largest of the positions plus one."""
     return int(positions.max().item()) + 1 if positions.numel() else 1
 
 
@@ -174,25 +166,17 @@ def largest_length(positions: Tensor, ranks: Ranks | None) -> int:
     return max(header.length for header in headers)
 
 
-@torch.library.custom_op("seqpar::rotary_length", mutates_args=())
-def rotary_length_op(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
-    """The ``length`` of ``RotaryEmbedding.forward``, int64 ``[]`` on the host.
+@operator(fake=lambda x, positions, sharding: torch.empty((), dtype=torch.int64, device="cpu"))
+def rotary_length(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
+    """The ``length`` of ``RotaryEmbedding.forward`` for this rank's tokens ``x [b, s, ...]``: int64 ``[]`` on the host.
 
-    Args:
-        x: ``[b, s, ...]``, this rank's tokens.
-        positions: ``[s]`` or ``[b, s]``, their positions; None: those that the sharding gives them.
-        sharding: of the sequence.
+    Without ``positions [s]`` or ``[b, s]``, the sharding gives the tokens their positions.
     """
     if positions is None:
         return torch.tensor(sharding.seq_len, device="cpu")
     with propagate_errors(sharding.sequence_group):
         sharding.check_local(x.shape[1])
     return torch.tensor(largest_length(positions, sharding.sequence_group), device="cpu")
-
-
-@rotary_length_op.register_fake
-def _(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @passed_as_it_is()
@@ -203,55 +187,34 @@ class _Rotary(Opaque):
         self.embedding = embedding
 
 
-@torch.library.custom_op("seqpar::rotary_table", mutates_args=())
-def _rotary_table(
-    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
-) -> list[Tensor]:
-    """``RotaryEmbedding.cos_sin``, which torch.compile does not trace: the table is made once for all layers."""
-    # Copies: the compiler may write to the result of an operator once it needs it no longer.
-    return [x.clone() for x in rotary.embedding.cos_sin(positions, dtype, device, length)]
-
-
-@_rotary_table.register_fake
-def _(
-    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
-) -> list[Tensor]:
+def _fake_table(positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, _: Any) -> Table:
     batch = positions.shape[0] if positions.dim() == 2 else 1
     shape = batch, positions.shape[-1], 1, real(rotary).embedding.head_dim // 2
-    return [torch.empty(shape, dtype=dtype, device=device) for _ in range(2)]
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+
+
+@operator(fake=_fake_table)
+def rotary_table(
+    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``RotaryEmbedding.cos_sin`` for compiled code."""
+    cos, sin = rotary.embedding.cos_sin(positions, dtype, device, length)
+    return cos.clone(), sin.clone()  # the compiler may write to the result of an operator once it needs it no longer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs of every head, as ``x * cos + rotate_half(x) * sin``.
-
-    Args:
-        x: ``[batch, seq, heads, head_dim]``.
-        cos: ``[1 or batch, seq, 1, head_dim / 2]``.
-        sin: as ``cos``.
-
-    Returns:
-        ``[batch, seq, heads, head_dim]``, computed in the dtype of ``cos`` and ``sin`` and rounded to that of ``x``.
-    """
+    """``x * cos + rotate_half(x) * sin`` for ``x [b, s, h, d]``, computed in the dtype of ``cos [1 or b, s, 1, d / 2]``
+    and ``sin``, and rounded to the dtype of ``x``."""
     if cos.dtype == torch.float32 and (kernels := elementwise_kernels(x)) is not None:
         return kernels.apply_rotary(x, cos, sin)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # [b, s, h, d / 2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-Table = tuple[Tensor, Tensor]  # cos and sin, each [1 or b, s, 1, d / 2]
-
-
 def _make_table(
     positions: Tensor, frequencies: Callable[[], Frequencies], dtype: torch.dtype, device: torch.device
 ) -> Table:
-    """The cosines and sines of the angles at ``positions``.
-
-    Args:
-        positions: int64 ``[s]`` or ``[b, s]``.
-        frequencies: returns the inverse frequencies and the attention scaling.
-        dtype: the dtype of the table. The angles are computed in float64.
-        device: the device of the table.
-    """
+    """The cosines and sines of the angles at ``positions [s]`` or ``[b, s]``."""
     compute_on = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
     # Leave inference mode: a table that was made in it could not be saved for the backward of a later training step.
     with torch.inference_mode(False), torch.no_grad():
@@ -270,69 +233,26 @@ def _make_table(
         return cos.to(device), sin.to(device)
 
 
-@dataclass
-class _Entry:
-    """A cached table.
-
-    Attributes:
-        table: the table.
-        version: the version counter of the positions when the table was made. Each write to the positions raises it.
-        used: when the table was last used, as a number of the cache's clock.
-    """
-
-    table: Table
-    version: int
-    used: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.table)
+# By tensor of positions, and then by what else a table depends on: the version of the positions (every write to them
+# raises it) and the table that was made for it. The tables are removed with the positions.
+_tables: MutableMapping[Tensor, dict[Hashable, tuple[int, Table]]] = WeakIdKeyDictionary()
 
 
-class _TableCache:
-    """A cache of tables. A table is found by its tensor of positions, and is removed when this tensor is freed.
-
-    If the tables take more than ``limit`` bytes together, the least recently used ones are removed.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._clock = count()
-        self._by_positions: MutableMapping[Tensor, dict[Hashable, _Entry]] = WeakIdKeyDictionary()
-
-    def get(self, positions: Tensor, key: Hashable, make: Callable[[], Table]) -> Table:
-        """The table for ``positions`` and ``key``; made by ``make()`` if there is none for their current values."""
-        if positions.is_inference():  # an inference tensor has no version counter
-            return make()
-        entries = self._by_positions.get(positions, {})
-        entry = entries.get(key)
-        if entry is not None and entry.version == positions._version:
-            entry.used = next(self._clock)
-            return entry.table
-        table = make()
-        # Tensors of other types belong to modes and transforms, which may end before the positions are freed.
-        if type(table[0]) in (Tensor, FakeTensor):
-            entries[key] = _Entry(table, positions._version, next(self._clock))
-            self._by_positions[positions] = entries
-            self._evict()
+def _cached_table(positions: Tensor, key: Hashable, make: Callable[[], Table]) -> Table:
+    """The table of the current values of ``positions``, made by ``make()`` if there is none."""
+    if positions.is_inference():  # an inference tensor has no version
+        return make()
+    version, table = _tables.get(positions, {}).get(key, (-1, None))
+    if table is not None and version == positions._version:
         return table
-
-    def clear(self) -> None:
-        """Remove all tables."""
-        self._by_positions.clear()
-
-    def _evict(self) -> None:
-        """Remove the least recently used tables that exceed the limit. The most recently used one is kept."""
-        held = [(entries, key) for entries in list(self._by_positions.values()) for key in list(entries)]
-        held.sort(key=lambda at: at[0][at[1]].used, reverse=True)
-        total = 0
-        for i, (entries, key) in enumerate(held):
-            total += entries[key].nbytes
-            if i and total > self._limit:
-                del entries[key]
-
-
-_tables = _TableCache(_TABLE_BYTES)
+    table = make()
+    # Tensors of other types belong to modes and transforms, which may end before the positions are freed.
+    if type(table[0]) in (Tensor, FakeTensor):
+        tables = [table, *(other for by_key in list(_tables.values()) for _, other in by_key.values())]
+        if sum(x.nbytes for pair in tables for x in pair) > _TABLE_BYTES:
+            _tables.clear()
+        _tables.setdefault(positions, {})[key] = positions._version, table
+    return table
 
 
 def _default(head_dim: int, base: float) -> Frequencies:
@@ -421,6 +341,7 @@ def _yarn_mscale(factor: float, mscale: float | None) -> float:
     return 0.1 * (mscale or 1.0) * log(factor) + 1.0 if factor > 1 else 1.0
 
 
+# By rope_type. The keyword arguments are the keys of the scaling; those without a default are required.
 _ROPE_INIT_FUNCTIONS: dict[str, Callable[..., Frequencies]] = {
     "default": _default,
     "linear": _linear,
@@ -429,24 +350,10 @@ _ROPE_INIT_FUNCTIONS: dict[str, Callable[..., Frequencies]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-_REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "ntk": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-_OPTIONAL_KEYS = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 
 
 def _parse_scaling(scaling: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
-    """The ``rope_type`` of a scaling configuration, and its parameters.
-
-    Raises:
-        TypeError: ``scaling`` is not a mapping, or a parameter has another type.
-        ValueError: the ``rope_type`` is unknown, or a parameter is missing, unknown or not positive.
-    """
+    """The ``rope_type`` of a scaling configuration, and its other keys."""
     if scaling is None:
         return "default", {}
     if not isinstance(scaling, Mapping):
@@ -454,21 +361,20 @@ def _parse_scaling(scaling: Mapping[str, Any] | None) -> tuple[str, dict[str, An
             f"scaling={scaling!r}: expected None or a mapping such as {{'rope_type': 'linear', 'factor': 4.0}}, "
             f"got {type(scaling).__name__}"
         )
-    given = dict(scaling)
-    old_name, new_name = given.pop("type", None), given.pop("rope_type", None)
-    rope_type = new_name if new_name is not None else old_name
-    check_choice("scaling rope_type", rope_type if rope_type is not None else "", _ROPE_INIT_FUNCTIONS)
-    required, optional = _REQUIRED_KEYS[rope_type], _OPTIONAL_KEYS.get(rope_type, ())
-    if missing := [name for name in required if given.get(name) is None]:
-        raise ValueError(f"scaling: {missing[0]} is missing; rope_type {rope_type!r} requires {', '.join(required)}")
     # Configuration files may have the keys of all types, with null for those that the given type does not have.
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        if name not in (*required, *optional, "rope_theta"):
-            keys = ", ".join((*required, *optional)) or "none"
+    parameters = {name: value for name, value in scaling.items() if value is not None}
+    old_name = parameters.pop("type", "")
+    rope_type = parameters.pop("rope_type", old_name)
+    check_choice("scaling rope_type", rope_type, _ROPE_INIT_FUNCTIONS)
+    options = signature(_ROPE_INIT_FUNCTIONS[rope_type]).parameters.values()
+    defaults = {x.name: x.default for x in options if x.kind is x.KEYWORD_ONLY and x.name != "length"}
+    required = [name for name, default in defaults.items() if default is Parameter.empty]
+    if missing := [name for name in required if name not in parameters]:
+        raise ValueError(f"scaling: {missing[0]} is missing; rope_type {rope_type!r} requires {', '.join(required)}")
+    for name, value in parameters.items():
+        if name not in (*defaults, "rope_theta"):
+            keys = ", ".join(defaults) or "none"
             raise ValueError(f"scaling: {name}={value!r} is not a key of rope_type {rope_type!r}; its keys are: {keys}")
-        if name == "truncate":
-            continue
-        if check_number(f"scaling {name}", value) <= 0:
+        if name != "truncate" and check_number(f"scaling {name}", value) <= 0:
             raise ValueError(f"scaling: {name}={value}: expected a positive number")
-    return rope_type, given
+    return rope_type, parameters

@@ -21,15 +21,10 @@ _collected: WeakSet[nn.Module] = WeakSet()  # the models for which unused wrappe
 
 
 class Averaging(NamedTuple):
-    """A wrapper that averages the gradients of a model.
+    """A wrapper that averages the gradients of a model."""
 
-    Attributes:
-        name: the name of its class, for error messages.
-        ranks: the global ranks that it averages over.
-    """
-
-    name: str
-    ranks: frozenset[int]
+    name: str  # of its class, for error messages
+    ranks: frozenset[int]  # the global ranks that it averages over
 
 
 @no_compile
@@ -37,21 +32,16 @@ def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Averaging]:
     """The wrappers in and around ``model`` that average gradients of its parameters.
 
     A wrapper counts if it holds any part of the model, as a pipeline stage may. With ``fully_shard``, groups of
-    parameters whose ``gradient_divide_factor`` was set by hand do not count.
-
-    Args:
-        model: the parallelized model.
-        in_forward: whether this function is called in the model's forward. DDP reduces only the gradients of forwards
-            that were called through it. In a forward, only the DDP that is running counts. Otherwise every DDP counts.
+    parameters whose ``gradient_divide_factor`` was set by hand do not count. DDP reduces only the gradients of forwards
+    that were called through it: ``in_forward``, in the model's forward, only the DDP that is running counts.
 
     Raises:
         ValueError: one of the wrappers is DeepSpeed, whose configuration decides what it divides by.
     """
-    known = _known_wrappers(model)
-    found: list[nn.Module] = []
-    if known:
+    found = _known_wrappers(model)
+    if found:
         parts = {id(x) for x in chain(model.modules(), model.parameters())}
-        found = [w for w in known if any(id(x) in parts for x in chain(w.modules(), w.parameters()))]
+        found = [w for w in found if any(id(x) in parts for x in chain(w.modules(), w.parameters()))]
     if in_forward:
         active = DistributedDataParallel._active_ddp_module
         found = [w for w in found if not isinstance(w, DistributedDataParallel) or w is active or _in_python(w)]
@@ -63,8 +53,8 @@ def gradient_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> list
     if group is None:
         return []
     sequence = frozenset(dist.get_process_group_ranks(group))
-    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
-    found = {averaging for m in model.modules() if isinstance(m, kinds) for averaging in _averaging(m)}
+    types = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    found = {averaging for m in model.modules() if isinstance(m, types) for averaging in _averaging(m)}
     return [averaging for averaging in found if sequence <= averaging.ranks]
 
 

@@ -3,8 +3,8 @@
 ``plan`` (``choose.py``) compares every ``Setting`` (``setting.py``): a model (``model.py``) on a cluster
 (``hardware.py``) with one split of the ranks. For each of these, ``step.py`` predicts the time of a training step and
 ``memory.py`` its memory. The time comes from a simulation (``simulate.py``) of one layer (``layer.py``), which consists
-of attention (``attention.py``, ``messages.py``, ``pairs.py``) and linear layers (``linear.py``). ``strategy="auto"``
-uses the same simulation (``auto.py``) with measured costs (``costs.py``).
+of attention (``attention.py``, ``messages.py``, ``pairs.py``) and linear layers (``linear.py``). The rule of
+``strategy="auto"`` (``rules.py``) sums up the simulation.
 """
 
 from .choose import Plan, plan

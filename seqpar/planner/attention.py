@@ -1,9 +1,8 @@
 """The attention of one layer on one rank as a timeline: its kernels and messages, in the order the runtime issues them.
 
-Attention runs the runtime's own loops. ``RemoteSteps`` and ``Returns`` (``strategies/remote.py``) decide when a message
-of the plan is sent. ``ulysses_forward`` and ``ulysses_backward`` (``strategies/ulysses.py``) decide when an all-to-all
-is sent. Here they are called with tensors without data (torch's "meta" device), and their messages are recorded
-(``messages.py``).
+The runtime's own loops run here: ``ring_forward`` and ``ring_backward``, and for an all-to-all ``ulysses_forward`` and
+``ulysses_backward``. They are called with tensors without data (torch's "meta" device). ``RecordedRun`` prices the
+kernel of each step, and ``messages.py`` the messages.
 
 Shapes: b batch, s tokens of this rank, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
 of v.
@@ -11,7 +10,8 @@ of v.
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..heads import Heads
+from ..kernels.base import OutputGrad
 from ..kernels.cpu import computed_pairs as pairs_computed_on_cpu
-from ..keys import ShardKeys
 from ..layout import CPU
 from ..mesh import AttentionGroups
-from ..schedule import AttentionPlan
-from ..strategies.call import AttentionCall
+from ..schedule.plan import AttentionPlan
+from ..schedule.program import Step
+from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import chunk_limit
-from ..strategies.remote import RemoteSteps, Returns, of_heads
-from ..strategies.ring import halves
+from ..strategies.ring import ring_backward, ring_forward
 from ..strategies.ulysses import ulysses_backward, ulysses_forward
 from .messages import RankPlace, RecordedHeadExchange, RecordedTransport, SimulatedRanks
 from .pairs import computed_pairs
@@ -63,10 +63,12 @@ class AttentionTimeline:
         q, k, v = self._qkv()
         if self._setting.ulysses > 1:
             self._record_ulysses(timeline, q, k, v, backward)
-        elif backward:
-            self._ring_backward(timeline, self._heads, k, v)
+            return
+        run = self._run(timeline, self._heads, k, v)
+        if backward:
+            ring_backward(run, q, None, q, k, v, q, q)
         else:
-            self._ring_forward(timeline, self._heads, k, v)
+            ring_forward(run, q, k, v)
 
     def _qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, e]`` of this rank, without data."""
@@ -77,49 +79,25 @@ class AttentionTimeline:
         q, k, v = (torch.empty(shape, dtype=s.dtype, device=_META) for shape in shapes)
         return q, k, v
 
-    # The ring
-
-    def _ring_forward(self, timeline: Timeline, heads: Heads, k: Tensor, v: Tensor) -> None:
-        """The loop of ``ring_forward`` (``strategies/ring.py``), without its kernels' results."""
+    def _run(self, timeline: Timeline, heads: Heads, k: Tensor, v: Tensor) -> RecordedRun:
         transport = RecordedTransport(timeline, self._place, self._plan)
-        remote = RemoteSteps(self._call, heads, k, v, transport)
-        self._kernel(timeline, "attend own", 0, heads, backward=False)
-        for _, part, i, *_ in remote:
-            self._kernel(timeline, f"attend step {i}", i, part, backward=False)
+        return RecordedRun(self._call, heads, k, v, transport, partial(self._kernel, timeline))
 
-    def _ring_backward(self, timeline: Timeline, heads: Heads, k: Tensor, v: Tensor) -> None:
-        """The loop of ``ring_backward`` (``strategies/ring.py``), without its kernels' results."""
-        transport = RecordedTransport(timeline, self._place, self._plan)
-        remote = RemoteSteps(self._call, heads, k, v, transport)
-        own_dkv = [torch.empty_like(x, dtype=torch.float32) for x in (k, v)]
-        first, *rest = [heads] if all(step.is_local for step in self._plan) else halves(heads)
-        self._kernel(timeline, "gradients of own", 0, first, backward=True)
-        returns = Returns(self._call, transport)
-        for _, part, i, *_ in remote:
-            self._kernel(timeline, f"gradients of step {i}", i, part, backward=True)
-            kv_heads = part.kv_in(heads)
-            returns.start(i, [], [of_heads(x, kv_heads) for x in own_dkv])
-        for part in rest:
-            self._kernel(timeline, "gradients of own", 0, part, backward=True)
-        returns.finish()
-
-    def _kernel(self, timeline: Timeline, name: str, step: int, heads: Heads, backward: bool) -> None:
+    def _kernel(self, timeline: Timeline, name: str, step: Step, heads: int, backward: bool) -> None:
         """Record the kernel of one step, and the merge of its result where the kernel cannot carry."""
-        pairs = self._pairs_by_step.get(step)
-        if pairs is None or not heads.queries:
-            return
-        s = self._setting
+        s, pairs = self._setting, self._pairs_by_step[step.index]
+        name = f"{name} step {step.index}" if step.index else f"{name} own"
         d, e = s.model.head_dim, s.model.v_head_dim or s.model.head_dim
         # Forward multiplies q by k (d) and the weights by v (e). Backward multiplies for the scores, dq and dk (3 d),
         # and for dv and the gradient of the weights (2 e).
         width = 3 * d + 2 * e if backward else d + e
-        flops = 2.0 * pairs * s.batch * len(heads.queries) * width
+        flops = 2.0 * pairs * s.batch * heads * width
         rate = self._rate.backward if backward else self._rate.forward
         timeline.compute(name, s.hardware.kernel + flops / rate)
-        if step and not self._rate.carries:
+        if step.index and not self._rate.carries:
             # For each element of out (in backward, of dq): the merge reads the step's result, and reads and writes the
             # float32 result of all steps so far.
-            elements = self._tokens * s.batch * len(heads.queries) * (d if backward else e)
+            elements = self._tokens * s.batch * heads * (d if backward else e)
             nbytes = (s.dtype.itemsize + 2 * FLOAT32_BYTES) * elements
             timeline.compute("merge", nbytes / s.hardware.memory_bandwidth)
 
@@ -135,10 +113,8 @@ class AttentionTimeline:
         by_owner = computed_pairs(s.mask, s.seq_len, shards[plan.rank], shards, s.hardware.tile)
         pairs: dict[int, float] = {}
         for i, step in enumerate(plan):
-            if isinstance(step.keys, ShardKeys):
-                pairs[i] = by_owner[step.receives[0].owner if i else plan.rank]
-            elif step.keys is not None:
-                pairs[i] = sum(by_owner[transfer.owner] for transfer in step.receives)
+            if step.keys is not None:
+                pairs[i] = sum(by_owner[t.owner] for t in step.intra_host.receives) if i else by_owner[plan.rank]
         return pairs
 
     # Ulysses, with or without a ring across its groups
@@ -152,10 +128,7 @@ class AttentionTimeline:
         s = self._setting
 
         def attend(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            if not backward:
-                self._ring_forward(timeline, heads, k, v)
-            out = q.new_empty(*q.shape[:3], v.shape[3])  # [b, t, h, e]
-            return out, q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)  # lse [b, h, t]
+            return ring_forward(self._run(Timeline() if backward else timeline, heads, k, v), q, k, v)
 
         max_chunks = chunk_limit(s.sharding, q.shape, s.hardware.device)
         exchange = self._head_exchange(Timeline() if backward else timeline, max_chunks)
@@ -165,10 +138,9 @@ class AttentionTimeline:
 
         previous_k: Tensor | None = None
 
-        def attend_backward(heads: Heads, dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+        def attend_backward(heads: Heads, dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *out: Any) -> Any:
             nonlocal previous_k
-            self._ring_backward(timeline, heads, k, v)
-            dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+            dq, dk, dv, _ = ring_backward(self._run(timeline, heads, k, v), dout, dlse, q, k, v, *out)
             shares_kv, previous_k = k is previous_k, k  # with the chunk before, whose dk and dv these are added to
             return dq, *((_NoGradient(), _NoGradient()) if shares_kv else (dk, dv)), None
 
@@ -194,3 +166,48 @@ class _NoGradient:
 
     def __radd__(self, x: Tensor) -> Tensor:
         return x
+
+
+class RecordedRun(Run):
+    """A run whose kernels are recorded instead of computed.
+
+    Args:
+        call, heads: as in ``Run``.
+        k, v: ``[b, k, n, d]`` and ``[b, k, n, e]``, without data.
+        transport: records the messages.
+        kernel: records the kernel of a step, for a number of heads.
+    """
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        heads: Heads,
+        k: Tensor,
+        v: Tensor,
+        transport: RecordedTransport,
+        kernel: Callable[[str, Step, int, bool], None],
+    ) -> None:
+        self.call, self.plan, self.transport, self._kernel = call, call.plan, transport, kernel
+        self.heads, self.program = heads, call.program(heads, k, v)
+        self.steps = self.program.steps
+        self._v_head_dim = v.shape[3]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
+        if step.attends:
+            self._kernel("attend", step, len(step.q_heads or self.heads.queries), False)
+        return carries or [
+            (q.new_empty(*q.shape[:3], self._v_head_dim), q.new_empty(q.shape[0], q.shape[2], q.shape[1]))
+        ]
+
+    def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
+        return OutputGrad(dout, out, lse, None)
+
+    def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [torch.empty_like(x, dtype=torch.float32) for x in (q, k, v)]
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, *grads: Tensor) -> None:
+        if step.attends:
+            self._kernel("gradients of", step, len(step.q_heads or self.heads.queries), True)
+
+    def dsinks(self, output: OutputGrad) -> None:
+        return None

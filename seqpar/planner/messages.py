@@ -1,6 +1,6 @@
 """The messages of one rank, recorded on a ``Timeline`` instead of sent.
 
-``RecordedTransport`` and ``RecordedHeadExchange`` stand in for the ``Transport`` of a ring and the ``HeadExchange`` of
+``RecordedTransport`` and ``RecordedHeadExchange`` stand in for the transport of a ring and the ``HeadExchange`` of
 Ulysses. The runtime's own loops call them, so the order and the size of the messages are those of a training step.
 
 Shapes: b batch, s tokens of this rank, t tokens of the Ulysses group, k keys of a step, n KV heads, d head_dim.
@@ -15,9 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.p2p import Pending
-from ..schedule import AttentionPlan, Exchange, Step, Transfer
+from ..mesh import AttentionGroups
+from ..schedule.plan import AttentionPlan
+from ..schedule.program import Hop, Step, Transfer
 from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_widths
-from ..strategies.transport import KV, Message
+from ..strategies.transport import KV, KeyValues, Message, PeerToPeer, Wait
 from .setting import BETWEEN, LEVELS, WITHIN, Setting
 from .simulate import Timeline
 
@@ -93,8 +95,8 @@ def _bytes_by_level(messages: Messages) -> dict[str, float]:
     return totals
 
 
-class RecordedTransport:
-    """A ``Transport`` that records the K/V and their gradients that a rank of a ring sends and receives.
+class RecordedTransport(PeerToPeer):
+    """A transport that records the K/V and the gradients that a rank of a ring sends and receives.
 
     Args:
         timeline: the timeline that records the messages.
@@ -103,52 +105,51 @@ class RecordedTransport:
     """
 
     def __init__(self, timeline: Timeline, place: RankPlace, plan: AttentionPlan) -> None:
-        self._timeline, self._place, self._plan = timeline, place, plan
+        super().__init__(plan, AttentionGroups())
+        self._timeline, self._place = timeline, place
 
-    def start_fetch(self, fetch: Exchange, own: Any) -> Callable[[], Any]:
-        return self._start("fetch", "ring across hosts", fetch, _row_bytes(own.kv))
+    def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:
+        return self._start("k, v between hosts", "ring across hosts", step.inter_host, _row_bytes(local.kv))
 
-    def start_step(self, step: Step, own: Any, fetched: Any) -> Callable[[], KV]:
-        wait = self._start("k, v", "ring", step, _row_bytes(own.kv))
+    def send_intra_host(self, step: Step, local: KeyValues, arrived: Any) -> Callable[[], KV]:
+        wait = self._start("k, v", "ring", step.intra_host, _row_bytes(local.kv))
 
         def wait_for_kv() -> KV:
             wait()
-            kv: KV = own.kv  # has no data: stands in for the K/V that would have been received
-            return kv
+            return local.kv  # has no data: stands in for the K/V that would have been received
 
         return wait_for_kv
 
-    def start_return(
-        self, step: Step, grad: Message | None, own: list[Tensor], sums: dict[int, Any], fetch: Exchange | None
-    ) -> Callable[[], None]:
-        return self._start("dk, dv", "ring", step, _row_bytes(own), is_return=True)
+    def return_intra_host(
+        self, step: Step, partial: Message | None, dkv: Sequence[Tensor], sums: dict[int, Any]
+    ) -> Wait:
+        return self._start("dk, dv", "ring", step.intra_host, _row_bytes(dkv), is_return=True)
 
-    def start_fetch_return(self, fetch: Exchange, sums: dict[int, Any], own: list[Tensor]) -> Callable[[], None]:
-        return self._start("sums of dk, dv", "ring across hosts", fetch, _row_bytes(own), is_return=True)
+    def return_inter_host(self, step: Step, sums: dict[int, Any], dkv: Sequence[Tensor]) -> Wait:
+        return self._start("sums of dk, dv", "ring across hosts", step.inter_host, _row_bytes(dkv), is_return=True)
 
-    def _start(
-        self, name: str, stream: str, exchange: Exchange, row_bytes: float, is_return: bool = False
-    ) -> Callable[[], None]:
-        """Record an exchange of the plan. A return sends the gradients of the rows that the exchange received."""
+    def _start(self, name: str, stream: str, hop: Hop | None, row_bytes: float, is_return: bool = False) -> Wait:
+        """Record a hop of the plan. A return sends the gradients of the rows that the hop received."""
+        assert hop is not None
         bandwidth_within = None
         if self._plan.dense:
-            sent = self._collective(exchange, row_bytes)
+            sent = self._collective(stream, row_bytes)
             received = sent  # every rank sends what it receives
             bandwidth_within = self._place.setting.hardware.all_gather
         else:
-            sent, received = (self._messages(x, row_bytes) for x in (exchange.sends, exchange.receives))
+            sent, received = (self._messages(x, row_bytes) for x in (hop.sends, hop.receives))
         if is_return:
             sent, received = received, sent
         number = self._place.start(self._timeline, name, stream, sent, received, bandwidth_within)
         return lambda: self._timeline.wait(number)
 
-    def _collective(self, exchange: Exchange, row_bytes: float) -> Messages:
+    def _collective(self, stream: str, row_bytes: float) -> Messages:
         """What this rank sends in an all-gather: its longest possible shard, to each peer.
 
-        A fetch gathers over the ranks of other hosts. A step gathers inside the host, the shards of all hosts.
+        The first hop gathers over the ranks of other hosts. The second gathers the shards of all hosts inside the host.
         """
         plan, size = self._plan, self._plan.longest * row_bytes
-        if isinstance(exchange, Step):
+        if stream == "ring":
             first = plan.rank // plan.per_host * plan.per_host
             peers, size = range(first, first + plan.per_host), size * plan.hosts
         else:
@@ -158,7 +159,7 @@ class RecordedTransport:
     def _messages(self, transfers: tuple[Transfer, ...], row_bytes: float) -> Messages:
         """The messages of some transfers; this rank sends none to itself."""
         return [
-            (self._place.level_to(ring=transfer.peer), len(transfer.rows) * row_bytes)
+            (self._place.level_to(ring=transfer.peer), len(transfer.owner_rows) * row_bytes)
             for transfer in transfers
             if transfer.peer != self._plan.rank
         ]

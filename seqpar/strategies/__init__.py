@@ -155,12 +155,12 @@ STRATEGIES: dict[str, Strategy] = {
         bytes_sent_backward="(U-1)/(U*P) * N * (2 d + 2 d_kv) * e + (R-1)/P * N * 2 d_kv * (e + 4)",
         options=("ulysses_size",),
     ),
-    # The ranks of the sequence. ``planner/auto.py`` names the strategy of each call, whose groups replace these.
+    # The ranks of the sequence. ``planner/rules.py`` names the strategy of each call, whose groups replace these.
     "auto": Strategy(
         _ring_groups,
-        paper="the strategy that is expected to be the fastest",
-        bytes_sent="as the strategy that is chosen",
-        bytes_sent_backward="as the strategy that is chosen",
+        paper="the strategy that should be the fastest",
+        bytes_sent="as the strategy that the rule names",
+        bytes_sent_backward="as the strategy that the rule names",
     ),
 }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import SequenceSharding
 from ..mesh import AttentionGroups
-from .call import AttentionCall
+from .call import AttentionCall, Run
 from .head_exchange import HeadExchange, chunk_limit
 from .latent import LatentKeys
 from .ring import ring_backward, ring_forward
@@ -48,9 +47,9 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
     with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
         if exchange is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            out, lse = ring_forward(call, call.heads, q, k, v)
+            out, lse = _attend(call, call.heads, q, k, v)
             return out, lse, q, k, v, out, lse
-        out, *saved = ulysses_forward(exchange, partial(ring_forward, call), q, k, v, call.v_head_dim(v.shape))
+        out, *saved = ulysses_forward(exchange, partial(_attend, call), q, k, v, call.v_head_dim(v.shape))
         lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
     return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
 
@@ -83,15 +82,25 @@ def attention_backward(
     with torch.autocast(like.device.type, enabled=False):
         if exchange is None:
             q, k, v, out, lse = saved
-            dq, dk, dv, dsinks = ring_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
+            dq, dk, dv, dsinks = _attend_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
         else:
             if call.return_lse:
                 dlse = exchange.lse_gradient_to_heads(dout, dlse)
-            ring = partial(ring_backward, call)
-            dq, dk, dv, dsinks = ulysses_backward(exchange, ring, saved, dout, dlse, q_shape, k_shape, v_shape)
+            backward = partial(_attend_backward, call)
+            dq, dk, dv, dsinks = ulysses_backward(exchange, backward, saved, dout, dlse, q_shape, k_shape, v_shape)
     if dsinks is not None and sinks is not None:
         dsinks = dsinks.to(sinks.dtype)
     return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks
+
+
+def _attend(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return ring_forward(Run(call, heads, q, k, v), q, k, v)
+
+
+def _attend_backward(
+    call: AttentionCall, heads: Heads, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *out: Tensor
+) -> Gradients:
+    return ring_backward(Run(call, heads, q, k, v, lse_gradient=dlse is not None), dout, dlse, q, k, v, *out)
 
 
 def gradient_state(*tensors: Tensor | None) -> int:
@@ -120,41 +129,6 @@ def with_gradient(x: Tensor) -> Tensor:
     whose inputs do would wait for it. With the alias it takes part.
     """
     return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
-
-
-class SequenceParallelAttention(torch.autograd.Function):
-    """``(q, k, v, sinks, weight) -> (out, lse)`` on sequence shards. Saves only its inputs, ``out`` and ``lse``.
-
-    In latent attention, k and v are latents and rotated keys, and ``weight [h, nope + e, w]`` expands them (see
-    ``latent.py``). Otherwise it is None.
-
-    Differentiable once: the backward communicates, and is not itself recorded.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, weight: Tensor | None, call: AttentionCall
-    ) -> tuple[Tensor, Tensor]:
-        """``q [b, s, h, d]``, ``k [b, s, n, d]``, ``v [b, s, n, e]`` to ``out [b, s, h, e]`` and ``lse [b, h, s]``."""
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.shapes = call, (q.shape, k.shape, v.shape)
-        call = with_latents(call, weight, q.shape, v.shape)
-        out, lse, *saved = attention_forward(call, q, k, v)
-        ctx.save_for_backward(weight, *saved)
-        if not call.return_lse:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        """``dout [b, s, h, e]`` and ``dlse [b, h, s]`` to the gradients of q, k, v, the sinks and the weight."""
-        weight, *saved = ctx.saved_tensors
-        d_weight = None if weight is None else new_weight_gradient(weight, ctx.needs_input_grad[4])
-        q_shape, _, v_shape = ctx.shapes
-        call = with_latents(ctx.call, weight, q_shape, v_shape, d_weight)
-        gradients = attention_backward(call, saved, dout, dlse, *ctx.shapes)
-        return *gradients, None if d_weight is None else d_weight.to(weight.dtype), None
 
 
 def with_latents(

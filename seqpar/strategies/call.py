@@ -1,4 +1,4 @@
-"""One attention call with everything resolved: the ranks, the sharding, the mask and the score function."""
+"""One attention call with everything resolved, and its run: the program of this rank with all that carries it out."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ import torch
 from torch import Tensor
 
 from ..cache import cached_tensors, upload
+from ..comm.p2p import make_ready
 from ..comm.shared_memory import shared_memory
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
-from ..kernels.base import Score
+from ..kernels import select
+from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
 from ..kernels.expansion import Expansion, RepeatedHeads
-from ..keys import KeyIntervals
-from ..layout import SequenceSharding, split_range
+from ..layout import SequenceSharding
 from ..mesh import AttentionGroups
-from ..schedule import AttentionPlan
+from ..schedule.plan import AttentionPlan
+from ..schedule.program import Program, Step
+from ..schedule.rows import KeyIntervals
 from .latent import LatentKeys
+from .transfers import GradientReduce, Transfers, take_heads
+from .transport import Collectives, PeerToPeer, Transport
 
 # K/V are sent in chunks of heads of at least this many bytes, by device type. A transfer of this size takes much longer
 # than it takes to start a transfer and to split a kernel.
-_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
+_MIN_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 # The most chunks of a step. A ring has fewer, because the transfer of one step overlaps with the previous step.
 _MAX_CHUNKS = 4
+# While one step (or one chunk of heads of a step) is computed, the K/V of this many more are being received.
+_PREFETCH_STEPS = 2
+# The same with ``chunks=``, which asks for less memory; and in an all-gather over several hosts, in which the rows of a
+# chunk can be shared inside the host only after they have arrived there.
+_MIN_PREFETCH_STEPS = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,37 +64,164 @@ class AttentionCall:
     return_lse: bool
     kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
     latent: LatentKeys | None = None
-    _scores: dict[Heads, Score] = field(default_factory=dict, init=False, repr=False)
 
-    def shares_memory(self, device: torch.device) -> bool:
-        """Whether the ranks of the ring read one another's messages in shared memory: nothing is transferred then."""
-        groups = self.groups
-        return groups.across is None and groups.within is not None and shared_memory(groups.within, device) is not None
+    def v_head_dim(self, v_shape: Sequence[int]) -> int:
+        """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""
+        return v_shape[3] if self.latent is None else self.latent.v_head_dim
 
-    def parts(self, heads: Heads, k: Tensor, v: Tensor) -> list[Heads]:
-        """``heads`` in the chunks in which the K/V of a step, ``[b, k, n, d]`` and ``[b, k, n, e]``, are sent.
+    def program(
+        self, heads: Heads, k: Tensor, v: Tensor, *, attends: bool = True, shares_memory: bool = False
+    ) -> Program:
+        """The program of the plan for heads whose KV are ``k [b, k, n, d]`` and ``v [b, k, n, e]``.
 
-        While one chunk is computed, the next chunk is received. Only the first transfer overlaps with nothing but the
-        attention to this rank's own keys. The chunks are the same on all ranks, whatever the lengths of their shards.
+        The number of chunks is the same on all ranks, whatever the lengths of their shards.
         """
-        kv = len(heads.kv)
-        if len(self.plan) == 1 or kv < 2 or heads.kv_index() is not None:
-            return [heads]
-        if (chunks := self.groups.chunks) is None:
-            if self.shares_memory(k.device):
-                return [heads]
-            nbytes = k.shape[0] * self.plan.longest * kv * (k.shape[3] + v.shape[3]) * k.element_size()
-            most = -(-_MAX_CHUNKS // (len(self.plan) - 1))
-            chunks = max(1, min(most, nbytes // _CHUNK_BYTES.get(k.device.type, 8 << 20)))
-        each, chunks = len(heads.queries) // kv, min(chunks, kv)
-        cuts = [split_range(kv, chunks, i) for i in range(chunks)]  # of the KV heads
-        return [heads[range(cut.start * each, cut.stop * each)] for cut in cuts]
+        plan, chunks = self.plan, self.groups.chunks
+        saves_memory = chunks is not None or (plan.gather and plan.per_host < self.sharding.ring)
+        remote_steps = len(plan) - 1
+        if chunks is None and (shares_memory or not remote_steps):
+            chunks = 1
+        elif chunks is None:
+            nbytes = k.shape[0] * plan.longest * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+            chunks = min(-(-_MAX_CHUNKS // remote_steps), nbytes // _MIN_CHUNK_BYTES.get(k.device.type, 8 << 20))
+        return plan.program(
+            heads,
+            max(1, chunks),
+            attends=attends,
+            prefetch=_MIN_PREFETCH_STEPS if saves_memory else _PREFETCH_STEPS,
+            split_own=not shares_memory and self.latent is None,
+        )
 
-    def expansion(self, heads: Heads, device: torch.device) -> Expansion | None:
-        """Expands the keys and values that are sent to those of ``heads``. None if they are the same."""
-        if self.latent is not None:
-            return self.latent.of(heads.queries_in(self.heads))
-        index = heads.kv_index()
+
+class Run:
+    """The program of this rank for some heads of a call, with the backend and the transport that carry it out.
+
+    All ranks of the ring must make it, because the first one connects them.
+
+    Args:
+        call: the call.
+        heads: the heads of ``q, k, v``, all or some of ``call.heads``.
+        q, k, v: ``[b, q, h, d]``, ``[b, k, n, d]`` and ``[b, k, n, e]``, contiguous.
+        lse_gradient: whether backward has a gradient of the log-sum-exp.
+    """
+
+    def __init__(
+        self, call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor, *, lse_gradient: bool = False
+    ) -> None:
+        plan = call.plan
+        shares_memory = connect(call.groups, q.device)
+        self.call, self.plan, self.heads = call, plan, heads
+        self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
+        self.steps = self.program.steps  # of forward, own keys first
+        # Ranks that share memory read one another's messages in place. An all-gather would copy them.
+        collective = plan.dense and not shares_memory
+        self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.groups)
+        self.score = call.score
+        if heads != call.heads:
+            at = heads.queries_in(call.heads)
+            self.score = call.score.heads(at.start, at.stop)
+        self._positions = self.score.needs_positions
+        self._v_head_dim, expansion = call.v_head_dim(v.shape), self._expansion(q.device)
+        self._backend = select(
+            call.backend,
+            q,
+            k if expansion is None else q,
+            self.score,
+            lse_gradient=lse_gradient,
+            deterministic=call.deterministic,
+            expansion=expansion,
+            carry=len(plan) > 1,
+            v_head_dim=self._v_head_dim,
+        )
+
+    @property
+    def backward_steps(self) -> tuple[Step, ...]:
+        """The steps of backward: where messages are sent, own keys are divided into a first and a last step."""
+        return self.program.backward_steps
+
+    def transfers(self, k: Tensor, v: Tensor) -> Transfers:
+        """The K/V of each step."""
+        return Transfers(self.steps, self.transport, k, v, self.call.kv_ready, self.plan.gather)
+
+    def returns(self, dk: Tensor, dv: Tensor) -> GradientReduce:
+        """The way of the gradients back to the owners of the K/V."""
+        return GradientReduce(self.transport, dk, dv, self.plan.gather)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
+        """Continue the online softmax of the step's heads over the step's keys."""
+        carries = carries or [None] * len(self.program.chunks)
+        if step.attends:
+            carry = carries[step.chunks.start]
+            q, intervals, score = self._of_step(step, q)
+            carry = self._backend.forward(q, k, v, intervals, score, carry, step.is_last)
+        elif step.is_last:  # no query sees any key
+            carry = finish(empty_carry(q, self._v_head_dim), self.score, q.dtype)
+        else:
+            return carries
+        if len(step.chunks) == 1 or step.is_last:
+            carries[step.chunks.start : step.chunks.stop] = [carry]
+            return carries
+        at = (chunk.queries_in(self.heads) for chunk in self.program.chunks)
+        return [(take_heads(carry[0], x).contiguous(), carry[1][:, x.start : x.stop].contiguous()) for x in at]
+
+    def finish(self, carries: Carries | None) -> Carry:
+        """``out [b, q, h, e]`` in q's dtype and ``lse [b, h, q]`` of all heads."""
+        results = [carry for carry in carries or () if carry is not None]
+        if len(results) == 1:
+            return results[0]
+        return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
+
+    def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
+        """The output and its gradient, with what the backward of every step needs of them."""
+        needs_delta = self._backend.reads_delta or self.score.sinks is not None
+        return OutputGrad(dout, out, lse, row_delta(out, dout, dlse) if needs_delta else None)
+
+    def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Memory for dq and for the dk and dv of this rank's K/V, in float32 (float64 for float64).
+
+        It is zero for the heads to which ``backward`` adds before it has written them.
+        """
+        dq, dk, dv = (torch.empty_like(x, dtype=accumulator(q.dtype)) for x in (q, k, v))
+        for step in self.backward_steps:
+            if step.index == 0 and not step.new_dq:
+                take_heads(dq, step.q_heads).zero_()
+                for x in (dk, dv):
+                    take_heads(x, step.kv_heads).zero_()
+        return [dq, dk, dv]
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """Add the gradients of a step to ``dq``, ``dk`` and ``dv``, or write them where these are new."""
+        at = step.q_heads
+        grads = Grads(take_heads(dq, at), dk, dv, step.new_dq, step.new_dkv)
+        if not step.attends:
+            grads.zero_new_()
+            return
+        if at is not None:
+            dout, out, lse, delta = output
+            lse, delta = lse[:, at.start : at.stop], None if delta is None else delta[:, at.start : at.stop]
+            output = OutputGrad(take_heads(dout, at), take_heads(out, at), lse, delta)
+        q, intervals, score = self._of_step(step, q)
+        self._backend.backward(q, k, v, output, intervals, score, grads)
+
+    def dsinks(self, output: OutputGrad) -> Tensor | None:
+        """This rank's partial gradient of the sinks, ``[h]``; None without sinks."""
+        return sink_gradient(self.score, output)
+
+    def _of_step(self, step: Step, q: Tensor) -> tuple[Tensor, KeyIntervals, Score]:
+        """The queries of a step, which of its keys they see, and the score function of its heads."""
+        intervals, at = self.plan.intervals(step.index, q.device, self._positions), step.q_heads
+        assert intervals is not None
+        if at is None:
+            return q, intervals, self.score
+        return take_heads(q, at), intervals, self.score.heads(at.start, at.stop)
+
+    def _expansion(self, device: torch.device) -> Expansion | None:
+        """Expands the K/V that are sent to one KV head for each query head. None if kernels know the mapping."""
+        call, index = self.call, self.program.kv_index
+        if call.latent is not None:
+            return call.latent.of(self.heads.queries_in(call.heads))
         if index is None:
             return None
 
@@ -93,19 +230,16 @@ class AttentionCall:
 
         return RepeatedHeads(cached_tensors(("KV heads", *index), device, make))
 
-    def v_head_dim(self, v_shape: Sequence[int]) -> int:
-        """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""
-        return v_shape[3] if self.latent is None else self.latent.v_head_dim
 
-    def intervals(self, step: int, q: Tensor) -> KeyIntervals | None:
-        """Which of a step's keys the queries ``q`` see; None if they see none of them, or there are no queries."""
-        if not q.numel():  # an all-to-all over more ranks than heads leaves ranks that send K/V and compute nothing
-            return None
-        return self.plan.intervals(step, q.device, self.score.needs_positions)
+Carries = list[Carry | None]  # one for each chunk of heads
 
-    def score_of(self, heads: Heads) -> Score:
-        """The score function of some of the heads."""
-        if heads not in self._scores:
-            at = heads.queries_in(self.heads)
-            self._scores[heads] = self.score.heads(at.start, at.stop)
-        return self._scores[heads]
+
+def connect(groups: AttentionGroups, device: torch.device) -> bool:
+    """Connect the ranks of the ring for messages on ``device``, at the first call. All of them must call this.
+
+    Returns:
+        Whether they read one another's messages in shared memory: nothing is transferred then.
+    """
+    make_ready(groups.within, device)
+    make_ready(groups.across, device)
+    return groups.across is None and groups.within is not None and shared_memory(groups.within, device) is not None

@@ -330,7 +330,7 @@ class HeadExchange:
 
         return Incoming(pending, sequence_shards)
 
-    def _by_position(self, shards: Sequence[Tensor]) -> Tensor:
+    def _by_position(self, shards: list[Tensor]) -> Tensor:
         """The rows of all ranks' ``shards [s, b, w]`` in the order of positions, ``[t, b, w]``."""
         pieces = self.sharding.ulysses_pieces(self.ring_rank)
         if not pieces:

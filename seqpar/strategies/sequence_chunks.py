@@ -1,7 +1,5 @@
 """A sequence in chunks of tokens, one per rank: all-gathered or reduce-scattered, in one collective or chunk by chunk.
 
-``tensor_sequence.py`` and ``gathered_activations.py`` multiply the chunks with weights as they arrive.
-
 Shapes: b batch, s tokens of this rank, t tokens of all ranks.
 """
 
@@ -10,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -25,6 +23,7 @@ from ..comm.p2p import Pending, exchange
 from ..comm.trace import count_sent
 from ..layout import SequenceSharding, split_range
 from ..mesh import rank_in, size_of
+from .gemm import sum_dtype
 from .symmetric_memory import symmetric_memory_reason
 
 Overlap = Literal["auto", "ring", "symm_mem", "none"]
@@ -36,20 +35,11 @@ _PIECES = 16
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Increasing rows of the full sequence.
+    """Increasing rows of the full sequence."""
 
-    Attributes:
-        start: the first row.
-        length: how many there are.
-        index: the rows, int64 ``[length]``, on the device of the activations; None if they are consecutive.
-    """
-
-    start: int
+    start: int  # the first row
     length: int
-    index: Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.length
+    index: Tensor | None = None  # the rows, int64 [length], where the activations are; None if they are consecutive
 
     def take(self, full: Tensor) -> Tensor:
         """``full[:, rows]``, a view if the rows are consecutive."""
@@ -71,27 +61,21 @@ Piece = tuple[Rows, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ChunkRows:
-    """Which rows of the full sequence each rank holds. Made once for a sharding and a device.
+    """Which rows of the full sequence each rank holds. Made once for a sharding and a device."""
 
-    Attributes:
-        chunks: for each rank, its rows.
-        pieces: for each rank, the rows of the pieces in which its chunk is sent.
-        order: the rows of all ranks, one rank after another, int64 ``[t]``; None if they are in order, 0 to t - 1.
-    """
-
-    chunks: tuple[Rows, ...]
-    pieces: tuple[tuple[Rows, ...], ...]
-    order: Tensor | None
+    chunks: tuple[Rows, ...]  # by rank
+    pieces: tuple[tuple[Rows, ...], ...]  # by rank: the pieces in which its chunk is sent
+    order: Tensor | None  # the rows of all ranks, one rank after another, int64 [t]; None if they are 0 to t - 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors. The tensors of chunks and pieces are views of ``order``."""
         return 0 if self.order is None else self.order.nbytes
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """The number of tokens of each rank."""
-        return [len(rows) for rows in self.chunks]
+        return [rows.length for rows in self.chunks]
 
 
 def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.device) -> ChunkRows:
@@ -114,11 +98,11 @@ def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.devic
             holder = bisect_right(offsets, index) - 1
             return by_rank[holder].at(index - offsets[holder])
 
-        lengths = [len(held) for held in by_rank]
+        lengths = [len(positions) for positions in by_rank]
         offsets = list(accumulate(lengths, initial=0))
         chunks = _cut(lengths, rows_at, order)
         in_order = all(
-            rows.index is None and (rows.start == offset or not len(rows))
+            rows.index is None and (rows.start == offset or not rows.length)
             for rows, offset in zip(chunks.chunks, offsets, strict=False)
         )
         return replace(chunks, order=None) if in_order else chunks
@@ -128,7 +112,6 @@ def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.devic
 
 @lru_cache(maxsize=8)
 def _rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
-    """The rows of ranks that hold ``lengths`` tokens, one rank after another."""
     return _cut(lengths, lambda span: Rows(span.start, len(span)), None)
 
 
@@ -138,13 +121,7 @@ def pieces_of_chunk(ranks: int) -> int:
 
 
 def _cut(lengths: Sequence[int], rows_at: Callable[[range], Rows], order: Tensor | None) -> ChunkRows:
-    """The rows of every chunk and piece.
-
-    Args:
-        lengths: the number of tokens of each rank.
-        rows_at: returns the rows of a range of tokens, which are counted through the ranks' chunks one after another.
-        order: see ``ChunkRows``.
-    """
+    """The rows of chunks of ``lengths`` tokens. ``rows_at`` takes tokens, counted through the chunks of all ranks."""
     chunks, pieces = [], []
     parts = pieces_of_chunk(len(lengths))
     for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
@@ -156,30 +133,18 @@ def _cut(lengths: Sequence[int], rows_at: Callable[[range], Rows], order: Tensor
 
 @dataclass(frozen=True, eq=False)
 class SequenceChunks:
-    """A sequence ``[b, t, ...]`` of which each rank of ``group`` holds one chunk of tokens.
+    """A sequence ``[b, t, ...]`` of which each rank of ``group`` holds one chunk of tokens."""
 
-    Attributes:
-        group: the ranks that share the sequence; None is a single rank.
-        rows: which rows of the full sequence each rank holds.
-        overlap: "ring", "symm_mem" or "none".
-        float32_gradients: whether partial gradients of the input are computed and sent in float32 also for inputs in
-            half precision. With "ring" only.
-    """
-
-    group: ProcessGroup | None
+    group: ProcessGroup | None  # None is a single rank
     rows: ChunkRows
-    overlap: str = "ring"
-    float32_gradients: bool = False
+    overlap: str = "ring"  # or "symm_mem" or "none"
+    float32_gradients: bool = False  # with "ring": half-precision gradients of the input are summed and sent in float32
 
     @staticmethod
     def of_sharding(
         group: ProcessGroup, sharding: SequenceSharding, rank: int, overlap: str, device: torch.device
     ) -> SequenceChunks:
-        """The chunks of the tensor-parallel ranks that attention treats as its single rank ``rank``.
-
-        Raises:
-            ValueError: ``overlap="symm_mem"`` cannot run here.
-        """
+        """The chunks of the tensor-parallel ranks that attention treats as its single rank ``rank``."""
         rows = _rows_of_sharding(sharding, rank, device)
         return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
 
@@ -192,19 +157,15 @@ class SequenceChunks:
     def in_rank_order(
         group: ProcessGroup | None, lengths: Sequence[int], overlap: str, device: torch.device
     ) -> SequenceChunks:
-        """Chunks of ``lengths`` tokens, where the full sequence is the chunks of all ranks one after another.
-
-        Raises:
-            ValueError: ``overlap="symm_mem"`` cannot run here.
-        """
+        """Chunks of ``lengths`` tokens, where the full sequence is the chunks of all ranks one after another."""
         rows = _rows_in_rank_order(tuple(lengths))
         return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return size_of(self.group)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return rank_in(self.group)
 
@@ -220,13 +181,6 @@ class SequenceChunks:
             return full
         return torch.empty_like(full).index_copy_(1, self.rows.order, full)
 
-    def all_gather_positions(self, positions: Tensor) -> Tensor:
-        """The positions ``[1 or b, t]`` of the full sequence, from every rank's ``[s]`` or ``[b, s]``.
-
-        Every call communicates. A cache could hold the result on one rank and not on another, which would then wait.
-        """
-        return self.all_gather(torch.atleast_2d(positions))
-
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Sum ``full [b, t, ...]`` over the ranks and keep this rank's tokens ``[b, s, ...]``, in one collective.
 
@@ -240,33 +194,35 @@ class SequenceChunks:
             assert self.group is not None
             return reduce_scatter(chunks, self.group)
         sends = torch.cat([chunk.reshape(-1) for chunk in chunks])
-        own = chunks[self.rank]
-        received = sends.new_empty(self.size, own.numel())
+        local = chunks[self.rank]
+        received = sends.new_empty(self.size, local.numel())
         sizes = [chunk.numel() for chunk in chunks]
-        dist.all_to_all_single(received.view(-1), sends, [own.numel()] * self.size, sizes, group=self.group)
+        dist.all_to_all_single(received.view(-1), sends, [local.numel()] * self.size, sizes, group=self.group)
         assert self.group is not None
         for peer, size in enumerate(sizes):
             if peer != self.rank:
                 count_sent(size * sends.element_size(), self.group, peer)
-        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own.shape)
+        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(local.shape)
 
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
         """Every rank's chunk, piece by piece, this rank's first. While the caller uses one chunk, the next is received.
 
         The call starts the first transfers. ``make_ready`` must have been called before.
         """
-        own: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
-        return self._receive_after(own, self._start_step(chunk, 1), chunk) if self.size > 1 else iter([own])
+        local: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
+        incoming = self._start_step(chunk, 1) if self.size > 1 else None
 
-    def _receive_after(
-        self, own: Iterator[Piece], incoming: Iterator[Piece], chunk: Tensor
-    ) -> Iterator[Iterator[Piece]]:
-        """The rest of ``receive_chunks``, once the first transfers have started."""
-        yield own
-        for step in range(2, self.size):
-            current, incoming = incoming, self._start_step(chunk, step)
-            yield current
-        yield incoming
+        def chunks() -> Iterator[Iterator[Piece]]:
+            nonlocal incoming
+            yield local
+            for step in range(2, self.size):
+                current, incoming = incoming, self._start_step(chunk, step)
+                assert current is not None
+                yield current
+            if incoming is not None:
+                yield incoming
+
+        return chunks()
 
     def cut_chunks(self, full: Tensor) -> Iterator[Iterator[Piece]]:
         """The same chunks and pieces as ``receive_chunks``, from the full sequence ``[b, t, ...]``."""
@@ -282,19 +238,19 @@ class SequenceChunks:
         """
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
         pieces = self.rows.pieces
-        own_pieces = chunk.split([len(rows) for rows in pieces[self.rank]], 1)
+        local_pieces = chunk.split([rows.length for rows in pieces[self.rank]], 1)
         started: list[tuple[Rows, Tensor, Pending]] = []
-        for rows, piece in zip(pieces[source], own_pieces, strict=True):
-            recv_buffer = chunk.new_empty(chunk.shape[0], len(rows), *chunk.shape[2:])
+        for rows, piece in zip(pieces[source], local_pieces, strict=True):
+            recv_buffer = chunk.new_empty(chunk.shape[0], rows.length, *chunk.shape[2:])
             pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group)
             started.append((rows, recv_buffer, pending))
-        return _wait_in_turn(started)
 
+        def wait_in_turn() -> Iterator[Piece]:
+            for rows, recv_buffer, pending in started:
+                pending.wait()
+                yield rows, recv_buffer
 
-def _wait_in_turn(started: list[tuple[Rows, Tensor, Pending]]) -> Iterator[Piece]:
-    for rows, recv_buffer, pending in started:
-        pending.wait()
-        yield rows, recv_buffer
+        return wait_in_turn()
 
 
 class PartialSums:
@@ -304,7 +260,7 @@ class PartialSums:
         self._chunks = chunks
         self._sends: list[Pending] = []
         self._received: list[list[Tensor]] = []
-        self._own: Tensor | None = None
+        self._local: Tensor | None = None
 
     def add(self, step: int, partial_output: Callable[[Rows], Tensor]) -> None:
         """Compute ``partial_output(rows)`` for the tokens of rank ``rank + step``, and send it to that rank.
@@ -315,13 +271,13 @@ class PartialSums:
         chunks, rows_of = self._chunks, self._chunks.rows
         target, source = (chunks.rank + step) % chunks.size, (chunks.rank - step) % chunks.size
         if step == 0:
-            self._own = partial_output(rows_of.chunks[target])
+            self._local = partial_output(rows_of.chunks[target])
             return
         before, self._sends = self._sends, []
         buffers = []
-        for rows, own_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
+        for rows, local_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
-            buffers.append(piece.new_empty(piece.shape[0], len(own_rows), *piece.shape[2:]))
+            buffers.append(piece.new_empty(piece.shape[0], local_rows.length, *piece.shape[2:]))
             self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group))
         self._received.append(buffers)
         for pending in before:  # frees sent partial outputs, so that those of at most two chunks exist at a time
@@ -329,20 +285,15 @@ class PartialSums:
 
     def result(self) -> Tensor:
         """The sum over the ranks of this rank's tokens, accumulated in float32 and rounded once."""
-        assert self._own is not None
+        assert self._local is not None
         for pending in self._sends:
             pending.wait()
-        total = self._own.to(sum_dtype(self._own), copy=True)
-        lengths = [len(rows) for rows in self._chunks.rows.pieces[self._chunks.rank]]
+        total = self._local.to(sum_dtype(self._local), copy=True)
+        lengths = [rows.length for rows in self._chunks.rows.pieces[self._chunks.rank]]
         for buffers in self._received:
             for part, buffer in zip(total.split(lengths, 1), buffers, strict=True):
                 part += buffer
-        return total.to(self._own.dtype)
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which partial results of ``x``'s dtype are summed: float32, or float64 for float64."""
-    return torch.promote_types(x.dtype, torch.float32)
+        return total.to(self._local.dtype)
 
 
 def _resolve_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> str:

@@ -1,4 +1,11 @@
-"""The linear layers of ``tensor_sequence.py`` as operators that torch.compile does not trace (see ``operators.py``).
+"""The linear layers of ``tensor_sequence.py`` as operators, which eager and compiled code call (see ``library.py``).
+
+``overlap`` selects how communication and GEMMs overlap:
+
+* "ring": the GEMMs of one chunk run while the next chunk is received (``tensor_sequence.py``);
+* "symm_mem": PyTorch's fused symmetric-memory operators, for NVLink (``one_gemm.py``);
+* "none": one collective before or after one GEMM (``one_gemm.py``);
+* "auto": the same as "ring", because "symm_mem" has not been measured yet.
 
 Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks.
 """
@@ -11,236 +18,224 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
+from ..comm.p2p import make_ready
+from ..library import operator
 from ..mesh import ParallelContext, rank_in
 from ..opaque import Opaque, constant
 from ..sharding import Sharding
+from ..spec import AttentionSpec
+from . import one_gemm, tensor_sequence
 from .autograd import to_autocast_dtype
-from .operators import AttentionOptions, placement
+from .operators import placement
 from .sequence_chunks import SequenceChunks
-from .tensor_sequence import (
-    all_gather_linear_backward,
-    all_gather_linear_forward,
-    linear_reduce_scatter_backward,
-    linear_reduce_scatter_forward,
-)
+
+# By overlap: the module whose functions compute.
+_ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_mem": one_gemm}
 
 # The least number of tokens of all ranks in a compiled layer: torch.compile specialises on sizes of 0 and 1.
 LEAST_TOKENS = 2
 
 
-@constant(AttentionOptions)
+@constant(AttentionSpec)
 @dataclass(frozen=True)
 class ChunkOptions(Opaque):
     """The constants of ``SequenceChunks``.
 
     Attributes:
         overlap: "auto", "ring", "symm_mem" or "none".
-        attention: the options of the attention that reads the tokens, which are put into its order. None: the chunks of
+        attention: the spec of the attention that reads the tokens, which are put into its order. None: the chunks of
             the ranks follow one another. If its keys are replicated, the tokens are those of all its ranks.
+        lengths: the number of tokens of each rank, where the ranks have told each other; None: the sharding says.
     """
 
     overlap: str
-    attention: AttentionOptions | None = None
+    attention: AttentionSpec | None = None
+    lengths: tuple[int, ...] | None = None
 
 
-class TracedChunks(NamedTuple):
-    """Replaces ``SequenceChunks`` while torch.compile traces.
+def lengths_of(tokens: int, sharding: Sharding, group: ProcessGroup | None, options: ChunkOptions) -> tuple[int, ...]:
+    """The number of tokens of each rank of ``group``, of which this rank holds ``tokens``."""
+    if options.lengths is not None:
+        return options.lengths
+    sharding.check_local(tokens)
+    return sharding.lengths_in(group)
 
-    Attributes:
-        tokens: the number of this rank's tokens.
-        sharding: the sharding of the sequence.
-        ranks: the ranks of the layer.
-        options: the constants of ``SequenceChunks``.
-    """
 
-    tokens: int
+class ShardedTokens(NamedTuple):
+    """The tokens of a tensor-parallel layer, which its ranks all-gather and reduce-scatter."""
+
+    tokens: int  # of this rank
     sharding: Sharding
-    ranks: ParallelContext
+    ranks: ParallelContext  # of the layer
     options: ChunkOptions
 
 
 def chunks_of(
-    tokens: int,
-    sharding: Sharding,
-    ranks: ParallelContext,
-    options: ChunkOptions,
-    device: torch.device,
-    chosen: Tensor | None = None,
+    tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
 ) -> SequenceChunks:
-    """The chunks of a layer whose rank holds ``tokens`` tokens. If it was ``chosen`` not to replicate the keys, these
-    tokens are all."""
-    sharding.check_local(tokens)
-    attention = None if options.attention is None else options.attention.with_choice(chosen)
-    if attention is not None and attention.replicated:
-        groups, sequence = placement(sharding, ranks, attention)
-        return SequenceChunks.of_context(groups.sequence, sequence, device)
-    if chosen is not None:
-        return SequenceChunks.in_rank_order(None, [tokens], options.overlap, device)
-    group = ranks.tensor
+    """The chunks of a layer whose rank holds ``tokens`` tokens."""
     if options.attention is None:
-        return SequenceChunks.in_rank_order(group, sharding.lengths_in(group), options.overlap, device)
+        lengths = lengths_of(tokens, sharding, ranks.tensor, options)
+        return SequenceChunks.in_rank_order(ranks.tensor, lengths, options.overlap, device)
+    sharding.check_local(tokens)
     groups, sequence = placement(sharding, ranks, options.attention)
-    assert group is not None
-    return SequenceChunks.of_sharding(group, sequence, rank_in(groups.sequence), options.overlap, device)
+    if options.attention.replicated:
+        return SequenceChunks.of_context(groups.sequence, sequence, device)
+    assert ranks.tensor is not None
+    return SequenceChunks.of_sharding(ranks.tensor, sequence, rank_in(groups.sequence), options.overlap, device)
 
 
-@torch.library.custom_op("seqpar::all_gather_linear", mutates_args=())
-def all_gather_linear_op(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    chosen: Tensor | None,
-    sharding: Sharding,
-    ranks: ParallelContext,
-    options: ChunkOptions,
-) -> list[Tensor]:
-    """``all_gather_linear``: ``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each.
+def gather_and_project(x: Tensor, weights: Sequence[Tensor], tokens: ShardedTokens) -> list[Tensor]:
+    """All-gather ``x [b, s, in]`` and project it with ``weights [out_i, in]``, to ``[b, t, out_i]`` each.
 
-    ``chosen`` is of ``AttentionOptions.with_choice``: where the keys are not replicated, the tokens are not gathered.
+    The gathered input is not kept: backward gathers it again, behind the GEMMs of the input's gradient.
     """
-    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device, chosen)
-    return list(all_gather_linear_forward(x.contiguous(), weights, chunks))
-
-
-@all_gather_linear_op.register_fake
-def _(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    chosen: Tensor | None,
-    sharding: Sharding,
-    ranks: ParallelContext,
-    options: ChunkOptions,
-) -> list[Tensor]:
-    tokens = torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
-    return [x.new_empty(x.shape[0], tokens, w.shape[0]) for w in weights]
-
-
-@torch.library.custom_op("seqpar::all_gather_linear_backward", mutates_args=())
-def _all_gather_linear_backward(
-    douts: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    need_x: bool,
-    need_weights: Sequence[bool],
-    chosen: Tensor | None,
-    sharding: Sharding,
-    ranks: ParallelContext,
-    options: ChunkOptions,
-) -> list[Tensor]:
-    """The gradients of ``x`` and of the weights that are needed, in this order."""
-    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device, chosen)
-    dx, dweights = all_gather_linear_backward(douts, x.contiguous(), weights, chunks, need_x, need_weights)
-    return [d.contiguous() for d in (dx, *dweights) if d is not None]
-
-
-@_all_gather_linear_backward.register_fake
-def _(
-    douts: Sequence[Tensor],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    need_x: bool,
-    need_weights: Sequence[bool],
-    chosen: Tensor | None,
-    sharding: Sharding,
-    ranks: ParallelContext,
-    options: ChunkOptions,
-) -> list[Tensor]:
-    needed = zip((x, *weights), (need_x, *need_weights), strict=True)
-    return [like.new_empty(like.shape) for like, need in needed if need]
-
-
-def _save_all_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, chosen, *ctx.chunks = inputs
-    ctx.save_for_backward(chosen, x, *weights)
-    ctx.need = x.requires_grad, [w.requires_grad for w in weights]
-
-
-def _backward_all_gather(ctx: Any, douts: list[Tensor]) -> tuple[Any, ...]:
-    chosen, x, *weights = ctx.saved_tensors
-    need_x, need_weights = ctx.need
-    grads = iter(_all_gather_linear_backward(list(douts), x, weights, need_x, need_weights, chosen, *ctx.chunks))
-    dx = next(grads) if need_x else None
-    return dx, [next(grads) if need else None for need in need_weights], None, None, None, None
-
-
-all_gather_linear_op.register_autograd(_backward_all_gather, setup_context=_save_all_gather)
-
-
-@torch.library.custom_op("seqpar::linear_reduce_scatter", mutates_args=())
-def linear_reduce_scatter_op(
-    x: Tensor, weight: Tensor, tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
-) -> Tensor:
-    """``linear_reduce_scatter``: ``x [b, t, in_local]`` and ``weight [out, in_local]`` to ``[b, tokens, out]``."""
-    y = linear_reduce_scatter_forward(x, weight, chunks_of(tokens, sharding, ranks, options, x.device))
-    return y.contiguous()
-
-
-@linear_reduce_scatter_op.register_fake
-def _(
-    x: Tensor, weight: Tensor, tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
-) -> Tensor:
-    return x.new_empty(x.shape[0], tokens, weight.shape[0])
-
-
-@torch.library.custom_op("seqpar::linear_reduce_scatter_backward", mutates_args=())
-def _linear_reduce_scatter_backward(
-    dout: Tensor, x: Tensor, weight: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
-) -> list[Tensor]:
-    """The gradients of ``x`` and ``weight``."""
-    chunks = chunks_of(dout.shape[1], sharding, ranks, options, x.device)
-    return [d.contiguous() for d in linear_reduce_scatter_backward(dout.contiguous(), x.contiguous(), weight, chunks)]
-
-
-@_linear_reduce_scatter_backward.register_fake
-def _(
-    dout: Tensor, x: Tensor, weight: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
-) -> list[Tensor]:
-    return [like.new_empty(like.shape) for like in (x, weight)]
-
-
-def _save_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, *ctx.chunks = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _backward_reduce_scatter(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    return *_linear_reduce_scatter_backward(dout, *ctx.saved_tensors, *ctx.chunks), None, None, None, None
-
-
-linear_reduce_scatter_op.register_autograd(_backward_reduce_scatter, setup_context=_save_reduce_scatter)
-
-
-@torch.library.custom_op("seqpar::all_gather_positions", mutates_args=())
-def all_gather_positions_op(
-    positions: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
-) -> Tensor:
-    """``SequenceChunks.all_gather_positions``; ``chosen`` is as for ``all_gather_linear_op``."""
-    chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device, chosen)
-    if chunks.group is None:
-        full: Tensor = torch.atleast_2d(positions)
-        return full.clone()  # an operator must not return its argument
-    return chunks.all_gather_positions(positions)
-
-
-@all_gather_positions_op.register_fake
-def _(
-    positions: Tensor, chosen: Tensor | None, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
-) -> Tensor:
-    tokens = torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
-    return positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, tokens)
-
-
-def traced_all_gather_linear(
-    x: Tensor, weights: Sequence[Tensor], chunks: TracedChunks, chosen: Tensor | None = None
-) -> list[Tensor]:
-    """``all_gather_linear`` while torch.compile traces."""
     x, *weights = to_autocast_dtype(x, *weights)
-    outs: list[Tensor] = all_gather_linear_op(x, weights, chosen, chunks.sharding, chunks.ranks, chunks.options)
+    outs: list[Tensor] = all_gather_linear(x, weights, *tokens[1:])
     return outs
 
 
-def traced_linear_reduce_scatter(x: Tensor, weight: Tensor, chunks: TracedChunks) -> Tensor:
-    """``linear_reduce_scatter`` while torch.compile traces."""
+def project_and_scatter(x: Tensor, weight: Tensor, tokens: ShardedTokens) -> Tensor:
+    """Project ``x [b, t, in_local]`` with ``weight [out, in_local]``, and reduce-scatter it to ``[b, s, out]``."""
     x, weight = to_autocast_dtype(x, weight)
-    y: Tensor = linear_reduce_scatter_op(x, weight, *chunks)
+    y: Tensor = linear_reduce_scatter(x, weight, *tokens)
     return y
+
+
+def _new_tokens() -> Any:
+    return torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
+
+
+@operator(
+    fake=lambda x, weights, *_: [x.new_empty(x.shape[0], n, w.shape[0]) for n in [_new_tokens()] for w in weights],
+    autograd=lambda x, weights, *constants: list(_AllGatherLinear.apply(x, constants, *weights)),
+)
+def all_gather_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: ChunkOptions,
+) -> list[Tensor]:
+    """``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
+    make_ready(chunks.group, x.device)
+    outs: list[Tensor] = _ALGORITHMS[chunks.overlap].all_gather_linear(x.contiguous(), weights, chunks)
+    return outs
+
+
+@operator(
+    fake=lambda douts, x, weights, needed, *_: [
+        like.new_empty(like.shape) for like, need in zip((x, *weights), needed, strict=True) if need
+    ]
+)
+def all_gather_linear_backward(
+    douts: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    needed: Sequence[bool],
+    sharding: Sharding,
+    ranks: ParallelContext,
+    options: ChunkOptions,
+) -> list[Tensor]:
+    """The gradients of ``x`` and of the weights that are ``needed``."""
+    chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
+    need_x, *need_weights = needed
+    backward = _ALGORITHMS[chunks.overlap].all_gather_linear_backward
+    dx, dweights = backward(douts, x.contiguous(), weights, chunks, need_x, need_weights)
+    return [d.contiguous() for d in (dx, *dweights) if d is not None]
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, constants: tuple[Any, ...], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        ctx.constants = constants
+        return tuple(all_gather_linear(x, weights, *constants))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        need_x, _, *need_weights = ctx.needs_input_grad
+        needed = [need_x, *need_weights]
+        results = iter(all_gather_linear_backward(douts, x, weights, needed, *ctx.constants))
+        dx, *dweights = (next(results) if need else None for need in needed)
+        return dx, None, *dweights
+
+
+@operator(
+    fake=lambda x, weight, tokens, *_: x.new_empty(x.shape[0], tokens, weight.shape[0]),
+    autograd=lambda x, weight, *constants: _ReduceScatterOutput.apply(
+        _SavedOperands.apply(x, weight, constants), x.detach(), weight.detach(), constants
+    ),
+)
+def linear_reduce_scatter(
+    x: Tensor, weight: Tensor, tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
+) -> Tensor:
+    """``x [b, t, in_local]`` and ``weight [out, in_local]`` to ``[b, tokens, out]``, summed over the ranks."""
+    chunks = chunks_of(tokens, sharding, ranks, options, x.device)
+    make_ready(chunks.group, x.device)
+    y: Tensor = _ALGORITHMS[chunks.overlap].linear_reduce_scatter(x.contiguous(), weight, chunks)
+    return y.contiguous()
+
+
+@operator(fake=lambda dout, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)))
+def linear_reduce_scatter_backward(
+    dout: Tensor, x: Tensor, weight: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``x`` and ``weight``."""
+    chunks = chunks_of(dout.shape[1], sharding, ranks, options, x.device)
+    backward = _ALGORITHMS[chunks.overlap].linear_reduce_scatter_backward
+    dx, dweight = backward(dout.contiguous(), x.contiguous(), weight, chunks)
+    return dx.contiguous(), dweight.contiguous()
+
+
+class _SavedOperands(torch.autograd.Function):
+    """The autograd node of ``linear_reduce_scatter``: saves the operands, and computes all gradients.
+
+    ``_ReduceScatterOutput`` computes the output after this node has saved its operands. PyTorch stops to recompute a
+    checkpoint as soon as everything that backward needs is saved. If this layer is the last one of the checkpoint, it
+    stops before the reduce-scatter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, constants: tuple[Any, ...]) -> Tensor:
+        """Returns a placeholder with the shape and dtype of the output that takes no memory."""
+        ctx.save_for_backward(x, weight)
+        tokens, *ctx.constants = constants
+        return x.new_empty(()).expand(x.shape[0], tokens, weight.shape[0])  # [b, s, out]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        return *linear_reduce_scatter_backward(dout, *ctx.saved_tensors, *ctx.constants), None
+
+
+class _ReduceScatterOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, placeholder: Tensor, x: Tensor, weight: Tensor, constants: tuple[Any, ...]) -> Tensor:
+        y: Tensor = linear_reduce_scatter(x, weight, *constants)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        return dout, None, None, None
+
+
+@operator(
+    fake=lambda positions, *_: positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, _new_tokens())
+)
+def all_gather_positions(
+    positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
+) -> Tensor:
+    """The positions ``[1 or b, t]`` of all tokens, from this rank's ``[s]`` or ``[b, s]``.
+
+    Every call communicates. A cache could hold the result on one rank and not on another, which would then wait.
+    """
+    chunks = chunks_of(positions.shape[-1], sharding, ranks, options, positions.device)
+    full: Tensor = torch.atleast_2d(positions)
+    return full.clone() if chunks.size == 1 else chunks.all_gather(full)

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib import import_module
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,21 +21,28 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from seqpar import Mask
-from seqpar.cli import main
-from seqpar.cli.comparison.attempts import peer_attempt, silence, strategy_attempt
-from seqpar.cli.comparison.cases import PRESETS, BenchConfig, Case, Contender
-from seqpar.cli.comparison.charts import draw_charts
-from seqpar.cli.comparison.machine import busy_seconds
-from seqpar.cli.comparison.measure import CaseMeasurement, Groups
-from seqpar.cli.comparison.peers import Peer, RefusalError, Setting, adapters, make_peer
-from seqpar.cli.comparison.results import BOTH, FORWARD, CaseResult, Sample, rows_of, table_of
-from seqpar.planner.auto import AttentionShape, mask_summary, predict
-from seqpar.planner.costs import measure
+from seqpar.cli.bench import draw_charts, rows_of, table_of
+from seqpar.cli.bench_cases import PRESETS, BenchCase, BenchConfig, BenchStrategy
+from seqpar.cli.bench_run import BOTH, FORWARD, CaseMeasurement, CaseResult, Groups, Sample, busy_seconds
+from seqpar.cli.bench_runners import (
+    BenchSetting,
+    Peer,
+    RefusalError,
+    adapters,
+    make_peer,
+    peer_runner,
+    strategy_runner,
+)
+from seqpar.planner.hardware import AttentionRate
+from seqpar.planner.layer import attention_seconds
+from seqpar.planner.setting import Setting
 
 from ..pool import Pool, on_ranks
+from ..settings import H100, attention_shape
+from .command import exit_code
 
 CPU = torch.device("cpu")
-CASE = Case("causal", "causal", 64, 2, 1, 4, 4, 16, 16, "float32")
+CASE = BenchCase("causal", "causal", 64, 2, 1, 4, 4, 16, 16, "float32")
 
 
 # Options
@@ -44,15 +51,15 @@ CASE = Case("causal", "causal", 64, 2, 1, 4, 4, 16, 16, "float32")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BenchConfig(presets=("casual",)), "preset='casual'.*causal"),
-        (BenchConfig(strategies=("ulyses",)), "strategy='ulyses'.*ulysses"),
-        (BenchConfig(layouts=("zig",)), "layout='zig'"),
-        (BenchConfig(backends=("cuda",)), "backend='cuda'"),
+        (BenchConfig(preset=("casual",)), "preset='casual'.*causal"),
+        (BenchConfig(strategy=("ulyses",)), "strategy='ulyses'.*ulysses"),
+        (BenchConfig(layout=("zig",)), "layout='zig'"),
+        (BenchConfig(backend=("cuda",)), "backend='cuda'"),
         (BenchConfig(dtype="int8"), "dtype='int8'"),
-        (BenchConfig(masks=("window:0",)), "window:0"),
+        (BenchConfig(mask=("window:0",)), "window:0"),
         (BenchConfig(rounds=0), "rounds=0"),
         (BenchConfig(budget=-1.0), "budget=-1.0: expected seconds"),
-        (BenchConfig(seq_lens=(1,)), "seq_len=1: expected at least 2"),
+        (BenchConfig(seq_len=(1,)), "seq_len=1: expected at least 2"),
         (BenchConfig(ranks=(4,)), "ranks=4: expected 1 to 2"),
         (BenchConfig(heads=0), "heads=0: expected at least 1"),
         (BenchConfig(kv_heads=0), "kv_heads=0: expected at least 1"),
@@ -71,8 +78,8 @@ def test_an_unknown_peer_is_named() -> None:
 
 
 def test_cases_are_every_combination() -> None:
-    config = BenchConfig(presets=tuple(PRESETS), seq_lens=(2048, 1024), ranks=(1, 2), heads=8)
-    cases = config.cases(2, CPU)
+    config = BenchConfig(preset=tuple(PRESETS), seq_len=(2048, 1024), ranks=(1, 2), heads=8)
+    cases = config.cases(2, cuda=False)
     assert len(cases) == len(set(cases)) == len(PRESETS) * 2 * 2
     assert [case.seq_len for case in cases[:2]] == [1024, 2048]
     shapes = {case.preset: (case.mask, case.kv_heads, case.head_dim, case.v_head_dim) for case in cases}
@@ -84,15 +91,15 @@ def test_cases_are_every_combination() -> None:
 
 
 def test_each_strategy_has_the_layout_that_balances_it() -> None:
-    names = [contender.name for contender in BenchConfig().contenders(4)]
+    names = [strategy.name for strategy in BenchConfig().strategies(4)]
     assert names == ["ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag", "auto zigzag"]
-    config = BenchConfig(strategies=("ring",), layouts=("striped", "zigzag"), backends=("auto", "cpu"))
-    assert len(config.contenders(2)) == 4
+    config = BenchConfig(strategy=("ring",), layout=("striped", "zigzag"), backend=("auto", "cpu"))
+    assert len(config.strategies(2)) == 4
 
 
 @pytest.mark.parametrize(("mask", "pairs"), [("causal", 10), ("full", 16), ("window:2", 7), ("documents:2", 6)])
 def test_operations_are_counted_from_the_mask(mask: str, pairs: int) -> None:
-    case = Case("causal", mask, 4, 1, 2, 3, 3, 8, 4, "float32")
+    case = BenchCase("causal", mask, 4, 1, 2, 3, 3, 8, 4, "float32")
     assert case.visible_pairs() == 2 * pairs
     assert case.operations(backward=False) == 2 * (2 * pairs) * 3 * (8 + 4)
     assert case.operations(backward=True) == 2 * (2 * pairs) * 3 * (3 * 8 + 2 * 4)
@@ -120,30 +127,30 @@ def recorded(divisor: int = 1) -> CaseResult:
 
 
 def test_rows_from_recorded_seconds() -> None:
-    rows = {(row.what, row.run): row for row in rows_of(recorded())}
-    assert rows["SDPA", FORWARD].share_of_ideal == 1.0
-    assert rows["local cpu", BOTH].share_of_ideal == pytest.approx(0.75)
+    rows = {(row["what"], row["run"]): row for row in rows_of(recorded())}
+    assert rows["SDPA", FORWARD]["share_of_ideal"] == 1.0
+    assert rows["local cpu", BOTH]["share_of_ideal"] == pytest.approx(0.75)
     ring = rows["ring zigzag", BOTH]
-    assert ring.median_s == 4.0
-    assert (ring.fastest_s, ring.slowest_s) == (4.0, 6.0)
+    assert ring["median_s"] == 4.0
+    assert (ring["fastest_s"], ring["slowest_s"]) == (4.0, 6.0)
     # The median of 3 / 6, 3.6 / 4 and 3 / 4, round by round.
-    assert ring.share_of_ideal == pytest.approx(0.75)
-    assert ring.exposed_s == pytest.approx(0.5)
-    assert ring.tokens_per_s == 64 / 4.0
-    assert ring.tflops == pytest.approx(7 * 2 * (64 * 65 / 2) * 4 * 16 / 4.0 / 1e12)
-    assert (ring.bytes_sent, ring.bytes_between_hosts, ring.peak_memory) == (2048, 1024, 1 << 20)
-    assert rows["ring zigzag", FORWARD].exposed_s == pytest.approx(0.2)
-    assert rows["ring zigzag", FORWARD].bytes_sent is None
+    assert ring["share_of_ideal"] == pytest.approx(0.75)
+    assert ring["exposed_s"] == pytest.approx(0.5)
+    assert ring["tokens_per_s"] == 64 / 4.0
+    assert ring["tflops"] == pytest.approx(7 * 2 * (64 * 65 / 2) * 4 * 16 / 4.0 / 1e12)
+    assert (ring["bytes_sent"], ring["bytes_between_hosts"], ring["peak_memory"]) == (2048, 1024, 1 << 20)
+    assert rows["ring zigzag", FORWARD]["exposed_s"] == pytest.approx(0.2)
+    assert rows["ring zigzag", FORWARD]["bytes_sent"] is None
     # A peer without a backward has one row, with what its run sends.
-    assert rows["a peer", FORWARD].bytes_sent == 512
+    assert rows["a peer", FORWARD]["bytes_sent"] == 512
     assert ("a peer", BOTH) not in rows
-    assert rows["a peer", FORWARD].exposed_s is None
+    assert rows["a peer", FORWARD]["exposed_s"] is None
 
 
 def test_the_ideal_is_divided_by_the_devices() -> None:
-    rows = {(row.what, row.run): row for row in rows_of(recorded(divisor=2))}
-    assert rows["ring zigzag", BOTH].share_of_ideal == pytest.approx(0.375)
-    assert rows["SDPA", BOTH].share_of_ideal == 1.0
+    rows = {(row["what"], row["run"]): row for row in rows_of(recorded(divisor=2))}
+    assert rows["ring zigzag", BOTH]["share_of_ideal"] == pytest.approx(0.375)
+    assert rows["SDPA", BOTH]["share_of_ideal"] == 1.0
 
 
 def test_the_table_has_the_best_ideal_first() -> None:
@@ -162,10 +169,10 @@ def test_charts_of_recorded_seconds(tmp_path: Path) -> None:
 # Adapters
 
 
-def setting(**changes: Any) -> Setting:
+def setting(**changes: Any) -> BenchSetting:
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     values = {name: getattr(CASE, name) for name in CASE.__dataclass_fields__} | changes
-    return Setting(Case(**values), group, group, 2, CPU)
+    return BenchSetting(BenchCase(**values), group, group, 2, CPU)
 
 
 REFUSALS = {
@@ -230,16 +237,16 @@ def test_shards_of_different_lengths_are_refused_by_all_peers() -> None:
 def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
     """One small case with an adapter that is right and one that is wrong, without a command around it."""
     groups = Groups(group, group, group, group)
-    config = BenchConfig(strategies=("ring",), rounds=3, charts=False)
+    config = BenchConfig(strategy=("ring",), rounds=3, charts=False)
     right = adapters(["gather_sdpa"])["gather_sdpa"]
 
-    def wrong(setting: Setting) -> Peer:
+    def wrong(setting: BenchSetting) -> Peer:
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return q + k + v
 
         return Peer(attention, setting.positions())
 
-    def half_right(setting: Setting) -> Peer:
+    def half_right(setting: BenchSetting) -> Peer:
         peer = right.make(setting)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -252,20 +259,20 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
     others = {name: SimpleNamespace(NAME=name, make=make) for name, make in (("wrong", wrong), ("half", half_right))}
     measurement.prepare({"right": right, **others})
     measurement.rounds(until=0.0)
-    place = Setting(CASE, group, group, group.size(), CPU)
-    ring = strategy_attempt(place, Contender("ring", "zigzag"))
-    counted, _ = ring.observe(group)
-    with silence(ring) as attend:
-        _, silent = ring.run(attend)
-    wide = Setting(replace(CASE, head_dim=24), group, group, group.size(), CPU)  # as in the preset mla
-    _, latent = strategy_attempt(wide, Contender("ring", "zigzag")).run()
-    peer = peer_attempt(place, right, group)
+    place = BenchSetting(CASE, group, group, group.size(), CPU)
+    ring = strategy_runner(place, BenchStrategy("ring", "zigzag"))
+    sent, *_ = ring.count()
+    with ring.silence():
+        _, silent = ring.run(ring.silent)
+    wide = BenchSetting(replace(CASE, head_dim=24), group, group, group.size(), CPU)  # as in the preset mla
+    _, latent = strategy_runner(wide, BenchStrategy("ring", "zigzag")).run()
+    peer = peer_runner(place, right, group)
     peer_error = max(error for error, _ in peer.errors(measurement._reference()))
     torch.set_num_threads(1)
     return {
         "refused": measurement.result.refused,
         "samples": {sample.name: sample for sample in measurement.result.samples},
-        "sent": counted.bytes_sent,
+        "sent": sent,
         "silent": [tuple(x.shape) for x in silent],
         "latent": [x.shape[3] for x in latent],
         "peer_error": peer_error,
@@ -296,24 +303,30 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
         assert answer["peer_error"] < 1e-8
 
 
+# The order of magnitude of a core's rates, and of messages in shared memory.
+ONE_CORE = replace(
+    H100, attention={"cpu": AttentionRate(45e9, 40e9)}, p2p=1.5e9, peer=1.5e9, all_to_all=1.5e9, all_gather=1.5e9,
+    latency=100e-6, kernel=50e-6, gpus_per_host=2, device="cpu",
+)  # fmt: skip
+
+
 @on_ranks
 def _rank_worker(group: ProcessGroup) -> dict[str, Any]:
     """Measured and predicted seconds of strategies and layouts, forward and backward."""
-    case = Case("causal", "causal", 2048, group.size(), 1, 8, 8, 64, 64, "float32")
+    case = BenchCase("causal", "causal", 2048, group.size(), 1, 8, 8, 64, 64, "float32")
     config = BenchConfig(
-        strategies=("ring", "ulysses", "all_gather"), layouts=("contiguous", "zigzag"), rounds=5, charts=False
+        strategy=("ring", "ulysses", "all_gather"), layout=("contiguous", "zigzag"), rounds=5, charts=False
     )
     measurement = CaseMeasurement(case, Groups(group, group, group, group), CPU, config, lambda text: None)
     measurement.prepare({})
     measurement.rounds(until=time.monotonic() + 60)
-    torch.set_num_threads(1)
-    costs = measure(group, CPU)
-    shape = AttentionShape(1, 8, 8, 64, torch.float32)
     predicted: dict[str, float] = {}
-    for layout in config.layouts:
-        found = predict(mask_summary(Mask.causal(), 2048, layout, 2), 2048, layout, shape, 2, costs)
-        names = {"context_parallel": "all_gather"}
-        predicted |= {f"{names.get(c.strategy, c.strategy)} {layout}": seconds for c, seconds in found.items()}
+    for layout, (name, ulysses) in product(config.layout, (("ring", 1), ("ulysses", 2), ("all_gather", 1))):
+        setting = Setting(
+            attention_shape(8, 8, 64), ONE_CORE, Mask.causal(), 2048, ring=2 // ulysses, ulysses=ulysses,
+            layout=layout, gather=name == "all_gather", dtype=torch.float32,
+        )  # fmt: skip
+        predicted[f"{name} {layout}"] = attention_seconds(setting)
     samples = {s.name: statistics.median(s.seconds[BOTH]) for s in measurement.result.samples}
     return {"measured": samples, "predicted": predicted, "busy": measurement.result.busy_share}
 
@@ -335,15 +348,12 @@ def test_the_planner_ranks_as_the_bench(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_small_comparison(tmp_path: Path) -> None:
     arguments = (
         "bench --nproc 2 --ranks 1 --ranks 2 --seq-len 64 --heads 2 --head-dim 16 --strategy ulysses --strategy p2p "
         f"--peer gather_sdpa --peer torch_context_parallel --rounds 3 --budget 5 --device cpu --trace --out {tmp_path}"
     )
-    monkeypatch.setattr(sys, "argv", ["seqpar", *arguments.split()])
-    with pytest.raises(SystemExit) as exit_code:
-        main()
-    assert not exit_code.value.code
+    assert exit_code(*arguments.split()) == 0
     rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
     assert {row["ranks"] for row in rows if row["kind"] == "seqpar"} == {"1", "2"}
     assert {row["what"] for row in rows} >= {"SDPA", "ulysses contiguous", "p2p zigzag", "all-gather + SDPA"}

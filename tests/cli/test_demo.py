@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -12,10 +11,11 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from seqpar.cli import demo, main
+from seqpar.cli import demo
 from seqpar.examples import bytelm
 
 from ..pool import OwnPool, on_ranks, start
+from .command import exit_code
 
 SMALL = ["--seq-len=61", "--layers=2", "--hidden=32", "--heads=4", "--kv-heads=2", "--steps=4", "--device=cpu"]
 SMALL += ["--mask=window:30+documents"]
@@ -91,18 +91,10 @@ def test_documents() -> None:
         assert (labels[0, i] == bytelm.IGNORED) == words.endswith((b"e\n\n", b"\n\n\n", b"five"))
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of ``seqpar demo <arguments>``."""
-    monkeypatch.setattr(sys, "argv", ["seqpar", "demo", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
-
-
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     some = {"ring, zigzag": demo._STRATEGIES["ring, zigzag"]}
     monkeypatch.setattr(demo, "_STRATEGIES", some)
-    assert run(monkeypatch, "--nproc=2", "--steps=2", "--seq-len=65", f"--text={__file__}", f"--out={tmp_path}") == 0
+    assert exit_code("demo", "--nproc=2", "--steps=2", "--seq-len=65", f"--text={__file__}", f"--out={tmp_path}") == 0
     with (tmp_path / "demo.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == ["one process", *some]
@@ -112,7 +104,7 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     # A wrong loss is an error.
     monkeypatch.setattr(demo, "launch", lambda *_, **__: [{**dict.fromkeys(MEASURED, 1.0), "losses": [next(_runs)]}])
-    assert run(monkeypatch, "--nproc=2", "--steps=1", f"--out={tmp_path}") == 1
+    assert exit_code("demo", "--nproc=2", "--steps=1", f"--out={tmp_path}") == 1
     assert "ring, zigzag: the loss differs from one process's by more than 0.01" in capsys.readouterr().err
 
 
@@ -133,8 +125,6 @@ MEASURED = ("tokens_per_second", "peak_memory", "attention_bytes", "gradient_byt
         ("--stepz 3", "No such option"),
     ],
 )
-def test_bad_options(
-    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *arguments.split()) == 2
+def test_bad_options(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("demo", *arguments.split()) == 2
     assert words in capsys.readouterr().err

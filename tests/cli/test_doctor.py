@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -14,26 +13,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.cli import checkup, doctor, main
-from seqpar.cli.checkup import Check, Findings, Link, compare, measure_links
+from seqpar.cli import doctor, doctor_ranks
+from seqpar.cli.doctor_ranks import Check, Link, RankReport, compare, measure_links
 
 from ..pool import Pool, on_ranks
+from .command import exit_code
 
 CPU = torch.device("cpu")
 RIGHT = Check("ring", "causal", 1e-7, 1e-5)
-FOUND = Findings(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("all-to-all", 1024, 2e-5, 5e7)], [RIGHT])
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["seqpar", "doctor", *arguments])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
+REPORT = RankReport(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("all-to-all", 1024, 2e-5, 5e7)], [RIGHT])
 
 
 @on_ranks
 def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, str | None]]:
-    right: Callable[..., Tensor] = vars(checkup)["attention"]
+    right: Callable[..., Tensor] = vars(doctor_ranks)["attention"]
 
     def wrong(*args: Any, strategy: str, **options: Any) -> Tensor:
         out: Tensor = right(*args, strategy=strategy, **options)
@@ -41,7 +34,7 @@ def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, st
 
     patch = pytest.MonkeyPatch()
     if broken:
-        patch.setattr(checkup, "attention", wrong)
+        patch.setattr(doctor_ranks, "attention", wrong)
     try:
         return [(c.what, c.mask, c.ok, c.problem) for c in compare(group, CPU)]
     finally:
@@ -67,7 +60,7 @@ def test_a_wrong_strategy_is_found(pool: Pool) -> None:
 @on_ranks
 def _links(group: ProcessGroup) -> list[Link]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(checkup, "_SIZES", (8, 4096))
+    patch.setattr(doctor_ranks, "_SIZES", (8, 4096))
     try:
         return list(measure_links(group, CPU))
     finally:
@@ -84,7 +77,7 @@ def test_links_by_size(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_the_command_starts_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--no-measure", "--nproc", "2", "--json") == 0
+    assert exit_code("doctor", "--no-measure", "--nproc", "2", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert {k["name"] for k in report["kernels"]} >= {"cpu", "triton"}
     assert report["ranks"]["ranks"] == 2 and report["ranks"]["links"] == []
@@ -92,8 +85,9 @@ def test_the_command_starts_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("seqpar.cli.doctor._LONG_ENOUGH_S", 0.01)
-    assert run(monkeypatch, "--no-check", "--nproc=1") == 0
+    monkeypatch.setattr(doctor, "_LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr(doctor, "_start_ranks", lambda *_: REPORT)
+    assert exit_code("doctor") == 0
     shown = capsys.readouterr().out
     torch.set_num_threads(1)
     for words in ("torch", "gloo yes", "reference", "GFLOP/s"):
@@ -104,7 +98,7 @@ def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """The brackets of an extra are printed, not taken for a style."""
     monkeypatch.setattr("seqpar.kernels.flash._no_cuda", lambda: None)
     monkeypatch.setenv("COLUMNS", "400")
-    assert run(monkeypatch, "--no-measure", "--no-check") == 0
+    assert exit_code("doctor", "--no-measure", "--no-check") == 0
     assert "(pip install --pre seqpar[flash4])" in capsys.readouterr().out
 
 
@@ -112,19 +106,19 @@ def test_a_failed_self_check_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: FOUND)
+    monkeypatch.setattr(doctor, "_start_ranks", lambda *_: REPORT)
     monkeypatch.setattr(doctor, "_rates", lambda: {"device": "a CPU", "dtype": "float32", "operations": {"copy": "1"}})
-    assert run(monkeypatch) == 0
+    assert exit_code("doctor") == 0
     shown = capsys.readouterr().out
     for words in ("10 µs, 0.10 GB/s", "1.0e-07", "Measured now: a CPU, float32"):
         assert words in shown
     wrong = replace(RIGHT, error=0.1, problem="out differs by 1.0e-01")
-    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: replace(FOUND, checks=[RIGHT, wrong]))
-    assert run(monkeypatch) == 1
+    monkeypatch.setattr(doctor, "_start_ranks", lambda *_: replace(REPORT, checks=[RIGHT, wrong]))
+    assert exit_code("doctor") == 1
     captured = capsys.readouterr()
     assert "out differs by 1.0e-01" in captured.out and "the self-check failed: ring" in captured.err
-    monkeypatch.setattr(doctor, "_check_ranks", lambda *_: "rank(s) [1] were still running after 120 s")
-    assert run(monkeypatch, "--json") == 1
+    monkeypatch.setattr(doctor, "_start_ranks", lambda *_: "rank(s) [1] were still running after 120 s")
+    assert exit_code("doctor", "--json") == 1
     assert "still running" in json.loads(capsys.readouterr().out)["ranks"]
 
 
@@ -152,5 +146,5 @@ def test_versions_beside_the_tested_ones(
 
 
 def test_bad_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--nproc", "0") == 2
+    assert exit_code("doctor", "--nproc", "0") == 2
     assert "nproc=0: expected at least 1" in capsys.readouterr().err

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 import seqpar
 from seqpar.cli.launch import CommandError, launch
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def total(x: int) -> tuple[int, float]:
@@ -72,16 +70,20 @@ def test_a_deadline(tmp_path: Path) -> None:
     assert error.value.code == 124
 
 
+def launch_sleep(folder: str) -> None:
+    launch(sleep, 2, folder, deadline_s=60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_their_launcher(tmp_path: Path, number: int) -> None:
-    code = f"from tests.cli import test_launch as t; t.launch(t.sleep, 2, {str(tmp_path)!r}, deadline_s=60)"
-    launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    launcher = multiprocessing.get_context("forkserver").Process(target=launch_sleep, args=(str(tmp_path),))
+    launcher.start()
     try:
         _until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"))
         ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
     finally:
-        launcher.send_signal(number)
-        launcher.wait(60)
+        os.kill(launcher.pid or 0, number)
+        launcher.join(60)
     _until(lambda: not any(_alive(pid) for pid in ranks))
 
 

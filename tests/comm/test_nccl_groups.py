@@ -17,10 +17,10 @@ from seqpar.comm.p2p import Message, Pending
 from seqpar.heads import Heads
 from seqpar.kernels.base import Score
 from seqpar.layout import LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan
 from seqpar.strategies import call as calls
-from seqpar.strategies import remote, ring, transport
-from seqpar.strategies.call import AttentionCall
+from seqpar.strategies import ring, transport
+from seqpar.strategies.call import AttentionCall, Run
 
 from ..nccl import Group, HangError, Operation, run
 
@@ -48,15 +48,16 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     tokens = len(plan.sharding.ring_positions(plan.rank))
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
-        mock.patch.dict(calls._CHUNK_BYTES, cpu=1),
+        mock.patch.dict(calls._MIN_CHUNK_BYTES, cpu=1),
         mock.patch.object(calls, "shared_memory", return_value=None),
         mock.patch.object(p2p, "shared_memory", return_value=None),
         mock.patch.object(transport, "exchange", record),
-        mock.patch.object(remote, "make_ready"),
-        mock.patch.object(ring, "select", return_value=stub),
+        mock.patch.object(calls, "make_ready"),
+        mock.patch.object(calls, "select", return_value=stub),
     ):
-        ring.ring_forward(call, heads, x, x, x)
-        ring.ring_backward(call, heads, x, None, x, x, x, x, lse)
+        run = Run(call, heads, x, x, x)
+        ring.ring_forward(run, x, x, x)
+        ring.ring_backward(run, x, None, x, x, x, x, lse)
     return [group for group in groups if group]
 
 
@@ -89,20 +90,14 @@ def check(mask: Mask, ranks: int, layout: Layout, gather: bool, per_host: int | 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "per_host"),
+    ("ranks", "per_host", "layout"),
     [
-        (2, 2),
-        (3, 3),
-        (4, 2),
-        (8, 8),
-        (9, 9),
-        (8, 2),
-        (8, 4),
-        *(pytest.param(72, n, marks=pytest.mark.slow) for n in (72, 8)),
+        *((*hosts, layout) for hosts in ((2, 2), (3, 3), (4, 2), (8, 8), (9, 9), (8, 2), (8, 4)) for layout in LAYOUTS),
+        pytest.param(72, 72, "zigzag", marks=pytest.mark.slow),
+        pytest.param(72, 8, "striped", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gather", [True, False], ids=["all_gather", "ring"])
 def test_exchanges_end(ranks: int, per_host: int, layout: Layout, gather: bool) -> None:
     tokens = ranks * 16
@@ -122,7 +117,7 @@ def test_exchanges_of_random_documents_end(ranks: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "per_host"), [(1024, 8), (256, 256)])
+@pytest.mark.parametrize(("ranks", "per_host"), [(256, 8), (128, 128)])
 def test_exchanges_end_on_many_ranks(ranks: int, per_host: int) -> None:
     check(Mask.sliding_window(300, 300), ranks, "contiguous", gather=True, per_host=per_host)
 
@@ -133,8 +128,8 @@ def test_one_group_for_all_peers_hangs(ranks: int) -> None:
     sharding = SequenceSharding(ranks * 64, "zigzag", ring=ranks)
     programs: list[list[Group]] = []
     for rank in range(ranks):
-        step = AttentionPlan(Mask.causal(), sharding, rank, gather=True)[1]
-        sends, receives = ({t.peer for t in transfers} for transfers in (step.sends, step.receives))
+        hop = AttentionPlan(Mask.causal(), sharding, rank, gather=True)[1].intra_host
+        sends, receives = ({t.peer for t in x} for x in (hop.sends, hop.receives))
         distances = range(1, ranks)
         group = [Operation(True, p) for p in ((rank + d) % ranks for d in distances) if p in sends for _ in "kv"]
         group += [Operation(False, p) for p in ((rank - d) % ranks for d in distances) if p in receives for _ in "kv"]

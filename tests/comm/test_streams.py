@@ -18,8 +18,8 @@ import seqpar
 from seqpar import kernels
 from seqpar.comm import p2p, streams
 from seqpar.kernels.base import Grads
-from seqpar.strategies import autograd, head_exchange
 from seqpar.strategies import call as calls
+from seqpar.strategies import head_exchange, operators
 
 from ..fake_cuda import fake_cuda
 from ..streams import Event, RaceError, Simulator, simulated
@@ -59,7 +59,7 @@ def one_rank(per_host: int) -> Iterator[Simulator]:
     try:
         with (
             mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(per_host)),
-            mock.patch.dict(calls._CHUNK_BYTES, cuda=1),
+            mock.patch.dict(calls._MIN_CHUNK_BYTES, cuda=1),
             mock.patch.dict(head_exchange.MIN_CHUNK_WORK, cuda=1),
             fake_cuda(),
             torch.no_grad(),
@@ -90,10 +90,10 @@ def attend(simulator: Simulator, layers: int = 2, mask: str = "full", restored: 
         )
         context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
         contexts.append(context)
-        return autograd.SequenceParallelAttention.forward(context, *args)
+        return operators._Attention.forward(context, *args)
 
     with (
-        mock.patch.object(autograd.SequenceParallelAttention, "apply", forward),
+        mock.patch.object(operators, "attention", forward),
         mock.patch("seqpar.strategies.operators._get_current_dispatch_mode", return_value=None),
     ):
         for _ in range(layers):
@@ -108,7 +108,7 @@ def attend(simulator: Simulator, layers: int = 2, mask: str = "full", restored: 
             context = contexts.pop()
             if restored:
                 context.saved_tensors = tuple(None if x is None else x.clone() for x in context.saved_tensors)
-            gradients = autograd.SequenceParallelAttention.backward(context, dout, None)
+            gradients = operators._Attention.backward(context, dout, None)
             del context
             simulator.run("weight gradients", [x for x in gradients if x is not None], [torch.empty_like(out)])
 

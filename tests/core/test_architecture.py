@@ -12,8 +12,8 @@ FLOORS = (
     (
         "cache",
         "checks",
-        "keys",
         "layout",
+        "library",
         "heads",
         "mask",
         "mesh",
@@ -25,8 +25,8 @@ FLOORS = (
         "triton_kernels",
     ),
     ("schedule", "comm", "kernels"),
-    ("strategies", "planner", "functional", "sharding"),
-    ("layers",),
+    ("strategies", "planner", "functional", "sharding", "spec"),
+    ("layers", "megatron"),
     ("hf", "cli"),
     ("peers",),
 )

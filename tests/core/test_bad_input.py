@@ -20,6 +20,7 @@ import seqpar
 from seqpar import Mask
 
 from ..cases import Batch
+from ..observe import message_of
 from ..pool import Pool, mesh_of, on_ranks
 from ..strategy_cases import STRATEGIES
 
@@ -227,15 +228,6 @@ def test_the_message_says_what_to_do(name: str) -> None:
     message = str(raised.value)
     missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", message)]
     assert not missing, f"{message!r} lacks {missing}"
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    """The type and message of what ``call`` raises; "nothing" if it returns."""
-    try:
-        call()
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def bad_on(bad_rank: int, rank: int) -> dict[str, tuple[dict[str, Any], str]]:

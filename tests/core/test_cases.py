@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,20 @@ import pytest
 from ..cases import Batch
 from ..pool import Pool
 
-ROOT = Path(__file__).parents[2]
 CASES = ["good one", "bad one", "bad", "it's good"]
 # Cases that begin with "bad" fail; on the ranks "bad one" raises.
 SAMPLE = """
-from tests.cases import Batch
-from tests.pool import on_ranks
+import pytest
+
+from tests.pool import Pool, on_ranks
 
 CASES = ["good one", "bad one", "bad", "it's good"]
+
+@pytest.fixture(scope="session")
+def pool():
+    workers = Pool(2)
+    yield workers
+    workers.close()
 
 @on_ranks
 def body(group, case, how):
@@ -74,50 +79,62 @@ def test_ids_are_unique() -> None:
         Batch(Pool(), "test_x").check_here([1, "1"], print)
 
 
-def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest on the sample, with this package's options and fixtures."""
-    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "-p", "tests.conftest", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sample") / "test_sample.py"
+    path.write_text(SAMPLE)
+    return path
 
 
-def ran(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return re.findall(r"ran (.*)\.\n", done.stdout)
+@dataclass
+class Run:
+    """One run of pytest on the sample, in this process, with this package's options and fixtures."""
+
+    code: int
+    output: str
+
+    @property
+    def cases(self) -> list[str]:
+        """The ids of the cases that ran in this process."""
+        return re.findall(r"ran (.*)\.\n", self.output)
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The arguments of pytest in the commands that the failures print."""
+        found = re.findall(r"(?m)^E? +python -m pytest (.*--case .*)$", self.output)
+        return [shlex.split(line) for line in dict.fromkeys(found)]
 
 
 @pytest.fixture
-def sample(tmp_path: Path) -> Path:
-    (tmp_path / "test_sample.py").write_text(SAMPLE)
-    return tmp_path
+def run_pytest(sample: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
+    def run(*arguments: str) -> Run:
+        monkeypatch.chdir(sample.parent)
+        monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+        plugins = [word for name in ("no:cacheprovider", "no:faulthandler", "no:xdist", "tests.conftest")
+                   for word in ("-p", name)]  # fmt: skip
+        code = pytest.main(["-s", "--rootdir=.", *plugins, *arguments])
+        return Run(int(code), capsys.readouterr().out)
+
+    return run
 
 
-def commands(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
-    """The arguments of pytest in the commands that the failures print."""
-    found = re.findall(r"(?m)^E? +python -m pytest (.*--case .*)$", done.stdout)
-    return [shlex.split(line) for line in dict.fromkeys(found)]
-
-
-@pytest.mark.slow
-def test_the_printed_commands_run_the_failed_cases(sample: Path) -> None:
-    done = run_pytest(sample, "test_sample.py")
-    assert done.returncode == 1
-    assert "2 of 4 cases failed" in done.stdout and "bad one is wrong" in done.stdout
-    assert "raised on a rank" in done.stdout
-    first, second, on_ranks = commands(done)
+def test_the_printed_commands_run_the_failed_cases(run_pytest: Callable[..., Run]) -> None:
+    done = run_pytest("test_sample.py")
+    assert done.code == 1
+    assert "2 of 4 cases failed" in done.output and "bad one is wrong" in done.output
+    assert "raised on a rank" in done.output
+    first, second, on_ranks = done.commands
     assert first == ["test_sample.py::test_here", "--case", "bad one"]
     assert second == ["test_sample.py::test_here", "--case", "bad"]
     assert on_ranks == ["test_sample.py::test_on_ranks", "--case", "bad one"]
-    alone = run_pytest(sample, second[0], *on_ranks[:1], *second[1:])
-    assert ran(alone) == ["bad", "bad"] and alone.returncode == 1
-    assert "1 of 1 cases failed" in alone.stdout and "2 failed" in alone.stdout
+    alone = run_pytest(second[0], *on_ranks[:1], *second[1:])
+    assert alone.cases == ["bad", "bad"] and alone.code == 1
+    assert "1 of 1 cases failed" in alone.output and "2 failed" in alone.output
 
 
-@pytest.mark.slow
-def test_part_of_an_id_and_unknown_ids(sample: Path) -> None:
-    good = run_pytest(sample, "test_sample.py", "-k", "not on_ranks", "--case", "good")
-    assert ran(good) == ["good one", "it's good"] and good.returncode == 0
-    unknown = run_pytest(sample, "test_sample.py", "-k", "not on_ranks", "--case", "no such case")
-    assert not ran(unknown) and unknown.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
-    assert "--case 'no such case': 0 cases ran" in unknown.stdout
+def test_part_of_an_id_and_unknown_ids(run_pytest: Callable[..., Run]) -> None:
+    good = run_pytest("test_sample.py", "-k", "not on_ranks", "--case", "good")
+    assert good.cases == ["good one", "it's good"] and good.code == 0
+    unknown = run_pytest("test_sample.py", "-k", "not on_ranks", "--case", "no such case")
+    assert not unknown.cases and unknown.code == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert "--case 'no such case': 0 cases ran" in unknown.output

@@ -17,7 +17,7 @@ import seqpar
 from seqpar.layout import LAYOUTS, Layout
 
 from ..hosts import hosts_of
-from ..planner.test_auto import one_device
+from ..planner.test_rules import one_device
 from ..pool import OwnPool, Pool, on_ranks, start
 from ..reference import assert_close
 
@@ -189,4 +189,4 @@ def test_a_layer_says_only_what_it_was_given() -> None:
     assert "comm" not in repr(seqpar.ContextParallelAttention(16, 4))
     assert "comm='all_gather'" in repr(seqpar.ContextParallelAttention(16, 4, comm="all_gather"))
     # What is an option of the all-gather asks for it.
-    assert "comm='all_gather'" in repr(seqpar.ContextParallelAttention(16, 4, gather="auto"))
+    assert "comm='all_gather'" in repr(seqpar.ContextParallelAttention(16, 4, gather="activations"))

@@ -17,7 +17,7 @@ import seqpar
 from seqpar.layout import CPU, LAYOUTS, Layout, merged_positions, shard_length, shard_positions, shard_ranges
 
 from ..cases import Batch
-from ..pool import WORLDS, Pool, on_ranks
+from ..pool import Pool, on_ranks
 from ..reference import rank_positions
 
 layouts = st.sampled_from(LAYOUTS)
@@ -134,7 +134,7 @@ def verify_round_trip(case: ShardCase, by_rank: list[dict[str, Tensor]]) -> None
     assert all(torch.equal(got["dx"], dx) for got in by_rank if "dx" in got)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_shard_and_unshard(batch: Batch, world: int) -> None:
     batch.check(world, round_trip, shard_cases(world), verify_round_trip)
 

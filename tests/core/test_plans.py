@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import gc
 import pickle
-import subprocess
-import sys
 import tracemalloc
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar import Mask, cache, schedule
+from seqpar import Mask, cache
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan, attention_plan
+from seqpar.schedule import plan as plans
+from seqpar.schedule.plan import AttentionPlan, attention_plan
 
 from ..pool import Pool, on_ranks
 
@@ -40,8 +41,8 @@ def test_size_of_a_plan_does_not_depend_on_the_tokens(layout: Layout, gather: bo
     assert sizes[1] < 1.5 * sizes[0] + 4096  # larger numbers take more bytes
 
 
-def test_past_masks_leave_nothing_behind() -> None:
-    """1,000 masks in a row: the memory of host and device does not grow."""
+def test_past_masks_keep_no_memory() -> None:
+    """400 masks in a row: the memory of host and device does not grow."""
     sharding = SequenceSharding(1 << 14, "zigzag", ring=4)
 
     def use(seeds: range) -> None:
@@ -53,12 +54,12 @@ def test_past_masks_leave_nothing_behind() -> None:
                     plan.intervals(step, CPU)
 
     cache._tensors.clear()  # of earlier tests: tracemalloc would see what replaces it, but not that it is freed
-    schedule._plans.clear()
+    plans._plans.clear()
     tracemalloc.start()
-    use(range(500))
+    use(range(200))
     gc.collect()
     host, tensors = tracemalloc.get_traced_memory()[0], cache._tensors.total
-    use(range(500, 1000))
+    use(range(200, 400))
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - host
     tracemalloc.stop()
@@ -89,36 +90,33 @@ def test_a_plan_made_ahead_travels_with_the_mask() -> None:
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert torch.equal(ours.lo, theirs.lo) and torch.equal(ours.hi, theirs.hi)
-        assert plan[step].sends == fresh[step].sends and plan[step].receives == fresh[step].receives
-
-
-WORKER = """
-import pickle, sys
-planner, mask = pickle.load(sys.stdin.buffer)
-sys.stdout.buffer.write(pickle.dumps(planner(mask)))
-"""
+        hop, expected = plan[step].intra_host, fresh[step].intra_host
+        assert hop.sends == expected.sends and hop.receives == expected.receives
 
 
 @on_ranks
-def attend_with_a_planned_mask(group: ProcessGroup, strategy: str) -> bool:
-    """Plan in another process, without process groups; attention then plans nothing."""
+def planner_of_rank(group: ProcessGroup, strategy: str) -> Callable[[Mask], Mask]:
+    return seqpar.mask_planner(seqpar.Sharding(60, "striped", group=group), strategy)
+
+
+@on_ranks
+def attend_with_a_planned_mask(group: ProcessGroup, strategy: str, masks: list[Mask]) -> bool:
     sharding = seqpar.Sharding(60, "striped", group=group)
-    planner = seqpar.mask_planner(sharding, strategy)
-    worker = [sys.executable, "-c", WORKER]
-    sent = pickle.dumps((planner, packed(60, 4)))
-    mask = pickle.loads(subprocess.run(worker, input=sent, capture_output=True, check=True, timeout=120).stdout)
     torch.manual_seed(0)
     q, k, v = (sharding.shard(x).requires_grad_() for x in torch.randn(3, 1, 60, 2, 8))
     expected = seqpar.attention(q, k, v, strategy=strategy, mask=packed(60, 4), sharding=sharding)
     with mock.patch.object(AttentionPlan, "__init__", side_effect=AssertionError("planned again")):
-        out = seqpar.attention(q, k, v, strategy=strategy, mask=mask, sharding=sharding)
+        out = seqpar.attention(q, k, v, strategy=strategy, mask=masks[group.rank()], sharding=sharding)
         out.sum().backward()
     return torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "context_parallel"])
 def test_planning_in_a_worker(pool: Pool, strategy: str) -> None:
-    assert pool.run(2, attend_with_a_planned_mask, strategy) == [True] * 2
+    """Plan in this process, which has no process groups; attention on the ranks then plans nothing."""
+    assert not dist.is_initialized()
+    masks = [planner(packed(60, 4)) for planner in pool.run(2, planner_of_rank, strategy)]
+    assert pool.run(2, attend_with_a_planned_mask, strategy, masks) == [True] * 2
 
 
 def test_a_layer_plans_for_its_own_ranks() -> None:
@@ -129,7 +127,7 @@ def test_a_layer_plans_for_its_own_ranks() -> None:
         layer(torch.randn(1, 64, 16), mask=mask, sharding=sharding)
 
 
-def test_a_value_larger_than_the_cache_is_not_kept() -> None:
+def test_cache_refuses_values_larger_than_itself() -> None:
     small: cache.ByteCache[torch.Tensor] = cache.ByteCache(100, cache.tensor_bytes)
     made = []
 

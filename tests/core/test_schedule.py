@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
-from seqpar.keys import KeyIntervals, Selection
 from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan, Exchange
+from seqpar.schedule.plan import AttentionPlan
+from seqpar.schedule.program import Hop
+from seqpar.schedule.rows import KeyIntervals, RowSpans
 from seqpar.strategies.head_exchange import MAX_CHUNKS, HeadExchange
 
 from ..generators import masks
@@ -59,15 +60,22 @@ def test_every_send_has_its_receive(problem: Scheduled) -> None:
     mask, shards, gather, per_host = problem
     schedules = [AttentionPlan(mask, shards, rank, gather, per_host) for rank in range(shards.ring)]
     assert len({len(s) for s in schedules}) == 1 == len({s.dense for s in schedules})
-    exchanges: list[list[Exchange]] = [[plan[i] for plan in schedules] for i in range(len(schedules[0]))]
-    exchanges += [[plan.fetch(i) for plan in schedules] for i in range(schedules[0].fetches)]
-    for exchange in exchanges:
-        sent = [(r, t.peer, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.sends]
-        received = [(t.peer, r, t.owner, t.rows) for r, e in enumerate(exchange) for t in e.receives]
+    hops: list[list[Hop]] = [[plan[i].intra_host for plan in schedules] for i in range(len(schedules[0]))]
+    between = [inter_host(plan) for plan in schedules]
+    assert {len(x) for x in between} == {schedules[0].inter_host_hops}
+    hops += map(list, zip(*between, strict=True))
+    for by_rank in hops:
+        sent = [(r, t.peer, t.owner, t.owner_rows) for r, hop in enumerate(by_rank) for t in hop.sends]
+        received = [(t.peer, r, t.owner, t.owner_rows) for r, hop in enumerate(by_rank) for t in hop.receives]
         assert sorted(sent, key=str) == sorted(received, key=str)
-        for rank, one in enumerate(exchange):
-            peers = {t.peer for t in (*one.sends, *one.receives)} - {rank}
-            assert peers <= {peer for group in one.groups for peer in group}
+        for rank, hop in enumerate(by_rank):
+            peers = {t.peer for t in (*hop.sends, *hop.receives)} - {rank}
+            assert peers <= {peer for peers_of_round in hop.rounds for peer in peers_of_round}
+
+
+def inter_host(plan: AttentionPlan) -> list[Hop]:
+    """The hops between hosts, each once."""
+    return [step.inter_host for step in plan if step.inter_host is not None and step.starts_inter_host]
 
 
 @settings(max_examples=100)
@@ -86,50 +94,50 @@ def test_rows_are_sent_once_to_each_other_host(problem: Scheduled) -> None:
         arrived = torch.zeros(shards.seq_len, dtype=torch.int64)
         for plan in (plans[rank] for rank in ranks):
             has = {plan.rank: torch.arange(len(held[plan.rank]))}
-            for transfer in (t for i in range(plan.fetches) for t in plan.fetch(i).receives):
+            for transfer in (t for hop in inter_host(plan) for t in hop.receives):
                 assert transfer.peer // per_host != host and transfer.peer == transfer.owner
-                has[transfer.owner] = transfer.rows.index(CPU)
+                has[transfer.owner] = transfer.owner_rows.index(CPU)
                 arrived[held[transfer.owner][has[transfer.owner]]] += 1
-            for transfer in (t for step in plan for t in step.sends):
+            for transfer in (t for step in plan for t in step.intra_host.sends):
                 assert transfer.peer in ranks
-                assert torch.equal(has[transfer.owner][transfer.at.index(CPU)], transfer.rows.index(CPU))
+                assert torch.equal(has[transfer.owner][transfer.sender_rows.index(CPU)], transfer.owner_rows.index(CPU))
         assert torch.equal(arrived, wanted.long()) or plans[0].dense
 
 
 @settings(max_examples=60)
 @given(scheduled())
-def test_only_visible_rows_are_fetched(problem: Scheduled) -> None:
+def test_only_visible_rows_are_received(problem: Scheduled) -> None:
     mask, shards, gather, per_host = problem
     dense = mask.dense(shards.seq_len)
     for rank in range(shards.ring):
-        fetched = sum(
-            len(t.rows) for step in AttentionPlan(mask, shards, rank, gather, per_host) for t in step.receives
-        )
+        plan = AttentionPlan(mask, shards, rank, gather, per_host)
+        received = sum(len(t.owner_rows) for step in plan for t in step.intra_host.receives)
         mine = shards.ring_positions(rank).tensor(CPU)
         seen = dense[mine].any(0)
         seen[mine] = False
-        assert fetched == int(seen.sum())
+        assert received == int(seen.sum())
 
 
-def test_a_window_fetches_from_its_neighbour_only() -> None:
+def test_a_window_receives_from_its_neighbour_only() -> None:
     shards = SequenceSharding(64 * 128, "contiguous", ring=64)
     steps = list(AttentionPlan(Mask.sliding_window(100), shards, 20))
-    assert [len(step.receives) for step in steps] == [0, 1] + [0] * 62
-    assert steps[1].receives[0].peer == 19 and len(steps[1].receives[0].rows) == 100
+    assert [len(step.intra_host.receives) for step in steps] == [0, 1] + [0] * 62
+    (transfer,) = steps[1].intra_host.receives
+    assert transfer.peer == 19 and len(transfer.owner_rows) == 100
 
 
 @pytest.mark.parametrize("spans", [1, 16, 17, 40])
 def test_rows_are_selected_by_few_operators(spans: int) -> None:
     """By slices or by one index, and never by an operator for each of many documents."""
-    selection = Selection(tuple((5 * i + 1, 5 * i + 1 + i % 4 + 1) for i in range(spans)))
+    selection = RowSpans(tuple((5 * i + 1, 5 * i + 1 + i % 4 + 1) for i in range(spans)))
     rows = torch.cat([torch.arange(start, stop) for start, stop in selection.spans])
     x = torch.randn(2, 3, 5 * spans + 1, 2, 4)
     values, target = torch.randn(2, 3, len(rows), 2, 4), x.clone()
     selection.index(CPU)  # cached, as for the next layer
     with Operators() as taken:
-        selection.copy_to(values, x)
+        selection.copy_to([values], [x])
     with Operators() as added:
-        selection.add_to(target, values)
+        selection.add_to([target], [values])
     assert torch.equal(values, x[:, :, rows])
     expected = x.clone()
     expected[:, :, rows] *= 2
@@ -156,7 +164,63 @@ def test_many_documents_are_few_spans(layout: Layout) -> None:
     seq_len = 1 << 20
     mask = Mask.documents([*range(0, seq_len, 131), seq_len])
     plan = AttentionPlan(mask, SequenceSharding(seq_len, layout, ring=64), 31)
-    assert max(len(t.rows.spans) for step in plan for t in (*step.sends, *step.receives)) <= 2
+    transfers = [t for step in plan for t in (*step.intra_host.sends, *step.intra_host.receives)]
+    assert max(len(t.owner_rows.spans) for t in transfers) <= 2
+
+
+@settings(max_examples=100)
+@given(scheduled(), st.integers(1, 4), st.integers(1, 2))
+def test_messages_are_posted_once_and_in_the_same_order_on_every_rank(
+    problem: Scheduled, chunks: int, prefetch: int
+) -> None:
+    mask, shards, gather, per_host = problem
+    heads, programs = Heads.of_model(8, 4), []
+    for rank in range(shards.ring):
+        plan = AttentionPlan(mask, shards, rank, gather, per_host)
+        programs.append(plan.program(heads, chunks, prefetch=prefetch))
+    posts = [[step.posts for step in program.steps] for program in programs]
+    assert all(other == posts[0] for other in posts)
+    posted = [post for step_posts in posts[0] for post in step_posts]
+    steps = programs[0].steps
+    assert [i for level, i in posted if level == "intra_host"] == list(range(1, len(steps)))
+    inter_host = [i for i, step in enumerate(steps) if step.starts_inter_host]
+    assert [i for level, i in posted if level == "inter_host"] == inter_host
+    for i in range(1, len(steps)):
+        at = next(at for at, step_posts in enumerate(posts[0]) if ("intra_host", i) in step_posts)
+        assert i - prefetch <= at <= i
+        if i in inter_host:
+            assert posted.index(("inter_host", i)) < posted.index(("intra_host", i))
+
+
+@given(scheduled(), st.sampled_from([(8, 8), (8, 2), (6, 3), (4, 1), (1, 1)]), st.integers(1, 4), st.booleans())
+def test_each_head_attends_to_the_keys_of_each_step_once(
+    problem: Scheduled, model_heads: tuple[int, int], chunks: int, split_own: bool
+) -> None:
+    """Forward and backward; the last step of a head is marked, and its gradients are written before they are added."""
+    mask, shards, gather, per_host = problem
+    plan = AttentionPlan(mask, shards, shards.ring - 1, gather, per_host)
+    program = plan.program(Heads.of_model(*model_heads), chunks, split_own=split_own)
+    for steps in (program.steps, program.backward_steps):
+        computed = [
+            (step.index, head) for step in steps if step.attends for head in step.q_heads or range(model_heads[0])
+        ]
+        expected = [i for i in range(len(plan)) if plan.intervals(i, CPU) is not None]
+        assert sorted(computed) == [(i, head) for i in expected for head in range(model_heads[0])]
+    finished = [h for step in program.steps if step.is_last for h in step.q_heads or range(model_heads[0])]
+    assert sorted(finished) == list(range(model_heads[0]))
+    written = [h for step in program.backward_steps if step.new_dq for h in step.q_heads or range(model_heads[0])]
+    added = [h for step in program.backward_steps if step.index == 0 and not step.new_dq for h in step.q_heads or ()]
+    assert sorted(written + added) == list(range(model_heads[0]))
+
+
+def test_a_program_is_printed_step_by_step() -> None:
+    plan = AttentionPlan(Mask.causal(), SequenceSharding(8, "zigzag", ring=4), 1)
+    assert str(plan.program(Heads.of_model(4, 2))) == (
+        "0  step 0: own keys; attend to 2 keys; post intra_host of 1, intra_host of 2\n"
+        "1  step 1: receive 1 rows of 0 from 0, send 1 rows to 2; attend to 1 keys; post intra_host of 3\n"
+        "2  step 2: receive 2 rows of 3 from 3, send 1 rows to 3; attend to 2 keys\n"
+        "3  step 3: receive 2 rows of 2 from 2, send 2 rows to 0; attend to 2 keys"
+    )
 
 
 def pairs(intervals: KeyIntervals | None) -> int:

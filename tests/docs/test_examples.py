@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import runpy
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.run
 from torch.distributed import ProcessGroup
 
 pytest.importorskip("transformers")
@@ -25,8 +25,8 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 import seqpar.hf
 
+from ..hf.test_accelerate import logged, settings, torchrun
 from ..hf.test_multimodal import make_batch, tiny
-from ..hf.test_parallelism import logged, settings, torchrun
 from ..pool import Pool, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -141,30 +141,37 @@ def test_a_trainer_with_images(two: Pool, tmp_path: Path) -> None:
         assert together == pytest.approx(alone, abs=5e-5)
 
 
+def run_host(out: Path, arguments: list[str]) -> None:
+    """``torchrun`` with these arguments. The ranks are new processes, whose standard output goes to ``out``."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    with out.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    torch.distributed.run.main(arguments)
+
+
 def test_two_hosts(tmp_path: Path) -> None:
     """One torchrun for each host, as the guide describes it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = script_of("Several hosts", tmp_path)
     arguments = ["--text", TEXT, "--length", "257", "--steps", "2", "--output", str(tmp_path)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    hosts = []
+    context, hosts = multiprocessing.get_context("forkserver"), []
     for host in range(2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}"]
-        command += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        command += [str(script), *arguments]
-        hosts.append(
-            subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
+        command = ["--nnodes=2", f"--node-rank={host}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+        command += [f"--master-port={port}", str(script), *arguments]
+        hosts.append(context.Process(target=run_host, args=(tmp_path / f"host{host}", command)))
+        hosts[-1].start()
     try:
         with torchrun(None):
             alone = losses(script, arguments)
-        ended = [host.communicate(timeout=180) for host in hosts]
+        for process in hosts:
+            process.join(180)
     finally:
         for process in hosts:
             process.kill()
-    assert [host.returncode for host in hosts] == [0, 0], ended
-    (line,) = [line for line in ended[0][0].splitlines() if line.startswith('{"losses"')]
+    output = (tmp_path / "host0").read_text()
+    assert [process.exitcode for process in hosts] == [0, 0], output
+    (line,) = [line for line in output.splitlines() if line.startswith('{"losses"')]
     assert json.loads(line)["losses"] == pytest.approx(alone, abs=5e-5)
 
 

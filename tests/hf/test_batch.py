@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import seqpar.hf
 from seqpar.hf.batch import documents_from_positions, shard_for_rank, token_ranges
 from seqpar.layout import Layout
 
-from ..pool import Pool, WorkerError, on_ranks
+from ..pool import Pool, on_ranks
 from .workers import make_batch
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ def unsharded(name: str, batch: dict[str, Any], ranks: int, layout: Layout, **op
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_parts_hold_the_batch(ranks: int, layout: Layout) -> None:
+def test_parts_of_a_batch(ranks: int, layout: Layout) -> None:
     batch = make_batch("plain", 23)
     batch["token_type_ids"] = torch.arange(46).view(2, 23)
     batch["extra"] = torch.ones(3)
@@ -119,7 +120,7 @@ def test_documents_start_where_ids_restart(ids: list[int], boundaries: tuple[int
     assert found == (None if boundaries is None else [boundaries])
 
 
-def test_masks_are_shared_by_equal_rows() -> None:
+def test_mask_of_equal_rows() -> None:
     batch = {"input_ids": torch.ones(4, 12, dtype=torch.long), "attention_mask": torch.ones(4, 12)}
     batch["attention_mask"][:, 9:] = 0
     assert shard_for_rank(batch, 1, 0, "zigzag")["seqpar"].mask.batch == 1
@@ -225,56 +226,26 @@ def test_shard_batch_with_a_sharding(pool: Pool) -> None:
     assert all(messages[rank].startswith("RuntimeError: rank(s) [1]") for rank in (0, 2))
 
 
+# For each fault: this rank's batch, and what the error says on every rank.
+FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "different": (lambda rank: make_batch("plain", 12, seed=rank), "passed different batches"),
+    "one lacks": (
+        lambda rank: None if rank == 1 else make_batch("plain", 12),
+        r"ranks \[0, 2\] of the sequence group's 3 passed a batch",
+    ),
+    "one bad": (
+        lambda rank: {} if rank == 2 else make_batch("plain", 12),
+        r"rank\(s\) \[2\] of the group raised an error on their own input|expected 'input_ids'",
+    ),
+}
+
+
 @on_ranks
-def shard_different(group: ProcessGroup, what: str) -> None:
-    batch: Any = make_batch("plain", 12, seed=group.rank() if what == "different" else 0)
-    if what == "one lacks" and group.rank() == 1:
-        batch = None
-    if what == "one bad" and group.rank() == 2:
-        batch = {"labels": batch["labels"]}
-    seqpar.hf.shard_batch(batch, group=group)
+def with_faults(group: ProcessGroup) -> None:
+    for batch, words in FAULTS.values():
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            seqpar.hf.shard_batch(batch(group.rank()), group=group)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("different", "passed different batches"),
-        ("one lacks", r"ranks \[0, 2\] of the sequence group's 3 passed a batch"),
-        ("one bad", r"rank\(s\) \[2\] of the group raised an error on their own input"),
-    ],
-)
-def test_ranks_that_disagree_all_raise(pool: Pool, what: str, words: str) -> None:
-    with pytest.raises(WorkerError, match=words):
-        pool.run(3, shard_different, what)
-
-
-ONES = torch.ones(2, 8, dtype=torch.long)
-
-
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        ({"labels": ONES}, r"'input_ids' \[batch, seq\]"),
-        ({"input_ids": ONES, "attention_mask": ONES[:, :7]}, r"shape \(2, 7\); expected \(2, 8\)"),
-        ({"input_ids": ONES, "attention_mask": torch.ones(2, 1, 8, 8)}, "no dense mask"),
-        ({"input_ids": ONES, "attention_mask": 2 * ONES}, "values up to 2"),
-        ({"input_ids": ONES, "attention_mask": torch.tensor([[1, 0, 1] + [1] * 5] * 2)}, "row 0 has zeros between"),
-        ({"input_ids": ONES, "labels": ONES[:, 1:]}, r"labels: shape \(2, 7\)"),
-        ({"input_ids": ONES, "position_ids": torch.ones(3, 2, 8)}, "several ids per token"),
-        ({"input_ids": ONES, "cu_seqlens": [0, 9]}, "the last boundary is 9, but the rows have 8"),
-        ({"input_ids": ONES, "cu_seqlens": [[0, 4], [0, 3], [0, 2]]}, "for 3 rows, but the batch has 2"),
-        ({"input_ids": ONES, "seqpar": 1}, "sharded already"),
-    ],
-)
-def test_refused_batches(batch: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        seqpar.hf.shard_batch(batch)
-
-
-def test_refused_arguments() -> None:
-    with pytest.raises(TypeError, match="batch=Tensor: expected a dict"):
-        seqpar.hf.shard_batch(ONES)
-    with pytest.raises(ValueError, match="layout='zig': did you mean 'zigzag'"):
-        seqpar.hf.shard_batch({"input_ids": ONES}, layout="zig")
-    with pytest.raises(ValueError, match="rows of 8 tokens cannot be sharded over 9 ranks"):
-        shard_for_rank({"input_ids": ONES}, 9, 0, "zigzag")
+def test_refused_batches_that_differ(pool: Pool) -> None:
+    pool.run(3, with_faults)

@@ -1,15 +1,286 @@
-"""The fused loss of parallelized models, without a model."""
+"""Losses: the user's own, log-probabilities, and the fused loss are one device's, or an error says why not."""
 
 from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
+pytest.importorskip("transformers")
+
+import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import seqpar
+import seqpar.hf
 from seqpar.hf.loss import fused_cross_entropy
 
+from ..live_bytes import LiveBytes
+from ..pool import Pool, on_ranks
+from .workers import GRADIENT, LOSS, VOCAB, Result, gradients, make_batch, tiny, trained, worst
+
 pytestmark = pytest.mark.slow
+VALUE = 1e-4
+Llama, Qwen3Moe = transformers.LlamaForCausalLM, transformers.Qwen3MoeForCausalLM
+
+
+def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, scale: float = 3.0, **kwargs: Any) -> Tensor:
+    """A loss that is neither a sum over tokens nor a function of the cross-entropy."""
+    labels = labels[:, 1:].flatten()
+    losses = F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels, reduction="none", label_smoothing=0.1)
+    count = kwargs.get("num_items_in_batch")
+    mean = losses.sum() / ((labels != -100).sum() if count is None else count)
+    return mean + (scale * losses).logsumexp(0) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+class Smoothed(nn.Module):
+    """The same loss with a parameter, which becomes a parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        return smoothed(logits * self.scale, labels, vocab_size, **kwargs) + self.scale.square()
+
+
+def penalized(model: Any) -> Callable[..., Tensor]:
+    """Cross-entropy and an L2 penalty."""
+    weight = model.get_input_embeddings().weight
+    return lambda logits, labels, vocab_size, **kwargs: (
+        ForCausalLMLoss(logits, labels, vocab_size) + weight.square().mean()
+    )
+
+
+def squared(output: Any) -> None:
+    """A function of the parent's loss alone."""
+    if output.loss is not None:
+        output["loss"] = 2 * output.loss**2
+
+
+def term(output: Any) -> Tensor:
+    result: Tensor = 1e-2 * output.logits.logsumexp(-1).square().mean()
+    return result
+
+
+def added(output: Any) -> None:
+    output["loss"] = output.loss + term(output)
+
+
+def added_in_place(output: Any) -> None:
+    output.loss += term(output)
+
+
+def subclass(base: Any, change: Callable[[Any], None] = lambda output: None, ignored: int | None = None) -> Any:
+    """A class that passes its arguments on, changes the output, and ignores some labels."""
+
+    class PassesOn(base):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            if ignored is not None:
+                labels[labels == ignored] = -100
+            output = super().forward(input_ids=input_ids, labels=labels, position_ids=position_ids, **kwargs)
+            change(output)
+            return output
+
+    return PassesOn
+
+
+class OwnForCausalLM(Llama):  # type: ignore[misc,valid-type]
+    """A loss of its own from the parent's logits."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        output["loss"] = 10 * F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return output
+
+
+class PredictsTwo(Llama):  # type: ignore[misc,valid-type]
+    """A second output embedding, which predicts the token after the next one."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.second = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, position_ids=position_ids, **kwargs).last_hidden_state
+        loss = self.loss_function(self.lm_head(hidden), labels, self.vocab_size, **kwargs)
+        later = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return CausalLMOutputWithPast(loss=loss + self.loss_function(self.second(hidden), later, self.vocab_size))
+
+
+def replaced(self: Any, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    """A forward for an instance, as Liger-Kernel sets it, with the loss of the tokens that it gets."""
+    hidden = self.model(input_ids=input_ids, position_ids=position_ids, **kwargs).last_hidden_state
+    return CausalLMOutputWithPast(loss=ForCausalLMLoss(hidden @ self.lm_head.weight.T, labels, VOCAB))
+
+
+def made(cls: Any, kind: str = "llama") -> Any:
+    plain = tiny(kind)
+    torch.manual_seed(1)
+    model = cls(plain.config)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    return model.train()
+
+
+def with_forward(forward: Any) -> Any:
+    model = tiny("llama")
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def with_loss(function: Any, of_model: bool = False) -> Any:
+    model = tiny("llama")
+    # transformers ignores a module that is set as ``loss_function``: ``nn.Module`` registers it under this name.
+    model._loss_function = function(model) if of_model else copy.deepcopy(function)
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: tiny("llama"),
+    "function": lambda: with_loss(smoothed),
+    "module": lambda: with_loss(Smoothed()),
+    "penalty": lambda: with_loss(penalized, True),
+    "passes on": lambda: made(subclass(Llama)),
+    "passes on experts": lambda: made(subclass(Qwen3Moe), "qwen3_moe"),
+    "squares": lambda: made(subclass(Llama, squared)),
+    "own": lambda: made(OwnForCausalLM),
+    "adds": lambda: made(subclass(Llama, added)),
+    "adds in place": lambda: made(subclass(Llama, added_in_place)),
+    "adds experts": lambda: made(subclass(Qwen3Moe, added_in_place), "qwen3_moe"),
+    "predicts two": lambda: made(PredictsTwo),
+    "masks": lambda: made(subclass(Llama, ignored=5)),
+    "replaced": lambda: with_forward(replaced),
+}
+BATCHES: dict[str, dict[str, Any]] = {
+    "": {},
+    "no labels": {"labels": torch.full((2, 45), -100)},
+    "divisor": {"num_items_in_batch": torch.tensor(50)},
+    "divisor 0": {"labels": torch.full((2, 45), -100), "num_items_in_batch": torch.tensor(0)},
+}
+
+
+@cache
+def one_device(name: str, batch: str) -> Result:
+    return trained(MODELS[name](), make_batch("plain") | BATCHES[batch], use_cache=False)
+
+
+@on_ranks
+def check_losses(group: ProcessGroup, cases: list[tuple[tuple[str, str, str], Result]]) -> None:
+    for (name, batch, how), expected in cases:
+        given = make_batch("plain") | BATCHES[batch]
+        if how == "after":  # the loss function is set after the model is parallelized
+            model = seqpar.hf.parallelize(tiny("llama"), group=group)
+            model.loss_function = smoothed
+        else:
+            batches: Any = "per_rank" if how == "per_rank" else "shared"
+            model = seqpar.hf.parallelize(MODELS[name](), group=group, batches=batches)
+        outer: Any = DistributedDataParallel(model, process_group=group) if how == "ddp" else model
+        if how == "shard_batch":
+            given = seqpar.hf.shard_batch(given, group=group)
+        loss = outer(**given).loss
+        loss.backward()
+        if how != "ddp":
+            seqpar.sync_gradients(model, group=group)
+        assert set(seqpar.hf.restore(model).state_dict()) == set(MODELS[name]().state_dict())
+        factor = group.size() if how == "per_rank" else 1
+        grads = {key: factor * x for key, x in expected.gradients.items()}
+        ours, what = gradients(model), (name, batch, how)
+        assert loss.item() == pytest.approx(expected.loss, abs=LOSS * max(1, abs(expected.loss)), nan_ok=True), what
+        if batch.startswith("no labels") or batch == "divisor 0":
+            assert not any(x.any() for x in (*ours.values(), *grads.values())), what
+        else:
+            assert worst(ours, grads) < GRADIENT, what
+
+
+RIGHT = [
+    *((name, "", "") for name in ("function", "module", "penalty", "passes on", "passes on experts", "squares")),
+    *(("function", "divisor", how) for how in ("", "after", "ddp", "per_rank", "shard_batch")),
+    *(("module", "", how) for how in ("ddp", "per_rank")),
+    *(("plain", batch, "") for batch in ("no labels", "divisor 0")),
+    ("plain", "no labels", "ddp"),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_of_the_user(pool: Pool, world: int) -> None:
+    cases = [(case, one_device(*case[:2])) for case in RIGHT if world > 1 or case[2] != "ddp"]
+    pool.run(world, check_losses, cases)
+
+
+OWN = "returned a loss of its own, or added a term.* model.loss_function = f .*model\\(\\*\\*batch\\) without labels"
+CHANGED = "loss function with other labels than it was given"
+REFUSED = {
+    **{(name, how): OWN for name in ("own", "adds", "adds in place") for how in ("", "evaluated")},
+    ("adds experts", ""): OWN,
+    ("replaced", ""): OWN,
+    ("replaced", "after"): OWN,
+    ("predicts two", ""): CHANGED,
+    ("masks", ""): CHANGED,
+    ("function", "shift_labels"): "gets the unshifted labels; call the model with .*without shift_labels",
+}
+
+
+@on_ranks
+def check_refused(group: ProcessGroup) -> None:
+    for (name, how), words in REFUSED.items():
+        model = MODELS[name]()
+        if how == "after":
+            model, forward = tiny("llama"), model.forward.__func__
+            seqpar.hf.parallelize(model, group=group)
+            model.forward = types.MethodType(forward, model)
+        else:
+            seqpar.hf.parallelize(model, group=group)
+        batch = make_batch("plain")
+        if how == "shift_labels":
+            batch["shift_labels"] = F.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
+        with torch.inference_mode(how == "evaluated"), pytest.raises(ValueError, match=words):
+            model(**batch)
+
+
+def test_refused_losses(pool: Pool) -> None:
+    pool.run(2, check_refused)
+
+
+def test_use_of_missing_logits_raises() -> None:
+    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    logits = model(**make_batch("plain")).logits
+    assert repr(logits) == "MissingLogits()" and not logits.requires_grad
+    for use in (lambda: logits.shape, lambda: logits[0], lambda: logits.argmax(-1), lambda: logits + 1, logits.detach):
+        with pytest.raises(ValueError, match=r"outputs='full' to seqpar.hf.parallelize or .*ParallelismConfig"):
+            use()
+
+
+@on_ranks
+def noise(group: ProcessGroup, alpha: float) -> float:
+    """The magnitude of NEFTune's noise on this rank."""
+    activate_neftune = pytest.importorskip("transformers.integrations.neftune").activate_neftune
+    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    activate_neftune(model, alpha)
+    embedding, found = model.get_input_embeddings(), []
+
+    def compare(module: Any, args: Any, output: Tensor) -> None:
+        found.append(float((output - F.embedding(args[0], module.weight)).abs().max()))
+
+    embedding.register_forward_hook(compare)
+    for _ in range(20):
+        model(**make_batch("plain"))
+    assert embedding.neftune_noise_alpha == alpha
+    return max(found)
+
+
+def test_noise_has_the_magnitude_of_one_device(pool: Pool) -> None:
+    assert pool.run(2, noise, 3.0) == [pytest.approx(3.0 / (45 * 32) ** 0.5, rel=1e-2)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -30,3 +301,80 @@ def test_gradients_are_scaled_in_float32(dtype: torch.dtype, items: int) -> None
         # The least-squares factor between the two: roundings of single elements average out.
         factor = (x.grad.double() * reference).sum() / reference.square().sum()
         assert abs(factor - 1) < (1e-3 if dtype == torch.bfloat16 else 1e-6)  # 1.8e-3 with the factor in bfloat16
+
+
+def some_loss(log_probs: Tensor, seed: int = 0) -> Tensor:
+    """A loss in which the log-probability of each token has a different weight."""
+    return (log_probs * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(seed))).mean()
+
+
+def from_logits(kind: str, batch: dict[str, Tensor], model: Any = None) -> Tensor:
+    labels = batch["labels"][:, 1:]
+    unlabelled = {name: x for name, x in batch.items() if name != "labels"}
+    scores = (model or tiny(kind))(**unlabelled, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    found: Tensor = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return found.masked_fill(labels == -100, 0)
+
+
+@on_ranks
+def log_probs(group: ProcessGroup, kind: str, how: str, batches: Any, wrapper: str) -> None:
+    per_rank = batches == "per_rank"
+    plain, model = tiny(kind), seqpar.hf.parallelize(tiny(kind), group=group, batches=batches, loss_chunk=5)
+    by_rank = [make_batch(how, 45 + 7 * i, seed=i) for i in range(group.size() if per_rank else 1)]
+    expected = [from_logits(kind, batch, plain) for batch in by_rank]
+    torch.stack([some_loss(x, i) for i, x in enumerate(expected)]).sum().backward()
+    at = group.rank() if per_rank else 0
+    outer: Any = DistributedDataParallel(model, process_group=group) if wrapper == "ddp" else model
+    ours = seqpar.hf.token_log_probs(outer, by_rank[at])
+    some_loss(ours, at).backward()
+    if wrapper == "none":
+        seqpar.sync_gradients(model, group=group)
+    torch.testing.assert_close(ours, expected[at], atol=VALUE, rtol=0)
+    assert worst(gradients(model), gradients(plain)) < GRADIENT
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "world", "batches", "wrapper"),
+    [
+        ("gemma2", "packed", 4, "shared", "none"),
+        ("qwen3_moe", "plain", 2, "shared", "ddp"),
+        ("mistral", "right", 2, "per_rank", "none"),
+        ("gpt2", "plain", 1, "shared", "none"),
+    ],
+)
+def test_log_probs_and_their_gradients(pool: Pool, kind: str, how: str, world: int, batches: str, wrapper: str) -> None:
+    pool.run(world, log_probs, kind, how, batches, wrapper)
+
+
+@on_ranks
+def other_log_probs(group: ProcessGroup) -> None:
+    """Without labels, with shifted labels, of a batch from ``shard_batch``, and with ``outputs="local"``."""
+    batch, model = make_batch("packed"), seqpar.hf.parallelize(tiny("llama"), group=group)
+    unlabelled = {name: x for name, x in batch.items() if name != "labels"}
+    every = batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)
+    full = F.pad(from_logits("llama", batch), (0, 1))
+    local = seqpar.Sharding(45, "zigzag", group=group).shard(full)
+    targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    pairs = [
+        (unlabelled, from_logits("llama", {**unlabelled, "labels": every})),
+        ({**unlabelled, "shift_labels": targets}, full),
+        (seqpar.hf.shard_batch(batch, group=group), local),
+    ]
+    for given, expected in pairs:
+        torch.testing.assert_close(seqpar.hf.token_log_probs(model, given), expected, atol=VALUE, rtol=0)
+    seqpar.hf.parallelize(seqpar.hf.restore(model), group=group, outputs="local")
+    torch.testing.assert_close(seqpar.hf.token_log_probs(model, batch), local, atol=VALUE, rtol=0)
+    with pytest.raises(ValueError, match="does not predict the next token"):
+        seqpar.hf.token_log_probs(seqpar.hf.parallelize(tiny("bert"), group=group), unlabelled)
+
+
+def test_log_probs_of_other_batches(pool: Pool) -> None:
+    pool.run(2, other_log_probs)
+
+
+def test_log_probs_hold_few_logits() -> None:
+    """The logits of 512 tokens and 8,192 words would take 16 MiB, and so would their gradients."""
+    model = seqpar.hf.parallelize(tiny("llama", vocab_size=8192, max_position_embeddings=512), loss_chunk=16)
+    with LiveBytes() as live:
+        seqpar.hf.token_log_probs(model, make_batch("plain", 512, 1)).sum().backward()
+    assert live.peak < 14 << 20, live.peak

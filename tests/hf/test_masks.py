@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,29 +12,26 @@ from torch.distributed import ProcessGroup
 pytest.importorskip("transformers")
 
 import transformers
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
     or_masks,
-    packed_sequence_mask_function,
     sliding_window_overlay,
 )
 
 import seqpar
 import seqpar.hf
 from seqpar import Mask
+from seqpar.hf import masks
 from seqpar.hf.masks import mask_of_function
 
-from ..cases import Batch
 from ..pool import Pool, on_ranks
-from .workers import freeze_imports, gradients, worst
+from .workers import LOSS, Result, check_step, freeze_imports, trained
 from .workers import make_batch as make_text
 from .workers import tiny as make_text_model
 
 pytestmark = pytest.mark.slow
-LOSS, GRADIENT = 2e-5, 1e-3
 VOCAB, IMAGE, LENGTH, PREFIX = 66, 64, 45, 13
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -95,37 +90,23 @@ def make_batch(how: str) -> dict[str, Tensor]:
     return {**batch, "token_type_ids": types}
 
 
-def trained(model: Any, batch: dict[str, Any], **options: Any) -> float:
-    loss = model(**batch, **options).loss
-    loss.backward()
-    return loss.item()
-
-
 @on_ranks
-def compared(group: ProcessGroup, case: tuple[str, str, str]) -> tuple[float, float]:
-    kind, implementation, how = case
-    batch = make_batch(how)
-    plain, model = tiny(kind, implementation), tiny(kind, implementation)
-    expected = trained(plain, batch, use_cache=False)
-    seqpar.hf.parallelize(model, group=group)
-    loss = trained(model, batch)
-    seqpar.sync_gradients(model, group=group)
-    if implementation == "sdpa" and how in ("plain", "packed"):
-        seqpar.hf.verify(model, batch)
-    return abs(loss - expected), worst(gradients(model), gradients(plain))
+def compared(group: ProcessGroup, cases: list[tuple[tuple[str, str, str], Result]]) -> None:
+    for (kind, implementation, how), expected in cases:
+        batch, model = make_batch(how), seqpar.hf.parallelize(tiny(kind, implementation), group=group)
+        check_step(group, model, batch, expected, kind, implementation, how)
+        if implementation == "sdpa" and how in ("plain", "packed"):
+            seqpar.hf.verify(model, batch)
 
 
-def is_equal(case: Any, results: list[tuple[float, float]]) -> None:
-    for loss, gradient in results:
-        assert loss < LOSS and gradient < GRADIENT, (loss, gradient)
+def compare(pool: Pool, hows: dict[str, str]) -> None:
+    """Compare models ("kind implementation") with one device on batches."""
+    cases = [(*model.split(), how) for model, names in hows.items() for how in names.split(", ")]
+    results = [trained(tiny(*case[:2]), make_batch(case[2]), use_cache=False) for case in cases]
+    pool.run(2, compared, list(zip(cases, results, strict=True)))
 
 
-def cases(hows: dict[str, str]) -> list[tuple[str, str, str]]:
-    models = {model: model.split() for model in hows}
-    return [(models[model][0], models[model][1], how) for model, names in hows.items() for how in names.split(", ")]
-
-
-def test_bidirectional_gemma(batch: Batch) -> None:
+def test_bidirectional_gemma(pool: Pool) -> None:
     """Layers that are not causal, in models that ask for a causal mask (Gemma, Gemma 2) and for a full one (Gemma 3).
 
     In transformers, eager attention takes the mask. SDPA takes the layer's word where it leaves the mask out.
@@ -137,16 +118,16 @@ def test_bidirectional_gemma(batch: Batch) -> None:
         "gemma3 eager": "packed",
         "gemma3 sdpa": "left",
     }
-    batch.check(2, compared, cases(hows), is_equal)
+    compare(pool, hows)
 
 
-def test_prefix_of_paligemma(batch: Batch) -> None:
+def test_prefix_of_paligemma(pool: Pool) -> None:
     hows = {
         "paligemma eager": "plain, image left",
         "paligemma sdpa": "plain, prefix, prefix right, suffix",
         "paligemma2 eager": "prefix left, suffix, image",
     }
-    batch.check(2, compared, cases(hows), is_equal)
+    compare(pool, hows)
 
 
 @on_ranks
@@ -187,58 +168,28 @@ def test_blocks_of_a_mask_function() -> None:
     assert mask_of_function(causal, valid, [None]) == Mask.causal(blocks)
 
 
-def test_masks_that_cannot_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that only the layers know of, and a mask that depends on an argument of the call."""
-    code = "transformers.models.mistral.modeling_mistral.create_sliding_window_causal_mask"
-    batch, ids = make_batch("plain"), torch.zeros(2, LENGTH, dtype=torch.int64)
-    model = seqpar.hf.parallelize(make_text_model("mistral"), strategy="local")
-    monkeypatch.setattr(
-        code, partial(create_sliding_window_causal_mask, and_mask_function=packed_sequence_mask_function(ids))
-    )
-    with pytest.raises(ValueError, match=r"a mask that depends on this call's arguments \(such as token_type_ids"):
-        model(**batch)
-    monkeypatch.setattr(code, create_causal_mask)
-    words = r"layer 'model.layers.0.self_attn' attends causally with a window of 9, but none of the masks"
-    with pytest.raises(ValueError, match=words):
-        seqpar.hf.parallelize(make_text_model("mistral"), strategy="local")
-
-
-@on_ranks
-def jumped(group: ProcessGroup, implementation: str) -> list[tuple[float, float]]:
-    """Position ids that jump and that repeat, with a cache, which is the default, and with a mask of ones."""
-    batch = make_batch("plain")
-    jumps, repeats = torch.arange(LENGTH), torch.arange(LENGTH) // 3
-    jumps[20:] += 40
-    errors = []
-    for ids, extra in product((jumps, repeats), ({}, {"attention_mask": torch.ones(2, LENGTH), "use_cache": False})):
-        given = {**batch, "position_ids": ids.expand(2, -1), **extra}
-        plain, model = (make_text_model("llama", implementation) for _ in range(2))
-        expected = trained(plain, given)
-        seqpar.hf.parallelize(model, group=group)
-        loss = trained(model, given)
-        seqpar.sync_gradients(model, group=group)
-        errors.append((abs(loss - expected), worst(gradients(model), gradients(plain))))
-    seqpar.hf.verify(model, given)
-    model.config.use_cache = False  # as a Trainer does
-    with pytest.raises(
-        ValueError, match=r"token 1 has id 0 after id 0, which is no restart.*pass an attention_mask of o"
-    ):
-        model(**batch, position_ids=repeats.expand(2, -1))
-    return errors
-
-
-def test_jumps_and_repeats_keep_one_document(pool: Pool) -> None:
-    for errors in pool.run(2, jumped, "sdpa"):
-        is_equal(None, errors)
-
-
-def test_another_attention_after_parallelize() -> None:
-    model = seqpar.hf.parallelize(make_text_model("llama"), strategy="local")
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match=r"'sdpa': it was set after parallelize, .* call seqpar.hf.restore\(model\)"):
-        model(**make_batch("plain"))
-    seqpar.hf.restore(model)
+def test_another_attention_before_parallelize() -> None:
+    model = seqpar.hf.restore(seqpar.hf.parallelize(make_text_model("llama"), strategy="local"))
     model.set_attn_implementation("sdpa")
     expected = model(**make_batch("plain")).loss.item()
     loss = seqpar.hf.parallelize(model, strategy="local")(**make_batch("plain")).loss.item()
     assert abs(loss - expected) < LOSS
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="transformers 5.0")
+def test_structure_of_a_shard_whose_positions_jump() -> None:
+    """transformers takes such a shard for packed documents, on this rank only."""
+    positions, tokens = torch.tensor([[0, 1, 6, 7]]), torch.full((1, 4), -1)
+    causal, blocks = masking_utils.causal_mask_function, masking_utils.blockwise_overlay(tokens)
+    for inside, outside in (((causal, blocks), ()), ((causal,), (blocks,))):
+        packed = masking_utils.and_masks(
+            masking_utils.packed_sequence_mask_function(positions // 6),
+            masking_utils.remap_positions_for_packed_sequence(masking_utils.or_masks(*inside), positions),
+        )
+        plain = masking_utils.or_masks(*outside, masking_utils.or_masks(*inside))
+        asked = masking_utils.or_masks(*outside, packed)
+        assert masks.structure(asked) == masks.structure(plain)
+        assert masks._blocks(masks._unpacked(asked), 1, 4, torch.device("cpu")) == [[]]
+        tokens[0, :2] = 0  # an image of two tokens
+        assert masks._blocks(masks._unpacked(asked), 1, 4, torch.device("cpu")) == [[(0, 2)]]
+        tokens[:] = -1

@@ -1,4 +1,4 @@
-"""The loss and gradients of every model are those of one device, with every strategy and packed and padded batches."""
+"""The loss and gradients of every model are one device's, with every strategy and packed and padded batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -23,213 +22,191 @@ import transformers
 
 import seqpar
 import seqpar.hf
+from seqpar.hf.latent import has_latent_kv
 from seqpar.hf.loss import MissingLogits
-from seqpar.hf.masks import no_mask
 from seqpar.hf.state import NAME
-from seqpar.hf.tracing import trace_tokens
+from seqpar.hf.trial import run_trial
 
 from ..pool import Pool, on_ranks
-from .workers import MODELS, PARALLELIZE, VOCAB, gradients, make_batch, one_device, table, tiny, worst
+from .workers import (
+    BATCHES,
+    CONFIGS,
+    LOSS,
+    MECHANISMS,
+    PARALLELIZE,
+    VOCAB,
+    Case,
+    Result,
+    check,
+    check_cases,
+    check_step,
+    expected_of,
+    gradients,
+    make_batch,
+    one_device,
+    one_device_of,
+    tiny,
+    trained,
+)
 
 pytestmark = pytest.mark.slow
-LOSS, GRADIENT = 2e-5, 1e-3
-BATCHES = ("plain", "packed", "left", "right")
+# The ring with every batch and model; every strategy with one model for each mechanism, and the batches in turn.
+RING: list[Case] = [
+    *((kind, "ring-zigzag", how) for kind, how in product(MECHANISMS, BATCHES)),
+    *((kind, "ring-zigzag", how) for kind in sorted({*CONFIGS} - {*MECHANISMS}) for how in ("left", "packed")),
+]
+STRATEGIES: list[Case] = [
+    (kind, strategy, BATCHES[(i + j) % 4])
+    for i, kind in enumerate(MECHANISMS)
+    for j, strategy in enumerate(PARALLELIZE)
+]
+CASES = [(2, kind, [case for case in RING if case[0] == kind]) for kind in CONFIGS]
+CASES += [(4, kind, [case for case in STRATEGIES if case[0] == kind]) for kind in MECHANISMS]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", MODELS)
-def test_loss_and_gradients(pool: Pool, kind: str, world: int) -> None:
-    """Every strategy with every kind of batch."""
-    chosen = [(kind, strategy, how) for strategy, how in product(PARALLELIZE, BATCHES)]
-    for errors in pool.run(world, table, chosen):
-        for case, (loss, gradient) in zip(chosen, errors, strict=True):
-            assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
-
-
-def test_a_model_whose_strategy_is_chosen(pool: Pool) -> None:
-    """The strategy is chosen for each layer: gemma3 has layers with a window and layers without."""
-    chosen = [("gemma3", "auto", how) for how in BATCHES]
-    for errors in pool.run(4, table, chosen):
-        for case, (loss, gradient) in zip(chosen, errors, strict=True):
-            assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "bert_tokens", "llama4"])
-def test_heads_and_chunks(pool: Pool, kind: str) -> None:
-    """A language model without a loss type, heads with their own losses, and chunks that start at the first token."""
-    chosen = [(kind, "ring-zigzag", how) for how in ("left", "packed")] + [(kind, "ulysses-contiguous", "plain")]
-    for errors in pool.run(2, table, chosen):
-        for case, (loss, gradient) in zip(chosen, errors, strict=True):
-            assert loss < LOSS and gradient < GRADIENT, (case, loss, gradient)
-
-
-def test_outputs_as_a_tuple() -> None:
-    batch = make_batch("plain")
-    for kind in ("llama", "bert"):
-        expected = tiny(kind)(**batch).loss
-        model = seqpar.hf.parallelize(tiny(kind), strategy="local")
-        (loss,) = model(**seqpar.hf.shard_batch(batch), return_dict=False)
-        assert abs(loss.item() - expected.item()) < LOSS
+@pytest.mark.parametrize(("world", "kind", "cases"), CASES, ids=[f"{kind} on {world}" for world, kind, _ in CASES])
+def test_loss_and_gradients(pool: Pool, world: int, kind: str, cases: list[Case]) -> None:
+    pool.run(world, check_cases, expected_of(cases))
 
 
 @on_ranks
-def with_padding_labels(group: ProcessGroup) -> tuple[float, float]:
+def with_few_labels(group: ProcessGroup, batch: dict[str, Tensor], expected: Result) -> None:
+    for chunk in (None, 2):
+        model = seqpar.hf.parallelize(tiny("llama"), group=group, layout="contiguous", loss_chunk=chunk)
+        check_step(group, model, seqpar.hf.shard_batch(batch, group=group, layout="contiguous"), expected)
+
+
+def test_loss_without_labels_on_some_ranks(pool: Pool) -> None:
+    """Only the first 6 tokens have labels, so that most ranks have none."""
+    batch = make_batch("plain")
+    batch["labels"][:, 6:] = -100
+    pool.run(4, with_few_labels, batch, one_device("llama", batch))
+
+
+@on_ranks
+def with_padding_labels(group: ProcessGroup, batch: dict[str, Tensor], expected: Result) -> None:
+    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    check_step(group, model, seqpar.hf.shard_batch(batch, group=group), expected)
+
+
+def test_loss_of_labels_next_to_padding(pool: Pool) -> None:
     """The last padding token predicts the first token, and its loss counts, as with transformers' SDPA."""
     batch = make_batch("left")
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    expected, grads = one_device("llama", batch, "sdpa")
-    model = seqpar.hf.parallelize(tiny("llama"), group=group)
-    loss = model(**seqpar.hf.shard_batch(batch, group=group)).loss
-    loss.backward()
-    seqpar.sync_gradients(model, group=group)
-    return abs(loss.item() - expected), worst(gradients(model), grads)
-
-
-def test_labels_next_to_padding(pool: Pool) -> None:
-    for loss, gradient in pool.run(2, with_padding_labels):
-        assert loss < LOSS and gradient < GRADIENT
+    pool.run(2, with_padding_labels, batch, one_device("llama", batch, "sdpa"))
 
 
 @on_ranks
-def with_few_labels(group: ProcessGroup, labelled: int) -> list[tuple[float, float]]:
-    """Only the first tokens have labels, so that most ranks have none."""
-    batch = make_batch("plain")
-    batch["labels"][:, labelled:] = -100
-    expected, grads = one_device("llama", batch)
-    errors = []
-    for chunk in (None, 2):
-        model = seqpar.hf.parallelize(tiny("llama"), group=group, layout="contiguous", loss_chunk=chunk)
-        loss = model(**seqpar.hf.shard_batch(batch, group=group, layout="contiguous")).loss
-        loss.backward()
-        seqpar.sync_gradients(model, group=group)
-        errors.append((abs(loss.item() - expected), worst(gradients(model), grads)))
-    return errors
-
-
-def test_ranks_without_labels(pool: Pool) -> None:
-    for errors in pool.run(4, with_few_labels, 6):
-        for loss, gradient in errors:
-            assert loss < LOSS and gradient < GRADIENT
-
-
-@on_ranks
-def accumulated(group: ProcessGroup, kind: str) -> tuple[float, float]:
-    """Two accumulated batches with different numbers of labels, and ``num_items_in_batch`` for both together."""
+def accumulated(group: ProcessGroup, kind: str) -> None:
     batches = [make_batch("plain", 45, seed=1), make_batch("packed", 45, seed=2)]
     batches[0]["labels"][:, 10:] = -100
-    items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
-    reference = tiny(kind)
-    model = seqpar.hf.parallelize(tiny(kind), group=group)
-    expected = total = 0.0
+    items = torch.tensor(sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches))
+    reference, model = tiny(kind), seqpar.hf.parallelize(tiny(kind), group=group)
+    losses = [0.0, 0.0]
     for batch in batches:
-        loss = reference(**batch, num_items_in_batch=torch.tensor(items), use_cache=False).loss
-        loss.backward()
-        expected += loss.item()
         local = seqpar.hf.shard_batch(batch, group=group)
-        ours = model(**local, num_items_in_batch=torch.tensor(items)).loss
-        ours.backward()
-        total += ours.item()
+        for i, loss in enumerate(
+            (
+                model(**local, num_items_in_batch=items).loss,
+                reference(**batch, num_items_in_batch=items, use_cache=False).loss,
+            )
+        ):
+            loss.backward()
+            losses[i] += loss.item()
     seqpar.sync_gradients(model, group=group)
-    return abs(total - expected), worst(gradients(model), gradients(reference))
+    check(Result(losses[0], gradients(model)), Result(losses[1], gradients(reference)))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_gradient_accumulation(pool: Pool, kind: str) -> None:
-    for loss, gradient in pool.run(2, accumulated, kind):
-        assert loss < LOSS and gradient < GRADIENT
+    """Two accumulated batches with different numbers of labels, and ``num_items_in_batch`` for both together."""
+    pool.run(2, accumulated, kind)
 
 
 @on_ranks
-def dropped(group: ProcessGroup) -> tuple[list[float], list[float]]:
-    """The loss with attention dropout, computed twice, and the loss without dropout."""
-    model = tiny("llama", attention_dropout=0.3)
-    batch = make_batch("plain")
-    alone = dict(seqpar.hf.shard_batch(batch, group=group, check=False))
+def dropped(group: ProcessGroup) -> list[float]:
+    """The loss of a sharded batch with attention dropout, twice, and without; then of three calls; and in eval mode."""
+    model, batch = tiny("llama", attention_dropout=0.3), make_batch("plain")
+    local = dict(seqpar.hf.shard_batch(batch, group=group, check=False))
     seqpar.hf.parallelize(model, group=group)
-    ours = [model(**alone).loss.item() for _ in range(2)]
-    seqpar.hf.restore(model)
-    model.eval()
-    seqpar.hf.parallelize(model, group=group)
-    return ours, [model(**alone).loss.item()]
+    losses = [model(**local).loss.item() for _ in range(2)]
+    torch.manual_seed(5 if group.rank() == 0 else 6)
+    before = torch.get_rng_state()
+    losses += [model(**batch).loss.item() for _ in range(3)]
+    seqpar.hf.shard_batch(batch, group=group)
+    # Otherwise the next random numbers of a training loop, such as the order of rows, would depend on dropout.
+    assert torch.equal(before, torch.get_rng_state())
+    return [*losses, model.eval()(**local).loss.item()]
 
 
 def test_dropout_of_attention_weights(pool: Pool) -> None:
-    two, four = pool.run(2, dropped)[0], pool.run(4, dropped)[0]
-    assert two[0][0] == two[0][1]  # the batch's seed decides
-    assert abs(two[0][0] - two[1][0]) > 1e-3
-    assert abs(two[0][0] - four[0][0]) < LOSS  # not the number of ranks
+    one, two, four = (pool.run(world, dropped)[0] for world in (1, 2, 4))
+    assert two[0] == two[1]  # the batch's seed decides
+    assert abs(two[0] - two[-1]) > 1e-3
+    assert len({round(loss, 3) for loss in two[2:5]}) == 3  # each call drops other weights
+    assert two == pytest.approx(one, abs=LOSS) and two == pytest.approx(four, abs=LOSS)
 
 
 @on_ranks
-def with_rope_of_length(group: ProcessGroup, scaling: dict[str, Any]) -> tuple[float, float, bool]:
-    """The frequencies depend on the largest position, which only one rank holds."""
+def with_rope_of_length(group: ProcessGroup, scaling: dict[str, Any]) -> None:
     changes: dict[str, Any] = {"rope_parameters": scaling, "max_position_embeddings": 16}
     batch = make_batch("packed")
     reference, model = tiny("llama", **changes), tiny("llama", **changes)
-    plain = tiny("llama")(**batch, use_cache=False).loss
-    expected = reference(**batch, use_cache=False).loss
-    expected.backward()
+    expected = trained(reference, batch, use_cache=False)
+    assert abs(tiny("llama")(**batch, use_cache=False).loss.item() - expected.loss) > 1e-4  # the scaling matters
     seqpar.hf.parallelize(model, group=group, layout="contiguous")
-    loss = model(**seqpar.hf.shard_batch(batch, group=group, layout="contiguous")).loss
-    loss.backward()
-    seqpar.sync_gradients(model, group=group)
-    assert abs(plain.item() - expected.item()) > 1e-4  # the scaling matters
+    check_step(group, model, seqpar.hf.shard_batch(batch, group=group, layout="contiguous"), expected)
     ids = batch["input_ids"]
-    tokens = [m.eval().generate(ids, max_new_tokens=8, do_sample=False) for m in (model, reference)]
-    same = torch.equal(*tokens)
-    return abs(loss.item() - expected.item()), worst(gradients(model), gradients(reference)), same
+    assert torch.equal(*(m.eval().generate(ids, max_new_tokens=8, do_sample=False) for m in (model, reference)))
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-        {
-            "rope_type": "longrope",
-            "factor": 4.0,
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 16,
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [1.0, 2.0, 3.0, 4.0],
-        },
-    ],
-    ids=["dynamic", "longrope"],
-)
-def test_rope_that_follows_the_length(pool: Pool, scaling: dict[str, Any]) -> None:
-    for loss, gradient, same in pool.run(2, with_rope_of_length, scaling):
-        assert loss < LOSS and gradient < GRADIENT and same
+ROPE = {"dynamic": {}, "longrope": {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}}
+
+
+@pytest.mark.parametrize("rope_type", ROPE)
+def test_rope_that_depends_on_the_length(pool: Pool, rope_type: str) -> None:
+    """The frequencies depend on the largest position, which only one rank holds."""
+    scaling = {"rope_type": rope_type, "factor": 4.0, "rope_theta": 10000.0, **ROPE[rope_type]}
+    if rope_type == "longrope":
+        scaling["original_max_position_embeddings"] = 16
+    pool.run(2, with_rope_of_length, scaling)
 
 
 @on_ranks
-def under_autocast(group: ProcessGroup, kind: str) -> tuple[float, float]:
-    """Errors of one device's gradients and of ours under bfloat16 autocast, relative to those in float32."""
-    batch = make_batch("plain")
-    exact, grads = one_device(kind, batch)
-    errors = []
+def under_autocast(group: ProcessGroup, kind: str, exact: Result) -> tuple[float, float]:
+    """Errors of one device's gradients and of ours under bfloat16 autocast, relative to float32."""
+    batch, errors = make_batch("plain"), []
     for model in (tiny(kind, "sdpa" if kind == "llama" else "eager"), seqpar.hf.parallelize(tiny(kind), group=group)):
-        ours = hasattr(model, "_seqpar")
-        given = seqpar.hf.shard_batch(batch, group=group) if ours else batch
+        is_ours = hasattr(model, "_seqpar")
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**given).loss
+            loss = model(**(seqpar.hf.shard_batch(batch, group=group) if is_ours else batch)).loss
         loss.backward()
-        if ours:
+        if is_ours:
             seqpar.sync_gradients(model, group=group)
-        square = sum(float((g - grads[n]).square().sum()) for n, g in gradients(model).items())
+        square = sum(float((g - exact.gradients[n]).square().sum()) for n, g in gradients(model).items())
         errors.append(square**0.5)
-        assert abs(loss.item() - exact) < 0.05
+        assert abs(loss.item() - exact.loss) < 0.05
     return errors[0], errors[1]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_autocast(pool: Pool, kind: str) -> None:
-    for theirs, ours in pool.run(2, under_autocast, kind):
+    for theirs, ours in pool.run(2, under_autocast, kind, one_device_of(kind, "plain")):
         assert ours < 1.2 * theirs
 
 
-def test_a_loss_computes_no_logits() -> None:
-    batch = make_batch("plain")
-    model = seqpar.hf.parallelize(tiny("gemma2"), strategy="local")
-    local = seqpar.hf.shard_batch(batch)
+def local_model(kind: str = "llama") -> Any:
+    return seqpar.hf.parallelize(tiny(kind), strategy="local")
+
+
+def loss_of(model: Any, batch: str = "plain") -> float:
+    loss: float = model(**seqpar.hf.shard_batch(make_batch(batch))).loss.item()
+    return loss
+
+
+def test_loss_computes_no_logits() -> None:
+    model = local_model("gemma2")
+    local = seqpar.hf.shard_batch(make_batch("plain"))
     widest = 0
 
     def watch(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -240,32 +217,35 @@ def test_a_loss_computes_no_logits() -> None:
     model.lm_head.register_forward_hook(watch, prepend=True)
     output = model(**local)
     assert widest == 0 and isinstance(output.logits, MissingLogits)
-    assert abs(output.loss.item() - tiny("gemma2")(**batch).loss.item()) < LOSS
+    assert abs(output.loss.item() - one_device_of("gemma2", "plain").loss) < LOSS
     del local["labels"]
     assert model(**local).logits.shape == (2, 45, VOCAB)
-    as_tuple = model(**seqpar.hf.shard_batch(batch), return_dict=False)
-    assert as_tuple[0].dim() == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "bert"])
+def test_loss_as_a_tuple(kind: str) -> None:
+    (loss,) = local_model(kind)(**seqpar.hf.shard_batch(make_batch("plain")), return_dict=False)
+    assert abs(loss.item() - one_device_of(kind, "plain").loss) < LOSS
 
 
 def test_loss_of_materialized_logits() -> None:
     """A head that is not a plain linear layer computes all logits at once, and the loss is the same."""
-    batch = make_batch("plain")
     model = tiny("llama")
     model.lm_head = nn.Sequential(model.lm_head)
     model.get_output_embeddings = lambda: model.lm_head
     seqpar.hf.parallelize(model, strategy="local")
-    loss = model(**seqpar.hf.shard_batch(batch)).loss
-    assert abs(loss.item() - tiny("llama")(**batch).loss.item()) < LOSS
+    assert abs(loss_of(model) - one_device_of("llama", "plain").loss) < LOSS
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_restore_undoes_all(kind: str) -> None:
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_restore_undoes_parallelize(kind: str) -> None:
     batch = make_batch("plain")
-    model, twin = tiny(kind), tiny(kind)
+    model = tiny(kind)
     config, before = model.config, copy.deepcopy(model.config.__dict__)
     attributes = {name: set(vars(m)) for name, m in model.named_modules()}
-    expected = twin(**batch).loss
+    expected = tiny(kind)(**batch).loss
     seqpar.hf.parallelize(model, strategy="local")
+    assert any(has_latent_kv(m) for m in model.modules()) == (kind == "deepseek_v3")
     assert model.config is not config and model.config._attn_implementation == NAME
     assert config._attn_implementation == "eager"
     model.config.use_cache = False
@@ -280,12 +260,11 @@ def test_restore_undoes_all(kind: str) -> None:
         seqpar.hf.restore(model)
 
 
-def test_router_loss_function_is_put_back() -> None:
+def test_restore_of_the_router_loss() -> None:
     from transformers.models.qwen3_moe import modeling_qwen3_moe as code
 
     original = code.load_balancing_loss_func
-    first = seqpar.hf.parallelize(tiny("qwen3_moe"), strategy="local")
-    second = seqpar.hf.parallelize(tiny("qwen3_moe"), strategy="local")
+    first, second = local_model("qwen3_moe"), local_model("qwen3_moe")
     assert code.load_balancing_loss_func is not original
     seqpar.hf.restore(first)
     assert code.load_balancing_loss_func is not original
@@ -293,9 +272,8 @@ def test_router_loss_function_is_put_back() -> None:
     assert code.load_balancing_loss_func is original
 
 
-def test_models_of_one_config_are_told_apart() -> None:
-    batch = make_batch("plain")
-    first = tiny("mistral")
+def test_parallelize_leaves_models_of_the_same_config_alone() -> None:
+    batch, first = make_batch("plain"), tiny("mistral")
     second = transformers.MistralForCausalLM(first.config)
     second.load_state_dict(first.state_dict())
     expected = second(**batch).loss
@@ -303,265 +281,99 @@ def test_models_of_one_config_are_told_apart() -> None:
     assert torch.equal(second(**batch).loss, expected)
 
 
-def test_a_copy_stays_parallelized() -> None:
-    batch = make_batch("plain")
-    model = copy.deepcopy(seqpar.hf.parallelize(tiny("llama"), strategy="local"))
+def test_copy_is_parallelized() -> None:
+    model = copy.deepcopy(local_model())
     with torch.no_grad():
         model.lm_head.weight.mul_(0)
-    loss = model(**seqpar.hf.shard_batch(batch)).loss
-    assert abs(loss.item() - float(torch.tensor(float(VOCAB)).log())) < LOSS
+    assert abs(loss_of(model) - float(torch.tensor(float(VOCAB)).log())) < LOSS
     with pytest.raises(ValueError, match="copy of a parallelized model"):
         seqpar.hf.restore(model)
 
 
 def test_layers_without_an_index() -> None:
-    batch = make_batch("plain")
     model = tiny("bert")
     for layer in model.bert.encoder.layer:
         layer.attention.self.layer_idx = None
-    expected = model(**batch).loss
     seqpar.hf.parallelize(model, strategy="local")
-    assert abs(model(**seqpar.hf.shard_batch(batch)).loss.item() - expected.item()) < LOSS
+    assert abs(loss_of(model) - one_device_of("bert", "plain").loss) < LOSS
 
 
-@on_ranks
-def pickled(group: ProcessGroup) -> str:
-    with pytest.raises(TypeError) as caught:
-        pickle.dumps(seqpar.hf.parallelize(tiny("llama"), group=group))
-    return str(caught.value)
+def test_pickle_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"restore\(model\) first"):
+        pickle.dumps(local_model())
 
 
-def test_pickling_is_refused(pool: Pool) -> None:
-    assert all("restore(model) first" in words for words in pool.run(2, pickled))
-
-
-def test_padding_without_a_shard_is_refused() -> None:
-    mask = torch.ones(2, 5, dtype=torch.bool)
-    assert no_mask(2, 5, attention_mask=mask) is None
-    mask[0, 0] = False
-    with pytest.raises(ValueError, match="attention_mask: it has padding"):
-        no_mask(2, 5, attention_mask=mask)
-
-
-def test_queries_scaled_by_place_are_refused() -> None:
-    model = seqpar.hf.parallelize(tiny("llama4", floor_scale=45), strategy="local")
-    with pytest.raises(ValueError, match=r"layer 1 .* attn_temperature_tuning"):
-        model(**seqpar.hf.shard_batch(make_batch("plain", 45)))
-    model(**seqpar.hf.shard_batch(make_batch("plain", 44)))
-
-
-def test_saved_config_names_no_patch(tmp_path: Any) -> None:
-    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
-    model.save_pretrained(tmp_path)
+def test_saved_config_does_not_name_the_attention(tmp_path: Any) -> None:
+    local_model().save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
 
 
-class _Own(nn.Module):
-    """A model whose attention does not use the interface."""
-
-    def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
-        return x, None
-
-
-class SlowAttention(_Own):
-    pass
-
-
-def refused(change: str) -> Any:
-    model = tiny("llama")
-    if change == "own attention":
-        model.model.layers[1].self_attn = SlowAttention()
-    elif change == "convolution":
-        model.model.layers[0].mlp.conv = nn.Conv1d(4, 4, 3)
-    elif change == "linear layers":
-        model.config.layer_types = ["full_attention", "linear_attention"]
-    elif change == "pooled head":
-        return transformers.GPT2ForSequenceClassification(tiny("gpt2").config)
-    elif change == "convolution inside":
-        model.model.layers[0].self_attn.conv = nn.Conv1d(4, 4, 3)
-    elif change == "sentence pairs":
-        return transformers.BertForNextSentencePrediction(tiny("bert").config)
-    elif change == "pooler":
-        return transformers.BertModel(tiny("bert").config)
-    elif change == "neighbours":
-        return transformers.MobileBertForMaskedLM(
-            transformers.MobileBertConfig(
-                vocab_size=VOCAB, hidden_size=16, embedding_size=16, intermediate_size=16, num_hidden_layers=1,
-                num_attention_heads=2, intra_bottleneck_size=16,
-            )
-        )  # fmt: skip
-    elif change == "positions":
-        return transformers.OPTForCausalLM(
-            transformers.OPTConfig(
-                vocab_size=VOCAB, hidden_size=16, word_embed_proj_dim=16, ffn_dim=16, num_hidden_layers=1,
-                num_attention_heads=2,
-            )
-        )  # fmt: skip
-    elif change == "two sequences":
-        return transformers.T5ForConditionalGeneration(
-            transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-        )
-    elif change == "state space":
-        return transformers.MambaForCausalLM(
-            transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)
-        )
-    return model
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("own attention", r"'model.layers.1.self_attn' \(SlowAttention\) mixes tokens"),
-        ("convolution", r"'model.layers.0.mlp.conv' \(Conv1d\) mixes tokens"),
-        ("convolution inside", r"'model.layers.0.self_attn.conv' \(Conv1d\) mixes tokens"),
-        ("sentence pairs", "its loss is its own"),
-        ("pooler", r"'pooler' \(BertPooler\) pools the tokens in its input"),
-        ("neighbours", r"'mobilebert.embeddings' \(MobileBertEmbeddings\) mixes tokens"),
-        ("positions", r"'model.decoder' \(OPTDecoder\) counts the positions"),
-        ("linear layers", "layer 1 is of type 'linear_attention'"),
-        ("pooled head", "its loss is ForSequenceClassification"),
-        ("two sequences", "encoder-decoder"),
-        ("state space", r"\(MambaMixer\) mixes tokens"),
-    ],
-)
-def test_refused_models(change: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        seqpar.hf.parallelize(refused(change), strategy="local")
-
-
-class Blend(nn.Module):
-    """A layer that mixes the tokens of ``[batch, seq, hidden]`` as ``how`` says. No list contains its class name."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.inner = nn.Linear(32, 32)
-        self.scale = nn.Parameter(torch.zeros(()))  # at first it changes nothing
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Any:
-        y = self.inner(x)
-        if self.how == "cumulative":
-            y = y.cumsum(1)
-        elif self.how == "shift":
-            y = F.pad(y, (0, 0, 1, 0))[:, :-1]
-        elif self.how == "fft":
-            y = torch.fft.fft(y, dim=1).real
-        elif self.how == "unfold":
-            y = F.pad(y, (0, 0, 3, 0)).unfold(1, 4, 1).mean(-1)
-        elif self.how == "mean":
-            y = y + y.mean(1, keepdim=True)
-        return x + self.scale * y
-
-
-def with_blend(how: str, where: str, device: str = "cpu") -> Any:
-    model = tiny("llama").to(device)
-    layer = model.model.layers[1]
-    if where == "mlp":
-        layer.mlp = Blend(how)
-    elif where == "before the keys":
-        layer.self_attn.k_proj = nn.Sequential(Blend(how), layer.self_attn.k_proj)
-    elif where == "instead of attention":
-        blend = Blend(how)  # not part of the model: its weights stay what they are
-        nn.init.ones_(blend.scale)
-        layer.self_attn.forward = lambda hidden_states, **kwargs: (blend(hidden_states), None)
-    return model.to(device)
-
-
-@pytest.mark.parametrize(
-    ("how", "where", "name"),
-    [
-        ("cumulative", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
-        ("shift", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
-        ("fft", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
-        ("unfold", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
-        ("mean", "mlp", r"'model.layers.1.mlp' \(Blend\)"),
-        ("cumulative", "before the keys", r"'model.layers.1.self_attn.k_proj.0' \(Blend\)"),
-        ("cumulative", "instead of attention", r"'model.layers.1.self_attn' \(LlamaAttention\)"),
-    ],
-)
-def test_a_mixer_with_an_unlisted_name_is_refused(how: str, where: str, name: str) -> None:
-    """The layer is found by its outputs, although its name is not known and its weights have no effect yet."""
-    with pytest.raises(ValueError, match=f"layer {name} mixes tokens: in a trial run"):
-        seqpar.hf.parallelize(with_blend(how, where), strategy="local")
-    seqpar.hf.parallelize(with_blend("none", where if where != "instead of attention" else "mlp"), strategy="local")
-
-
-def test_a_mixer_is_found_without_weights() -> None:
-    with pytest.raises(ValueError, match=r"'model.layers.1.mlp' \(Blend\) mixes tokens"):
-        seqpar.hf.parallelize(with_blend("shift", "mlp", "meta"), strategy="local")
-
-
-@pytest.mark.parametrize("kind", [*MODELS, "gpt2", "bert", "llama4"])
-def test_the_trial_run_changes_nothing(kind: str) -> None:
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_trial_run_changes_nothing(kind: str) -> None:
     """The trial run works for all of these models, on the meta device too, and finds all attention layers."""
     model = tiny(kind)
-    before = {name: (dict(vars(m)), [*m._forward_hooks], [*m.parameters()]) for name, m in model.named_modules()}
-    random = torch.get_rng_state()
-    trace = trace_tokens(model)
-    assert (trace.mixes, trace.pools, trace.error, len(trace.attends)) == (None, None, None, 2)
-    after = {name: (dict(vars(m)), [*m._forward_hooks], [*m.parameters()]) for name, m in model.named_modules()}
-    assert all(map(operator.is_, model.parameters(), before[""][2]))
-    assert [x[0].keys() for x in before.values()] == [x[0].keys() for x in after.values()]
-    assert [x[1] for x in before.values()] == [x[1] for x in after.values()]
-    assert torch.equal(random, torch.get_rng_state())
-    trace = trace_tokens(model.to("meta"))
-    assert (trace.mixes, trace.error, len(trace.attends)) == (None, None, 2)
+
+    def state() -> list[Any]:
+        return [(name, vars(m).keys(), [*m._forward_hooks]) for name, m in model.named_modules()]
+
+    before, parameters, random = state(), [*model.parameters()], torch.get_rng_state()
+    trial = run_trial(model)
+    assert (trial.mixes, trial.pools, trial.error, len(trial.attends)) == (None, None, None, 2)
+    assert all(map(operator.is_, model.parameters(), parameters))
+    assert before == state() and torch.equal(random, torch.get_rng_state())
+    trial = run_trial(model.to("meta"))
+    assert (trial.mixes, trial.error, len(trial.attends)) == (None, None, 2)
 
 
-@pytest.mark.parametrize(("kind", "run"), [("llama", 1), ("gemma2", 2), ("qwen3_moe", 1)])
-def test_of_layers_that_are_alike_the_trial_runs_one(kind: str, run: int) -> None:
+@pytest.mark.parametrize(("kind", "calls"), [("llama", 1), ("gemma2", 2), ("qwen3_moe", 1)])
+def test_trial_run_skips_duplicate_layers(kind: str, calls: int) -> None:
     changes = {"layer_types": ["sliding_attention", "full_attention"] * 3} if kind == "gemma2" else {}
     model = tiny(kind, num_hidden_layers=6, **changes)
     with mock.patch.object(type(model.model.layers[0]), "forward", autospec=True) as forward:
         forward.side_effect = lambda layer, hidden_states, **kwargs: hidden_states
-        trace_tokens(model)
-    assert forward.call_count == run
-    trace = trace_tokens(model)
-    assert {id(m) for m in trace.attends} == {id(layer.self_attn) for layer in model.model.layers}
+        run_trial(model)
+    assert forward.call_count == calls
+    assert {id(m) for m in run_trial(model).attends} == {id(layer.self_attn) for layer in model.model.layers}
 
 
-def test_a_model_that_cannot_be_tried_warns() -> None:
-    model = tiny("llama")
-    model.model.layers[0].mlp.forward = lambda x: x.view(1, 2, 3)
-    with pytest.warns(UserWarning, match=r"trial run on a few tokens failed .*seqpar\.hf\.verify"):
-        seqpar.hf.parallelize(model, strategy="local")
-
-
-def test_seqpar_itself_does_without_transformers() -> None:
+def test_import_of_seqpar_does_not_import_transformers() -> None:
     code = "import sys, seqpar; sys.exit('transformers' in sys.modules or 'accelerate' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_refused_calls() -> None:
-    model = tiny("llama")
-    with pytest.raises(ValueError, match="strategy='rong': did you mean 'ring'"):
-        seqpar.hf.parallelize(model, strategy="rong")
-    with pytest.raises(ValueError, match="layout='zigzack'"):
-        seqpar.hf.parallelize(model, layout="zigzack")
-    with pytest.raises(ValueError, match="gradients='sum'"):
-        seqpar.hf.parallelize(model, gradients="sum")
-    with pytest.raises(TypeError, match="Linear: it holds no transformers model"):
-        seqpar.hf.parallelize(nn.Linear(2, 2))
-    seqpar.hf.parallelize(model, strategy="local")
-    with pytest.raises(ValueError, match="parallelized already"):
-        seqpar.hf.parallelize(model, strategy="local")
-    with pytest.raises(ValueError, match="outputs='all'"):
-        seqpar.hf.parallelize(tiny("llama"), outputs="all")
-    batch = make_batch("plain")
-    with pytest.raises(ValueError, match="past_key_values: with labels"):
-        model(**batch, past_key_values=transformers.DynamicCache())
-    with pytest.raises(ValueError, match="logits_to_keep=1: with labels"):
-        model(**batch, logits_to_keep=1)
-    local = seqpar.hf.shard_batch(batch, layout="striped")
-    with pytest.raises(ValueError, match=r"sharded with layout='striped'.* parallelized with layout='zigzag'"):
-        model(**local)
-    local = seqpar.hf.shard_batch(batch)
-    dense = torch.zeros(2, 1, 45, 45)
-    with pytest.raises(ValueError, match="dense score terms are not supported"):
-        model(**local, attention_mask=dense)
-    with pytest.raises(ValueError, match="logits_to_keep=1: with labels"):
-        model(**local, logits_to_keep=1)
-    labels = local.pop("labels")
-    local["seqpar"].num_items = None
-    with pytest.raises(ValueError, match="they were not sharded by"):
-        model(**local, labels=labels)
+# Latent attention: the ranks send latents.
+WIDTH, ROPE_WIDTH, LAYERS = 8, 4, 2
+
+
+class NotPlain(nn.Linear):
+    """A projection that is not a plain linear layer, as with LoRA."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@on_ranks
+def latent_bytes(group: ProcessGroup, expected: float) -> None:
+    batch = make_batch("plain", 48)
+
+    def sent(model: Any) -> int:
+        seqpar.hf.parallelize(model, group=group, strategy="context_parallel", layout="zigzag")
+        with torch.no_grad(), seqpar.trace() as trace:
+            loss = model(**seqpar.hf.shard_batch(batch, group=group, layout="zigzag")).loss
+        assert abs(loss.item() - expected) < LOSS
+        return trace.bytes_sent
+
+    rows = (group.size() - 1) / group.size() * 2 * 48  # of other ranks
+    latents = sent(tiny("deepseek_v3"))
+    # The causal mask needs fewer rows than all; an all-gather of every rank's rows does not.
+    assert latents <= LAYERS * rows * (WIDTH + ROPE_WIDTH) * 4 * 1.05
+    # Without a plain linear layer, keys and values are sent, 15 numbers of each of 4 heads.
+    model = tiny("deepseek_v3")
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = NotPlain
+    assert sent(model) > 4 * latents
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_of_latent_attention(pool: Pool, world: int) -> None:
+    pool.run(world, latent_bytes, one_device("deepseek_v3", make_batch("plain", 48)).loss)

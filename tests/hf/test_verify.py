@@ -26,51 +26,50 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import seqpar
 import seqpar.hf
-from seqpar.hf import VerificationError, VerificationReport, verification
+from seqpar.hf import VerificationError, VerificationReport
 from seqpar.hf import attention as hf_attention
 from seqpar.hf import batch as hf_batch
 from seqpar.hf import loss as hf_loss
 from seqpar.hf import masks as hf_masks
 from seqpar.hf.loss import TokenLoss
-from seqpar.hf.monitoring import foreign_code
-from seqpar.hf.recording import PinnedExperts
 from seqpar.hf.state import current_forward, patch_of
+from seqpar.hf.verification import run
+from seqpar.hf.verification.monitoring import foreign_code
+from seqpar.hf.verification.recording import PinnedExperts
 from seqpar.mask import Mask
 
 from ..pool import Pool, on_ranks
 from .test_multimodal import make_batch as with_images
 from .test_multimodal import tiny as tiny_wrapper
-from .workers import MODELS, gradients, make_batch, tiny
+from .workers import BATCHES, MECHANISMS, gradients, make_batch, tiny
 
 pytestmark = pytest.mark.slow
-HEALTHY = (*(kind for kind in MODELS if kind != "qwen3"), "llama4", "gpt2", "deepseek_v3")
-BATCHES = ("plain", "packed", "left", "right")
 LAYER = "model.layers.{}.self_attn"
+RING: dict[str, Any] = {}
+ULYSSES: dict[str, Any] = {"strategy": "ulysses", "layout": "contiguous"}
+# By number of ranks and arguments of ``parallelize``: models and batches.
+HEALTHY: list[tuple[int, dict[str, Any], list[tuple[str, str]]]] = [
+    (1, RING, [("llama", "packed"), ("gpt_oss", "left")]),
+    (2, RING, [*(("llama", how) for how in BATCHES), *zip(MECHANISMS[1:], BATCHES[1:] * 2, strict=False)]),
+    (4, RING, [("llama4", "left"), ("gpt2", "packed"), ("gemma3", "right"), ("mistral", "packed")]),
+    (4, ULYSSES, [("llama", "packed"), ("gpt_oss", "left"), ("deepseek_v3", "packed")]),
+]
 
 
 @on_ranks
-def healthy(group: ProcessGroup, kinds: tuple[str, ...], **arguments: Any) -> list[str]:
-    wrong = []
-    for at, kind in enumerate(kinds):
-        batches = BATCHES if group.size() == 2 else (("packed", "left")[at % 2],)
+def healthy(group: ProcessGroup, cases: list[tuple[str, str]], arguments: dict[str, Any]) -> None:
+    for kind, how in cases:
         model = seqpar.hf.parallelize(tiny(kind), group=group, **arguments)
-        for how in batches:
-            report = seqpar.hf.verify(model, make_batch(how), raise_on_error=False)
-            if not report.ok or report.layers != 2:
-                wrong.append(f"{kind} {how}: {report}")
-    return wrong
+        assert seqpar.hf.verify(model, make_batch(how)).layers == 2, (kind, how)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("arguments", [{}, {"strategy": "ulysses", "layout": "contiguous"}], ids=["ring", "ulysses"])
-def test_healthy_models(pool: Pool, world: int, arguments: dict[str, Any]) -> None:
-    kinds = HEALTHY if not arguments and world > 1 else ("llama", "gpt_oss", "deepseek_v3")
-    for wrong in pool.run(world, healthy, kinds, **arguments):
-        assert not wrong, wrong[0]
+@pytest.mark.parametrize(("world", "arguments", "cases"), HEALTHY, ids=["1", "ring on 2", "ring on 4", "ulysses on 4"])
+def test_healthy_models(pool: Pool, world: int, arguments: dict[str, Any], cases: list[tuple[str, str]]) -> None:
+    pool.run(world, healthy, cases, arguments)
 
 
 @on_ranks
-def healthy_in_wrappers(group: ProcessGroup) -> list[str]:
+def healthy_in_wrappers(group: ProcessGroup) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -86,16 +85,12 @@ def healthy_in_wrappers(group: ProcessGroup) -> list[str]:
     def with_fsdp1(model: Any) -> Any:
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
-    said = []
     for wrap in (with_ddp, with_fsdp2, with_fsdp1):
-        model = wrap(seqpar.hf.parallelize(tiny("gpt_oss"), group=group))
-        report = seqpar.hf.verify(model, make_batch("packed"), raise_on_error=False)
-        said += [] if report.ok else [f"{wrap.__name__}: {report}"]
-    return said
+        seqpar.hf.verify(wrap(seqpar.hf.parallelize(tiny("gpt_oss"), group=group)), make_batch("packed"))
 
 
 @on_ranks
-def healthy_others(group: ProcessGroup) -> list[str]:
+def healthy_others(group: ProcessGroup) -> None:
     """Models with images, models without a prediction per token, and ranks that have batches of their own."""
     text = make_batch("right")
     text.pop("labels")
@@ -107,34 +102,20 @@ def healthy_others(group: ProcessGroup) -> list[str]:
         (tiny("llama", auto=transformers.AutoModelForSequenceClassification), text, {}),
         (tiny("llama", auto=transformers.AutoModelForSequenceClassification), {**text, "labels": rows}, {}),
         (tiny("gemma2", auto=transformers.AutoModel), text, {}),
-        (tiny("mistral"), make_batch("left"), {"batches": "own"}),
+        (tiny("mistral"), make_batch("left"), {"batches": "per_rank"}),
     ]
-    said = []
     for model, batch, arguments in cases:
         seqpar.hf.parallelize(model, group=group, **arguments)
-        report = seqpar.hf.verify(model, batch, raise_on_error=False)
-        if not report.ok or report.layers < 2:
-            said.append(f"{type(model).__name__}: {report}")
-    assert patch_of(model).batches == "own" and "_call_impl" in vars(model)
-    return said
+        assert seqpar.hf.verify(model, batch).layers >= 2
+    assert patch_of(model).batches == "per_rank" and "_call_impl" in vars(model)
 
 
 def test_healthy_others(pool: Pool) -> None:
-    for wrong in pool.run(2, healthy_others):
-        assert not wrong, wrong[0]
+    pool.run(2, healthy_others)
 
 
-@pytest.fixture(scope="module")
-def pool_of_two() -> Any:
-    """Two workers. Wrappers average over both, which are the ranks of the sequence."""
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
-def test_healthy_models_in_wrappers(pool_of_two: Pool) -> None:
-    for wrong in pool_of_two.run(2, healthy_in_wrappers):
-        assert not wrong, wrong[0]
+def test_healthy_models_in_wrappers(two: Pool) -> None:
+    two.run(2, healthy_in_wrappers)
 
 
 def parallel(group: ProcessGroup, kind: str = "llama", **options: Any) -> Any:
@@ -312,9 +293,9 @@ def loss_of_its_own(group: ProcessGroup) -> VerificationReport:
     loss = model.loss_function
 
     class Forgetful(TokenLoss):
-        own = property(lambda self: None if current_forward() else lambda *x, **kwargs: 3 * loss(*x, **kwargs))
+        user_loss = property(lambda self: None if current_forward() else lambda *x, **kwargs: 3 * loss(*x, **kwargs))
 
-        def __init__(self, patch: Any, model: Any, own: Any = None) -> None:
+        def __init__(self, patch: Any, model: Any, user_loss: Any = None) -> None:
             self.patch, self.model = patch, model
 
     with mock.patch.object(hf_loss, "TokenLoss", Forgetful):
@@ -491,7 +472,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "wrong positions of images": (
         lambda group: in_text_model(group, position_ids=lambda x: x[:1].expand(3, -1, -1)),
-        ("input", "", "position_ids"), "they are not those of this rank's tokens",
+        ("input", "", "position_ids"), "they are not the values of this rank's tokens",
     ),
     "other visual embeddings": (
         lambda group: in_text_model(group, deepstack_visual_embeds=lambda embeds: [2 * x for x in embeds]),
@@ -511,9 +492,9 @@ def report_of(group: ProcessGroup, fault: str) -> tuple[bool, list[tuple[str, st
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults(pool_of_two: Pool, fault: str) -> None:
+def test_planted_fault(two: Pool, fault: str) -> None:
     _, place, words = FAULTS[fault]
-    by_rank = pool_of_two.run(2, report_of, fault)
+    by_rank = two.run(2, report_of, fault)
     ok, places, said = by_rank[0]
     assert not ok and (places[0] == place or not any(place)), said  # no place: it depends on the fault's guards
     assert words in said
@@ -554,7 +535,7 @@ def with_half_precision(group: ProcessGroup) -> tuple[bool, bool]:
     ok = []
     for pinned in (PinnedExperts, lambda pins, **arguments: PinnedExperts(False, **arguments)):
         model = seqpar.hf.parallelize(tiny("qwen3_moe", seed=3).to(torch.bfloat16), group=group)
-        with mock.patch.object(verification, "PinnedExperts", pinned):
+        with mock.patch.object(run, "PinnedExperts", pinned):
             batch = make_batch("plain", length=120, seed=3)
             ok.append(seqpar.hf.verify(model, batch, False, tolerance=0.15).ok)
     return ok[0], ok[1]
@@ -581,7 +562,7 @@ def in_another_collective(group: ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_reported() -> None:
+def test_report_of_a_missing_rank() -> None:
     pool = Pool(2)
     try:
         for said in pool.run(2, in_another_collective, deadline_s=40):
@@ -647,7 +628,7 @@ def test_ways_to_shard(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_nothing_is_left_behind(pool: Pool, kind: str) -> None:
+def test_verify_changes_nothing(pool: Pool, kind: str) -> None:
     for changed in pool.run(2, state_before_and_after, kind):
         assert not changed
 
@@ -657,7 +638,7 @@ def while_training(group: ProcessGroup, fault: bool) -> tuple[int, str]:
     with mock.patch.dict(os.environ, {"SEQPAR_VERIFY": "2", "SEQPAR_VERIFY_TOKENS": "24"}):
         model = parallel(group, "mistral")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    from seqpar.hf import monitoring
+    from seqpar.hf.verification import monitoring
 
     reports: list[VerificationReport] = []
 
@@ -738,17 +719,10 @@ def test_code_of_known_libraries() -> None:
     assert foreign_code(model, patch) == ""
     model.model.layers[1].mlp.forward = lambda x: x
     assert "model.layers.1.mlp (LlamaMLP)" in foreign_code(model, patch)
-    vars(patch.loss_functions[0])["_loss_function"].own = lambda *args, **kwargs: None
+    vars(patch.loss_functions[0])["_loss_function"].user_loss = lambda *args, **kwargs: None
     assert "the loss_function of LlamaForCausalLM" in foreign_code(model, patch)
 
 
-def test_refused_arguments() -> None:
-    with pytest.raises(ValueError, match="not parallelized"):
-        seqpar.hf.verify(tiny("llama"), make_batch("plain"))
-    model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
-    with pytest.raises(ValueError, match="sharded already"):
-        seqpar.hf.verify(model, seqpar.hf.shard_batch(make_batch("plain")))
-    with pytest.raises(TypeError, match="expected a dict"):
-        seqpar.hf.verify(model, [1])
+def test_refused_environment() -> None:
     with mock.patch.dict(os.environ, {"SEQPAR_VERIFY": "often"}), pytest.raises(ValueError, match="SEQPAR_VERIFY="):
         seqpar.hf.parallelize(tiny("llama"), strategy="local")

@@ -1,25 +1,30 @@
-"""Tiny transformers models and batches, and the functions that the Hugging Face tests run on the ranks."""
+"""Tiny transformers models and batches, and the functions that the Hugging Face tests run on the ranks.
+
+The parent process trains a model on one device once, and sends the loss and the gradients to the ranks (``Result``),
+which compare their own with them.
+"""
 
 from __future__ import annotations
 
 import gc
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 import seqpar
 import seqpar.hf
-from seqpar.layout import Layout
 
 from ..pool import on_ranks
 from ..strategy_cases import STRATEGIES
 
+LOSS, GRADIENT = 2e-5, 1e-3
 VOCAB = 62
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -34,85 +39,67 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_WITHOUT_GROUPS = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
 _ALTERNATE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
-
-
-def _config(kind: str) -> Any:
-    t = transformers
-    if kind == "llama":
-        return t.LlamaConfig(**_SMALL)
-    if kind == "qwen3":
-        return t.Qwen3Config(**_SMALL)
-    if kind == "mistral":
-        return t.MistralConfig(**_SMALL, sliding_window=9)
-    if kind == "gemma2":
-        return t.Gemma2Config(**_SMALL, **_ALTERNATE, attn_logit_softcapping=3.0, final_logit_softcapping=2.0)
-    if kind == "gemma3":
-        return t.Gemma3TextConfig(**_SMALL, **_ALTERNATE)
-    if kind == "gpt_oss":
-        return t.GptOssConfig(**_SMALL, **_ALTERNATE, num_local_experts=4, num_experts_per_tok=2)
-    if kind == "qwen3_moe":
-        return t.Qwen3MoeConfig(
-            **_SMALL,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            output_router_logits=True,
-            router_aux_loss_coef=0.1,
-        )
-    if kind == "modernbert":
-        small = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
-        return t.ModernBertConfig(
-            **small, local_attention=8, global_attn_every_n_layers=2, cls_token_id=1, sep_token_id=2
-        )
-    if kind == "llama4":  # the first layer attends in chunks of 7 tokens
-        return t.Llama4TextConfig(
-            **_SMALL,
-            intermediate_size_mlp=48,
-            num_local_experts=2,
-            attention_chunk_size=7,
-            layer_types=["chunked_attention", "full_attention"],
-            no_rope_layers=[1, 0],
-        )
-    if kind == "deepseek_v3":  # 8 latent and 4 rotated channels, instead of 4 heads with 10 channels of k and 5 of v
-        small = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
-        return t.DeepseekV3Config(
-            **small,
-            num_key_value_heads=4,
-            q_lora_rank=12,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=6,
-            v_head_dim=5,
-            moe_intermediate_size=16,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-        )
-    if kind == "gpt2":
-        return t.GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            bos_token_id=1, eos_token_id=2,
-        )  # fmt: skip
-    if kind in ("bert", "bert_tokens"):
-        small = {k: v for k, v in _SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
-        return t.BertConfig(**small, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=VOCAB)
-    raise ValueError(kind)
-
-
-MODELS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "modernbert")
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# By name: the config's class and arguments.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _SMALL),
+    "qwen3": ("Qwen3", _SMALL),
+    "mistral": ("Mistral", {**_SMALL, "sliding_window": 9}),
+    "gemma2": (
+        "Gemma2", {**_SMALL, **_ALTERNATE, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
+    ),
+    "gemma3": ("Gemma3Text", {**_SMALL, **_ALTERNATE}),
+    "gpt_oss": ("GptOss", {**_SMALL, **_ALTERNATE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+         "output_router_logits": True, "router_aux_loss_coef": 0.1},
+    ),
+    "modernbert": (
+        "ModernBert",
+        {**_WITHOUT_GROUPS, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1,
+         "sep_token_id": 2},
+    ),
+    "llama4": (  # the first layer attends in chunks of 7 tokens
+        "Llama4Text",
+        {**_SMALL, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 7,
+         "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    ),
+    "deepseek_v3": (  # 8 latent and 4 rotated channels, instead of 4 heads with 10 channels of k and 5 of v
+        "DeepseekV3",
+        {**_WITHOUT_GROUPS, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+         "qk_nope_head_dim": 6, "v_head_dim": 5, "moe_intermediate_size": 16, "n_routed_experts": 4,
+         "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+         "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "bert": ("Bert", {**_WITHOUT_GROUPS, **_NO_DROPOUT, "num_labels": VOCAB}),
+    "bert_tokens": ("Bert", {**_WITHOUT_GROUPS, **_NO_DROPOUT, "num_labels": VOCAB}),
+}  # fmt: skip
+# One model for each mechanism: a plain decoder, window and softcap, sinks, latents, a router, an encoder with a window.
+MECHANISMS = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "modernbert")
 IN_PLACE = ("modernbert", "bert", "bert_tokens")  # models that predict each token itself: their labels are not shifted
+BATCHES = ("plain", "packed", "left", "right")
 # Arguments of ``parallelize`` by name: strategies that differ in what they send, and every layout.
 PARALLELIZE: dict[str, dict[str, Any]] = {
     "ring-zigzag": {**STRATEGIES["ring"], "layout": "zigzag"},
     "ulysses-contiguous": {**STRATEGIES["ulysses"], "layout": "contiguous"},
     "hybrid-zigzag": {**STRATEGIES["hybrid"], "ulysses_size": 2, "layout": "zigzag"},
     "all_gather-striped": {**STRATEGIES["all_gather"], "layout": "striped"},
+    "auto": {"strategy": "auto", "layout": "zigzag"},
 }
-AUTO: dict[str, Any] = {"strategy": "auto", "layout": "zigzag"}
+
+
+class Result(NamedTuple):
+    """The loss of a training step, and the gradients by the names of the parameters."""
+
+    loss: float
+    gradients: dict[str, Tensor]
 
 
 @cache
@@ -136,7 +123,8 @@ def tiny(kind: str, attention: str = "eager", seed: int = 0, auto: Any = None, *
         auto: the Auto class that makes the model; by default the one for a language model.
         changes: attributes of the config to set.
     """
-    config = _config(kind)
+    name, arguments = CONFIGS[kind]
+    config = getattr(transformers, f"{name}Config")(**arguments)
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
@@ -188,8 +176,14 @@ def make_batch(how: str, length: int = 45, rows: int = 2, seed: int = 0) -> dict
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters' gradients by name."""
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    """Copies of the parameters' full gradients, by the name that the parameter has without wrappers."""
+    return {
+        name.replace("module.", "").replace("_orig_mod.", ""): (
+            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        ).clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -201,56 +195,85 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     )
 
 
-def one_device(kind: str, batch: dict[str, Any], attention: str = "eager") -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of the model on one device, without ``parallelize``, on the full batch.
+def trained(model: Any, batch: dict[str, Any], **arguments: Any) -> Result:
+    """The result of a step on one device."""
+    loss = model(**batch, **arguments).loss
+    loss.backward()
+    return Result(loss.item(), gradients(model))
+
+
+def check(ours: Result, theirs: Result, *what: Any) -> None:
+    """Compare a step with one device's. ``what`` describes it if it differs."""
+    loss, gradient = abs(ours.loss - theirs.loss), worst(ours.gradients, theirs.gradients)
+    assert loss < LOSS and gradient < GRADIENT, (*what, loss, gradient)
+
+
+def check_step(
+    group: ProcessGroup | None, model: Any, batch: dict[str, Any], expected: Result, *what: Any, mesh: Any = None,
+    sync: bool = True,
+) -> None:  # fmt: skip
+    """Train a parallelized model, or a wrapper around it, for a step, and compare it with one device.
+
+    Without ``sync``, a wrapper sums the gradients.
+    """
+    loss = model(**batch).loss
+    loss.backward()
+    if sync:
+        seqpar.sync_gradients(model, group=group, mesh=mesh)
+    check(Result(loss.item(), gradients(model)), expected, *what)
+
+
+def one_device(kind: str, batch: dict[str, Any], attention: str = "eager") -> Result:
+    """The result of the model on one device, without ``parallelize``, on the full batch.
 
     transformers detects packed documents only with ``use_cache=False``, and never in gpt-oss and in bidirectional
     models. These models compute the documents one after another here.
     """
     model = tiny(kind, attention)
+    if "position_ids" not in batch or kind not in ("gpt_oss", "gpt2", *IN_PLACE):
+        return trained(model, batch, **({} if kind in IN_PLACE else {"use_cache": False}))
     shift = int(kind not in IN_PLACE)
     total = torch.zeros(())
-    if "position_ids" in batch and kind in ("gpt_oss", "gpt2", *IN_PLACE):
-        starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
-        items = int((batch["labels"][:, shift:] != -100).sum())
-        for a, b in pairwise(starts):
-            alone = {name: batch[name][:, a:b] for name in ("input_ids", "labels")}
-            logits = model(input_ids=alone["input_ids"]).logits[0]
-            labels = F.pad(alone["labels"][0], (0, 1), value=-100)[1:] if shift else alone["labels"][0]
-            total = total + F.cross_entropy(logits.float(), labels, reduction="sum") / items
-    else:
-        total = model(**batch, **({} if kind in IN_PLACE else {"use_cache": False})).loss
+    starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
+    items = int((batch["labels"][:, shift:] != -100).sum())
+    for a, b in pairwise(starts):
+        logits = model(input_ids=batch["input_ids"][:, a:b]).logits[0]
+        labels = batch["labels"][0, a:b]
+        labels = F.pad(labels, (0, 1), value=-100)[1:] if shift else labels
+        total = total + F.cross_entropy(logits.float(), labels, reduction="sum") / items
     total.backward()
-    return total.item(), gradients(model)
+    return Result(total.item(), gradients(model))
 
 
 @cache
-def one_device_of(kind: str, how: str) -> tuple[float, dict[str, Tensor]]:
-    """``one_device`` of ``make_batch(how)``, computed once in each process."""
+def one_device_of(kind: str, how: str) -> Result:
+    """``one_device`` of ``make_batch(how)``, computed once. Tests call it in the parent process."""
     return one_device(kind, make_batch(how))
 
 
-def compare(group: ProcessGroup, kind: str, strategy: str, how: str, **options: Any) -> tuple[float, float]:
-    """The errors of the loss and of the gradients relative to one device."""
-    batch = make_batch(how)
-    expected, grads = one_device_of(kind, how)
-    arguments = AUTO if strategy == "auto" else PARALLELIZE[strategy]
-    model = seqpar.hf.parallelize(tiny(kind), group=group, **arguments, **options)
-    local = seqpar.hf.shard_batch(batch, group=group, layout=arguments["layout"])
-    loss = model(**local).loss
-    loss.backward()
-    seqpar.sync_gradients(model, group=group)
-    return abs(loss.item() - expected), worst(gradients(model), grads)
+def mean_of(kind: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], Result]:
+    """The one-device loss of each batch, and the mean loss with its gradients."""
+    each = [one_device(kind, batch) for batch in batches]
+    losses = [x.loss for x in each]
+    grads = {name: torch.stack([x.gradients[name] for x in each]).mean(0) for name in each[0].gradients}
+    return losses, Result(sum(losses) / len(losses), grads)
+
+
+Case = tuple[str, str, str]  # the model, the arguments of ``parallelize`` and the batch
+
+
+def expected_of(cases: list[Case]) -> list[tuple[Case, Result]]:
+    return [(case, one_device_of(case[0], case[2])) for case in cases]
 
 
 @on_ranks
-def table(group: ProcessGroup, cases: list[tuple[str, str, str]]) -> list[tuple[float, float]]:
-    """The results of ``compare`` for many cases."""
-    return [compare(group, *case) for case in cases]
-
-
-def generate(group: ProcessGroup, kind: str, layout: Layout, prompt: dict[str, Tensor], **options: Any) -> Tensor:
-    """The tokens that a parallelized model generates greedily."""
-    model = tiny(kind).eval()
-    seqpar.hf.parallelize(model, group=group, layout=layout)
-    return model.generate(**prompt, do_sample=False, **options)
+def check_cases(group: ProcessGroup, cases: list[tuple[Case, Result]], sharded: bool = True) -> None:
+    """Compare training steps with one device. The batch is ``sharded`` before the call of the model, or in it."""
+    for (kind, strategy, how), expected in cases:
+        arguments, batch = PARALLELIZE[strategy], make_batch(how)
+        model = seqpar.hf.parallelize(tiny(kind), group=group, **arguments)
+        given = {name: x.clone() for name, x in batch.items()}
+        if sharded:
+            given = seqpar.hf.shard_batch(batch, group=group, layout=arguments["layout"])
+        check_step(group, model, given, expected, kind, strategy, how)
+        assert sharded or all(torch.equal(given[name], x) for name, x in batch.items())

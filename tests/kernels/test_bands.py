@@ -10,9 +10,9 @@ from torch import Tensor
 
 from seqpar.kernels.bands import Abilities, Call, bands, cut
 from seqpar.kernels.block_lists import block_lists
-from seqpar.keys import KeyIntervals
 from seqpar.layout import CPU, LAYOUTS, SequenceSharding
-from seqpar.schedule import attention_plan
+from seqpar.schedule.plan import attention_plan
+from seqpar.schedule.rows import KeyIntervals
 
 from ..reference import BATCH_RULES, RULES, Rule, combined_mask, fitted
 from ..standins import band_mask

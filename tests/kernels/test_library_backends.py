@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,9 +24,9 @@ from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_
 from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
 from seqpar.kernels.triton import TritonBackend
-from seqpar.keys import KeyIntervals
 from seqpar.layout import CPU, LAYOUTS, SequenceSharding
-from seqpar.schedule import AttentionPlan, attention_plan
+from seqpar.schedule.plan import AttentionPlan, attention_plan
+from seqpar.schedule.rows import KeyIntervals
 
 from ..fake_cuda import fake_cuda
 from ..pool import Pool, on_ranks
@@ -42,7 +43,7 @@ from ..reference import (
     solve,
     visible_pairs,
 )
-from ..standins import LIBRARIES, backend_names, stand_ins
+from ..standins import LIBRARIES, SIGNATURES, backend_names, stand_ins, with_parameters
 from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
 
 
@@ -204,7 +205,7 @@ def test_on_ranks(pool: Pool, world: int) -> None:
 # Choosing
 
 
-def test_names_that_cannot_run_say_what_to_do() -> None:
+def test_backends_that_cannot_run_say_what_to_do() -> None:
     q = torch.zeros(1, 8, 2, 16)
     with pytest.raises(ValueError, match=r"backend='flash_attn_4' cannot run here: .*CUDA"):
         seqpar.attention(q, q, q, strategy="local", backend="flash_attn_4")
@@ -214,7 +215,7 @@ def test_names_that_cannot_run_say_what_to_do() -> None:
     assert set(reasons) == {"triton", *LIBRARIES, "cpu", "reference"}
 
 
-def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_no_cuda", lambda: None)
     monkeypatch.delenv(flash.HUB_VARIABLE, raising=False)
     flash._load.cache_clear()
@@ -251,7 +252,7 @@ def test_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == [("kernels-community/flash-attn3", 1)]
 
 
-def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_of_another_version_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     with stand_ins():
 
         def older(q: Tensor, k: Tensor, v: Tensor, window_size: tuple[int, int]) -> None:
@@ -263,7 +264,7 @@ def test_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "_flash_attn_bwd has no lse" in str(BACKENDS["flash_attn_4"].unavailable())
 
 
-def test_what_is_refused() -> None:
+def test_libraries_refuse_inputs() -> None:
     def why(name: str, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **score: Any) -> str:
         q = torch.empty(1, 8, 2, head_dim, dtype=dtype)
         return str(BACKENDS[name].unsupported(q, q, Score(0.1, **score), lse_gradient=False))
@@ -303,7 +304,7 @@ def test_auto_takes_a_library_where_nothing_is_merged(monkeypatch: pytest.Monkey
         assert select("auto", q, q, Score(1.0), carry=False, deterministic=True).name == "cpu"
 
 
-def test_a_mask_that_the_library_does_not_know_runs_on_another_backend() -> None:
+def test_unknown_masks_run_on_another_backend() -> None:
     """Striped keys gathered from 3 ranks move by 2 from query to query, and cuDNN has no windows."""
     window = (Rule("sliding_window", (7, 0)),)
     for name, rules, gather in (("flash", (Rule("causal"),), True), ("cudnn", window, False)):
@@ -396,6 +397,17 @@ def test_the_operators_of_this_pytorch_take_the_arguments(name: str, packed: boo
         assert out.shape == q.shape and lse.shape == ((4, 64) if packed else (2, 4, 32)) and lse.dtype == torch.float32
         dq, dk, dv = backend.call_backward(out, q, k, k, out, lse, options)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
+
+
+@pytest.mark.parametrize("module", SIGNATURES)
+def test_recorded_signatures_are_those_of_the_package(module: str) -> None:
+    """Where the package is installed."""
+    package = pytest.importorskip(module)
+    for name, recorded in SIGNATURES[module].items():
+        found, expected = (
+            signature(x).parameters.values() for x in (getattr(package, name), with_parameters(recorded))
+        )
+        assert [(x.name, x.default) for x in found] == [(x.name, x.default) for x in expected], name
 
 
 @pytest.mark.parametrize("name", ["reference", "cudnn", "flash_attn_3", "flash_attn_4"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,25 +29,25 @@ import seqpar.triton_kernels.forward as forward_module
 from seqpar.kernels import base
 from seqpar.kernels.base import Grads, Score
 from seqpar.kernels.triton import TritonBackend
-from seqpar.keys import KeyIntervals
 from seqpar.layers import rotary as rotary_module
 from seqpar.layout import shard_positions
+from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges
 
 from ..reference import Rule, Rules, combined_mask, dense_gradients, dropout_keep, visible_pairs
 
 torch.set_num_threads(1)
-LENGTH = 80
+LENGTH = 48  # two tiles, the second of them not full
 TILES = Config(32, 32)
 BOTH = True, False  # deterministic or not
 MASKS: dict[str, Rules] = {
     "full": (Rule("full"),),
     "causal": (Rule("causal"),),
-    "window": (Rule("sliding_window", (37, 5)),),
-    "documents": (Rule("documents", (((0, 13, 13, 64, 70), (0, 50, 80)), True)),),
-    "chunked": (Rule("chunked", (48, True)),),
-    "prefix": (Rule("prefix_lm", (40,)),),
+    "window": (Rule("sliding_window", (19, 3)),),
+    "documents": (Rule("documents", (((0, 9, 9, 38, 42), (0, 29, 48)), True)),),
+    "chunked": (Rule("chunked", (28, True)),),
+    "prefix": (Rule("prefix_lm", (36,)),),
 }
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
@@ -64,7 +65,7 @@ class Problem:
     batch: int = 2
     heads: int = 2
     kv_heads: int = 1
-    head_dim: int = 32
+    head_dim: int = 16
     v_head_dim: int | None = None
     dtype: torch.dtype = torch.float32
     score: Score = field(default_factory=lambda: Score(0.2))
@@ -160,40 +161,31 @@ def problem(length: int = LENGTH, **options: Any) -> Problem:
     return Problem(positions, positions, **options)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("mask", "steps"), [*((mask, 1) for mask in MASKS), ("causal", 3), ("documents", 3)])
 def test_masks(mask: str, steps: int) -> None:
-    batch = 2 if steps == 1 or mask == "documents" else 1
+    batch = 2 if mask == "documents" else 1
     problem(rules=MASKS[mask], batch=batch).check(steps, deterministic=BOTH if steps == 1 else (False,))
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (6, 2), (4, 4)])
+@pytest.mark.parametrize("heads", [(3, 1), (6, 2), (3, 3)])
 def test_heads(heads: tuple[int, int]) -> None:
-    problem(heads=heads[0], kv_heads=heads[1], batch=1).check(2)
+    problem(heads=heads[0], kv_heads=heads[1], batch=1).check(1)
 
 
-@pytest.mark.parametrize("head_dim", [1, 16, 40, 64, 96, 128, 256])
-def test_head_dims(head_dim: int) -> None:
-    problem(70, batch=1, heads=2, kv_heads=1, head_dim=head_dim, score=Score(head_dim**-0.5)).check(
-        2, deterministic=BOTH
-    )
-
-
-@pytest.mark.parametrize("dims", [(24, 16), (16, 40), (192, 128), (512, 512)])
-def test_head_dims_of_values(dims: tuple[int, int]) -> None:
-    """Values of another head_dim than queries and keys, and 512: in two steps."""
-    p = problem(48, batch=1, heads=2, kv_heads=1, head_dim=dims[0], v_head_dim=dims[1], score=Score(dims[0] ** -0.5))
-    p.check(2, deterministic=BOTH)
+@pytest.mark.parametrize("dims", [(1, 1), (40, 40), (96, 96), (256, 256), (24, 16), (16, 40), (512, 512)])
+def test_head_dims(dims: tuple[int, int]) -> None:
+    """Of queries and keys, and of values; most are no powers of two, and 512 is computed in two parts."""
+    p = problem(40, batch=1, heads=2, kv_heads=1, head_dim=dims[0], v_head_dim=dims[1], score=Score(dims[0] ** -0.5))
+    p.check(1, deterministic=BOTH)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "rules", "config"),
     [
-        (576, MASKS["causal"], Config(16, 16)),
         (530, (Rule("documents", (((0, 13, 20), (0, 9, 24)), True)),), Config(32, 16)),
         (576, (Rule("sliding_window", (7, 3)),), Config(16, 32, tma=True)),
     ],
-    ids=["causal", "documents", "window and tma"],
+    ids=["documents", "window and tma"],
 )
 def test_queries_and_keys_of_two_tiles(head_dim: int, rules: Rules, config: Config) -> None:
     """More than 512 columns beside 512 of v, as in multi-head latent attention over the compressed keys."""
@@ -202,13 +194,12 @@ def test_queries_and_keys_of_two_tiles(head_dim: int, rules: Rules, config: Conf
     )
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("mask", ["causal", "documents"])
+@pytest.mark.parametrize(("mask", "steps"), [("causal", 2), ("documents", 1)])
 def test_float16(mask: str, steps: int) -> None:
     problem(rules=MASKS[mask], batch=2 if mask == "documents" else 1, dtype=torch.float16).check(steps)
 
 
-def test_values_of_bfloat16_are_computed_exactly_in_float32() -> None:
+def test_values_of_bfloat16() -> None:
     # The interpreter multiplies bfloat16 wrongly, so values that bfloat16 can hold are tested in float32.
     p = problem(batch=1)
     p.q, p.k, p.v, p.dout = (x.bfloat16().float() for x in (p.q, p.k, p.v, p.dout))
@@ -227,9 +218,11 @@ FEATURES = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str) -> None:
+    """Each alone in one step, and all of them in two."""
     by_row = feature in ("alibi by batch row", "dropout", "all")
     rules, batch = (MASKS["documents"], 2) if by_row else (MASKS["window"], 1)
-    problem(rules=rules, batch=batch, score=FEATURES[feature]).check(2, deterministic=BOTH)
+    steps = 2 if feature in ("sinks", "all") else 1
+    problem(rules=rules, batch=batch, score=FEATURES[feature]).check(steps, deterministic=BOTH)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (33, 7), (7, 65), (64, 64)])
@@ -240,7 +233,7 @@ def test_lengths_of_queries_and_keys(lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("config", "v_head_dim"),
-    [(Config(16, 64), None), (Config(64, 16), 16), (Config(32, 32, tma=True), None), (Config(32, 32, tma=True), 64)],
+    [(Config(16, 64), None), (Config(64, 16), 32), (Config(32, 32, tma=True), None), (Config(32, 32, tma=True), 64)],
     ids=["16x64", "64x16", "tma", "tma and wide values"],
 )
 def test_configurations(monkeypatch: pytest.MonkeyPatch, config: Config, v_head_dim: int | None) -> None:
@@ -250,13 +243,13 @@ def test_configurations(monkeypatch: pytest.MonkeyPatch, config: Config, v_head_
         return self.create_descriptor_store(descriptor, TensorHandle(old.data + value.data, old.dtype), indices)
 
     monkeypatch.setattr(InterpreterBuilder, "create_descriptor_reduce", reduce, raising=False)  # it has none
-    rules = (Rule("sliding_window", (30, 0)),)
-    problem(rules=rules, batch=1, v_head_dim=v_head_dim, score=FEATURES["dropout"]).check(2, config, BOTH)
+    rules = (Rule("sliding_window", (18, 0)),)
+    problem(rules=rules, batch=1, v_head_dim=v_head_dim, score=FEATURES["dropout"]).check(1, config, BOTH)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_the_steps_of_a_ring(layout: str) -> None:
-    ranks, backend = 3, TritonBackend()
+    ranks, backend = 2, TritonBackend()
     positions = [shard_positions(LENGTH, ranks, rank, layout) for rank in range(ranks)]
     full = problem(batch=1, score=Score(0.2, sinks=torch.tensor([1.0, -1.0])))
     expected = full.dense()
@@ -317,7 +310,7 @@ def nothing_visible(p: Problem, queries: int, keys: int) -> KeyIntervals:
     return KeyIntervals(empty, empty, p.q_positions[:queries].int(), p.k_positions[:keys].int())
 
 
-def test_no_keys_no_visible_keys_and_no_queries() -> None:
+def test_empty_keys_and_queries() -> None:
     p, score = problem(20), Score(1.0)
     out, lse = attention_forward(p.q, p.k[:, :0], p.v[:, :0], nothing_visible(p, 20, 0), score)
     assert torch.equal(out, torch.zeros_like(p.q)) and bool((lse == -torch.inf).all())
@@ -326,7 +319,7 @@ def test_no_keys_no_visible_keys_and_no_queries() -> None:
     assert torch.equal(out, torch.zeros_like(p.q))
     torch.testing.assert_close(lse, sinks[None, :, None].expand_as(lse))
     out, lse = attention_forward(p.q[:, :0], p.k, p.v, nothing_visible(p, 0, 20), score)
-    assert out.shape == (2, 0, 2, 32) and lse.shape == (2, 2, 0)
+    assert out.shape == (2, 0, 2, 16) and lse.shape == (2, 2, 0)
     grads = [torch.ones_like(x) for x in (p.q, p.k, p.v)]
     minus = torch.full((2, 2, 20), -torch.inf)
     zeros = torch.zeros_like(minus)
@@ -334,7 +327,7 @@ def test_no_keys_no_visible_keys_and_no_queries() -> None:
     assert all(torch.equal(g, torch.ones_like(g)) for g in grads)
 
 
-def test_a_step_with_nothing_visible_leaves_the_carry_as_it_is() -> None:
+def test_steps_without_visible_keys_keep_the_carry() -> None:
     p = problem(40)
     acc, lse = torch.randn(p.q.shape), torch.randn(2, 2, 40)
     before = acc.clone(), lse.clone()
@@ -344,7 +337,7 @@ def test_a_step_with_nothing_visible_leaves_the_carry_as_it_is() -> None:
         torch.testing.assert_close(found[1], before[1])
 
 
-def test_large_scores_neither_overflow_nor_turn_to_nan() -> None:
+def test_large_scores_stay_finite() -> None:
     p = problem(50, score=Score(300.0))
     out, lse = p.forward()
     assert bool(out.isfinite().all()) and bool(lse.isfinite().all())
@@ -353,7 +346,7 @@ def test_large_scores_neither_overflow_nor_turn_to_nan() -> None:
     assert all(bool(g.isfinite().all()) for g in grads)
 
 
-def test_the_probabilities_of_rows_past_the_last_key_do_not_reach_dq() -> None:
+def test_rows_past_the_last_key_do_not_reach_dq() -> None:
     """exp(0 - lse) overflows where every score is very negative."""
     p = problem(50, rules=MASKS["full"], score=Score(0.2))
     p.q, p.k = 4 + 0.1 * p.q, -4 + 0.1 * p.k  # scores of about -100
@@ -373,15 +366,15 @@ def test_programs_that_share_the_query_heads_of_a_kv_head(monkeypatch: pytest.Mo
     monkeypatch.setattr(backward_module, "processors", lambda device: 8)
     monkeypatch.setattr(backward_module, "_choices", {})
     monkeypatch.setattr(backward_module, "keys_launch", launch)
-    p.check(2, deterministic=BOTH)
-    assert used == [1, 1, group, group]  # deterministic, two steps; not deterministic, two steps
+    p.check(1, deterministic=BOTH)
+    assert used == [1, group]  # deterministic or not
 
 
-@pytest.mark.parametrize("heads", [2, 6])
-def test_the_order_of_programs_on_gpus_of_several_dies(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+@pytest.mark.parametrize(("batch", "heads"), [(2, 2), (1, 6)])
+def test_the_order_of_programs_on_gpus_of_several_dies(monkeypatch: pytest.MonkeyPatch, batch: int, heads: int) -> None:
     for module in (forward_module, backward_module):
         monkeypatch.setattr(module, "dies", lambda hip: 8)
-    problem(rules=MASKS["window"], batch=2 if heads == 2 else 1, heads=heads).check(1, deterministic=BOTH)
+    problem(40, rules=MASKS["window"], batch=batch, heads=heads).check(1, deterministic=BOTH)
 
 
 def test_deterministic_algorithms_take_the_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +428,7 @@ def test_a_scale_that_is_not_positive_raises() -> None:
     assert reason is not None and "softmax_scale" in reason
 
 
-def test_the_backend_names_what_it_cannot_do() -> None:
+def test_backend_refuses_inputs() -> None:
     backend, q = TritonBackend(), torch.zeros(1, 2, 1, 16)
     assert backend.unavailable() is None
     assert backend.unsupported(q, q, Score(1.0), lse_gradient=True) is None
@@ -524,7 +517,7 @@ def test_rotary_at_long_positions(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found.double(), torch.cat(expected, -1), atol=2e-6, rtol=0)
 
 
-def test_rotary_says_what_does_not_fit() -> None:
+def test_rotary_refuses_tables() -> None:
     x, table = torch.zeros(2, 5, 1, 8), torch.zeros(1, 5, 1, 4)
     with pytest.raises(ValueError, match=r"cos=\(1, 5, 1, 3\): expected \[1 or 2, 5, 1, 4\]"):
         apply_rotary(x, table[..., :3], table)
@@ -534,3 +527,19 @@ def test_rotary_says_what_does_not_fit() -> None:
         apply_rotary(x, table, table.expand(2, -1, -1, -1))
     with pytest.raises(ValueError, match="head_dim=7"):
         apply_rotary(x[..., :7], table, table)
+
+
+def test_compiling_raises_in_the_interpreter() -> None:
+    from tools.gate import inspect, small_cases
+
+    with pytest.raises(RuntimeError, match="unset it to compile"):
+        next(inspect(small_cases(["sm_90"])))
+
+
+def test_the_gpu_benchmark_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    from gpu import main
+
+    assert main(["--smoke"]) == 0
+    printed = capsys.readouterr().out
+    assert "every part ran" in printed and "0 failed" in printed

@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: compared with float64 in the interpreter, and compiled for three architectures."""
+"""The Triton kernels without a GPU: compared with float64 in the interpreter, compiled, chosen and tuned."""
 
 from __future__ import annotations
 
@@ -6,95 +6,44 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def _environment(interpreted: bool) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return {**environment, "OMP_NUM_THREADS": "1", **({"TRITON_INTERPRET": "1"} if interpreted else {})}
-
-
-def _run(arguments: list[str], interpreted: bool) -> CompletedProcess[str]:
-    """Run Python with these arguments, in a process of one thread."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=_environment(interpreted), capture_output=True, text=True, timeout=280, check=False
-    )
-
-
-_SOME = "test_masks or test_head or test_the_steps_of_a_ring"  # they take as long as the rest
-
-
-@pytest.mark.parametrize("part", [_SOME, f"not ({_SOME})"], ids=["some", "rest"])
-def test_in_the_interpreter(part: str) -> None:
-    pytest_file = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_triton_interpreter.py", "-k"]
-    run = _run([*pytest_file, part], interpreted=True)
+@pytest.mark.slow
+def test_kernels_in_the_interpreter() -> None:
+    """In a process of its own, because Triton reads TRITON_INTERPRET when it is imported."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/kernels/test_triton_interpreter.py",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout and "skipped" not in run.stdout
 
 
-def test_the_gpu_benchmark_runs() -> None:
-    run = _run(["benchmarks/gpu.py", "--smoke"], interpreted=True)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert "every part ran" in run.stdout and "0 failed" in run.stdout
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "head_dim"), [("forward", 64), ("delta", 128)])
+def test_kernels_compile(kernel: str, head_dim: int) -> None:
+    """Without spills and with the newest matrix instructions. `make gate` compiles all kernels for all targets."""
+    from tools.gate import inspect, small_cases, table_cases
 
-
-# What is compiled here: how many kernels, and which. `make gate` compiles all of them.
-PARTS = {
-    "half": (11, "--target sm_90 --target sm_100 --target gfx942 --head-dim 128 --dtype bfloat16"),
-    "wide": (3, "--target sm_90 --head-dim 576"),  # beside 512 of v
-    "small": (8, "--target sm_90 --target gfx942 --what small"),
-}
-
-
-@cache
-def _inspection(part: str) -> CompletedProcess[str]:
-    return _run(["tools/gate.py", "--json", *PARTS[part][1].split()], interpreted=False)
-
-
-def _rows(run: CompletedProcess[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_compiles_without_spills_and_with_matrix_instructions(part: str) -> None:
-    run = _inspection(part)
-    assert run.returncode in (0, 1), run.stderr[-4000:]
-    rows = _rows(run)
-    assert len(rows) == PARTS[part][0]
-    wrong = [row for row in rows if row["wrong"]]
-    assert len(wrong) == 0 and run.returncode == 0, "\n".join(str(row) for row in wrong)
-
-
-@pytest.mark.parametrize(("target", "instruction"), [("sm_90", "wgmma"), ("sm_100", "tcgen05"), ("gfx942", "mfma")])
-def test_half_precision_uses_the_newest_matrix_instructions(target: str, instruction: str) -> None:
-    assert {row["matrix"] for row in _rows(_inspection("half")) if row["target"] == target} == {instruction}
-
-
-def test_the_products_of_the_backward() -> None:
-    """One kernel has five products in one loop; the pair has four in one, and three in each of two loops."""
-    half = [row for row in _rows(_inspection("half")) if row["target"] == "sm_90"]
-    products = {
-        kernel: {row["products"] for row in half if row["kernel"] == kernel} for kernel in ("backward", "dkdv", "dq")
-    }
-    assert products == {"backward": {5}, "dkdv": {4}, "dq": {6}}
-    assert not any(row["synchronous"] or row["reloaded"] for row in half)
-
-
-def test_compiling_raises_in_the_interpreter() -> None:
-    command = [sys.executable, "tools/gate.py", "--target", "sm_90", "--what", "small"]
-    run = subprocess.run(command, cwd=ROOT, env=_environment(True), capture_output=True, text=True, timeout=120)
-    assert run.returncode != 0 and "unset it to compile" in run.stderr
+    cases = (case for of in (table_cases, small_cases) for case in of(["sm_90"]))
+    case = next(c for c in cases if (c.kernel, c.head_dim, c.dtype) == (kernel, head_dim, torch.bfloat16))
+    (row,) = inspect(iter([case]))
+    assert not row["wrong"] and row["matrix"] == ("wgmma" if kernel == "forward" else ""), row
 
 
 def test_choosing_a_configuration() -> None:
@@ -147,7 +96,7 @@ def test_float32_products_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
         assert launch.precision(torch.float32, False, hip=True) == "ieee"
 
 
-def test_tuning_keeps_the_fastest_and_survives_a_broken_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_keeps_the_fastest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
     import seqpar.triton_kernels.tune as tune
@@ -217,7 +166,7 @@ def test_tuning_again_where_the_cache_is_damaged(
     assert [path.name for path in tmp_path.iterdir()] == [tune.cache_file().name]
 
 
-def test_tuning_leaves_out_what_does_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_skips_configurations_that_do_not_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import PTXASError
 
     import seqpar.triton_kernels.tune as tune
@@ -307,9 +256,3 @@ def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.Monkey
     assert "no CUDA or ROCm GPU" in str(backend.unavailable())
     monkeypatch.setattr(module, "_installed", lambda: False)
     assert "not installed" in str(backend.unavailable())
-
-
-def test_the_backend_imports_without_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; from seqpar.kernels.triton import TritonBackend"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr[-2000:]

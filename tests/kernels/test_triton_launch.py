@@ -26,7 +26,7 @@ import seqpar.triton_kernels.merge as merge
 import seqpar.triton_kernels.preprocess as preprocess
 import seqpar.triton_kernels.rotary as rotary
 from seqpar.kernels.base import Score
-from seqpar.keys import KeyIntervals
+from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from tools.compiled import StubDriver
 
@@ -96,7 +96,7 @@ def causal(length: int = LENGTH) -> KeyIntervals:
 
 
 @pytest.mark.parametrize("tma", [False, True])
-def test_a_repeated_launch_goes_straight_to_the_compiled_kernel(launches: Launches, tma: bool) -> None:
+def test_repeated_launches_are_not_bound_again(launches: Launches, tma: bool) -> None:
     config, mask, ready = Config(16, 32, 4, 1, tma), causal(), forward_module._launches._ready
 
     def bound(
@@ -182,7 +182,7 @@ def test_hooks_before_a_launch_see_every_launch(launches: Launches, monkeypatch:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_steps_of_a_backward_share_what_they_have_in_common(launches: Launches, deterministic: bool) -> None:
+def test_steps_of_a_backward_share_statistics(launches: Launches, deterministic: bool) -> None:
     (q, k, v), mask, score = inputs(), causal(), Score(0.1)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     lse = torch.zeros(1, HEADS, LENGTH)
@@ -250,7 +250,7 @@ def test_elementwise_launches_are_not_bound_again(launches: Launches) -> None:
         assert second[:4] == third[:4] == first[:4] and len(second) == len(first)
 
 
-def test_what_is_remembered_dies_with_its_tensors() -> None:
+def test_remembered_results_die_with_their_tensors() -> None:
     preprocess._remembered.clear()
     first, second, made = torch.zeros(4), torch.zeros(4), []
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import implicit_replication
 
 import seqpar
-from seqpar.layers.sharded_weights import shard_like
+from seqpar.megatron.sharded_weights import shard_like
 
 from ..models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize
 from ..pool import Pool, mesh_of, on_ranks
@@ -58,7 +58,7 @@ def train(group: ProcessGroup, strategy: str) -> None:
     assert_same_weights(parallel, local)
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_steps_that_clip_equal_one_device(pool: Pool, strategy: str, world: int) -> None:
     pool.run(world, train, strategy)

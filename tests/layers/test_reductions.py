@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ class Model(nn.Module):
             * "tokens": all of them. The loss is ``token_loss``.
             * "parts": the body. The loss is computed from the whole output.
             * "skip": the same, and the head also gets the output of the stem.
+            * "twice": as "parts", with the body twice.
             * "attention": only attention, in two layers. Every other module works on whole tensors.
             * "mixed": stem and body, with a loss of their own from whole outputs beside ``token_loss``.
             * "middle": stem, body and head. A module between body and head works on whole tensors.
@@ -65,9 +67,9 @@ class Model(nn.Module):
         if kind in ("tokens", "mixed", "middle"):
             ids = shard(ids, sharding=sharding)
         x = stem = self.stem(self.embed(ids)).tanh()
-        if kind in ("parts", "skip", "stem", "tied"):
+        if kind in ("parts", "skip", "stem", "tied", "twice"):
             x = shard(x, sharding=sharding)
-        for _ in range(2 if kind == "attention" else 1):
+        for _ in range(2 if kind in ("attention", "twice") else 1):
             if self.checkpointed is None:
                 x = self.layer(x, sharding)
             else:
@@ -168,7 +170,7 @@ def fresh_seed() -> int:
     return int(torch.randint(1 << 30, ()))
 
 
-KINDS = ("tokens", "parts", "skip", "attention", "mixed", "middle", "stem")
+KINDS = ("tokens", "parts", "skip", "twice", "attention", "mixed", "middle", "stem")
 
 
 @pytest.mark.parametrize("how", ["sync", "ddp", "fsdp2", "fsdp1"])
@@ -367,55 +369,6 @@ def test_a_divisor_that_was_set_by_hand(pool: Pool) -> None:
     pool.run(2, divide_by_hand, fresh_seed())
 
 
-@on_ranks
-def refused(group: ProcessGroup, case: str) -> str:
-    """The error of the backward or of ``sync_gradients``."""
-    gc.collect()  # the wrappers of earlier tests
-    sharding = Sharding(TOKENS, "zigzag", group=group)
-    mesh = mesh_of(dp=2, ring=2, ulysses=2, tp=1)
-    if case == "some ranks":
-        sharding = Sharding(TOKENS, "zigzag", mesh=mesh)
-    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(), nn.Linear(HIDDEN, 1))
-    outside = nn.Linear(1, 1)
-    x, labels = torch.ones(1, TOKENS, HIDDEN), sharding.shard(torch.ones(1, TOKENS, dtype=torch.int64))
-    x_local = sharding.shard(x)
-    torch.manual_seed(group.rank())
-
-    wrapped: nn.Module = model
-    if case in ("outside", "hidden", "some ranks"):
-        over = mesh["ring"].get_group() if case == "some ranks" else group
-        wrapped = DistributedDataParallel(model, process_group=over)
-    elif case == "deepspeed":
-        wrapped = DeepSpeedEngine(model)
-
-    def loss_of(losses: Tensor) -> Tensor:
-        return seqpar.token_loss(losses[..., 0], labels, sharding=sharding)
-
-    try:
-        if case == "tied":  # before shard and after it
-            loss_of(outside(sharding.shard(outside(x[..., :1])))).backward()
-        elif case == "tied after unshard":
-            outside(sharding.unshard(outside(x_local[..., :1]))).square().sum().backward()
-        elif case == "own loss":  # as "tied", with a loss that seqpar does not know
-            outside(sharding.shard(outside(x[..., :1] + torch.arange(TOKENS)[:, None]))).square().sum().backward()
-        elif case == "dropout":  # every rank drops other elements of what should be the same
-            sharding.unshard(sharding.shard(model(x))).square().sum().backward()
-        elif case == "outside":  # a module beside the wrapper
-            loss_of(outside(wrapped(x_local))).backward()
-        elif case == "hidden":
-            loss_of(checkpoint(wrapped, x_local.requires_grad_(), use_reentrant=True)).backward()
-        elif case in ("some ranks", "deepspeed"):
-            loss_of(wrapped(x_local)).backward()
-        elif case == "other ranks":
-            half = Sharding(TOKENS, "zigzag", mesh=mesh)
-            half.unshard(half.shard(outside(x[..., :1]))).sum().backward()
-        other = {"outside": outside, "tied after unshard": nn.Sequential(outside, outside)}
-        seqpar.sync_gradients(other.get(case, nn.Sequential(model, outside)), group=group)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 class DeepSpeedEngine(nn.Module):
     """Has the name of DeepSpeed's engine."""
 
@@ -429,20 +382,101 @@ class DeepSpeedEngine(nn.Module):
         return self.module(x)
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("tied", "used before shard, where its gradient is whole, and between shard and unshard"),
-        ("tied after unshard", "0.weight: a tied weight that was used before unshard"),
-        ("own loss", "used before shard, so that every rank should have the same gradient, but the ranks' gradients"),
-        ("dropout", "every rank should have the same gradient, but the ranks' gradients differ"),
-        ("outside", "but DistributedDataParallel does not hold it; wrap the model as a whole"),
-        ("hidden", "reentrant activation checkpointing hides the parameters"),
-        ("some ranks", "which are some but not all of the ranks of the sequence, [0, 1, 2, 3]"),
-        ("other ranks", "pass sync_gradients the same mesh or group"),
-        ("deepspeed", "DeepSpeed's configuration decides what it divides by; pass token_loss gradients='mean'"),
-    ],
-)
-def test_what_cannot_be_right_is_refused(pool: Pool, case: str, words: str) -> None:
-    for message in pool.run(8, refused, case)[: 4 if case == "some ranks" else 8]:
-        assert words in message
+class Attempt:
+    """A model, a module outside of it, and tokens of 8 ranks, for a step that must be refused."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        torch.manual_seed(group.rank())
+        self.group, self.mesh = group, mesh_of(dp=2, ring=2, ulysses=2, tp=1)
+        self.sharding = Sharding(TOKENS, "zigzag", group=group)
+        self.model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Dropout(), nn.Linear(HIDDEN, 1))
+        self.outside = nn.Linear(1, 1)
+        self.x = torch.ones(1, TOKENS, HIDDEN)
+        self.synced: nn.Module = nn.Sequential(self.model, self.outside)
+
+    @property
+    def x_local(self) -> Tensor:
+        return self.sharding.shard(self.x)
+
+    def loss(self, losses: Tensor) -> Tensor:
+        labels = self.sharding.shard(torch.ones(1, TOKENS, dtype=torch.int64))
+        return seqpar.token_loss(losses[..., 0], labels, sharding=self.sharding)
+
+    def ddp(self, group: ProcessGroup | None = None) -> nn.Module:
+        self.wrapper: nn.Module = DistributedDataParallel(self.model, process_group=group or self.group)
+        return self.wrapper
+
+
+def tied(a: Attempt) -> Tensor:
+    return a.loss(a.outside(a.sharding.shard(a.outside(a.x[..., :1]))))
+
+
+def tied_after_unshard(a: Attempt) -> Tensor:
+    a.synced = nn.Sequential(a.outside, a.outside)
+    return a.outside(a.sharding.unshard(a.outside(a.x_local[..., :1]))).square().sum()
+
+
+def tied_under_a_loss_of_ones_own(a: Attempt) -> Tensor:
+    x = a.x[..., :1] + torch.arange(TOKENS)[:, None]
+    return a.outside(a.sharding.shard(a.outside(x))).square().sum()
+
+
+def dropout_before_shard(a: Attempt) -> Tensor:
+    return a.sharding.unshard(a.sharding.shard(a.model(a.x))).square().sum()
+
+
+def module_beside_a_wrapper(a: Attempt) -> Tensor:
+    a.synced = a.outside
+    return a.loss(a.outside(a.ddp()(a.x_local)))
+
+
+def reentrant_checkpoint(a: Attempt) -> Tensor:
+    return a.loss(checkpoint(a.ddp(), a.x_local.requires_grad_(), use_reentrant=True))
+
+
+def wrapper_over_some_ranks(a: Attempt) -> Tensor:
+    a.sharding = Sharding(TOKENS, "zigzag", mesh=a.mesh)
+    return a.loss(a.ddp(a.mesh["ring"].get_group())(a.x_local))
+
+
+def shard_over_other_ranks(a: Attempt) -> Tensor:
+    half = Sharding(TOKENS, "zigzag", mesh=a.mesh)
+    return half.unshard(half.shard(a.outside(a.x[..., :1]))).sum()
+
+
+def deepspeed(a: Attempt) -> Tensor:
+    a.wrapper = DeepSpeedEngine(a.model)
+    return a.loss(a.wrapper(a.x_local))
+
+
+REFUSED: dict[Callable[[Attempt], Tensor], str] = {
+    tied: "used before shard, where its gradient is whole, and between shard and unshard",
+    tied_after_unshard: "0.weight: a tied weight that was used before unshard",
+    tied_under_a_loss_of_ones_own: "so that every rank should have the same gradient, but the ranks' gradients",
+    dropout_before_shard: "every rank should have the same gradient, but the ranks' gradients differ",
+    module_beside_a_wrapper: "but DistributedDataParallel does not hold it; wrap the model as a whole",
+    reentrant_checkpoint: "reentrant activation checkpointing hides the parameters",
+    wrapper_over_some_ranks: "which are some but not all of the ranks of the sequence, [0, 1, 2, 3]",
+    shard_over_other_ranks: "pass sync_gradients the same mesh or group",
+    deepspeed: "DeepSpeed's configuration decides what it divides by; pass token_loss gradients='mean'",
+}
+
+
+@on_ranks
+def refused(group: ProcessGroup, loss_of: Callable[[Attempt], Tensor]) -> str:
+    """The error of the backward or of ``sync_gradients``."""
+    gc.collect()  # the wrappers of earlier tests
+    attempt = Attempt(group)
+    try:
+        loss_of(attempt).backward()
+        seqpar.sync_gradients(attempt.synced, group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("loss_of", REFUSED)
+def test_refused(pool: Pool, loss_of: Callable[[Attempt], Tensor]) -> None:
+    messages = pool.run(8, refused, loss_of)
+    for message in messages[: 4 if loss_of is wrapper_over_some_ranks else 8]:
+        assert REFUSED[loss_of] in message

@@ -243,17 +243,17 @@ def test_a_table_is_made_again_for_other_values(made: list[Any]) -> None:
 
 
 def test_tables_go_with_their_positions_and_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = rotary_module._TableCache(limit=3 * 2 * 5 * 4 * 4)  # of three tables
-    monkeypatch.setattr(rotary_module, "_tables", cache)
-    rope = seqpar.RotaryEmbedding(8)
-    kept = [torch.arange(5) for _ in range(6)]
-    for positions in kept:
+    monkeypatch.setattr(rotary_module, "_TABLE_BYTES", 3 * 2 * 5 * 4 * 4)  # of three tables
+    rotary_module._tables.clear()
+    rope, several = seqpar.RotaryEmbedding(8), [torch.arange(5) for _ in range(4)]
+    held = []
+    for positions in several:
         rope.cos_sin(positions, torch.float32, positions.device)
-        rope.cos_sin(kept[0], torch.float32, positions.device)  # used last
-    assert [bool(cache._by_positions[p]) for p in kept] == [True, False, False, False, True, True]
-    kept.clear()
+        held.append(len(rotary_module._tables))
+    assert held == [1, 2, 3, 1] and several[-1] in rotary_module._tables
+    several.clear()
     del positions
-    assert not len(cache._by_positions)
+    assert not len(rotary_module._tables)
 
 
 def test_a_table_of_inference_mode_serves_training() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import seqpar
-from seqpar.layers.sharded_weights import shard_like
+from seqpar.megatron.sharded_weights import shard_like
 
 from ..models import HIDDEN, Transformer, attention_layer, full, randomize
 from ..pool import Pool, mesh_of, on_ranks

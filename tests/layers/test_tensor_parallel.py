@@ -25,8 +25,6 @@ from ..models import HIDDEN, MASK, Transformer, attention_layer, full, random_to
 from ..pool import Pool, mesh_of, on_ranks
 from ..reference import assert_close
 
-EVERY_WORLD = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
-
 
 @dataclass(frozen=True)
 class Case:
@@ -104,7 +102,7 @@ def no_results(case: Case, by_rank: list[None]) -> None:
     """The ranks compare: nothing is left to verify."""
 
 
-@pytest.mark.parametrize("world", EVERY_WORLD)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_attention_equals_one_device(batch: Batch, world: int) -> None:
     batch.check(world, attention_on_group, CASES, no_results)
 
@@ -189,7 +187,7 @@ def transformer_on_group(group: ProcessGroup, activation: str, overlap: str) -> 
     check_gradients(parallel, local)
 
 
-@pytest.mark.parametrize("world", EVERY_WORLD)
+@pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize(("activation", "overlap"), [("swiglu", "ring"), ("gelu", "none")])
 def test_transformer_equals_one_device(pool: Pool, activation: str, overlap: str, world: int) -> None:
     pool.run(world, transformer_on_group, activation, overlap)
@@ -249,7 +247,7 @@ def fully_sharded(group: ProcessGroup, heads: tuple[int, int], path: str) -> Non
     check_state(loaded, local)
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (6, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_dp(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded, heads, str(tmp_path))
 
@@ -280,7 +278,7 @@ def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> 
     assert_close(full(found), expected, torch.float64, "norm")
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (6, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_the_ring(pool: Pool, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded_over_the_ring, heads)
 

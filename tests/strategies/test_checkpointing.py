@@ -77,7 +77,7 @@ def compare_checkpointing(group: ProcessGroup, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
-def test_recomputation_changes_no_number_and_repeats_no_attention(pool: Pool, strategy: str) -> None:
+def test_recomputation_repeats_no_attention(pool: Pool, strategy: str) -> None:
     pool.run(4, compare_checkpointing, strategy)
 
 

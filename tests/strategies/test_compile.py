@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -20,16 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar.layers import context_parallel
-from seqpar.layers.context_parallel import gathers_activations_op
-from seqpar.layers.rotary import _rotary_table, rotary_length_op
-from seqpar.layers.sharded_vocab import VocabPart
-from seqpar.layers.vocab_operators import cross_entropy_op, embedding_op, linear_cross_entropy_op
+from seqpar.layers.rotary import rotary_length, rotary_table
+from seqpar.megatron.sharded_vocab import (
+    VocabPart,
+    vocab_cross_entropy,
+    vocab_embedding,
+    vocab_linear_cross_entropy,
+)
 from seqpar.mesh import ParallelContext
-from seqpar.planner import auto, costs
-from seqpar.planner.auto import Candidate, candidates, choose_strategy_op
-from seqpar.strategies.operators import ANY_RANKS, AttentionOptions, attention_op, choice
-from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear_op, linear_reduce_scatter_op
+from seqpar.spec import AttentionSpec
+from seqpar.strategies.operators import ANY_RANKS, attention
+from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, linear_reduce_scatter
 
 from ..models import HEAD_DIM, HIDDEN, attention_layer, full, randomize
 from ..pool import Pool, on_ranks
@@ -130,16 +128,13 @@ def compare_over_steps(group: ProcessGroup, strategy: str, backend: str, steps: 
     return len(graphs)
 
 
-# A strategy's graph has one operator for attention, whatever the number of ranks. Four ranks make two of a hybrid's
-# dimensions, and share the two kv heads.
-LAYERS = [("ring", 1), ("tp_sp", 1), ("ring", 2), ("all_gather", 2), ("tp_sp", 2)]
-LAYERS += [("ulysses", 4), ("hybrid", 4), ("tp_sp", 4)]
+# A strategy's graph has one operator for attention, whatever the number of ranks. A hybrid needs four of them.
+LAYERS = [("tp_sp", 1), ("ring", 2), ("ulysses", 2), ("all_gather", 2), ("tp_sp", 2), ("hybrid", 4)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), LAYERS)
 def test_a_layer_is_one_graph_over_steps(pool: Pool, strategy: str, ranks: int) -> None:
-    # torch.compile gives up after eight graphs of a function: were each step to compile one, ten steps would show it.
-    assert pool.run(ranks, compare_over_steps, strategy, "aot_eager", 10, deadline_s=240.0) == [1] * ranks
+    assert pool.run(ranks, compare_over_steps, strategy, "aot_eager", 4, deadline_s=240.0) == [1] * ranks
 
 
 def test_every_layer_class_is_compiled() -> None:
@@ -150,42 +145,12 @@ def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
     assert pool.run(2, compare_over_steps, "activations", "aot_eager", 3, deadline_s=240.0) == [1, 1]
 
 
-@contextmanager
-def chosen_by_length(group: ProcessGroup) -> Iterator[None]:
-    """Strategy "auto" takes another strategy for each length, one after another; gather="auto" sends hidden states if
-    the length is odd."""
-
-    def predict(summary: Any, seq_len: int, layout: Any, shape: Any, ranks: int, *_: Any) -> dict[Candidate, float]:
-        strategies = list(candidates(ranks, shape.heads))
-        return {strategies[seq_len % len(strategies)]: 0.0}
-
-    def prefers_activations(kv_rows: Any, rows: tuple[int, int], *_: Any) -> bool:
-        return bool(rows[0] % 2)
-
-    known = WeakKeyDictionary({group: {"cpu": costs.Costs(costs._CPU)}})
-    with (
-        mock.patch.object(auto, "predict", predict),
-        mock.patch.object(auto, "_choices", WeakKeyDictionary()),
-        mock.patch.object(costs, "_known", known),
-        mock.patch.object(context_parallel, "prefers_activations", prefers_activations),
-    ):
-        yield
-
-
 @on_ranks
 def compare_with_one_device(
     group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
-) -> tuple[int, set[str]]:
-    """Compare a layer that is compiled on all ranks but one with the layer on one device, on new documents of new
-    lengths, and what it sends with eager code; returns the number of graphs and the strategies that were chosen."""
-    with chosen_by_length(group), seqpar.trace() as t:
-        graphs = _compare_with_one_device(group, options, scaling, with_positions, eager_rank)
-    return graphs, set(t.chosen)
-
-
-def _compare_with_one_device(
-    group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool, eager_rank: int
 ) -> int:
+    """Compare a layer that is compiled on all ranks but one with the layer on one device, on new documents of new
+    lengths, and what it sends with eager code; returns the number of graphs."""
     torch._dynamo.reset()
     rope = seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
     one_device = attention_layer((6, 2), rope=rope)
@@ -239,26 +204,13 @@ DYNAMIC_LAYERS = [("ring", True, 1), ("tp_sp", True, -1), ("activations", True, 
 def test_angles_that_depend_on_the_length(pool: Pool, strategy: str, with_positions: bool, eager_rank: int) -> None:
     """Of all ranks' positions, also where a rank runs eagerly."""
     given = LAYER_STRATEGIES[strategy], DYNAMIC, with_positions, eager_rank
-    by_rank = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
-    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(2)]
+    graphs = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
+    assert graphs == [int(rank != eager_rank) for rank in range(2)]
 
 
-@pytest.mark.parametrize("eager_rank", [-1, 1])
-def test_strategies_that_are_chosen_when_a_layer_runs(pool: Pool, eager_rank: int) -> None:
-    """Every strategy in one graph, also where a rank runs eagerly."""
-    given = {"strategy": "auto"}, None, False, eager_rank
-    by_rank = pool.run(4, compare_with_one_device, *given, deadline_s=240.0)
-    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(4)]
-    assert all(chosen == {"ring", "context_parallel", "ulysses", "hybrid"} for _, chosen in by_rank)
-
-
-@pytest.mark.parametrize("scaling", [None, DYNAMIC])
-def test_what_is_gathered_is_chosen_when_a_layer_runs(pool: Pool, scaling: dict[str, Any] | None) -> None:
-    """Keys and values, and hidden states, in one graph; with positions, on which the angles depend, and without."""
-    eager_rank = -1 if scaling is None else 1
-    given = {"strategy": "context_parallel", "gather": "auto"}, scaling, scaling is not None, eager_rank
-    by_rank = pool.run(2, compare_with_one_device, *given, deadline_s=240.0)
-    assert [graphs for graphs, _ in by_rank] == [int(rank != eager_rank) for rank in range(2)]
+def test_auto_names_one_strategy_in_compiled_and_eager_code(pool: Pool) -> None:
+    given = {"strategy": "auto"}, None, False, 1
+    assert pool.run(4, compare_with_one_device, *given, deadline_s=240.0) == [1, 0, 1, 1]
 
 
 @on_ranks
@@ -299,12 +251,8 @@ def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vo
 
 @on_ranks
 def compare_functions(group: ProcessGroup, strategy: str) -> None:
-    with chosen_by_length(group):
-        _compare_functions(group, STRATEGIES.get(strategy, {"strategy": "auto"}))
-
-
-def _compare_functions(group: ProcessGroup, options: dict[str, Any]) -> None:
-    """Every argument of the function, under ``dynamic=True``."""
+    """Every argument of the function, under ``dynamic=True``. The first rank compiles, the others run eagerly."""
+    options = STRATEGIES[strategy]
     torch._dynamo.reset()
     torch.manual_seed(1)
     sinks = torch.randn(6, dtype=torch.float64, requires_grad=True)
@@ -318,7 +266,7 @@ def _compare_functions(group: ProcessGroup, options: dict[str, Any]) -> None:
         plain = seqpar.attention(q, k, v, mask=mask, sharding=sharding, **options)
         return out.sin().sum() + lse.cos().sum() + plain.square().sum()
 
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True, disable=group.rank() > 0)
     for step in range(4):
         seq_len = 33 + 5 * step
         sharding, mask = Sharding(seq_len, "striped", group=group), documents(seq_len, step)
@@ -335,9 +283,12 @@ def _compare_functions(group: ProcessGroup, options: dict[str, Any]) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
-def test_the_function_is_one_graph(pool: Pool, strategy: str) -> None:
-    pool.run(4 if strategy in ("hybrid", "a2a+p2p", "auto") else 2, compare_functions, strategy, deadline_s=240.0)
+FUNCTIONS = [("ring", 2), ("ulysses", 2), ("all_gather in chunks", 2), ("hybrid", 4)]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), FUNCTIONS)
+def test_the_function_is_one_graph(pool: Pool, strategy: str, ranks: int) -> None:
+    pool.run(ranks, compare_functions, strategy, deadline_s=240.0)
 
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -348,14 +299,12 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 @on_ranks
 def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
-    with chosen_by_length(group):
-        _compare_dropout(group, strategy, how)
+    """Compare a layer with a compiled one, which draws the same seeds. Each rank's generator has another state.
 
-
-def _compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
-    """Compare a layer with a compiled one, which draws the same seeds. Each rank's generator has another state."""
+    The first rank compiles, and the others run eagerly.
+    """
     torch._dynamo.reset()
-    options = LAYER_STRATEGIES.get(strategy, {"strategy": "auto"})
+    options = LAYER_STRATEGIES[strategy]
     layer = attention_layer((6, 2), group=group, dropout_p=0.25, **options)
     randomize(layer)
 
@@ -363,7 +312,9 @@ def _compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
         return checkpoint(layer, *args, **RECOMPUTED[how])
 
     run_layer: Any = recomputed if how in RECOMPUTED else layer
-    compiled: Any = torch.compile(run_layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled: Any = torch.compile(
+        run_layer, backend="aot_eager", fullgraph=True, dynamic=True, disable=group.rank() > 0
+    )
     runs = [layer, compiled]
     if how == "checkpoint around it":
         runs[1] = partial(checkpoint, compiled, use_reentrant=False)
@@ -384,9 +335,8 @@ def _compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-DROPOUT = [("ring", 2, how) for how in ("plain", *RECOMPUTED, "checkpoint around it")]
-DROPOUT += [("tp_sp", 2, "checkpoint"), ("activations", 2, "checkpoint")]
-DROPOUT += [("auto", 2, how) for how in RECOMPUTED]
+DROPOUT = [("ring", 2, how) for how in (*RECOMPUTED, "checkpoint around it")]
+DROPOUT += [("tp_sp", 2, "plain"), ("activations", 2, "checkpoint")]
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
@@ -412,11 +362,11 @@ def test_inductor_has_one_mask_in_forward_and_backward() -> None:
 
     q, v, dout = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(3))
     v.requires_grad_()
-    out = torch.compile(twice, fullgraph=True)(q, v, Sharding(20))
-    assert isinstance(out, Tensor)
+    compiled: Any = torch.compile(twice, fullgraph=True)
+    out, again = (compiled(q, v, Sharding(20)) for _ in range(2))
     (dv,) = torch.autograd.grad(out, v, dout)
     torch.testing.assert_close((v * dv).sum(), (out * dout).sum())
-    assert not torch.equal(out, torch.compile(twice, fullgraph=True)(q, v, Sharding(20)))
+    assert not torch.equal(out, again)
 
 
 def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:
@@ -433,42 +383,21 @@ def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:
 @on_ranks
 def check_operator(group: ProcessGroup, strategy: str) -> None:
     options = dict(STRATEGIES[strategy])
-    call = AttentionOptions(options.pop("strategy"), tuple(options.items()), return_lse=True)
+    call = AttentionSpec(options.pop("strategy"), tuple(options.items()), return_lse=True)
     sharding = Sharding(22, "zigzag", group=group)
     where = Mask.causal(), sharding, ANY_RANKS
     torch.manual_seed(group.rank())
     shapes = (6, 4), (2, 4), (2, 3)
     q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
     sinks = torch.randn(6, requires_grad=True)
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, None, None, *where, call, None))
+    torch.library.opcheck(attention, (q, k, v, sinks, None, None, None, call, *where))
     dropout, seed = replace(call, dropout_p=0.25, draws_seed=True), torch.tensor(group.rank())
-    torch.library.opcheck(attention_op, (q, k, v, sinks, None, seed, None, *where, dropout, None))
+    torch.library.opcheck(attention, (q, k, v, sinks, None, seed, None, dropout, *where))
     # Latent attention: 5 numbers, a rotated key of 2, and a weight that makes 2 and 3 numbers for each head of them.
     latents, rotated = (torch.randn(1, sharding.seq_local, 1, n, requires_grad=True) for n in (5, 2))
     weight = torch.randn(6, 2 + 3, 5, requires_grad=True)
-    tensors = q, latents, rotated, sinks, None, None, None
-    torch.library.opcheck(attention_op, (*tensors, *where, call, weight))
-
-
-@on_ranks
-def check_choice(group: ProcessGroup) -> None:
-    sharding, options = Sharding(22, "zigzag", group=group), AttentionOptions("auto")
-    q, k, v = (torch.randn(1, sharding.seq_local, n, 4, requires_grad=True) for n in (6, 2, 2))
-    where = Mask.causal(), sharding, ANY_RANKS, options
-    with chosen_by_length(group):
-        torch.library.opcheck(choose_strategy_op, (q, k, v, *where, True))
-    for strategy in (Candidate("ring", 1), Candidate("ulysses", 2)):
-        chosen = choice(strategy.strategy, strategy.options)
-        torch.library.opcheck(attention_op, (q, k, v, None, None, None, chosen, *where, None))
-    gathered = AttentionOptions("context_parallel", (("comm", "all_gather"),), replicated=True)
-    x, weights = q.flatten(2), [torch.randn(8, 24, requires_grad=True)]
-    torch.library.opcheck(gathers_activations_op, (x, 8, *where[:-1], replace(gathered, replicated=False)))
-    of_own_tokens = torch.tensor(0), sharding, ANY_RANKS, ChunkOptions("ring", gathered)
-    torch.library.opcheck(all_gather_linear_op, (x, weights, *of_own_tokens))
-
-
-def test_opcheck_of_a_choice(pool: Pool) -> None:
-    pool.run(2, check_choice, deadline_s=240.0)
+    tensors = q, latents, rotated, sinks, None, None, weight
+    torch.library.opcheck(attention, (*tensors, call, *where))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])
@@ -480,12 +409,12 @@ def test_opcheck(pool: Pool, strategy: str) -> None:
 def check_tensor_parallel_operators(group: ProcessGroup) -> None:
     sharding = Sharding(22, "zigzag", group=group, strategy="tp_sp")
     ranks = ParallelContext(None, group)
-    call = ChunkOptions("ring", AttentionOptions("local", tensor_parallel=True))
+    call = ChunkOptions("ring", AttentionSpec("local", tensor_parallel=True))
     x = torch.randn(1, sharding.seq_local, 8, requires_grad=True)
     weights = [torch.randn(n, 8, requires_grad=True) for n in (4, 6)]
-    torch.library.opcheck(all_gather_linear_op, (x, weights, None, sharding, ranks, call))
+    torch.library.opcheck(all_gather_linear, (x, weights, sharding, ranks, call))
     full, weight = torch.randn(1, 22, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
-    torch.library.opcheck(linear_reduce_scatter_op, (full, weight, sharding.seq_local, sharding, ranks, call))
+    torch.library.opcheck(linear_reduce_scatter, (full, weight, sharding.seq_local, sharding, ranks, call))
 
 
 def test_opcheck_of_tensor_parallel_operators(pool: Pool) -> None:
@@ -498,11 +427,12 @@ def check_vocabulary_operators(group: ProcessGroup) -> None:
     part = VocabPart.of_rank(11, group)
     ids = sharding.shard(torch.arange(22)[None] % 11)
     weight, bias = torch.randn(part.size, 8, requires_grad=True), torch.randn(part.size, requires_grad=True)
-    torch.library.opcheck(embedding_op, (ids, weight, 11, part, sharding, ranks))
+    options = ChunkOptions("ring")
+    torch.library.opcheck(vocab_embedding, (ids, weight, part, sharding, ranks, options))
     x, logits = (torch.randn(1, *shape, requires_grad=True) for shape in ((sharding.seq_local, 8), (22, part.size)))
-    torch.library.opcheck(cross_entropy_op, (logits, ids, 11, -100, sharding))
+    torch.library.opcheck(vocab_cross_entropy, (logits, ids, 11, -100, sharding, options))
     for given in (bias, None):
-        torch.library.opcheck(linear_cross_entropy_op, (x, weight, given, ids, 11, part, 4, sharding, ranks))
+        torch.library.opcheck(vocab_linear_cross_entropy, (x, weight, given, ids, 4, part, sharding, ranks, options))
 
 
 def test_opcheck_of_vocabulary_operators(pool: Pool) -> None:
@@ -514,9 +444,9 @@ def check_rotary_operators(group: ProcessGroup) -> None:
     sharding, rope = Sharding(22, "zigzag", group=group), seqpar.RotaryEmbedding(4, scaling=DYNAMIC)
     x, positions = torch.randn(1, sharding.seq_local, 8), sharding.positions()
     for given in (positions, None):
-        torch.library.opcheck(rotary_length_op, (x, given, sharding))
+        torch.library.opcheck(rotary_length, (x, given, sharding))
     for length in (torch.tensor(22), None):
-        torch.library.opcheck(_rotary_table, (positions, rope._in_operators, torch.float64, x.device, length))
+        torch.library.opcheck(rotary_table, (positions, rope._in_operators, torch.float64, x.device, length))
 
 
 def test_opcheck_of_rotary_operators(pool: Pool) -> None:

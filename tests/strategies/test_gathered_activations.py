@@ -1,4 +1,4 @@
-"""``gather="activations"``: the numbers of one device, the bytes of its formula, and when "auto" chooses it."""
+"""``gather="activations"``: the numbers of one device, and the bytes of its formula."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar.layout import LAYOUTS, Layout, SequenceSharding
-from seqpar.schedule import AttentionPlan
-from seqpar.strategies.gathered_activations import prefers_activations
+from seqpar.layout import LAYOUTS, Layout
+from seqpar.schedule.plan import AttentionPlan
 
 from ..cases import Batch
-from ..hosts import hosts_of
 from ..pool import Pool, mesh_of, on_ranks
 from ..reference import BATCH_RULES, RULES, Rules, assert_close, combined_mask, fitted, rank_positions, rules_id
 
@@ -146,23 +144,18 @@ def test_half_precision_is_as_good_as_sending_keys(pool: Pool) -> None:
 
 
 @on_ranks
-def bytes_sent(group: ProcessGroup, case: Case, dtype: torch.dtype, gather: str) -> tuple[int, int, int, int]:
-    """Sent before the query projection and in forward, after the output projection's backward and in backward."""
+def bytes_sent(group: ProcessGroup, case: Case, dtype: torch.dtype, gather: str) -> tuple[int, int, int]:
+    """Sent before the query projection, in forward and in backward."""
     layer = case.make("context_parallel", dtype, gather=gather)
     sharding = Sharding(case.seq_len, case.layout, group=group)
     x = sharding.shard(case.tensors()["x"]).to(dtype).requires_grad_()
-    early: list[int] = []  # bytes sent by the query projection, and by the end of the output projection's backward
+    early: list[int] = []
     with seqpar.trace() as sent:
-
-        def before_output(module: nn.Module, inputs: tuple[Tensor]) -> None:
-            inputs[0].register_hook(lambda _: early.append(sent.bytes_sent))
-
         layer.q_proj.register_forward_pre_hook(lambda *_: early.append(sent.bytes_sent))
-        layer.o_proj.register_forward_pre_hook(before_output)
         y = layer(x, mask=case.mask, sharding=sharding)
         forward = sent.bytes_sent
         y.sum().backward()
-    return early[0], forward, early[1] - forward, sent.bytes_sent - forward
+    return early[0], forward, sent.bytes_sent - forward
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -173,16 +166,16 @@ def test_bytes(pool: Pool, world: int, dtype: torch.dtype) -> None:
         case = Case(rules, layout, (6, 2), {"qk_norm": True}, seq_len=48)
         row = BATCH * case.seq_len * (world - 1) // world * HIDDEN
         forward, backward = row * dtype.itemsize, row * (dtype.itemsize + max(4, dtype.itemsize))
-        # Those to one rank: transfers start ahead of the query projection, and of the output projection in backward.
+        # The transfers start with the messages to one rank, ahead of the query projection.
         first = forward // max(1, world - 1)
         sent = pool.run(world, bytes_sent, case, dtype, "activations")
-        assert sent == [(first, forward, first, backward)] * world
+        assert sent == [(first, forward, backward)] * world
 
 
 def test_bytes_of_uneven_shards(pool: Pool) -> None:
     case = Case(RULES[1], "zigzag", seq_len=50)
     lengths = [len(rank_positions(50, 4, rank, "zigzag")) for rank in range(4)]
-    for own, (_, forward, _, backward) in zip(
+    for own, (_, forward, backward) in zip(
         lengths, pool.run(4, bytes_sent, case, torch.bfloat16, "activations"), strict=True
     ):
         assert forward == 3 * own * BATCH * HIDDEN * 2
@@ -194,84 +187,8 @@ def test_half_the_bytes_of_multi_head_attention(pool: Pool, dtype: torch.dtype) 
     """Where heads x head_dim is the hidden size, forward and backward."""
     case = Case(RULES[1], seq_len=48)
     kv, activations = (pool.run(4, bytes_sent, case, dtype, gather) for gather in ("kv", "activations"))
-    for (_, forward, _, backward), (_, forward_of_kv, _, backward_of_kv) in zip(activations, kv, strict=True):
+    for (_, forward, backward), (_, forward_of_kv, backward_of_kv) in zip(activations, kv, strict=True):
         assert 2 * forward == forward_of_kv and 2 * backward == backward_of_kv
-
-
-# auto
-
-
-@pytest.mark.parametrize("per_host", [6, 3, 2])
-@pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=rules_id)
-def test_received_rows_are_those_of_all_plans(rules: Rules, per_host: int) -> None:
-    for layout in LAYOUTS:
-        mask, sharding = combined_mask(fitted(rules, 61)), SequenceSharding(61, layout, 6)
-        plans = [AttentionPlan(mask, sharding, rank, True, per_host) for rank in range(6)]
-        received = sum(len(t.rows) for plan in plans for step in plan for t in step.receives)
-        between = sum(len(t.rows) for plan in plans for i in range(plan.fetches) for t in plan.fetch(i).receives)
-        assert [plan.received_rows for plan in plans] == [(received - between, between)] * 6
-
-
-# Sequences that all ranks together receive, inside hosts and between hosts: of K/V, and of hidden states.
-PLACES = {
-    "one host of 8": ((7, 0), (7, 0)),
-    "2 hosts of 1": ((0, 1), (0, 1)),
-    "2 hosts of 4": ((6, 1), (3, 4)),  # K/V cross to a host once, hidden states once for each of its ranks
-}
-# Hidden size, KV heads of 128, share of K/V rows that the mask needs, place; the choice.
-CHOICES = [
-    (1024, 8, 1.0, "one host of 8", True),
-    (4096, 32, 1.0, "one host of 8", False),  # NVLink is faster than projecting twice
-    (4096, 32, 1.0, "2 hosts of 1", True),
-    (8192, 64, 1.0, "2 hosts of 1", True),
-    (12288, 96, 1.0, "2 hosts of 1", False),
-    (4096, 8, 1.0, "2 hosts of 1", False),  # grouped-query attention: K/V are smaller
-    (4096, 32, 0.5, "2 hosts of 1", False),  # the mask needs half of them
-    (4096, 32, 1.0, "2 hosts of 4", False),
-]
-
-
-@pytest.mark.parametrize(("hidden", "kv_heads", "share", "place", "choice"), CHOICES)
-def test_the_choice_of_auto(hidden: int, kv_heads: int, share: float, place: str, choice: bool) -> None:
-    of_kv, of_activations = PLACES[place]
-    inside, between = (int(share * 8192 * n) for n in of_kv)
-    inside_x, between_x = (8192 * n for n in of_activations)
-    d_kv = 128 * kv_heads
-    assert prefers_activations((inside, between), (inside_x, between_x), hidden, d_kv, torch.bfloat16) == choice
-    # The same counted by hand: bytes and seconds of forward and backward.
-    saved_inside, saved_between = (
-        8 * (2 * d_kv * kv - hidden * x) for kv, x in ((inside, inside_x), (between, between_x))
-    )
-    seconds_of_gemms = 16 * hidden * d_kv * (inside_x + between_x) / 990e12
-    assert (saved_inside / 450e9 + saved_between / 50e9 > seconds_of_gemms) == choice
-
-
-@on_ranks
-def what_auto_sends(group: ProcessGroup, case: Case, per_host: int) -> tuple[int, bool]:
-    """Bytes of a forward, and whether they are those of ``gather="kv"``, with so many ranks on each host."""
-    sharding = Sharding(case.seq_len, case.layout, group=group)
-    sent, results = [], []
-    with hosts_of(per_host):
-        for gather in ("auto", "kv"):
-            layer = case.make("context_parallel", gather=gather)
-            with seqpar.trace() as trace, torch.no_grad():
-                layer(sharding.shard(case.tensors()["x"]), mask=case.mask, sharding=sharding)
-            sent.append(trace.bytes_sent)
-            results.append(case.run(layer, sharding))
-    for name, expected in results[1].items():
-        torch.testing.assert_close(results[0][name], expected, rtol=1e-11, atol=1e-11)
-    return sent[0], sent[0] == sent[1]
-
-
-def test_auto_in_a_layer(pool: Pool) -> None:
-    row = 3 * BATCH * 48 // 4 * HIDDEN * 8
-    full, window, one = RULES[1], RULES[2], (6, 6)
-    for per_host in (4, 2, 1):
-        sent = pool.run(4, what_auto_sends, Case(full, heads=one, seq_len=48), per_host)
-        assert sent == [(row, False)] * 4
-    assert all(kv for _, kv in pool.run(8, what_auto_sends, Case(full, heads=one, seq_len=48), 4))
-    assert all(kv for _, kv in pool.run(4, what_auto_sends, Case(full, heads=(6, 2), seq_len=48), 4))
-    assert all(kv for _, kv in pool.run(4, what_auto_sends, Case(window, heads=one, seq_len=48), 4))
 
 
 # What surrounds the layer
@@ -357,7 +274,7 @@ def test_a_plan_made_ahead(pool: Pool) -> None:
         ({"gather": "activation"}, ValueError, "gather='activation': did you mean 'activations'"),
         ({"gather": True}, TypeError, "gather=True: expected a str"),
         ({"gather": "activations", "comm": "p2p"}, ValueError, "gather='activations': .*all_gather.* comm='p2p'"),
-        ({"gather": "auto", "comm": "a2a"}, ValueError, "gather='auto': .*all_gather.* comm='a2a'"),
+        ({"gather": "activations", "comm": "a2a"}, ValueError, "gather='activations': .*all_gather.* comm='a2a'"),
         ({"gather": "activations", "chunks": 2}, ValueError, "chunks=2: .*gather='kv'"),
         ({"strategy": "ring", "gather": "activations"}, TypeError, "gather: .*'ring'.*ContextParallelAttention"),
     ],
@@ -381,7 +298,7 @@ def test_only_the_layer_has_the_option() -> None:
 
 @on_ranks
 def other_projections(group: ProcessGroup) -> list[str]:
-    """What layers raise whose projections, norm or strategy do not allow it; and what "auto" does with them."""
+    """What layers raise whose projections, norm or strategy do not allow it."""
 
     class Adapted(nn.Linear):
         """As LoRA's: it adds to what its weight gives."""
@@ -389,14 +306,13 @@ def other_projections(group: ProcessGroup) -> list[str]:
     messages = []
     sharding = Sharding(16, group=group)
     x = sharding.shard(torch.randn(1, 16, HIDDEN))
-    for gather in ("activations", "auto"):
-        layer = seqpar.ParallelAttention("context_parallel", HIDDEN, 6, group=group, gather=gather, layout="zigzag")
-        layer.v_proj = Adapted(HIDDEN, HIDDEN)
-        for arguments in ({"sharding": sharding}, {}):
-            try:
-                layer(x, **arguments)
-            except TypeError as error:
-                messages.append(str(error))
+    layer = seqpar.ParallelAttention(**ACTIVATIONS, hidden_size=HIDDEN, num_heads=6, group=group, layout="zigzag")
+    layer.v_proj = Adapted(HIDDEN, HIDDEN)
+    for arguments in ({"sharding": sharding}, {}):
+        try:
+            layer(x, **arguments)
+        except TypeError as error:
+            messages.append(str(error))
     try:
         mesh = mesh_of(1, 4, 1, 2)
         seqpar.ParallelAttention("tp_sp", HIDDEN, 6, mesh=mesh, context="context_parallel", gather="activations")

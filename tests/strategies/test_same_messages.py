@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask, Sharding
 from seqpar.cache import ByteCache
-from seqpar.layers.rotary import _TableCache
-from seqpar.planner import auto
+from seqpar.layers import rotary
 
 from ..pool import Pool, on_ranks
 from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES
@@ -85,17 +84,16 @@ def recorded(record: list[Operation]) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Empty every cache of the package. What a collective has set up (communicators, hosts, costs) is no cache."""
+    """Empty every cache of the package. What a collective has set up (communicators, hosts) is no cache."""
     for name, module in list(sys.modules.items()):
         if name.startswith("seqpar"):
             for value in vars(module).values():
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()
-                elif isinstance(value, ByteCache | _TableCache):
+                elif isinstance(value, ByteCache):
                     value.clear()
+    rotary._tables.clear()
     MASK.plans.clear()
-    for choices in (auto._choices, auto._simulated):
-        choices.clear()
 
 
 def calls(group: ProcessGroup) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -229,11 +227,11 @@ def compare(by_rank: list[dict[str, list[Operation]]]) -> None:
             assert sent == [(x.group, x.nbytes) for x in there if x.name in RECEIVES], name
 
 
-def test_what_ranks_send_does_not_depend_on_their_caches(pool: Pool) -> None:
+def test_messages_do_not_depend_on_caches(pool: Pool) -> None:
     compare(pool.run(2, with_other_caches, deadline_s=60))
 
 
 @pytest.mark.slow
-def test_nor_does_what_the_ranks_of_a_hugging_face_model_send(pool: Pool) -> None:
+def test_messages_of_hugging_face_models_do_not_depend_on_caches(pool: Pool) -> None:
     pytest.importorskip("transformers")
     compare(pool.run(2, with_other_caches, hf=True, deadline_s=60))

@@ -10,7 +10,7 @@ from ..strategy_cases import LAYER_STRATEGIES, ONE_PER_CLASS, STRATEGIES
 
 
 def test_every_strategy_has_a_row() -> None:
-    # "auto" takes one of the others: test_auto.py.
+    # "auto" takes one of the others: test_rules.py.
     assert {row["strategy"] for row in STRATEGIES.values()} == set(PACKAGE_STRATEGIES) - {"local", "auto"}
 
 

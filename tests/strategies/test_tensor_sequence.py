@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar import cache
-from seqpar.layout import LAYOUTS, Layout, SequenceSharding
+from seqpar.layout import LAYOUTS, Layout
+from seqpar.mesh import ParallelContext
+from seqpar.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
 from seqpar.strategies.sequence_chunks import SequenceChunks
-from seqpar.strategies.tensor_sequence import all_gather_linear, linear_reduce_scatter
+from seqpar.strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 
 from ..live_bytes import LiveBytes
 from ..pool import Pool, on_ranks
@@ -25,13 +27,19 @@ from ..pool import Pool, on_ranks
 CPU = torch.device("cpu")
 
 
+def in_rank_order(group: ProcessGroup, lengths: list[int], overlap: str) -> ShardedTokens:
+    """Tokens of which each rank of ``group`` holds ``lengths``."""
+    sharding, options = seqpar.Sharding(sum(lengths), group=group), ChunkOptions(overlap, lengths=tuple(lengths))
+    return ShardedTokens(lengths[group.rank()], sharding, ParallelContext(None, group), options)
+
+
 @on_ranks
 def sum_of_small_numbers(group: ProcessGroup, overlap: str) -> tuple[Tensor, int]:
     """256 of the first rank and 1 of every other: the sum that each rank keeps, and the bytes it sends."""
-    chunks = SequenceChunks.in_rank_order(group, [2, 1, 0, 3][: group.size()], overlap, CPU)
-    x = torch.full((1, chunks.total, 1), 256.0 if group.rank() == 0 else 1.0).bfloat16()
+    tokens = in_rank_order(group, [2, 1, 0, 3], overlap)
+    x = torch.full((1, 6, 1), 256.0 if group.rank() == 0 else 1.0).bfloat16()
     with seqpar.trace() as trace:
-        y = linear_reduce_scatter(x, torch.ones(1, 1).bfloat16(), chunks)
+        y = project_and_scatter(x, torch.ones(1, 1).bfloat16(), tokens)
     return y, trace.bytes_sent
 
 
@@ -58,17 +66,18 @@ class ReadBacks(TorchDispatchMode):
 def call_twice(group: ProcessGroup, layout: Layout, overlap: str) -> tuple[list[int], int]:
     """How often the rows were cut after each of two calls, and the read-backs of the second."""
     cache._tensors.clear()
-    sharding = SequenceSharding(50, layout, 1, 1, group.size())
+    sharding = seqpar.Sharding(50, layout, group=group, strategy="tp_sp")
+    options = ChunkOptions(overlap, AttentionSpec("local", tensor_parallel=True))
+    tokens = ShardedTokens(sharding.seq_local, sharding, ParallelContext(None, group), options)
     cut = mock.Mock(wraps=sequence_chunks._cut)
     calls, read_backs = [], 0
     with mock.patch.object(sequence_chunks, "_cut", cut):
         for _ in range(2):
             with ReadBacks() as counted:
-                chunks = SequenceChunks.of_sharding(group, sharding, 0, overlap, CPU)
-                own = len(chunks.rows.chunks[group.rank()])
-                x, weight = torch.randn(1, own, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-                (full,) = all_gather_linear(x, [weight], chunks)
-                linear_reduce_scatter(full, weight, chunks).sum().backward()
+                x = torch.randn(1, sharding.seq_local, 8, requires_grad=True)
+                weight = torch.randn(8, 8, requires_grad=True)
+                (full,) = gather_and_project(x, [weight], tokens)
+                project_and_scatter(full, weight, tokens).sum().backward()
             calls.append(cut.call_count)
             read_backs = counted.count
     return calls, read_backs
@@ -84,9 +93,9 @@ def test_rows_are_cut_and_copied_once(pool: Pool, layout: str, overlap: str) -> 
 def joined_bytes(group: ProcessGroup, overlap: str) -> tuple[int, int]:
     """The largest tensor that backward of two projections joins, and the gradients of their outputs together."""
     ranks, width = group.size(), 16
-    chunks = SequenceChunks.in_rank_order(group, [64] * ranks, overlap, CPU)
+    tokens = in_rank_order(group, [64] * ranks, overlap)
     x = torch.randn(1, 64, 4, requires_grad=True)
-    outs = all_gather_linear(x, [torch.randn(width, 4, requires_grad=True) for _ in range(2)], chunks)
+    outs = gather_and_project(x, [torch.randn(width, 4, requires_grad=True) for _ in range(2)], tokens)
     with LiveBytes() as counted:
         torch.autograd.backward(outs, [torch.randn_like(y) for y in outs])
     return counted.largest["aten.cat"], 2 * outs[0].nbytes
@@ -111,8 +120,8 @@ def gradients_of_two_projections(group: ProcessGroup, overlap: str, frozen: bool
     at = slice(8 * group.rank(), 8 * (group.rank() + 1))
     mine = [w[at].clone().requires_grad_(not (frozen and i == 0)) for i, w in enumerate(weights)]
     x_local = seqpar.shard(x, group=group, layout="contiguous").requires_grad_()
-    chunks = SequenceChunks.in_rank_order(group, [x_local.shape[1]] * ranks, overlap, CPU)
-    torch.autograd.backward(all_gather_linear(x_local, mine, chunks), list(dout[..., at]))
+    tokens = in_rank_order(group, [x_local.shape[1]] * ranks, overlap)
+    torch.autograd.backward(gather_and_project(x_local, mine, tokens), list(dout[..., at]))
     assert exact_x.grad is not None and exact_weights.grad is not None
     exact = [seqpar.shard(exact_x.grad, group=group, layout="contiguous"), *exact_weights.grad[:, at]]
     return [x_local.grad, *(w.grad for w in mine), *exact]

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 MASKS = {
     "causal": Mask.causal(),
-    "documents": Mask.documents([[0, 9, 40, 61], [0, 33, 50]], padding=True) & Mask.sliding_window(20),
+    "documents": Mask.documents([[0, 9, 30, 45], [0, 23, 40]], padding=True) & Mask.sliding_window(20),
     "full": Mask.full(),
 }
 
@@ -49,8 +49,8 @@ def check_strategy_worker(
     group: ProcessGroup, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
     torch.manual_seed(7)
-    q, dout = torch.randn(2, 2, 61, 4, 24, dtype=dtype).unbind()
-    k, v = torch.randn(2, 2, 61, 2, 24, dtype=dtype).unbind()
+    q, dout = torch.randn(2, 2, 45, 4, 12, dtype=dtype).unbind()
+    k, v = torch.randn(2, 2, 45, 2, 12, dtype=dtype).unbind()
     features = dict(features)
     for name in ("sinks", "alibi_slopes"):
         if features.pop(name, False):
@@ -69,7 +69,6 @@ def check_strategy_worker(
 @pytest.mark.parametrize(
     ("strategy", "layout", "mask", "dtype", "features"),
     [
-        ("ring", "zigzag", "causal", torch.float32, {}),
         ("ring", "striped", "documents", torch.float32, {"sinks": True}),
         ("ring", "contiguous", "full", torch.float16, {}),
         ("ring", "zigzag", "causal", torch.float32, {"dropout_p": 0.2, "dropout_seed": 3}),

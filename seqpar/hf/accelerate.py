@@ -1,0 +1,449 @@
+"""``ParallelismConfig``: one object with which the Trainer, TRL and accelerate loops train on sharded sequences.
+
+accelerate and the Trainer treat the ranks that share a sequence as data-parallel ranks that happen to have the same
+batch. Each of these ranks returns the loss of the full batch, because the model shards the batch itself. A sum over all
+processes counts each sequence once for every rank that shares it. A mean over all processes is still correct, because
+its numerator and its denominator contain the same factor.
+
+accelerate has no registry for such backends. This file therefore relies on the following behaviour of accelerate, the
+Trainer and TRL, which is not documented. ``tests/hf/test_accelerate.py`` tests it.
+
+* ``Accelerator.__init__`` calls the config's ``get_device_mesh`` and then its ``_validate_accelerator(accelerator)``,
+  and keeps the config and the mesh in ``accelerator.state``.
+* ``Accelerator.prepare`` calls ``prepare_model`` and ``prepare_data_loader``, and ``gather_for_metrics`` calls
+  ``gather``, as attributes of the Accelerator, so that an instance attribute replaces the method.
+* accelerate uses its own tensor or context parallelism if ``tp_enabled``, ``cp_enabled`` or ``sp_enabled`` is true.
+* FSDP2 shards the weights over the mesh dimensions ``fsdp_dim_names``.
+* The Trainer divides sums over processes by its ``get_tp_size()`` and by the config's ``cp_size`` and ``sp_size``, and
+  TRL divides them by the config's ``tp_size``. All sizes are 1 in the config that an Accelerator keeps.
+* The Trainer divides the number of processes, by which it multiplies losses, by ``get_tp_size()``, because the ranks of
+  a tensor-parallel group have the same batch. So have the ranks of a sequence: ``get_tp_size`` returns their number.
+* The Trainer prepares a model that is evaluated before it is trained by ``prepare_model(model, evaluation_mode=True)``,
+  which marks it as prepared, so that no wrapper is made when it is trained.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType, gather, recursively_apply
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, RandomSampler
+from transformers import PreTrainedModel, Trainer
+
+from ..checks import check_choice, check_int
+from ..layers.wrappers import deepspeed_error
+from .patch import Arguments, check_arguments, parallelize
+from .state import Batches, Patch, patch_of
+from .support import ignores_num_items
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class ParallelismConfig(accelerate.ParallelismConfig):
+    """accelerate's ``ParallelismConfig`` for models that seqpar parallelizes: ``cp_size`` ranks share each sequence.
+
+    Give it to ``TrainingArguments(parallelism_config=...)``, to a config of TRL, or to ``Accelerator``. No other code
+    changes. ``accelerator.prepare``, which the Trainers call too, parallelizes the model. Ranks that share a sequence
+    get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
+    preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
+
+    Args:
+        cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
+            ``parallelism_config_cp_size`` in the YAML file of ``accelerate launch``, or 1.
+        batches: "shared": the ranks of a sequence get the same batches. "per_rank": every rank gets its own batches, as
+            without sequence parallelism (see ``parallelize``). "auto": "per_rank" in all trainers of TRL except
+            SFTTrainer and its subclasses, otherwise "shared".
+        dp_replicate_size: the number of data-parallel replicas.
+        dp_shard_size: the number of data-parallel ranks over which FSDP2 shards the weights, in addition to the ranks
+            of the sequence. If you give neither size, ``ranks / cp_size`` ranks are data-parallel: FSDP2 shards the
+            weights over them if it is used, otherwise they are replicas.
+        arguments: further arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs and
+            the strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the
+            logits.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the wrong value.
+
+    Examples:
+        >>> ParallelismConfig(cp_size=4, strategy="hybrid", ulysses_size=2).cp_size
+        4
+    """
+
+    # False, so that accelerate and TRL do not start accelerate's own tensor, context or sequence parallelism.
+    cp_enabled = sp_enabled = tp_enabled = False
+
+    def __init__(
+        self,
+        cp_size: int | None = None,
+        *,
+        batches: Batches | Literal["auto"] = "auto",
+        dp_replicate_size: int | None = None,
+        dp_shard_size: int | None = None,
+        **arguments: Unpack[Arguments],
+    ) -> None:
+        if cp_size is None:
+            cp_size = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
+        check_int("cp_size", cp_size)
+        if cp_size < 1 and cp_size != -1:
+            raise ValueError(f"cp_size={cp_size}: expected at least 1, or -1 for all ranks")
+        check_choice("batches", batches, ("auto", "shared", "per_rank"))
+        check_arguments(**arguments, batches="shared" if batches == "auto" else batches)
+        # With a cp_size greater than 1, the parent class would check the requirements of accelerate's own backend.
+        super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1)
+        self.cp_size = cp_size
+        self.arguments: dict[str, Any] = {**arguments, "batches": batches}
+        # An Accelerator keeps a copy of this config, made by ``_for_accelerator``. Only the copy has the next values.
+        self.sequence_ranks = 1  # the number of ranks that share a sequence
+        self._original = self  # the config that the copy was made from
+        self._group: ProcessGroup | None = None  # the ranks that share this rank's sequence
+        self._multiplier = ""  # the class of a Trainer that multiplies losses by the number of all processes
+
+    def __repr__(self) -> str:
+        return f"ParallelismConfig({', '.join(f'{name}={value!r}' for name, value in self.to_json().items())})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The arguments by name, for the Trainer's reports."""
+        sizes = {name: getattr(self, name) for name in ("cp_size", "dp_replicate_size", "dp_shard_size")}
+        return {**sizes, **self.arguments}
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh of the config that an Accelerator keeps. None for a config that no Accelerator has copied yet."""
+        mesh: DeviceMesh | None = self.device_mesh
+        return mesh
+
+    def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
+        """Replace the methods of ``accelerator`` that prepare models and data loaders, and its config.
+
+        An Accelerator calls this method at the end of its ``__init__``.
+        """
+        batches, trainer = self._original.arguments["batches"], _trainer_being_made()
+        if batches == "auto":
+            batches = "per_rank" if _needs_per_rank_batches(trainer) else "shared"
+        if self is not self._original and self.arguments["batches"] == batches:
+            config = self  # all Accelerators share one state: this is the config that the first one keeps
+        else:
+            config = self._original._for_accelerator(accelerator, batches)
+        accelerator.state.parallelism_config = config
+        accelerator.state.device_mesh = config.device_mesh
+        prepare_models(accelerator, config._parallelize)
+        if batches == "shared":
+            share_sequences(accelerator, config.sequence_ranks)
+            config._multiplier = ""
+            if trainer is not None and divides_by_tp_size(trainer):
+                vars(trainer)["get_tp_size"] = lambda: config.sequence_ranks
+            elif trainer is not None and trainer.args.average_tokens_across_devices:
+                config._multiplier = type(trainer).__name__
+
+    def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
+        """The config that ``accelerator`` keeps: a copy with the mesh and the sizes of ``accelerator``.
+
+        Its ``cp_size`` is 1, because the Trainer divides by it. The number of ranks is in ``sequence_ranks``.
+        """
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError(
+                "parallelism_config: with DeepSpeed call seqpar.hf.parallelize(model, gradients='mean') and use "
+                "seqpar.hf.SequenceParallelMixin instead of ParallelismConfig; or use FSDP2"
+            )
+        if self.tp_size > 1:
+            raise ValueError(
+                f"tp_size={self.tp_size}: with tensor parallelism call seqpar.hf.parallelize(model, mesh=...) and use "
+                "seqpar.hf.SequenceParallelMixin instead of ParallelismConfig"
+            )
+        world = accelerator.num_processes
+        dp_size = self.dp_replicate_size * self.dp_shard_size  # 1 if both are left out
+        cp_size = world // dp_size if self.cp_size == -1 else self.cp_size
+        if cp_size < 1 or world % (cp_size * dp_size) or (dp_size > 1 and world != cp_size * dp_size):
+            raise ValueError(
+                f"cp_size={self.cp_size}, dp_replicate_size={self.dp_replicate_size}, "
+                f"dp_shard_size={self.dp_shard_size}: expected a product equal to the number of processes, {world}; or "
+                "leave the two dp sizes out and give a cp_size that divides the number of processes"
+            )
+        config = copy.copy(self)
+        config.sequence_ranks, config.cp_size = cp_size, 1
+        config.arguments = {**self.arguments, "batches": batches}
+        if world == 1:
+            return config
+        if dp_size == 1 and accelerator.is_fsdp2:
+            config.dp_shard_size = world // cp_size
+        elif dp_size == 1:
+            config.dp_replicate_size = world // cp_size
+        sizes = config.dp_replicate_size, config.dp_shard_size, cp_size
+        mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+        config._group = mesh["cp"].get_group()
+        if batches == "per_rank":
+            # accelerate would give the same batch to all ranks of a mesh dimension "cp", so that the mesh has none.
+            config.dp_shard_size *= cp_size
+            dp = config.dp_replicate_size, config.dp_shard_size
+            mesh = init_device_mesh(accelerator.device.type, dp, mesh_dim_names=("dp_replicate", "dp_shard"))
+            mesh["dp_shard"]._flatten("dp_shard_cp")
+        else:
+            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        config.device_mesh = mesh
+        return config
+
+    def _parallelize(self, model: nn.Module) -> None:
+        """Parallelize ``model``, unless it is parallelized already or contains no transformers model."""
+        ranks, batches = self.sequence_ranks, self.arguments["batches"]
+        if self._multiplier and ranks > 1:
+            for root in model.modules():
+                if isinstance(root, PreTrainedModel) and ignores_num_items(root):
+                    raise ValueError(
+                        f"model={type(root).__name__}: its loss is a mean, which {self._multiplier} multiplies by the "
+                        f"number of processes, although {ranks} of them share a sequence; set "
+                        "average_tokens_across_devices=False, or install transformers 5.19 or later"
+                    )
+        patch = next((p for m in model.modules() if isinstance(p := getattr(m, "_seqpar", None), Patch)), None)
+        if patch is None:
+            if any(isinstance(m, PreTrainedModel) for m in model.modules()):
+                parallelize(model, group=self._group, **self.arguments)
+                patch_of(model).needs_wrapper = ranks > 1
+        elif patch.ranks != ranks or (ranks > 1 and patch.batches != batches):
+            raise ValueError(
+                f"model: it is parallelized over {patch.ranks} ranks with batches={patch.batches!r}, but the "
+                f"ParallelismConfig has cp_size={ranks} and batches={batches!r}; leave the call of parallelize out"
+            )
+
+
+def _trainer_being_made() -> Trainer | None:
+    """The Trainer whose ``__init__`` is making an Accelerator, found on the call stack. None if there is none."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
+            return trainer
+        frame = frame.f_back
+    return None
+
+
+def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
+    """Whether ``trainer`` is a TRL trainer other than SFTTrainer and its subclasses.
+
+    These trainers generate samples and compute rewards and statistics for the samples of each process. Processes with
+    the same samples would count them several times.
+    """
+    names = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
+    return bool(names) and "SFTTrainer" not in names
+
+
+def divides_by_tp_size(trainer: Trainer) -> bool:
+    """Whether ``trainer`` divides by ``get_tp_size()`` the number of labels of all processes and its factor of losses.
+
+    The factor is the number of processes. Without ``average_tokens_across_devices`` there is no factor, and the labels
+    of this process are counted. Earlier versions of transformers and TRL and some subclasses do not divide the factor.
+    """
+    methods = [vars(cls)["compute_loss"] for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
+    sources = [inspect.getsource(method) for method in methods]
+    multiplies = [source for source in sources if "num_processes" in source or "world_size" in source]
+    return trainer.args.average_tokens_across_devices and all("get_tp_size()" in source for source in multiplies)
+
+
+def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
+    """Make ``accelerator`` call ``prepare`` with each model before it prepares the model.
+
+    A model that was prepared for evaluation only is then prepared for training too.
+    """
+    original_prepare, original_prepare_model = accelerator.prepare, accelerator.prepare_model
+    evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def prepare_all(*objects: Any, **kwargs: Any) -> Any:
+        for x in objects:
+            if isinstance(x, nn.Module):
+                prepare(x)
+        return original_prepare(*objects, **kwargs)
+
+    def prepare_model(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        prepare(model)
+        if evaluation_mode:
+            evaluated.add(model)
+        elif model in evaluated:
+            evaluated.remove(model)
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # the forward without mixed precision
+            accelerator._models = [m for m in accelerator._models if m is not model]
+            vars(model).pop("_is_accelerate_prepared", None)
+        return original_prepare_model(model, device_placement, evaluation_mode)
+
+    accelerator.prepare, accelerator.prepare_model = prepare_all, prepare_model
+
+
+def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
+    """Make the data loaders of ``accelerator`` give the same batches to ``sequence_ranks`` consecutive ranks.
+
+    ``gather_for_metrics`` then returns the values of each batch once.
+    """
+    original_gather_for_metrics = accelerator.gather_for_metrics
+
+    def prepare_loader(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        if not getattr(loader, "_is_accelerate_prepared", False):
+            loader = _prepare_loader(accelerator, loader, sequence_ranks, device_placement)
+        if loader not in accelerator._dataloaders:
+            accelerator._dataloaders.append(loader)
+        return loader
+
+    def gather_once(data: Any) -> Any:
+        return recursively_apply(lambda x: _rows_of_first_ranks(gather(x), sequence_ranks), data)
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        accelerator.gather = gather_once  # ``original_gather_for_metrics`` calls it
+        try:
+            return original_gather_for_metrics(input_data, use_gather_object)
+        finally:
+            del accelerator.gather
+
+    accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepare_loader, gather_for_metrics
+
+
+def share_sequences_of(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
+    """``share_sequences`` for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
+    config = copy.copy(ParallelismConfig(batches="shared"))
+    config.sequence_ranks, config.cp_size = sequence_ranks, 1
+    accelerator.state.parallelism_config = config
+    share_sequences(accelerator, sequence_ranks)
+
+
+def _rows_of_first_ranks(gathered: Tensor, sequence_ranks: int) -> Tensor:
+    """The rows of ``gathered [ranks * rows, ...]`` that come from the first rank of each sequence."""
+    if sequence_ranks == 1:
+        return gathered
+    by_rank: Tensor = gathered.unflatten(0, (dist.get_world_size(), -1))  # [ranks, rows, ...]
+    return by_rank[::sequence_ranks].flatten(0, 1)
+
+
+def _prepare_loader(
+    accelerator: accelerate.Accelerator, loader: DataLoader[Any], sequence_ranks: int, device_placement: bool | None
+) -> Any:
+    """The data loader of this rank that accelerate would make if the ranks of a sequence were one process."""
+    config = accelerator.dataloader_config
+    if config.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True: accelerate would send different batches to the ranks of one sequence; leave it "
+            "out, so that every rank loads its batches itself"
+        )
+    _shuffle_alike(loader)
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=accelerator.num_processes // sequence_ranks,
+        process_index=accelerator.process_index // sequence_ranks,
+        split_batches=config.split_batches,
+        put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+        rng_types=accelerator.rng_types.copy() if accelerator.rng_types else None,
+        dispatch_batches=False,
+        even_batches=config.even_batches,
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+        non_blocking=config.non_blocking,
+        use_stateful_dataloader=config.use_stateful_dataloader,
+    )
+
+
+def _shuffle_alike(loader: DataLoader[Any]) -> None:
+    """Give the sampler of ``loader`` the same generator on all ranks if the ranks have different seeds.
+
+    A ``RandomSampler`` without a generator would draw a different order on each rank.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, RandomSampler) or sampler.generator is not None or not dist.is_initialized():
+        return
+    seeds = [torch.initial_seed() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(seeds, torch.initial_seed())
+    if len(set(seeds)) > 1:
+        sampler.generator = torch.Generator().manual_seed(seeds[0])
+
+
+# The mixin's methods call methods of the Trainer that follows it in the bases, which a type checker does not know.
+_Mixin: Any = object
+
+
+class SequenceParallelMixin(_Mixin):
+    """Makes any Trainer work with a parallelized model: ``class Mine(SequenceParallelMixin, SFTTrainer)``.
+
+    Ranks along dp get different batches. The ranks of a sequence get the same batches, which the model shards. The
+    wrapper that the Trainer makes (DDP or FSDP over all ranks) averages the gradients. The result is the one-device
+    gradients. Use it instead of ``ParallelismConfig`` for a model that you have parallelized yourself: over a mesh with
+    tensor parallelism, or for DeepSpeed.
+
+    Raises:
+        ValueError: the model is not parallelized; the number of ranks is not a multiple of the number of ranks of a
+            sequence; ``compute_metrics`` needs logits that the model does not return; or DeepSpeed is used with
+            ``gradients="auto"``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        patch = self._patch
+        if self.is_deepspeed_enabled and patch.gradients == "auto":
+            raise deepspeed_error("the Trainer uses DeepSpeed")
+        if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "full":
+            raise ValueError(
+                "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "
+                "prediction_loss_only=True"
+            )
+
+    @property
+    def _patch(self) -> Patch:
+        return patch_of(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the Accelerator, which then treats all ranks that share a sequence as one data-parallel rank."""
+        super().create_accelerator_and_postprocess()
+        patch = self._patch
+        if self.args.world_size > 1 and self.args.world_size % patch.ranks:
+            raise ValueError(
+                f"model: its sequence is sharded over {patch.ranks} ranks, but the Trainer has "
+                f"{self.args.world_size}; start a multiple of {patch.ranks} ranks"
+            )
+        share_sequences_of(self.accelerator, self.args.world_size // _data_parallel(patch, self.args.world_size))
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Correct the number of tokens: the Trainer counts each sequence once for every rank that shares it."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        new = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + new // self.accelerator.parallelism_config.sequence_ranks
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The number of sequences in an optimizer step."""
+        count: int = super().get_total_train_batch_size(args) * self.get_tp_size()
+        count //= self.accelerator.parallelism_config.sequence_ranks
+        return count
+
+    def get_tp_size(self) -> int:
+        """The number of ranks with the same batch, by which the Trainer divides counts and the factor of losses."""
+        return self.accelerator.parallelism_config.sequence_ranks if divides_by_tp_size(self) else 1
+
+
+class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
+    """``transformers.Trainer`` for a model that ``seqpar.hf.parallelize`` has patched."""
+
+
+def _data_parallel(patch: Patch, world: int) -> int:
+    """The number of data-parallel ranks among ``world`` ranks: groups of ranks that get different batches."""
+    if world == 1:
+        return 1
+    if patch.mesh is not None and "dp" in (patch.mesh.mesh_dim_names or ()):
+        size = patch.mesh["dp"].size()
+        if patch.mesh["dp"].get_local_rank() != dist.get_rank() // (world // size):
+            raise ValueError("mesh: dp must be its first dimension, so that the ranks of a sequence are consecutive")
+        return size
+    if patch.group is None or patch.ranks == 1:
+        return world
+    members = dist.get_process_group_ranks(patch.group)
+    if members != list(range(members[0], members[0] + patch.ranks)):
+        raise ValueError(f"group: its ranks {members} are not consecutive; give parallelize a mesh with a dp dimension")
+    return world // patch.ranks

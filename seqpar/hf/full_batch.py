@@ -1,0 +1,316 @@
+"""Calls with a full batch: the model runs on this rank's part of the batch, and the ranks all-gather the outputs.
+
+All ranks of the sequence call the model with the same batch. After the all-gather, every rank has the outputs of all
+tokens, in the order of the sequence. A loss that every rank computes from these outputs is the one-device loss. In
+backward, each rank keeps the gradients of its own tokens' outputs. The partial gradients of the ranks therefore sum to
+the one-device gradient, as with the model's own loss.
+
+A multimodal model, which merges the output of a vision or audio tower into the embeddings of a text model, runs on the
+full batch on every rank. Before its text model runs, ``before_text_model`` shards the merged embeddings, the positions,
+and all other tensors with a value for each token. The labels are sharded before the multimodal model runs. Each rank
+therefore computes the gradients of the towers and embeddings from its own tokens: they are partial gradients too. A
+batch without images is sharded before the multimodal model runs, as for any other model.
+
+Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from ..checks import no_compile
+from ..layout import shard_positions
+from ..mask import Mask
+from ..sharding import check_every
+from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
+from .loss import LazyLogits, MissingLogits, all_gather_tokens, gradient_scale, reduce_over_ranks
+from .state import Forward, FullCall, Patch, current_forward, shards_text_model
+from .support import parameters_of, pools_last_token, text_model
+
+# The ranks compare their batches in the first 4 calls, and then in every 64th call.
+_CHECKED_FIRST, _CHECKED_EVERY = 4, 64
+_SEED_STEP = 0x9E3779B97F4A7C15  # an odd number: the seeds of successive calls differ in many bits
+# The argument of a call of a model with TRL's add_fused_lm_head, which returns a FusedCausalLMOutput.
+FUSED = "fused_lm_head"
+_FUSED_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+# The outputs that have a value for each token. They are listed by name and not recognized by their shapes, because all
+# ranks must all-gather the same outputs, and the shapes differ between the ranks.
+PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_FUSED_PER_TOKEN)
+
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 for text
+_LABELS = ("labels", "shift_labels")  # sharded before the multimodal model runs
+_TEXT_INPUTS = {
+    *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", "past_key_values", "seqpar"),
+    *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES),
+}
+# Arguments of Qwen3-VL's text model: which tokens are visual, bool [rows, seq], and for each of the first layers the
+# values that it adds to the visual tokens, [visual tokens, hidden].
+_VISUAL_TOKENS, _VISUAL_EMBEDS = "visual_pos_masks", "deepstack_visual_embeds"
+_SHARDED_SEPARATELY = ("attention_mask", "position_ids", _VISUAL_EMBEDS)  # by ``_shard_text_inputs``
+
+
+def generates(kwargs: dict[str, Any]) -> bool:
+    """Whether a call with full tokens reads or fills a cache."""
+    if kwargs.get("past_key_values") is not None:
+        return True
+    return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
+
+
+def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], FullCall]:
+    """The arguments of this rank's forward in a call with the full batch, with the entry ``seqpar``.
+
+    ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
+    compare their batches, in some of the calls, and agree on a seed.
+    """
+    patch: Patch = model._seqpar
+    batch = {name: x for name, x in kwargs.items() if x is not None}
+    pools = pools_last_token(model)
+    row_labels = batch.pop("labels", None) if pools else None
+    fused, is_shifted = bool(batch.get(FUSED)), "shift_labels" in batch
+    keep = batch.pop("logits_to_keep", 0)
+    keeps_some = isinstance(keep, Tensor) or keep != 0
+    if keeps_some and ("labels" in batch or is_shifted):
+        raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
+    if seed is None:
+        local = _shard(batch, patch)
+    else:
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=seed)
+    shard = local["seqpar"]
+    tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, patch.layout) for rank in range(patch.ranks))
+    logits = tokens
+    if keeps_some:
+        wanted = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]
+        logits = tuple(torch.isin(wanted, positions).nonzero().flatten() for positions in tokens)
+        local_keep = torch.searchsorted(tokens[patch.rank], wanted[logits[patch.rank]])
+        local["logits_to_keep"] = local_keep.to(local["position_ids"].device)
+    num_items = None
+    if fused and "labels" in local:  # the labels are shifted already: the fused head would shift ``labels`` once more
+        local["shift_labels"] = local.pop("labels")
+        num_items = local.get("num_items_in_batch")
+        num_items = local["num_items_in_batch"] = max(1, shard.num_items) if num_items is None else num_items
+    rows = len(local["position_ids"])
+    last = _last_tokens(model, batch) if pools else None
+    return local, FullCall(rows, tokens, logits, fused, not is_shifted, num_items, last, row_labels)
+
+
+def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
+    """For each row, the last token that is not padding, found in the same way as in transformers; int64 ``[batch]``."""
+    pad, ids = model.config.get_text_config().pad_token_id, batch.get("input_ids")
+    if pad is None or ids is None:
+        rows, seq_len = batch["inputs_embeds" if ids is None else "input_ids"].shape[:2]
+        return torch.full((rows,), seq_len - 1)
+    last: Tensor = (torch.arange(ids.shape[1], device=ids.device) * (ids != pad)).argmax(-1)
+    return last
+
+
+def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
+    """This rank's part of ``batch``. In some calls the ranks compare their batches and agree on a seed.
+
+    In which calls must not depend on the batch: a rank with a different batch might then skip the comparison.
+    """
+    call, patch.calls = patch.calls, patch.calls + 1
+    every = check_every()
+    if every is None:
+        compares = call < _CHECKED_FIRST or call % _CHECKED_EVERY == 0
+    else:
+        compares = bool(every) and call % every == 0
+    if compares:
+        local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
+        patch.seed = local["seqpar"].seed
+    else:
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=patch.seed)
+    local["seqpar"].seed = (patch.seed + call * _SEED_STEP) % 2**62
+    return local
+
+
+def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
+    """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``."""
+    if full_call.fused:
+        output = _reduce_fused_loss(output, forward, full_call)
+    outputs = forward.patch.outputs
+    leaves_logits_out = forward.wants_loss and outputs != "full"
+    if isinstance(output, tuple):
+        if full_call.logits is not full_call.tokens:
+            raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
+        output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
+        return output if outputs == "local" else tuple(map(_Gather(forward, full_call).in_tuple, output))
+    named = dict(output.items())
+    if leaves_logits_out and "logits" in named:
+        named["logits"] = MissingLogits()
+    if outputs != "local" or full_call.last is not None:
+        gather = _Gather(forward, full_call)
+        named = finish({name: gather(name, x) for name, x in named.items()}, full_call, forward.model)
+    return type(output)(**named)
+
+
+def finish(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, Any]:
+    """The outputs that ``model`` returns on one device, from the outputs of all tokens."""
+    if full_call.drop_last:
+        named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
+    if full_call.last is not None:
+        scores = named["logits"]  # [batch, seq, num_labels]
+        pooled = scores[torch.arange(full_call.rows, device=scores.device), full_call.last.to(scores.device)]
+        named["logits"] = pooled  # [batch, num_labels]
+        if full_call.labels is not None:
+            user_loss = getattr(vars(model).get("_loss_function"), "user_loss", None)
+            loss = user_loss or LOSS_MAPPING["ForSequenceClassification"]
+            value = loss(logits=scores, labels=full_call.labels, pooled_logits=pooled, config=model.config)
+            named = {"loss": value, **named}
+    return named
+
+
+def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> Any:
+    """Replace the loss of this rank's tokens by the loss of the full sequence.
+
+    The loss of the tokens is the negative sum of ``log_probs [batch, seq_local]``, divided by ``num_items``.
+    """
+    if getattr(output, "loss", None) is None or getattr(output, "log_probs", None) is None:
+        return output
+    local_loss = -output.log_probs.sum() / full_call.num_items
+    # ``output.loss`` may also contain the router's loss, which has been reduced over the ranks already.
+    loss = output.loss - local_loss + reduce_over_ranks(local_loss, forward.patch, forward.model)
+    return type(output)(**{**output, "loss": loss})
+
+
+class _Gather:
+    """All-gathers the outputs of a forward that have a value for each token."""
+
+    def __init__(self, forward: Forward, full_call: FullCall) -> None:
+        patch = self.patch = forward.patch
+        self.full_call = full_call
+        self.scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
+
+    def __call__(self, name: str, x: Any) -> Any:
+        """The output ``x``, all-gathered if the output called ``name`` has a value for each token."""
+        if self.patch.ranks == 1:
+            return x.materialize() if isinstance(x, LazyLogits) else x
+        if isinstance(x, tuple | list):
+            return type(x)(self(name, y) for y in x)
+        if isinstance(x, LazyLogits):
+            x = x.materialize()
+        if not isinstance(x, Tensor) or isinstance(x, MissingLogits) or name not in PER_TOKEN:
+            return x
+        if name == "router_logits":  # [batch * seq_local, experts]
+            return self._all_gather(x.unflatten(0, (self.full_call.rows, -1)), self.full_call.tokens).flatten(0, 1)
+        return self._all_gather(x, self.full_call.logits if name == "logits" else self.full_call.tokens)
+
+    def in_tuple(self, x: Any) -> Any:
+        """An output without a name (``return_dict=False``), all-gathered if it has the shape of hidden states."""
+        if isinstance(x, tuple):
+            return tuple(self.in_tuple(y) for y in x)
+        per_token = isinstance(x, LazyLogits) or (isinstance(x, Tensor) and x.dim() == 3)
+        return self("hidden_states" if per_token else "", x)
+
+    def _all_gather(self, x: Tensor, places: tuple[Tensor, ...]) -> Tensor:
+        return all_gather_tokens(x, places, self.patch, self.scale)
+
+
+def merges(model: nn.Module) -> bool:
+    """Whether ``model`` merges the output of a tower into the embeddings of a text model."""
+    return isinstance(model, PreTrainedModel) and text_model(model) is not model
+
+
+def has_more_than_text(kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of a call contain images, video, sound, or placeholder tokens for these."""
+    plain = bool | int | float | str
+    for name, x in kwargs.items():
+        is_scalar = isinstance(x, plain) or (isinstance(x, Tensor) and x.dim() == 0)
+        if not (name in _TEXT_INPUTS or x is None or is_scalar):
+            return True
+    ids = kwargs.get("position_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 3:  # several ids per token, as for images
+        return True
+    return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
+
+
+def shard_merged_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[str, Any], FullCall, Tensor | None]:
+    """Prepare a call with a full batch with images, whose tokens are sharded before the text model runs.
+
+    Returns:
+        * The arguments of the multimodal model, with all tokens, this rank's labels, and the entry ``seqpar``.
+        * The ``FullCall``.
+        * The indices of this rank's tokens whose logits are computed, int64; None for all.
+    """
+    full = {name: x for name, x in kwargs.items() if x is not None}
+    ids = full.get("position_ids")
+    boundaries = [name for name in BOUNDARY_NAMES if name in full]
+    if boundaries and ids is None:
+        raise ValueError(
+            f"{boundaries[0]}: with images and document boundaries, give position_ids that restart at each boundary; "
+            "the positions that the model computes itself do not restart"
+        )
+    batch = dict(full)
+    if isinstance(ids, Tensor) and ids.dim() == 3:
+        # In [4, rows, seq], row 0 counts the tokens of each document. In [3, rows, seq] there is one document.
+        batch.pop("position_ids")
+        if len(ids) == 4:
+            batch["position_ids"] = ids[0]
+    local, full_call = shard_call(model, batch)
+    for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
+        full.pop(name, None)
+    full.update({name: local[name] for name in (*_LABELS, "num_items_in_batch", "seqpar") if name in local})
+    if full.get("attention_mask") is None:  # with one, transformers does not look for documents, which ``shard`` has
+        tokens: Any = full.get("input_ids", full.get("inputs_embeds"))
+        full["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    return full, full_call, local.get("logits_to_keep")
+
+
+@no_compile
+def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The hook before the text model's forward: shard its arguments, unless the batch was sharded before."""
+    forward = current_forward()
+    if forward is None or forward.shard is None:
+        return None
+    parameters = parameters_of(text)
+    kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    if "use_cache" in parameters and forward.generation is None and kwargs.get("past_key_values") is None:
+        kwargs["use_cache"] = False
+    if forward.cut is not None:
+        kwargs = _shard_text_inputs(text, kwargs, forward, forward.cut)
+        forward.cut = None
+        shards_text_model[0] = False
+    kwargs["seqpar"] = forward.shard
+    return (), kwargs
+
+
+def _shard_text_inputs(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: Tensor) -> dict[str, Any]:
+    """This rank's part of the text model's arguments: the tokens at ``positions``, int64 ``[seq_local]``.
+
+    The masks of images and the largest position are added to ``forward.shard``.
+    """
+    shard, embeds = forward.batch_shard, kwargs.get("inputs_embeds")
+    if shard is None or embeds is None:
+        raise ValueError(f"{type(text).__name__}: expected inputs_embeds into which images have been merged, got none")
+    rows, seq = embeds.shape[:2]
+    positions = positions.to(embeds.device)
+    local: dict[str, Any] = {}
+    for name, x in kwargs.items():
+        if name in _SHARDED_SEPARATELY or name in _LABELS or not isinstance(x, Tensor) or x.numel() == 1:
+            local[name] = x
+        elif tuple(x.shape[:2]) == (rows, seq):
+            local[name] = x.index_select(1, positions)
+        else:
+            raise ValueError(
+                f"{name}: the text model received a tensor of shape {tuple(x.shape)}, which cannot be sharded; its "
+                f"first dimensions must be batch and seq, {rows, seq}"
+            )
+    masks = kwargs.get("attention_mask")
+    by_type = masks if isinstance(masks, dict) else {"": masks}
+    blocks = {layer_type: shard.mask & mask for layer_type, mask in by_type.items() if isinstance(mask, Mask)}
+    local["attention_mask"] = dict.fromkeys(masks) if isinstance(masks, dict) else None
+    ids = kwargs.get("position_ids")
+    local["position_ids"] = positions.expand(rows, -1) if ids is None else ids.index_select(-1, positions)
+    longest = int(ids.max()) if ids is not None and forward.patch.depends_on_length else shard.max_position
+    forward.shard = replace(shard, block_masks=blocks, max_position=longest)
+    if kwargs.get(_VISUAL_EMBEDS) is not None:
+        visual = kwargs[_VISUAL_TOKENS].to(embeds.device)  # [rows, seq]
+        index = visual.flatten().cumsum(0).view_as(visual) - 1  # the row of each visual token in the visual embeddings
+        local_index = index.index_select(1, positions)[local[_VISUAL_TOKENS].to(embeds.device)]
+        local[_VISUAL_EMBEDS] = [x.index_select(0, local_index.to(x.device)) for x in kwargs[_VISUAL_EMBEDS]]
+    return local

@@ -1,0 +1,1 @@
+"""``verify``: a parallelized model compared with itself on one device."""

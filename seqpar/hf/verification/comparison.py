@@ -1,0 +1,384 @@
+"""Compares what a parallelized model computed with what one device computed, and explains the differences.
+
+Shapes: b batch, s the full sequence, s_local this rank's tokens, h query heads, n KV heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...layout import LAYOUTS, shard_positions
+from ...mask import document_boundaries
+from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of
+from ..full_batch import has_more_than_text, merges
+from ..masks import window_and_chunk
+from ..state import Patch
+from ..support import parameters_of, pools_last_token, predicts_in_place
+from .recording import Place, Recording
+from .report import Difference
+
+# Probable causes, by the quantity that differs first. The attention's are found by ``_explain_attention``.
+_ROTARY = "its input is equal to that on one device; the positions in its rotary embedding are probably different"
+_MIXED = "a module between the previous attention layer and this one mixes or changes tokens"
+_FORWARD_CAUSES = {**dict.fromkeys(("query", "key", "rotated keys"), _ROTARY), "input": _MIXED}
+_BACKWARD_CAUSES = dict.fromkeys(
+    ("query", "key", "value", "latents", "rotated keys"),
+    "the gradient of the attention's output is correct; the backward of the attention used different keys, values or "
+    "log-sum-exps",
+)
+# For a parameter whose gradient is the correct one times a factor. The first predicate that holds counts.
+_GRADIENT_CAUSES: tuple[tuple[Callable[[float, int], bool], str], ...] = (
+    (
+        lambda factor, ranks: abs(factor * ranks - 1) < 0.01,
+        "it is divided by the number of ranks, {ranks}, because a wrapper averages over them; call parallelize with "
+        "gradients='auto' or 'mean'",
+    ),
+    (
+        lambda factor, ranks: abs(factor / ranks - 1) < 0.01,
+        "it is multiplied by the number of ranks, {ranks}, because no wrapper averages over them; call parallelize "
+        "with gradients='partial'",
+    ),
+    (lambda factor, ranks: True, "it is the correct gradient times {factor:.4g}"),
+)
+
+
+class FullBatch:
+    """A full batch, prepared for the parallelized model and for one device.
+
+    It is parsed here once more, so that a fault of ``hf/batch.py`` is found.
+
+    Attributes:
+        for_parallelized: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would
+            predict are -100, because what a padding token sees depends on the attention implementation.
+        for_one_device: the batch for the model without ``parallelize``, with the same labels.
+        documents: int ``[b, s]``, the index of the document to which a token belongs. None if each row is one document.
+        merges: whether the batch has images or sound. The model then merges them into the text before it shards.
+        valid: bool ``[b, s]``, False for padding.
+        positions: int64 ``[s_local]``, the global positions of this rank's tokens.
+        position_ids: int64 ``[b, s]``.
+        in_place: whether the model predicts each token itself, not the next one.
+        labels: int64 ``[b, s]``, the label that the output for each token is compared with, or None.
+    """
+
+    def __init__(self, batch: Mapping[str, Any], patch: Patch, root: PreTrainedModel) -> None:
+        tokens, entries = tokens_of(batch, "give verify the full batch"), dict(batch)
+        rows, self.seq_len = tokens.shape[:2]
+        shape = (rows, self.seq_len)
+        self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.layout)
+        index = torch.arange(self.seq_len)
+        self.valid = torch.ones(shape, dtype=torch.bool)
+        boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
+        for name in UNUSED_NAMES:
+            entries.pop(name, None)
+        self.merges = merges(root) and has_more_than_text(dict(batch))
+        ids, documents, jumps = entries.get("position_ids"), None, False
+        if self.merges and isinstance(ids, Tensor) and ids.dim() == 3:
+            ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: row 0 counts the tokens, the others are for images
+        if boundaries and boundaries[0] is not None:
+            edges = [torch.tensor(row) for row in document_boundaries(boundaries[0])]
+            documents = torch.stack([torch.searchsorted(row[1:], index, right=True) for row in edges]).expand(shape)
+            starts = torch.stack([row[torch.searchsorted(row, index, right=True) - 1] for row in edges])
+            self.valid = torch.stack([index < row[-1] for row in edges]).expand(shape)
+            ids = (index - starts).to(tokens.device) if ids is None else ids
+        elif ids is not None:
+            documents, jumps = _documents((ids[None] if ids.dim() == 1 else ids).expand(shape))
+        self.documents = None if documents is None else documents.to(tokens.device)
+        ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
+        self.position_ids = ids.expand(shape)
+        if not self.merges:  # with images, the model may compute the positions itself
+            entries["position_ids"] = self.position_ids
+        mask = entries.pop("attention_mask", None)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not bool((mask != 0).all()):
+            self.valid = self.valid & (mask != 0).cpu()
+            entries["attention_mask"] = mask
+        elif jumps:  # transformers would take jumps for documents
+            entries["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
+        self.in_place = predicts_in_place(root)
+        self.for_parallelized = dict(batch)
+        self.labels: Tensor | None = None
+        if not pools_last_token(root):  # a model that classifies sequences has one label per row
+            self._set_labels(entries)
+        if "use_cache" in parameters_of(root):
+            entries["use_cache"] = False
+        self.for_one_device = entries
+
+    def _set_labels(self, entries: dict[str, Any]) -> None:
+        """Set the labels in ``for_parallelized``, in ``entries`` and in ``self.labels``."""
+        labels, targets = entries.get("labels"), entries.get("shift_labels")
+        if targets is not None:
+            self.labels = self.for_parallelized["shift_labels"] = self._ignore_padding(targets, 0)
+            # without labels the model would compute no loss
+            entries["shift_labels"] = entries["labels"] = self.labels
+        elif labels is not None:
+            shift = 0 if self.in_place else 1
+            labels = self.for_parallelized["labels"] = entries["labels"] = self._ignore_padding(labels, shift)
+            self.labels = F.pad(labels, (0, shift), value=IGNORE_INDEX)[:, shift:]
+
+    def _ignore_padding(self, labels: Tensor, shift: int) -> Tensor:
+        """``labels`` with -100 wherever the token that predicts them, ``shift`` tokens before, is padding."""
+        is_predicted = F.pad(self.valid, (shift, 0), value=False)[:, : self.seq_len]
+        return labels.masked_fill(~is_predicted.to(labels.device), IGNORE_INDEX)
+
+    @property
+    def checksum(self) -> int:
+        value = 0
+        for name in sorted(self.for_parallelized):
+            if isinstance(x := self.for_parallelized[name], Tensor):
+                data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                value = zlib.crc32(data, zlib.crc32(f"{name} {tuple(x.shape)}".encode(), value))
+        return value
+
+
+def _documents(ids: Tensor) -> tuple[Tensor | None, bool]:
+    """The index of each token's document, int ``[b, s]``, and whether the position ids jump or repeat elsewhere.
+
+    A document starts where the ids come back to the row's smallest id. None if each row is one document.
+    """
+    step = F.pad(ids.diff(dim=1), (1, 0), value=1)
+    smallest = ids == ids.amin(1, keepdim=True)
+    repeats = ((step == 0) & ~smallest).any(1, keepdim=True)  # then the smallest id may be repeated as well
+    starts = smallest & ((step < 0) | ((step == 0) & ~repeats))
+    return starts.cumsum(1) if bool(starts.any()) else None, bool(((step != 1) & ~starts).any())
+
+
+def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: Patch) -> list[Difference]:
+    """Compare the tokens, positions and labels that the model's forward received with this rank's part of the batch.
+
+    With images, compare only the labels and the positions that the text model received. ``compare_tensors`` compares
+    the merged embeddings.
+    """
+    full_inputs = {
+        "input_ids": None if batch.merges else batch.for_one_device.get("input_ids"),
+        "position_ids": theirs.inputs.get("position_ids", batch.position_ids) if batch.merges else batch.position_ids,
+        "labels": batch.labels,
+    }
+    differences = []
+    for at, (name, full) in enumerate(full_inputs.items()):
+        local = ours.inputs.get(name)
+        if local is None or full is None:
+            continue
+        full = full.cpu()
+        expected = full.index_select(-1, batch.positions)  # [b, s_local], or [ids, b, s_local] with several ids
+        if local.shape[-1] == expected.shape[-1] and local.dim() <= expected.dim():
+            local = local.expand(expected.shape)
+        if local.shape != expected.shape:
+            differences.append(Difference("input", name, error=math.inf, explanation=_shapes(local, expected), at=at))
+            continue
+        valid = batch.valid.index_select(1, batch.positions)
+        wrong = ((local != expected) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)
+        if wrong.any():
+            tokens = tuple(batch.positions[wrong].tolist())
+            why = next(sentence for x, sentence in _input_causes(name, full, patch, batch) if _matches(local, x, name))
+            differences.append(Difference("input", name, tokens=tokens, error=math.inf, explanation=why, at=at))
+    return differences
+
+
+def _input_causes(name: str, full: Tensor, patch: Patch, batch: FullBatch) -> Iterator[tuple[Tensor | None, str]]:
+    """Wrong parts of ``full [..., s]`` that a rank may have, each with a sentence. The last one is any part."""
+    if name == "position_ids":
+        count = torch.arange(len(batch.positions)).expand(*full.shape[:-1], -1)
+        yield count, "they count this rank's tokens, not the tokens of the sequence"
+    for layout in LAYOUTS:
+        if layout != patch.layout:
+            part = full.index_select(-1, shard_positions(batch.seq_len, patch.ranks, patch.rank, layout))
+            yield part, f"they belong to layout {layout!r}, but the model has layout={patch.layout!r}"
+    if name == "labels":
+        once = "shard_batch shifts labels once, before the batch is cut"
+        for padding, start, how in (((0, 1), 1, "shifted twice"), ((1, 0), 0, "not shifted")):
+            moved = F.pad(full, padding, value=IGNORE_INDEX)[:, start : start + batch.seq_len]
+            yield moved.index_select(1, batch.positions), f"they are {how}: {once}"
+    yield None, f"they are not the {name if name == 'labels' else 'values'} of this rank's tokens"
+
+
+def _matches(local: Tensor, candidate: Tensor | None, name: str) -> bool:
+    if candidate is None or local.shape != candidate.shape:
+        return candidate is None
+    if name != "labels":
+        return torch.equal(local, candidate)
+    counted = (candidate != IGNORE_INDEX) & (local != IGNORE_INDEX)
+    return bool(counted.any()) and torch.equal(candidate[counted], local[counted])
+
+
+def _shapes(local: Tensor, expected: Tensor) -> str:
+    return f"shape {tuple(local.shape)}, expected this rank's part {tuple(expected.shape)}"
+
+
+def compare_tensors(
+    ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float, ranks: int
+) -> list[Difference]:
+    """The first recorded tensor of the forward that differs, and the first gradient in backward that differs."""
+    # a parallelized layer of latent attention records latents instead of keys and values
+    order = {
+        place: at
+        for at, place in enumerate(theirs.tensors)
+        if place.quantity not in ("key", "value") or Place(place.layer, "latents") not in ours.tensors
+    }
+    differences = []
+    for place, at in order.items():
+        result = _compare(ours.tensors.get(place), theirs.tensors[place], batch, tolerance)
+        if result is not None:
+            tokens, error, why = result
+            if not why and place.quantity == "attention":
+                why = _explain_attention(place, ours, theirs, batch, tolerance)
+            elif not why and (place.quantity != "input" or "input_ids" in ours.inputs):
+                why = _FORWARD_CAUSES.get(place.quantity, "")
+            differences.append(
+                Difference("forward", place.quantity, place.layer, tokens, (), error, tolerance, why, at=at)
+            )
+            break
+    scale = _gradient_scale(ours, theirs, batch, ranks)
+    for place in reversed(order):
+        if place not in theirs.gradients:
+            continue
+        local = ours.gradients.get(place)
+        result = _compare(None if local is None else local / scale, theirs.gradients[place], batch, tolerance)
+        if result is not None:
+            tokens, error, why = result
+            why = why or _BACKWARD_CAUSES.get(place.quantity, "")
+            at, name = len(theirs.tensors) - order[place], f"gradient of {place.quantity}"
+            differences.append(Difference("backward", name, place.layer, tokens, (), error, tolerance, why, at=at))
+            break
+    return differences
+
+
+def _compare(
+    local: Tensor | None, full: Tensor, batch: FullBatch, tolerance: float
+) -> tuple[tuple[int, ...], float, str] | None:
+    """Compare ``local [b, s_local, ...]`` with this rank's part of ``full [b, s, ...]``.
+
+    Returns the global positions of the tokens that differ, the largest error, and a cause if it is known. None if
+    nothing differs.
+    """
+    if local is None:
+        return (), math.inf, "this rank computed none"
+    expected = full.index_select(1, batch.positions)
+    if local.shape != expected.shape:
+        return (), math.inf, _shapes(local, expected)
+    per_token = expected.flatten(2).norm(dim=2)  # [b, s_local]
+    # The error is relative to the token's norm plus the mean norm. With the token's norm alone, tokens whose values are
+    # nothing but rounding error would count as different.
+    mean = (full.flatten(2).norm(dim=2) * batch.valid).sum() / batch.valid.sum().clamp(min=1)
+    error = (local - expected).flatten(2).norm(dim=2) / (per_token + mean).clamp(min=1e-30)
+    error = error * batch.valid.index_select(1, batch.positions)
+    wrong = ~(error <= tolerance)
+    if not wrong.any():
+        return None
+    return tuple(batch.positions[wrong.any(0)].tolist()), float(error.nan_to_num(math.inf).max()), ""
+
+
+def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, ranks: int) -> float:
+    """The factor between this rank's gradients and the gradients on one device: ``ranks``, ``1 / ranks`` or 1.
+
+    It is not 1 if a wrapper averages the gradients of the parameters over the ranks, and the loss is scaled for that.
+    """
+    valid = batch.valid.index_select(1, batch.positions)  # [b, s_local]
+    for place in reversed(theirs.gradients):
+        local, full = ours.gradients.get(place), theirs.gradients[place]
+        if local is None:
+            continue
+        expected = full.index_select(1, batch.positions)
+        square = float((expected * valid.reshape(*valid.shape, *[1] * (expected.dim() - 2))).square().sum())
+        if local.shape != expected.shape or square == 0.0:
+            continue
+        factor = float((local * expected).sum()) / float(expected.square().sum())
+        return next((float(f) for f in (ranks, 1 / ranks) if abs(factor / f - 1) < 0.05), 1.0)
+    return 1.0
+
+
+def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
+    """A probable cause why this rank's attention differs although its queries, keys and values are correct.
+
+    Compute the attention without the padding mask, without causality, without the window, and so on, and compare each
+    result with what this rank computed.
+    """
+    module, options = theirs.options[place.layer]
+    q, k, v, right = (theirs.tensors[Place(place.layer, name)] for name in ("query", "key", "value", "attention"))
+    local, positions = ours.tensors[place], batch.positions
+    i, j = positions[:, None], torch.arange(batch.seq_len)[None]
+    is_causal = options.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window, chunk = window_and_chunk(module, options.get("sliding_window"))
+    parts: dict[str, Tensor] = {"the padding mask": batch.valid[:, None, :]}  # bool [b or 1, s_local or 1, s]
+    dense, images = options.get("attention_mask"), ""
+    if causal:
+        parts["causality"] = alone = (j <= i)[None]
+        if batch.merges and isinstance(dense, Tensor):  # [b, 1, s, s], 0 where visible
+            parts["causality"] = alone | (dense[:, 0].cpu().index_select(1, positions) == 0)
+            images = "the blocks of its images"
+    if window is not None:
+        parts[f"its sliding window of {window}"] = ((i - j).abs() < window)[None]
+    if chunk is not None:
+        parts[f"its chunks of {chunk}"] = (i // chunk == j // chunk)[None]
+    if batch.documents is not None:
+        documents = batch.documents.cpu()
+        parts["the documents' boundaries"] = documents[:, positions][:, :, None] == documents[:, None, :]
+    sinks = options.get("s_aux")
+    sinks = None if sinks is None else sinks.detach().cpu().float()
+    scale, softcap = options.get("scaling") or q.shape[-1] ** -0.5, options.get("softcap")
+    valid = batch.valid.index_select(1, positions)
+    for missing in (*parts, *filter(None, [images]), *([] if sinks is None else ["its sinks"])):
+        mask = torch.ones(1, 1, 1, dtype=torch.bool)
+        for name, part in {**parts, "causality": alone}.items() if missing == images else parts.items():
+            mask = mask & (part if name != missing else True)
+        q_local = q.index_select(1, positions)
+        found = _dense_attention(q_local, k, v, mask, scale, softcap, None if missing == "its sinks" else sinks)
+        error = (local - found).flatten(2).norm(dim=2) / right.flatten(2).norm(dim=2).mean()
+        if local.shape == found.shape and bool((error[valid] <= tolerance).all()):
+            return f"its queries, keys and values are correct; it is the attention without {missing}"
+    return "its queries, keys and values are correct; the mask, the scale or the keys of other ranks are wrong"
+
+
+def _dense_attention(
+    q: Tensor,  # [b, s_local, h, d]
+    k: Tensor,  # [b, s, n, d]
+    v: Tensor,  # [b, s, n, v_head_dim]
+    mask: Tensor,  # bool [b, s_local, s], or 1 in any of these dimensions; True where a query sees a key
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,  # float32 [h]
+) -> Tensor:
+    """Attention with a dense mask: [b, s_local, h, v_head_dim]."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale  # [b, h, s_local, s]
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    weights = scores.softmax(-1).nan_to_num()[..., : k.shape[1]]
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+def parameter_differences(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float, ranks: int
+) -> list[Difference]:
+    """Compare the gradients of the parameters, by name, after they were summed over the ranks."""
+    largest = max((float(g.norm()) for g in theirs.values()), default=0.0)
+    differences = []
+    for name in dict.fromkeys([*theirs, *ours]):
+        local, expected = ours.get(name), theirs.get(name)
+        if expected is None or local is None:
+            only = ours[name] if expected is None else expected
+            if float(only.norm()) <= 1e-3 * tolerance * largest:
+                continue
+            error, why = math.inf, "on one device it has no gradient" if expected is None else "it has no gradient"
+        else:
+            local, expected = local.float(), expected.float()
+            scale = max(float(expected.norm()), 1e-3 * largest, 1e-30)
+            error, why = float((local - expected).norm()) / scale, ""
+            if error <= tolerance:
+                continue
+            factor = float((local * expected).sum()) / max(float(expected.square().sum()), 1e-30)
+            if ranks > 1 and float((local - factor * expected).norm()) / scale <= tolerance * max(abs(factor), 1.0):
+                sentence = next(sentence for applies, sentence in _GRADIENT_CAUSES if applies(factor, ranks))
+                why = sentence.format(ranks=ranks, factor=factor)
+        differences.append(Difference("gradient", name, error=error, tolerance=tolerance, explanation=why))
+    return differences

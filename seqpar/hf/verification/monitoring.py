@@ -1,0 +1,209 @@
+"""Runs ``verify`` inside any training loop, before a step of the optimizer.
+
+With ``SEQPAR_VERIFY=N`` it runs before every N-th step. Without this variable it runs once, before the first step, on a
+few tokens, if the model has code that is not of transformers and its weights are not sharded. ``SEQPAR_VERIFY=0`` turns
+it off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import time
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import PreTrainedModel
+
+from ...layers.wrappers import outermost
+from ...sharding import Sharding
+from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
+from ..state import Patch
+from ..support import parameters_of
+from .comparison import FullBatch
+from .report import Difference, VerificationError, VerificationReport
+from .run import DEADLINE_S, LIBRARIES, TOLERANCE, exchange, lowest_dtype, unsharded_parameters, verify
+
+_log = logging.getLogger("seqpar")
+
+
+class _Monitor:
+    """The hooks that ``verify_while_training`` registers.
+
+    The model is verified before the first step of the optimizer and every ``every``-th step after it, on ``tokens``
+    tokens of each row; or only once, if ``foreign`` says which of its code is not of transformers.
+    """
+
+    def __init__(self, root: PreTrainedModel, patch: Patch, every: int, tokens: int, foreign: str) -> None:
+        self.root, self.patch, self.every, self.tokens, self.foreign = root, patch, every, tokens, foreign
+        self.steps = 0
+        self.handles = [
+            root.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+            register_optimizer_step_pre_hook(self.before_step),
+        ]
+        patch.handles += self.handles
+        self.batch: dict[str, Any] | None = None
+
+    def before_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if root.training and torch.is_grad_enabled():
+            self.batch = {**dict(zip(parameters_of(root), args, strict=False)), **kwargs}
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        ours = {id(p) for p in self.root.parameters()}
+        if self.batch is None or not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            return
+        self.steps += 1
+        if self.foreign:
+            for handle in self.handles:
+                handle.remove()
+            self._verify_once(self.batch)
+        elif (self.steps - 1) % self.every == 0:
+            report = self._verify(self.batch)
+            if not report.ok:
+                raise VerificationError(report)
+            _log.info("step %d: %s", self.steps, report)
+
+    def _verify_once(self, batch: dict[str, Any]) -> None:
+        """Say in one line what was compared. An error that ends one of the two runs is no difference."""
+        started = time.monotonic()
+        why = "its weights are sharded"
+        if len(unsharded_parameters(self.root)) == len([*self.root.parameters()]):
+            try:
+                report = self._verify(batch)
+                why = "" if report.ok else str(report)
+                if any(d.kind != "path" or d.quantity == "path" for d in report.differences):  # not a run that failed
+                    raise VerificationError(report)
+            except VerificationError:
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+        if why:
+            said = f"could not be compared with one device ({why}); compare it on a short batch by seqpar.hf.verify"
+        else:
+            said = (
+                f"was compared with one device on {report.seq_len} tokens of the first batch, in "
+                f"{time.monotonic() - started:.1f} s: the loss and all gradients are equal"
+            )
+        _log.warning("%s: %s, so that it %s. SEQPAR_VERIFY=0 turns this off", _name(self.root), self.foreign, said)
+
+    def _verify(self, batch: dict[str, Any]) -> VerificationReport:
+        with torch.no_grad():
+            batch = self._some_tokens(self._unsharded(batch))
+        self._check_summed(FullBatch(batch, self.patch, self.root).seq_len)
+        tolerance = TOLERANCE[lowest_dtype(self.root)]
+        if self.foreign:  # nobody asked for this run, so that rounding must not end the training
+            tolerance *= 4
+        return verify(outermost(self.root), batch, raise_on_error=False, tolerance=tolerance)
+
+    def _check_summed(self, seq_len: int) -> None:
+        """Raise a VerificationError if the gradients that the optimizer is about to use differ between the ranks."""
+        patch, root = self.patch, self.root
+        if patch.ranks == 1:
+            return
+        parameters = unsharded_parameters(root).items()
+        norms = {n: p.grad.detach().double().norm() for n, p in parameters if p.grad is not None}
+        values = torch.stack([*norms.values()]).tolist() if norms else []
+        by_rank = exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=DEADLINE_S))
+        ranks = [dict(rank[0]) for rank in by_rank]
+        tolerance = TOLERANCE[lowest_dtype(root)]
+        for name in dict.fromkeys(name for rank in ranks for name in rank):
+            norm = [rank.get(name, 0.0) for rank in ranks]
+            error = (max(norm) - min(norm)) / max(*norm, 1e-30)
+            if error > tolerance:
+                why = "it differs between the ranks: the ranks' partial gradients were not summed"
+                found = Difference("gradient", name, ranks=tuple(range(patch.ranks)), error=error, tolerance=tolerance,
+                                   explanation=why)  # fmt: skip
+                nan = float("nan")
+                raise VerificationError(
+                    VerificationReport((found,), nan, nan, 0, seq_len, patch.ranks, patch.strategy, patch.layout)
+                )
+
+    def _unsharded(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The full batch. It is all-gathered if the model was called with this rank's part."""
+        shard = batch.get("seqpar")
+        if not isinstance(shard, BatchShard):
+            return batch
+        full = {name: x for name, x in batch.items() if name != "seqpar"}
+        if shard.in_place is not None:
+            full["labels"] = shard.in_place[0]
+        elif "labels" in full:
+            full["shift_labels"] = full.pop("labels")
+        if shard.valid is not None:
+            full["attention_mask"] = shard.valid.int()
+        sharding = Sharding(shard.seq_len, shard.layout, mesh=self.patch.mesh, group=self.patch.given_group)
+        local = sharding.lengths[self.patch.rank]
+        return {
+            name: sharding.unshard(x) if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == local else x
+            for name, x in full.items()
+        }
+
+    def _some_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """At most ``tokens`` consecutive tokens of each row, those with the most labels.
+
+        Without labels, these are the first tokens that are not padding. The batch is cut because a single rank must
+        compute it alone.
+        """
+        full = FullBatch(batch, self.patch, self.root)
+        if full.seq_len <= self.tokens:
+            return batch
+        if full.merges:
+            raise ValueError(
+                f"SEQPAR_VERIFY_TOKENS={self.tokens}: the rows of the batch have {full.seq_len} tokens, and rows with "
+                f"images cannot be cut; set it to {full.seq_len} or more, or verify a shorter batch by seqpar.hf.verify"
+            )
+        counted = full.valid if full.labels is None else (full.labels != IGNORE_INDEX).cpu()
+        # [seq - tokens + 1]: how many tokens count, in all rows, from each start on
+        start = int(counted.sum(0).unfold(0, self.tokens, 1).sum(1).argmax())
+        span = slice(start, start + self.tokens)
+        cut = {name: x[:, span] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == full.seq_len else x
+               for name, x in batch.items() if name not in (*BOUNDARY_NAMES, *UNUSED_NAMES)}  # fmt: skip
+        cut["position_ids"] = full.position_ids[:, span]
+        return cut
+
+
+def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
+    """Verify ``root`` before steps of the optimizer: every N-th one, or once if ``root`` has code of its own.
+
+    The batch is the last training batch, cut to ``SEQPAR_VERIFY_TOKENS`` tokens: by default 1,024 with
+    ``SEQPAR_VERIFY=N``, and otherwise 128. A longer batch with images is not verified.
+    """
+    every, tokens = (os.environ.get(name) for name in ("SEQPAR_VERIFY", "SEQPAR_VERIFY_TOKENS"))
+    for name, text in (("SEQPAR_VERIFY", every), ("SEQPAR_VERIFY_TOKENS", tokens)):
+        if text and (not text.isdecimal() or (name == "SEQPAR_VERIFY_TOKENS" and int(text) == 0)):
+            raise ValueError(f"{name}={text!r}: expected a number")
+    foreign = "" if every else foreign_code(root, patch)
+    if (every and int(every)) or foreign:
+        length = int(tokens) if tokens else 128 if foreign else 1024
+        _Monitor(root, patch, int(every or 1), max(length, patch.ranks), foreign)
+
+
+def foreign_code(root: PreTrainedModel, patch: Patch) -> str:
+    """Which module of ``root`` runs code that is not of a known library, as text; empty if none does."""
+    for module in patch.loss_functions:
+        loss_function = getattr(getattr(module, "_loss_function", None), "user_loss", None)
+        if loss_function is not None and not _is_known(loss_function):
+            return f"the loss_function of {_name(module)} is not transformers' own"
+    for name, module in root.named_modules():
+        if not _is_known(vars(module).get("forward", type(module).forward)) or not _is_known(type(module)):
+            where = f"{name} ({_name(module)})" if name else f"class {_name(module)}"
+            return f"the code of {where} is not transformers' own"
+    return ""
+
+
+def _is_known(code: Any) -> bool:
+    """Whether a class or function is defined in a known library."""
+    while isinstance(code, partial):
+        code = code.func
+    return str(inspect.unwrap(code).__module__).split(".")[0] in (*LIBRARIES, "seqpar")
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__

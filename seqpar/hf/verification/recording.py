@@ -1,0 +1,287 @@
+"""Records the tensors of a forward and its backward, and runs a parallelized model as on one device, for ``verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    eager_mask,
+    packed_sequence_mask_function,
+)
+
+from ..latent import disable_latent_kv, enable_latent_kv, has_latent_kv, recorded_expansion
+from ..loss import restore_loss_function
+from ..state import Patch
+from ..support import attention_layers, parameters_of, text_model
+from ..trial import replaced_interface
+
+_FIND_DOCUMENTS = "find_packed_sequence_indices"
+_INPUTS = ("input_ids", "position_ids", "labels")
+
+Attend = Callable[..., tuple[Tensor, Any]]
+
+
+class Place(NamedTuple):
+    """Where a tensor was recorded."""
+
+    layer: str  # the name of the attention layer; empty for the model itself
+    quantity: str  # which tensor of the layer it is, such as "query" or "output"
+
+
+class Call(NamedTuple):
+    """A call of the attention function that transformers' ``AttentionInterface`` returns."""
+
+    layer: str  # the name of the attention layer
+    implementation: str  # the name of the attention function, as in the model's config
+    tokens: int  # the number of queries
+    description: str  # the other properties of the call that must be the same on every rank
+
+
+class PinnedExperts(TorchFunctionMode):
+    """Records which experts each token is routed to in one run of a model, and routes it to the same ones in another.
+
+    Otherwise rounding could route a token to another expert in half precision. Its output would then differ by far more
+    than rounding error. The experts are the result of ``torch.topk``, as in the routers of transformers.
+
+    Args:
+        pins: whether the topk of this run returns the recorded ``experts``, or records them.
+        experts: the indices of each call, ``[rows * seq, k]`` or ``[rows, seq, k]``, in the order of the calls.
+        positions: int64 ``[seq_local]``, the tokens that this run computes.
+        seq_len: the number of tokens of the recorded run.
+    """
+
+    def __init__(self, pins: bool, experts: list[Tensor], positions: Tensor, seq_len: int) -> None:
+        super().__init__()
+        self.pins, self.experts, self.positions, self.seq_len = pins, experts, positions, seq_len
+        self._recorded = iter(experts)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        if not self.pins:
+            self.experts.append(result[1])
+            return result
+        full, shape = next(self._recorded, None), result[1].shape
+        if full is None or full.numel() * len(self.positions) != result[1].numel() * self.seq_len:
+            return result  # not a choice for each token
+        per_token = full.view(-1, self.seq_len, shape[-1]).index_select(1, self.positions.to(full.device))
+        indices = per_token.reshape(shape)
+        return torch.return_types.topk((args[0].gather(-1, indices), indices))
+
+
+class Recording:
+    """Copies on the CPU of what one forward and backward of a model computed, in the order of the forward."""
+
+    def __init__(self, root: PreTrainedModel) -> None:
+        # input_ids, position_ids and labels, as the model's forward received them. With a tower, position_ids are the
+        # ones that the text model received.
+        self.inputs: dict[str, Tensor] = {}
+        # Float [batch, seq, ...]: for each attention layer its input, query, key, value, attention and output; the
+        # model's last hidden states; and, with a tower, the embeddings that the text model received. A parallelized
+        # layer with latent attention has latents and rotated keys instead of key and value; on one device it has both.
+        self.tensors: dict[Place, Tensor] = {}
+        self.gradients: dict[Place, Tensor] = {}  # of the loss, with respect to these tensors
+        self.calls: list[Call] = []
+        # for each layer, the module and the keyword arguments of its call of the attention function
+        self.options: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
+        self._names = {module: name for name, module in root.named_modules()}
+        self._in_towers = {*root.modules()} - {*text_model(root).modules()}
+
+    def attend(
+        self, implementation: str, function: Attend, substitute: Attend | None, module: nn.Module, q: Tensor, k: Tensor,
+        v: Tensor, *args: Any, **kwargs: Any,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Call the attention function ``function``, or its ``substitute``, and record the call.
+
+        Calls by vision and audio towers are not recorded.
+        """
+        if module in self._in_towers:
+            return function(module, q, k, v, *args, **kwargs)
+        layer = self._names.get(module, type(module).__name__)
+        plain = {
+            name: x for name, x in kwargs.items() if isinstance(x, str | int | float | bool) and name != "max_length_q"
+        }
+        description = f"{[(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (q, k, v)]} {sorted(plain.items())}"
+        self.calls.append(Call(layer, implementation, q.shape[2], description))
+        self.options[layer] = module, {"attention_mask": args[0] if args else None, **kwargs}
+        self._record(layer, "query", q, token_dim=2)
+        if has_latent_kv(module):
+            self.record_latents(module, k, v)
+        else:
+            self._record(layer, "key", k, token_dim=2)
+            self._record(layer, "value", v, token_dim=2)
+        out, weights = (substitute or function)(module, q, k, v, *args, **kwargs)
+        self._record(layer, "attention", out)
+        return out, weights
+
+    def record_latents(self, layer: nn.Module, latents: Tensor, rotated: Tensor) -> None:
+        """Record the latents and rotated keys that a layer with latent attention expands to keys and values."""
+        self._record(self._names[layer], "latents", latents, token_dim=2)
+        self._record(self._names[layer], "rotated keys", rotated, token_dim=2)
+
+    def watch_inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name in _INPUTS:
+            if isinstance(x := kwargs.get(name), Tensor):
+                self.inputs[name] = x.detach().cpu()
+
+    def watch_text_inputs(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(ids := kwargs.get("position_ids"), Tensor):
+            self.inputs["position_ids"] = ids.detach().cpu()
+        if isinstance(x := kwargs.get("inputs_embeds"), Tensor):
+            self._record("", "embeddings", x)
+
+    def watch_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (x := _hidden_states((*args, kwargs.get("hidden_states")))) is not None:
+            self._record(self._names[layer], "input", x)
+
+    def watch_output(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        values = output if isinstance(output, tuple) else (output,)
+        if (x := _hidden_states(values)) is not None:
+            self._record(self._names[layer], "output", x)
+
+    def watch_last(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        values = tuple(output.values()) if hasattr(output, "values") else output
+        if isinstance(values, tuple | list) and (x := _hidden_states(values)) is not None:
+            self._record("", "last hidden states", x)
+
+    def _record(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
+        """Record ``x``, with the tokens along ``token_dim``, and in backward its gradient, as ``[batch, seq, ...]``."""
+        place, calls = Place(layer, quantity), 1
+        while place in self.tensors:  # the module is called several times in a forward
+            calls += 1
+            place = Place(f"{layer}, call {calls}", quantity)
+        self.tensors[place] = _on_cpu(x, token_dim)
+        if x.requires_grad and torch.is_grad_enabled():
+            x.register_hook(partial(self._record_gradient, place, token_dim))
+
+    def _record_gradient(self, place: Place, token_dim: int, gradient: Tensor) -> None:
+        self.gradients[place] = _on_cpu(gradient, token_dim)
+
+
+def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
+    """A copy of ``x`` on the CPU, in float32 or float64, with the tokens along dimension 1."""
+    x = x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
+    return x.transpose(1, token_dim)
+
+
+def _hidden_states(values: Sequence[Any]) -> Tensor | None:
+    """The first floating-point tensor with three dimensions, ``[batch, seq, hidden]``."""
+    return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
+
+
+@contextmanager
+def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[Recording]:
+    """Record what ``root`` computes in the block.
+
+    ``attend`` is called instead of the model's attention functions, except in vision and audio towers.
+    """
+    record = Recording(root)
+
+    def record_calls(implementation: str, function: Attend) -> Attend:
+        return partial(record.attend, implementation, function, attend)
+
+    layers = attention_layers(root).values()
+    handles = [root.register_forward_pre_hook(record.watch_inputs, with_kwargs=True)]
+    if (text := text_model(root)) is not root:
+        handles.append(text.register_forward_pre_hook(record.watch_text_inputs, with_kwargs=True))
+    for layer in layers:
+        handles.append(layer.register_forward_pre_hook(record.watch_input, with_kwargs=True))
+        handles.append(layer.register_forward_hook(record.watch_output))
+    if root.base_model is not root or root.get_output_embeddings() is None:  # the base model returns hidden states
+        # This hook must run before the hook of ``parallelize``, which all-gathers the output of a base model.
+        handles.append(root.base_model.register_forward_hook(record.watch_last, prepend=True))
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(replaced_interface(record_calls))
+            for layer in layers:
+                stack.enter_context(recorded_expansion(layer, record.record_latents))
+            yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def one_device(
+    model: nn.Module, root: PreTrainedModel, patch: Patch, prepare: Callable[[dict[str, Any]], dict[str, Any]],
+    documents: Tensor | None,
+) -> Iterator[None]:  # fmt: skip
+    """In the block, ``model`` runs as without ``parallelize``, with transformers' eager attention and masks.
+
+    Args:
+        model: ``root``, or a module that contains it.
+        root: a parallelized model.
+        patch: the model's ``Patch``.
+        prepare: makes the arguments of the forward of ``root`` from the arguments of the call.
+        documents: int ``[batch, seq]``, the index of each token's document, or None: only some models of transformers
+            look for documents in ``position_ids``.
+    """
+
+    def before_forward(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return (), prepare({**dict(zip(parameters_of(root), args, strict=False)), **kwargs})
+
+    with ExitStack() as stack:
+        stack.enter_context(_without_hooks(patch.handles))
+        stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
+        for layer in filter(has_latent_kv, patch.modules):
+            disable_latent_kv(layer)
+            stack.callback(enable_latent_kv, layer)
+        for module in patch.loss_functions:
+            if (ours := restore_loss_function(module)) is not None:
+                stack.callback(vars(module).__setitem__, "_loss_function", ours)
+        # Where the layers' ``is_causal`` differs from the model's mask, SDPA and eager attention differ too.
+        implementation = "sdpa" if patch.disputed and patch.implementation == "sdpa" else "eager"
+        configs = {
+            id(x): x for module in model.modules() for x in vars(module).values() if isinstance(x, PreTrainedConfig)
+        }
+        for config in configs.values():
+            before = config._attn_implementation_internal
+            stack.callback(setattr, config, "_attn_implementation_internal", before)
+            config._attn_implementation_internal = implementation
+        # transformers would find documents in ``position_ids`` in a way of its own.
+        stack.callback(setattr, masking_utils, _FIND_DOCUMENTS, getattr(masking_utils, _FIND_DOCUMENTS))
+        setattr(masking_utils, _FIND_DOCUMENTS, lambda position_ids: documents)
+        if documents is not None:
+            # An entry of this instance takes precedence over the entry of the class.
+            ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)
+            stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, implementation)
+        yield
+
+
+def _mask_of_documents(
+    documents: Tensor, *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
+) -> Tensor:
+    """transformers' eager mask, in which a token sees no token of another document."""
+    kwargs["allow_is_bidirectional_skip"] = False
+    same_document = packed_sequence_mask_function(documents.to(kwargs.get("device", "cpu")))
+    mask: Tensor = eager_mask(*args, mask_function=and_masks(mask_function, same_document), **kwargs)
+    return mask
+
+
+@contextmanager
+def _without_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+    """In the block, modules do not have the hooks of ``handles``. Afterwards they have them in the former order."""
+    before = []
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            before.append((hooks, list(hooks.items())))
+            del hooks[handle.id]
+    try:
+        yield
+    finally:
+        for hooks, items in reversed(before):
+            hooks.clear()
+            hooks.update(items)

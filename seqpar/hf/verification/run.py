@@ -1,0 +1,524 @@
+"""``verify``: checks that a parallelized model computes what it would compute on one device.
+
+The model runs twice on the same batch: sharded over the ranks as in training, and on each rank alone with transformers'
+own attention and masks. Before that, the ranks compare their batches, models and weights, and in a dry run the calls of
+the attention function. If a rank would run something else than the others, the report says so. Every wait has a
+deadline, so that no rank waits forever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from math import inf, isnan
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ...checks import check_number
+from ...comm.communicator import existing_communicators
+from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
+from ...layers.gradients import sync_gradients
+from ...layers.wrappers import gradient_wrappers, outermost
+from ...mesh import global_ranks
+from ...rendezvous import group_timeout, store_all_gather
+from ..loss import reduce_over_ranks
+from ..per_rank import shared_batches
+from ..state import NAME, Patch, patch_of
+from ..support import attention_layers
+from ..trial import attend_to_own_token
+from .comparison import FullBatch, compare_inputs, compare_tensors, parameter_differences
+from .recording import PinnedExperts, Recording, one_device, recording
+from .report import Difference, VerificationError, VerificationReport
+
+# The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+Batch = Mapping[str, Any]
+Shard = Callable[[Batch], dict[str, Any]]
+Sync = Callable[[nn.Module], object]
+DEADLINE_S = 120.0
+# The libraries whose modules are known to work with this package.
+LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
+_NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
+
+
+def verify(
+    model: nn.Module,
+    batch: Batch,
+    raise_on_error: bool = True,
+    *,
+    shard: Shard | None = None,
+    sync: Sync | None = None,
+    tolerance: float | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> VerificationReport:
+    """Compare a parallelized model with itself on one device, on one batch.
+
+    All ranks of the sequence call it with the same short batch. Each rank also runs the full batch by itself, without
+    the hooks of ``parallelize`` and with transformers' eager attention, which has a dense mask. ``verify`` compares the
+    inputs of the model (tokens, positions, labels); for each attention layer the length, input, queries, keys, values,
+    attention, output and their gradients; the loss; and the gradient of every parameter.
+
+    The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. A model with
+    ``batches="per_rank"`` runs as if its ranks shared a batch. Gradients, random number generators, buffers and modes
+    are restored afterwards. No optimizer step is made.
+
+    Args:
+        model: a parallelized model, or DDP or FSDP (1 or ``fully_shard``) around it, also as accelerate prepares it.
+        batch: the full batch, as the model is called with it. Without labels, the loss is a fixed function of the
+            outputs.
+        raise_on_error: whether to raise an error if something differs. Otherwise only return the report.
+        shard: the function with which your training loop shards a batch, if the loop does not leave that to the model.
+            It is called with the full batch and returns this rank's part, as ``shard_batch`` does.
+        sync: the function with which your training loop sums the gradients after backward. It is called with ``model``.
+            The default is ``sync_gradients``, or nothing inside DDP or FSDP over the ranks of the sequence.
+        tolerance: the largest error that counts as equal, relative to the norm of the compared tensor. By default 1e-3
+            for float32, 0.02 for float16, 0.1 for bfloat16 and 1e-6 for float64. Use float32 if you can, because half
+            precision hides small errors.
+        deadline_s: how many seconds a rank waits for another rank before it reports that rank as missing.
+
+    Returns:
+        The report, the same on every rank of the sequence.
+
+    Raises:
+        VerificationError: something differs. The message names the quantity, layer, tokens and ranks.
+        ValueError: the model is not parallelized, or the batch cannot be sharded.
+    """
+    patch = patch_of(model)
+    root = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar")), None)
+    if root is None:
+        raise ValueError(
+            "model: it does not contain the whole transformers model (is it a pipeline stage?); give verify the model "
+            "that contains all layers"
+        )
+    check_number("deadline_s", deadline_s)
+    if tolerance is not None:
+        check_number("tolerance", tolerance)
+    with ExitStack() as stack:
+        stack.enter_context(_deadline(patch.group, deadline_s))
+        stack.enter_context(_unchanged(model))
+        stack.callback(patch.__setattr__, "calls", patch.calls)
+        stack.callback(patch.__setattr__, "seed", patch.seed)
+        stack.enter_context(shared_batches(root, patch))
+        report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
+    if raise_on_error and not report.ok:
+        raise VerificationError(report)
+    return report
+
+
+class _Header(NamedTuple):
+    """The values that the ranks compare before anything runs."""
+
+    seq_len: int
+    batch: Fingerprint
+    path: Fingerprint
+    weights: Fingerprint
+
+
+@dataclass
+class _Run:
+    """One forward and backward: its recording, its loss and the gradients of the parameters."""
+
+    record: Recording
+    loss: float = float("nan")
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Verification:
+    """One call of ``verify``.
+
+    ``report`` runs the stages in order: the comparison of the ranks, the dry run, the run on one device, and the
+    parallelized run. It stops after a stage whose differences would make the next stages fail or hang.
+    """
+
+    def __init__(
+        self, model: nn.Module, root: PreTrainedModel, patch: Patch, batch: Batch, tolerance: float | None, limit: float
+    ) -> None:
+        self.model, self.root, self.patch = model, root, patch
+        self.layers = attention_layers(root)
+        self.limit = timedelta(seconds=limit)
+        self.weights: dict[str, float] = {}
+        self.path: list[str] = []
+
+        def header() -> _Header:
+            self.batch = FullBatch(batch, patch, root)
+            self.path = _static_path(root, patch, self.layers)
+            self.weights = _weight_sums(root)
+            checksum = Fingerprint(self.batch.checksum)
+            return _Header(self.batch.seq_len, checksum, fingerprint(*self.path), fingerprint(*self.weights.items()))
+
+        self.headers = all_gather_header(header, patch.group)
+        self.unsharded = unsharded_parameters(root)
+        self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
+
+    def report(self, shard: Shard | None, sync: Sync | None) -> VerificationReport:
+        """Run all stages."""
+        dry, theirs, ours = (_Run(Recording(self.root)) for _ in range(3))
+        local: dict[str, Any] = {}
+        not_in_dry_run = () if foreign_wrappers(self.model, self.root) else _NOT_IN_DRY_RUN
+        pinned = partial(PinnedExperts, experts=[], positions=self.batch.positions, seq_len=self.batch.seq_len)
+
+        def full_call(arguments: dict[str, Any]) -> dict[str, Any]:
+            arguments = {name: x for name, x in arguments.items() if x is not None}
+            return FullBatch(arguments, self.patch, self.root).for_one_device
+
+        def shard_and_dry_run() -> None:
+            local.update(self.batch.for_parallelized if shard is None else shard(self.batch.for_parallelized))
+            with torch.no_grad(), recording(self.root, attend_to_own_token) as dry.record:
+                self.model(**{name: x for name, x in local.items() if name not in not_in_dry_run})
+
+        def run_alone() -> None:
+            with one_device(self.model, self.root, self.patch, full_call, self.batch.documents), pinned(pins=False):
+                self._run(theirs, self.batch.for_parallelized, None, alone=True)
+
+        def run_sharded() -> None:
+            with pinned(pins=True):
+                self._run(ours, local, sync)
+
+        stages: tuple[Callable[[], list[Difference]], ...] = (
+            self._compare_ranks,
+            lambda: self._compare_calls(shard_and_dry_run, dry, "run"),
+            lambda: self._compare_lengths(dry.record),
+            lambda: self._compare_calls(run_alone, theirs, "run on one device"),
+            lambda: self._compare_calls(run_sharded, ours, "run"),
+            lambda: self._compare(ours, theirs),
+        )
+        differences: list[Difference] = []
+        for stage in stages:
+            if not any(difference.stops for difference in differences):
+                differences += stage()
+        strategy, layout = self._exchange([self.patch.strategy, self.patch.layout])[0]  # rank 0's, on every rank
+        differences.sort(key=lambda d: d.order)
+        sizes = len(self.layers), self.batch.seq_len, self.patch.ranks
+        return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
+
+    def _compare_ranks(self) -> list[Difference]:
+        """The differences between the ranks' batches, models and weights."""
+        batches, paths, weights = ([h[i] for h in self.headers] for i in (1, 2, 3))
+        if len(set(batches)) > 1:
+            return [Difference("batch", "batch", ranks=_minority(batches), explanation="the ranks' batches differ")]
+        if len(set(paths)) > 1:
+            lines = self._exchange(self.path)
+            at = next((i for i, by_rank in enumerate(zip(*lines, strict=False)) if len(set(by_rank)) > 1), None)
+            return [_other_path([f"{len(x)} parameters and layers" if at is None else x[at] for x in lines])]
+        if len(set(weights)) > 1:
+            sums = [dict(rank) for rank in self._exchange(list(self.weights.items()))]
+            name = next(n for n in sums[0] if len({rank.get(n) for rank in sums}) > 1)
+            ranks = _minority([rank[name] for rank in sums])
+            why = "the ranks hold different weights; load the same checkpoint, or make the model from the same seed"
+            return [Difference("weights", name, ranks=ranks, explanation=why, stops=True)]
+        return []
+
+    def _compare_calls(self, call: Callable[[], None], run: _Run, name: str) -> list[Difference]:
+        """Call the model on every rank, and compare the ranks' calls of the attention function, which ``run`` records.
+
+        Returns the first call that differs between the ranks, or the error that a rank raised.
+        """
+        message = ""
+        try:
+            call()
+        except Exception as error:
+            if self.patch.ranks == 1:
+                raise
+            message = f"{type(error).__name__}: {error}"
+        calls = [f"{call.layer} by {call.implementation!r} on {call.description}" for call in run.record.calls]
+        by_rank = self._exchange([message, *calls])
+        for i in range(1, max(map(len, by_rank))):
+            ith_calls = [rank[i] if i < len(rank) else f"no {i}-th attention layer" for rank in by_rank]
+            # A rank that raised an error has made fewer calls. This alone is not another path: another rank may have
+            # caused the error, by not sending its message.
+            if len({call for call, rank in zip(ith_calls, by_rank, strict=True) if not rank[0] or i < len(rank)}) > 1:
+                return [_other_path(ith_calls)]
+        failed = tuple(rank for rank, (error, *_) in enumerate(by_rank) if error)
+        return [Difference("path", name, ranks=failed, explanation=by_rank[failed[0]][0], stops=True)] if failed else []
+
+    def _compare_lengths(self, dry: Recording) -> list[Difference]:
+        """The layers that do not attend over the sharded sequence with this rank's queries."""
+        differences = []
+        for call in dry.calls:
+            if call.implementation != NAME:
+                quantity = "attention"
+                why = f"its attention ({call.implementation!r}) is not parallelized and sees this rank's tokens only"
+            elif call.tokens != len(self.batch.positions):
+                quantity = "length"
+                why = f"its queries have {call.tokens} tokens, expected this rank's {len(self.batch.positions)}"
+            else:
+                continue
+            differences.append(Difference("layer", quantity, call.layer, explanation=why, error=inf))
+        return self._merge(differences)
+
+    def _run(self, run: _Run, arguments: Mapping[str, Any], sync: Sync | None, alone: bool = False) -> None:
+        """Run a forward and backward, and store the results in ``run``.
+
+        ``alone``: the model runs on this rank alone, on the full batch.
+        """
+        for p in self.model.parameters():
+            p.grad = None
+        with torch.enable_grad(), recording(self.root) as record:
+            run.record = record
+            output = self.model(**arguments)
+            loss = _loss_of(output)
+            if loss is None:
+                loss = self._artificial_loss(output, alone)
+            if loss.requires_grad:
+                loss.backward()
+        run.loss = float(loss.detach())
+        if loss.requires_grad and not alone:
+            if sync is not None:
+                sync(self.model)
+            elif not gradient_wrappers(self.model, self.patch.group):
+                module = self.model if foreign_wrappers(self.model, self.root) else self.root
+                sync_gradients(module, mesh=self.patch.mesh, group=self.patch.given_group)
+        run.gradients = {
+            name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach().cpu()
+            for name, p in self.model.named_parameters()
+            if p.grad is not None
+        }
+        for p in self.model.parameters():
+            p.grad = None
+
+    def _artificial_loss(self, output: Any, alone: bool) -> Tensor:
+        """A loss for a model without one: a weighted sum of its first output, with a different weight per value."""
+        x = next((x for x in _values(output) if x.is_floating_point() and x.dim() in (2, 3)), None)
+        if x is None:
+            raise ValueError(
+                f"model={type(self.model).__name__}: its output has no loss (a scalar, or an entry 'loss') and no "
+                "tensor of two or three dimensions to compute one from; return one of these from its forward, or give "
+                "verify the transformers model inside it"
+            )
+        if x.dim() == 2:  # [batch, labels]: one prediction per row, on every rank
+            return (x.float() * torch.cos(torch.arange(x.numel(), device=x.device)).view(x.shape)).sum() / len(x)
+        alone = alone or x.shape[1] == self.batch.seq_len  # an all-gathered output has all tokens on every rank
+        positions = torch.arange(self.batch.seq_len) if alone else self.batch.positions
+        weight = torch.cos(positions[:, None] + 0.7 * torch.arange(x.shape[2]))  # [seq, channels]
+        valid = self.batch.valid.index_select(1, positions).to(x.device)
+        total = (x.float() * weight.to(x.device) * valid[..., None]).sum() / x[..., 0, :].numel()
+        return total if alone else reduce_over_ranks(total, self.patch, self.root)
+
+    def _compare(self, ours: _Run, theirs: _Run) -> list[Difference]:
+        tolerance = self.tolerance
+        found = compare_inputs(ours.record, theirs.record, self.batch, self.patch)
+        found += compare_tensors(ours.record, theirs.record, self.batch, tolerance, self.patch.ranks)
+        error = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), 1e-6)
+        if not error <= tolerance and not (isnan(ours.loss) and isnan(theirs.loss)):  # NaN: no label counts
+            why = f"{ours.loss:.6f}, on one device {theirs.loss:.6f}"
+            found.append(Difference("loss", "loss", error=error, tolerance=tolerance, explanation=why))
+        return self._merge(found) + self._compare_gradients(ours.gradients, theirs.gradients)
+
+    def _compare_gradients(self, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Difference]:
+        """The first parameter whose gradient differs on some rank."""
+        local = parameter_differences(ours, theirs, self.tolerance, self.patch.ranks)
+        by_rank = [{name: (e, w) for name, e, w in x} for x in self._exchange([_short(d) for d in local])]
+        names = {name for rank in by_rank for name in rank}
+        if not names:
+            return []
+        first = next(name for name in {**theirs, **ours} if name in names)
+        ranks = tuple(i for i, rank in enumerate(by_rank) if first in rank)
+        worst, why = max(by_rank[i][first] for i in ranks)
+        if self._is_partial(first, ours, theirs):
+            why = "the ranks' partial gradients were not summed; call seqpar.sync_gradients after backward"
+        elif not why and len(names) < len(theirs):
+            why = f"the gradients of {len(theirs) - len(names)} other parameters are correct"
+        if len(names) > 1:
+            more = len(names) - 1
+            why = f"{why}{'; ' if why else ''}the gradients of {more} more parameter{'s' * (more > 1)} differ too"
+        return [Difference("gradient", first, ranks=ranks, error=worst, tolerance=self.tolerance, explanation=why)]
+
+    def _is_partial(self, name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+        """Whether the ranks have different gradients of a parameter, whose sum is the one-device gradient."""
+        group = self.patch.group
+        parameter = dict(self.model.named_parameters())[name]
+        if group is None or name not in theirs or all(parameter is not p for p in self.unsharded.values()):
+            return False
+        local, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
+        total = local.to(parameter.device, copy=True)
+        dist.all_reduce(total, group=group)
+        total = total.cpu()
+        scales = (1, self.patch.ranks)  # for a wrapper that averages, the loss is multiplied by the number of ranks
+        is_sum = any(bool((total / c - full).norm() <= self.tolerance * full.norm()) for c in scales)
+        is_mean = bool((self.patch.ranks * local - total).norm() <= self.tolerance * total.norm())
+        by_rank = self._exchange([is_sum, is_mean])
+        return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
+
+    def _merge(self, found: list[Difference]) -> list[Difference]:
+        """All ranks' differences, the same on every rank. In forward and in backward, only the first difference."""
+        by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(d.values()) for d in found])]
+        by_place: dict[tuple[int, int, str, str, str], dict[int, Difference]] = {}
+        for i, rank in enumerate(by_rank):
+            for d in rank:
+                by_place.setdefault((*d.order, d.kind, d.layer, d.quantity), {})[i] = d
+        merged: list[Difference] = []
+        for (*_, kind, _, _), same in sorted(by_place.items(), key=lambda item: item[0][:2]):
+            if kind in ("forward", "backward") and any(d.kind == kind for d in merged):
+                continue  # a consequence of the first one
+            worst = max(same.values(), key=lambda d: d.error)
+            why = next((d.explanation for d in same.values() if d.explanation), "")
+            tokens = tuple(sorted({t for d in same.values() for t in d.tokens}))
+            merged.append(replace(worst, ranks=tuple(same), tokens=tokens, explanation=why))
+        return merged
+
+    def _exchange(self, value: list[Any]) -> list[Any]:
+        return exchange(self.patch, value, self.limit)
+
+
+def _short(difference: Difference) -> list[Any]:
+    return [difference.quantity, difference.error, difference.explanation]
+
+
+def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
+    """Each rank's ``value``, which JSON can represent, by rank in the sequence.
+
+    The ranks exchange the values through the store, which also works after a message between ranks has failed.
+    """
+    if patch.group is None or patch.ranks == 1:
+        return [json.loads(json.dumps(value))]
+    met = store_all_gather("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
+    return [json.loads(rank) for rank in met]
+
+
+def _values(output: Any) -> list[Tensor]:
+    """The tensors of a tensor, sequence or mapping."""
+    values = [output] if isinstance(output, Tensor) else output.values() if hasattr(output, "values") else output
+    return [x for x in values if isinstance(x, Tensor)] if isinstance(values, Iterable) else []
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss that a model or a module around it returns: an entry "loss", or a scalar that is the first value."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Tensor | tuple):
+        loss = next((x for x in _values(output)[:1] if x.dim() == 0), None)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
+    """Whether ``root`` is inside a module of a class that is not of transformers, peft, accelerate, TRL or torch."""
+    name = next(name for name, module in model.named_modules() if module is root)
+    parts = name.split(".") if name else []
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
+    return any(type(module).__module__.split(".")[0] not in LIBRARIES for module in around)
+
+
+def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
+    """Everything that decides which messages a rank sends, as lines of text."""
+
+    def of(patch: Any) -> str:
+        if not isinstance(patch, Patch):
+            return "not parallelized"
+        options = " ".join(f"{name}={value}" for name, value in sorted(patch.options.items()))
+        return f"strategy={patch.strategy!r}, layout={patch.layout!r}, backend={patch.backend!r} {options}".strip()
+
+    lines = [f"{type(root).__name__} with {of(patch)}, ranks={patch.ranks}, gradients={patch.gradients!r}"]
+    for name, layer in layers.items():
+        lines.append(f"layer {name!r} ({type(layer).__name__}) with {of(getattr(layer, '_seqpar', None))}")
+    for name, p in root.named_parameters():
+        lines.append(f"{name} {p.dtype} {'trained' if p.requires_grad else 'frozen'}")
+    return lines
+
+
+def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not sharded, by name. Every rank of the sequence holds them in full."""
+    if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
+        return {}
+    return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
+
+
+def _weight_sums(root: nn.Module) -> dict[str, float]:
+    """A checksum of each parameter that is not sharded, by name."""
+    full = {n: p for n, p in unsharded_parameters(root).items() if p.is_floating_point()}
+    sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
+            for p in full.values()]  # fmt: skip
+    return dict(zip(full, torch.stack(sums).tolist() if sums else (), strict=True))
+
+
+def _other_path(descriptions: list[str]) -> Difference:
+    """The difference between ranks that run different things, as described by ``descriptions``, one for each rank."""
+    ranks = _minority(descriptions)
+    here = descriptions[ranks[0]]
+    elsewhere = next(x for rank, x in enumerate(descriptions) if rank not in ranks)
+    why = f"the ranks run different models or attention calls; here: {here}; on the other ranks: {elsewhere}"
+    return Difference("path", "path", ranks=ranks, explanation=why, stops=True)
+
+
+def _minority(values: list[Any]) -> tuple[int, ...]:
+    """The ranks whose value is not the most frequent one. Among equally frequent values, the first one counts."""
+    majority = max(dict.fromkeys(values), key=values.count)
+    return tuple(rank for rank, value in enumerate(values) if value != majority)
+
+
+def lowest_dtype(root: nn.Module) -> torch.dtype:
+    """The dtype of lowest precision among the dtypes of the parameters."""
+    return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """In the block, ``model`` is in evaluation mode and not compiled.
+
+    Afterwards its gradients, buffers and modes, and the random number generators, are restored.
+    """
+    gradients = [(p, p.grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(m, name, b, None if b is None else b.detach().clone()) for m in model.modules()
+               for name, b in m._buffers.items()]  # fmt: skip
+    # Rotary embeddings of the type "dynamic" store the length of the longest sequence so far.
+    lengths = [(m, vars(m)["max_seq_len_cached"]) for m in model.modules() if "max_seq_len_cached" in vars(m)]
+    compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if on_cuda else []))
+            if compiled:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            model.eval()
+            yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None:
+                with torch.no_grad():
+                    buffer.copy_(value)
+        for module, length in lengths:
+            module.max_seq_len_cached = length
+
+
+@contextmanager
+def _deadline(group: ProcessGroup | None, seconds: float) -> Iterator[None]:
+    """In the block, the timeout of collectives and messages between ranks is ``seconds``."""
+    if group is None or dist.group.WORLD is None:
+        yield
+        return
+    limit = timedelta(seconds=seconds)
+    groups = list({id(g): g for g in (dist.group.WORLD, group, *existing_communicators())}.values())
+    timeouts = {id(g): group_timeout(g) for g in groups}
+    for g in groups:
+        _set_timeout(g, limit)
+    try:
+        yield
+    finally:
+        # A communicator that was created inside the block gets the timeout of ``group``.
+        for g in (*groups, *existing_communicators()):
+            _set_timeout(g, timeouts.get(id(g), timeouts[id(group)]))
+
+
+def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(timeout)
+        if hasattr(backend, "options") and hasattr(backend.options, "_timeout"):
+            backend.options._timeout = timeout

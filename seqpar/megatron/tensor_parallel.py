@@ -1,0 +1,317 @@
+"""Megatron's tensor parallelism with sequence parallelism: attention and MLP on sequence-sharded activations.
+
+Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 2022. Weights are sharded over the ``tp`` group, and so are the tokens of the activations outside the layers.
+The tokens are all-gathered before the column-parallel GEMM and reduce-scattered after the row-parallel GEMM, which
+overlaps with the GEMMs (``strategies/tensor_sequence.py``).
+
+Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks, h query heads of this rank, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
+from ..comm.handshake import all_gather_header, check_same
+from ..heads import Heads
+from ..layers.attention import NORM_EPS, AttentionLayer
+from ..layout import Layout
+from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
+from ..sharding import Sharding, check_sharding
+from ..strategies import STRATEGIES, resolve, strategy_options
+from ..strategies.autograd import with_gradient
+from ..strategies.sequence_chunks import OVERLAPS, Overlap
+from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
+from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
+
+
+class MegatronAttention(ShardedWeights, AttentionLayer):
+    """Attention with its heads sharded over ``tp``; outside the layer, the tokens are sharded over ``tp``.
+
+    The parameters are DTensors over ``tp``. Each rank holds the rows of ``q_proj``, ``k_proj`` and ``v_proj`` that
+    belong to its heads, and the columns of ``o_proj`` that read them. Heads need not divide by the ranks: if the KV
+    heads do not, each rank holds all of ``k_proj`` and ``v_proj``; if the query heads do not, all projections. A rank
+    computes with its own heads in any case. The bias of ``o_proj`` is added once, after the reduce-scatter.
+
+    On a mesh with ring or ulysses dimensions, the sequence is sharded over ring x ulysses x tp (tp fastest), as
+    ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does. Every rank of ``tp`` must compute the same
+    loss. See ``AttentionLayer`` for the other arguments.
+
+    Args:
+        overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
+        context: the strategy of attention over the ring and ulysses dimensions: "ring", "ulysses", "hybrid" or
+            "context_parallel"; by default it follows from the sizes of the two dimensions.
+        options: the options of that strategy, and the arguments of ``AttentionLayer``.
+    """
+
+    strategy = "tp_sp"
+    q_proj: ShardedLinear
+    k_proj: ShardedLinear
+    v_proj: ShardedLinear
+    o_proj: ShardedLinear
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        overlap: Overlap = "auto",
+        context: str | None = None,
+        **options: Any,
+    ) -> None:
+        check_choice("overlap", overlap, OVERLAPS)
+        if context is not None:
+            check_choice("context", context, [name for name in STRATEGIES if name not in ("local", "auto")])
+            if mesh is None or mesh.ndim == 1:
+                raise ValueError(f"context={context!r}: it needs a mesh with ring or ulysses beside tp; see init_mesh")
+        self.context = context or _default_context(mesh)
+        self._context_is_one_rank = _default_context(mesh) == "local"
+        self.overlap = overlap
+        super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
+        self._groups()  # raises here, not at the first forward
+
+    def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
+        ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
+        self._tensor_ranks = size_of(ranks.tensor)
+        by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
+        local = self._local_heads = by_rank[rank_in(ranks.tensor)]
+
+        def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | Part:
+            """How a weight with ``rows`` rows of each of ``heads`` is distributed along ``dim``."""
+            if heads % self._tensor_ranks == 0:
+                return dim
+            return Part(dim, local_heads.start * rows, len(local_heads) * rows)
+
+        of_queries, of_keys = split(0, self.num_heads, local.queries), split(0, self.num_kv_heads, local.kv)
+        linear = partial(ShardedLinear, ranks=ranks, factory_kwargs=factory_kwargs)
+        self.q_proj = linear(hidden, self.num_heads * d, bias, split=of_queries)
+        self.k_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
+        self.v_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
+        self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, local.queries))
+        self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
+        self.distribute(ranks, sinks=split(0, self.num_heads, local.queries, 1))
+
+    def _norm(self, factory_kwargs: dict[str, Any]) -> nn.RMSNorm:
+        return ReplicatedNorm(self.head_dim, self._parallel_context, eps=NORM_EPS, **factory_kwargs)
+
+    @property
+    def _local_sinks(self) -> Tensor | None:
+        sinks: Tensor | None = self.local_weight("sinks")
+        return sinks
+
+    @property
+    def _heads(self) -> Heads:
+        return self._local_heads
+
+    @property
+    def _attention_strategy(self) -> str:
+        return "local" if self._context_is_one_rank else self.context
+
+    @property
+    def _tensor_size(self) -> int:
+        return self._tensor_ranks
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
+
+    def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
+        if self.context == "local" or self.mesh is None:
+            return AttentionGroups()
+        if self._context_is_one_rank:  # ``resolve`` with the mesh would shard the sequence over tp
+            resolve(self.context, None, context_group(self.mesh), self.strategy_options)  # raises if options do not fit
+            return AttentionGroups()
+        return resolve(self.context, self.mesh, None, self.strategy_options)
+
+    def _sequence_group(self, sharding: Sharding | None) -> ProcessGroup | None:
+        return sequence_group(self.mesh, self.group, "tp_sp")
+
+    def _layout(self, sequence: ProcessGroup | None) -> Layout:
+        return "contiguous" if self.layout is None and self._context_is_one_rank else super()._layout(sequence)
+
+    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
+        return (*super()._constants(groups, layout, dropout_p), self._attention_strategy, self.overlap)
+
+    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
+        if self._tensor_ranks == 1:
+            return None
+        options = ChunkOptions(self.overlap, self._spec(0.0))
+        return ShardedTokens(tokens, sharding, self._parallel_context, options)
+
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), tokens)
+        return q, k, v
+
+    def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
+        return row_linear(out, self.o_proj, tokens)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class MegatronMLP(nn.Module):
+    """The MLP of a tensor- and sequence-parallel block.
+
+    "swiglu" computes ``down_proj(silu(gate_proj(x)) * up_proj(x))``, as Llama does; "gelu" and "gelu_tanh" compute
+    ``down_proj(gelu(up_proj(x)))``. Each rank holds a slice of the intermediate dimension, which need not divide by the
+    ranks.
+
+    Args:
+        hidden_size: width of the hidden states.
+        intermediate_size: width between the projections.
+        activation: "swiglu", "gelu" or "gelu_tanh".
+        mesh: the weights and the tokens are sharded over its tp dimension.
+        group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
+        bias: whether all projections have biases. The bias of ``down_proj`` is replicated, and added once, after the
+            reduce-scatter.
+        overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
+        device: the device of the weights.
+        dtype: the dtype of the weights.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str = "swiglu",
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        bias: bool = False,
+        overlap: Overlap = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_int("hidden_size", hidden_size, 1)
+        check_int("intermediate_size", intermediate_size, 1)
+        check_choice("activation", activation, _ACTIVATIONS)
+        check_choice("overlap", overlap, OVERLAPS)
+        self.activation, self.overlap, self.hidden_size = activation, overlap, hidden_size
+        self._parallel_context = ParallelContext(mesh, group)
+        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._tensor_ranks = size_of(self._parallel_context.tensor)
+        linear = partial(ShardedLinear, bias=bias, ranks=self._parallel_context, factory_kwargs=factory_kwargs)
+        self.gate_proj = linear(hidden_size, intermediate_size, split=0) if activation == "swiglu" else None
+        self.up_proj = linear(hidden_size, intermediate_size, split=0)
+        self.down_proj = linear(intermediate_size, hidden_size, split=1)
+
+    def forward(self, x_local: Tensor, sharding: Sharding | None = None) -> Tensor:
+        """``x_local [batch, seq, hidden]``, this rank's tokens, to ``y_local`` of the same shape.
+
+        Args:
+            x_local: this rank's tokens.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
+                their lengths in a handshake, which is a graph break under ``torch.compile``.
+        """
+        if not isinstance(sharding, Sharding):
+            return self._after_handshake(x_local, sharding)
+        check_hidden(x_local, self.hidden_size, self.up_proj)
+        return self._compute(with_gradient_on_all_ranks(x_local), sharding, None)
+
+    @no_compile
+    def _after_handshake(self, x_local: Tensor, sharding: None) -> Tensor:
+        check_sharding(sharding)
+
+        def header() -> HiddenHeader:
+            check_hidden(x_local, self.hidden_size, self.up_proj)
+            return HiddenHeader.of(x_local)
+
+        tp = self._parallel_context.tensor
+        return self._compute(x_local, *sharding_by_handshake(header, tp, "batch", "dtype", "requires_gradient"))
+
+    def _compute(self, x_local: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
+        tokens = None
+        if self._tensor_ranks > 1:
+            options = ChunkOptions(self.overlap, lengths=lengths)
+            tokens = ShardedTokens(x_local.shape[1], sharding, self._parallel_context, options)
+        if self.gate_proj is None:
+            (up,) = column_linear(x_local, (self.up_proj,), tokens)
+            hidden = _ACTIVATIONS[self.activation](up)
+        else:
+            gate, up = column_linear(x_local, (self.gate_proj, self.up_proj), tokens)
+            hidden = _ACTIVATIONS[self.activation](gate) * up
+        return row_linear(hidden, self.down_proj, tokens)
+
+
+class HiddenHeader(NamedTuple):
+    """A rank's hidden states."""
+
+    length: int
+    batch: int
+    dtype: torch.dtype
+    requires_gradient: bool
+
+    @staticmethod
+    def of(x: Tensor) -> HiddenHeader:
+        """The header of ``x [b, s, hidden]``."""
+        return HiddenHeader(x.shape[1], x.shape[0], x.dtype, x.requires_grad and torch.is_grad_enabled())
+
+
+def sharding_by_handshake(
+    make_header: Callable[[], Any], tp: ProcessGroup | None, *same: str
+) -> tuple[Sharding, tuple[int, ...]]:
+    """A sharding over the ranks of ``tp``, and the number of tokens that each rank says it holds.
+
+    For modules in which tokens do not interact: their order is the order of the ranks, and any lengths will do.
+
+    Args:
+        make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens.
+        tp: the tensor-parallel ranks.
+        same: the fields of the header that must be the same on every rank.
+    """
+    headers = all_gather_header(make_header, tp)
+    check_same(headers, *same)
+    lengths = tuple(header.length for header in headers)
+    return Sharding(sum(lengths), "contiguous", group=tp), lengths
+
+
+def with_gradient_on_all_ranks(x: Tensor) -> Tensor:
+    """``x``, or an alias that requires a gradient if gradients are on, because backward sends its gradient.
+
+    Without a handshake, no rank knows whether another rank's ``x`` requires one.
+    """
+    return x if torch.compiler.is_compiling() else with_gradient(x)
+
+
+def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: ShardedTokens | None) -> list[Tensor]:
+    """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
+    if tokens is None:
+        return [F.linear(x, linear.weight, linear.bias) for linear in linears]
+    outs = gather_and_project(x, [linear.local_weight("weight") for linear in linears], tokens)
+    biases = [linear.local_weight("bias") for linear in linears]
+    return [y if bias is None else y + bias for y, bias in zip(outs, biases, strict=True)]
+
+
+def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -> Tensor:
+    """Project and reduce-scatter the tokens: ``x [b, t, in_local]`` to ``[b, s, out]``."""
+    if tokens is None:
+        local: Tensor = linear(x)
+        return local
+    y = project_and_scatter(x, linear.local_weight("weight"), tokens)
+    bias: Tensor | None = linear.local_weight("bias")
+    return y if bias is None else y + bias
+
+
+def _default_context(mesh: DeviceMesh | None) -> str:
+    """The strategy that follows from the sizes of a mesh's ring and ulysses dimensions."""
+    names = mesh.mesh_dim_names or () if mesh is not None else ()
+    ring, ulysses = (mesh is not None and name in names and mesh[name].size() > 1 for name in ("ring", "ulysses"))
+    if ring and ulysses:
+        return "hybrid"
+    return "ring" if ring else "ulysses" if ulysses else "local"

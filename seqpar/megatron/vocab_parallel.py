@@ -1,0 +1,318 @@
+"""The vocabulary sharded over a tensor-parallel group: embedding, output head, and the loss without gathered logits.
+
+Shoeybi et al., "Megatron-LM", 2019, section 3. Outside these modules the activations are sharded by tokens. The
+operators are in ``sharded_vocab.py``.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from ..checks import check_choice, check_hidden, check_int, no_compile
+from ..mesh import ParallelContext, size_of, tensor_group
+from ..sharding import Sharding, check_sharding
+from ..strategies.autograd import to_autocast_dtype
+from ..strategies.sequence_chunks import OVERLAPS, Overlap
+from ..strategies.tensor_operators import ChunkOptions, ShardedTokens
+from .sharded_vocab import (
+    IGNORE_INDEX,
+    VocabPart,
+    check_float_tensor,
+    check_id_tensor,
+    check_ids,
+    check_labels,
+    check_logits,
+    vocab_cross_entropy,
+    vocab_embedding,
+    vocab_linear_cross_entropy,
+)
+from .sharded_weights import ShardedLinear, ShardedWeights
+from .tensor_parallel import HiddenHeader, column_linear, sharding_by_handshake, with_gradient_on_all_ranks
+
+_CHUNK_BYTES = 128 << 20  # of the float32 logits that exist at a time, by default
+
+
+class VocabParallelEmbedding(ShardedWeights):
+    """Maps ids ``[batch, seq]`` of this rank's tokens to embeddings ``[batch, seq, hidden]`` of the same tokens.
+
+    Each rank holds the embeddings of a part of the vocabulary, whose size need not divide by the number of ranks. The
+    ranks all-gather the ids (8 bytes per token), each rank looks up the ids in its part, and a reduce-scatter sums the
+    results.
+
+    Args:
+        num_embeddings: the size of the full vocabulary.
+        embedding_dim: the hidden size.
+        mesh: the vocabulary and the tokens are sharded over its tp dimension.
+        group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
+        device: the device of the weight.
+        dtype: the dtype of the weight.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_int("num_embeddings", num_embeddings, 1)
+        check_int("embedding_dim", embedding_dim, 1)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self._parallel_context = ParallelContext(mesh, group)
+        self._part = VocabPart.of_rank(num_embeddings, self._parallel_context.tensor)
+        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+        self.distribute(self._parallel_context, weight=0)  # [v, d] on this rank
+
+    def reset_parameters(self) -> None:
+        """Draw the weight. Every rank draws all of it, so that one seed gives the same for any number of ranks."""
+        factory_kwargs: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
+        self.copy_parameters(nn.Embedding(self.num_embeddings, self.embedding_dim, **factory_kwargs))
+
+    def forward(self, ids: Tensor, sharding: Sharding | None = None) -> Tensor:
+        """Embeddings ``[batch, seq, hidden]`` of ``ids``, int64 ``[batch, seq]``.
+
+        Args:
+            ids: of this rank's tokens.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
+                their lengths in a handshake, which is a graph break under ``torch.compile``.
+        """
+        if not isinstance(sharding, Sharding):
+            return self._after_handshake(ids, sharding)
+        check_id_tensor("ids", ids)
+        return self._embed(ids, sharding, None)
+
+    @no_compile
+    def _after_handshake(self, ids: Tensor, sharding: None) -> Tensor:
+        check_sharding(sharding)
+
+        def header() -> _IdsHeader:
+            check_ids("ids", ids, self.num_embeddings)
+            return _IdsHeader(ids.shape[1], ids.shape[0])
+
+        return self._embed(ids, *sharding_by_handshake(header, self._parallel_context.tensor, "batch"))
+
+    def _embed(self, ids: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
+        weight, options = self.local_weight("weight"), ChunkOptions("none", lengths=lengths)
+        out: Tensor = vocab_embedding(ids, weight, self._part, sharding, self._parallel_context, options)[0]
+        return out
+
+
+class VocabParallelHead(ShardedLinear):
+    """Maps hidden states of this rank's tokens to logits of the group's tokens over this rank's part of the vocabulary.
+
+    The input is ``[batch, seq, hidden]``. The output is ``[batch, tokens, vocab_local]``, with the tokens in the order
+    of the ranks, as ``vocab_parallel_cross_entropy`` takes them. Given labels, the head returns the loss instead, and
+    never holds the logits of all tokens. See ``VocabParallelEmbedding`` for the other arguments.
+
+    Args:
+        bias: whether the logits have a bias.
+        overlap: "auto", "ring", "symm_mem" or "none": how the all-gather overlaps with the GEMM.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_embeddings: int,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        bias: bool = False,
+        overlap: Overlap = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_int("hidden_size", hidden_size, 1)
+        check_int("num_embeddings", num_embeddings, 1)
+        check_choice("overlap", overlap, OVERLAPS)
+        ranks = ParallelContext(mesh, group)
+        super().__init__(hidden_size, num_embeddings, bias, ranks, 0, {"device": device, "dtype": dtype})
+        self.overlap: Overlap = overlap
+        self._parallel_context = ranks
+        self._num_embeddings = num_embeddings
+        self._part = VocabPart.of_rank(num_embeddings, ranks.tensor)  # weight [v, d] on this rank
+        self._tensor_ranks = size_of(self._parallel_context.tensor)
+
+    def forward(
+        self,
+        x_local: Tensor,
+        labels: Tensor | None = None,
+        sharding: Sharding | None = None,
+        *,
+        ignore_index: int = IGNORE_INDEX,
+        chunk_tokens: int | None = None,
+    ) -> Tensor:
+        """The logits, or the loss if there are labels.
+
+        ``head(x_local, labels)`` equals ``vocab_parallel_cross_entropy(head(x_local), labels, ...)`` but needs less
+        memory: the logits of ``chunk_tokens`` tokens exist at a time. Backward computes them again.
+
+        Args:
+            x_local: ``[batch, seq, hidden]``, of this rank's tokens.
+            labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
+            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it there is a handshake.
+            ignore_index: the label of tokens without loss.
+            chunk_tokens: with labels, how many tokens have logits at a time; by default as many as fit into 128 MiB in
+                float32.
+
+        Returns:
+            The logits, ``[batch, tokens, vocab_local]``. With labels, the loss of each of the group's tokens as
+            ``vocab_parallel_cross_entropy`` returns it: ``[batch, tokens]``, float32 (float64 for float64).
+        """
+        if not isinstance(sharding, Sharding):
+            return self._after_handshake(x_local, labels, sharding, ignore_index, chunk_tokens)
+        check_hidden(x_local, self.in_features, self)
+        if labels is not None:
+            check_id_tensor("labels", labels)
+        x_local = with_gradient_on_all_ranks(x_local)
+        return self._compute(x_local, labels, ignore_index, chunk_tokens, sharding, None)
+
+    @no_compile
+    def _after_handshake(
+        self, x_local: Tensor, labels: Tensor | None, sharding: None, ignore_index: int, chunk_tokens: int | None
+    ) -> Tensor:
+        check_sharding(sharding)
+
+        def header() -> HiddenHeader:
+            check_hidden(x_local, self.in_features, self)
+            if labels is not None:
+                check_labels(labels, x_local, self._part.total, ignore_index)
+                self._tokens_at_a_time(chunk_tokens)
+            return HiddenHeader.of(x_local)
+
+        agreed = sharding_by_handshake(header, self._parallel_context.tensor, "batch", "dtype", "requires_gradient")
+        return self._compute(x_local, labels, ignore_index, chunk_tokens, *agreed)
+
+    def _compute(
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        ignore_index: int,
+        chunk_tokens: int | None,
+        sharding: Sharding,
+        lengths: tuple[int, ...] | None,
+    ) -> Tensor:
+        ranks = self._parallel_context
+        if labels is None:
+            tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions(self.overlap, lengths=lengths))
+            (logits,) = column_linear(x, (self,), tokens if self._tensor_ranks > 1 else None)
+            return logits
+        x, weight = to_autocast_dtype(x, self.local_weight("weight"))
+        # torch.compile may have made ignore_index a variable.
+        part = VocabPart(self._part.total, self._part.start, self._part.size, index(ignore_index))
+        constants = self._tokens_at_a_time(chunk_tokens), part, sharding, ranks, ChunkOptions("ring", lengths=lengths)
+        loss: Tensor = vocab_linear_cross_entropy(x, weight, self.local_weight("bias"), labels, *constants)[0]
+        return loss
+
+    def _tokens_at_a_time(self, chunk_tokens: int | None) -> int:
+        """``chunk_tokens`` with its default filled in."""
+        if chunk_tokens is None:
+            return max(1, _CHUNK_BYTES // (4 * max(1, self._part.size)))
+        check_int("chunk_tokens", chunk_tokens, 1)
+        return chunk_tokens
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    num_embeddings: int,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    sharding: Sharding | None = None,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Cross-entropy of logits that are sharded over the vocabulary.
+
+    The ranks all-reduce three float32 numbers per token (row maximum, sum of exponentials, target logit) instead of
+    gathering the logits.
+
+    Args:
+        logits: ``[batch, tokens, vocab_local]`` of all of the group's tokens, as ``VocabParallelHead`` returns them.
+        labels: int64 ``[batch, seq]`` of *this rank's* tokens, already shifted. They are all-gathered here.
+        num_embeddings: the size of the full vocabulary.
+        mesh: the mesh that ``VocabParallelHead`` was made with.
+        group: the group that ``VocabParallelHead`` was made with.
+        sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it
+            there is a handshake.
+        ignore_index: the label of tokens without loss.
+
+    Returns:
+        The loss of each of the group's tokens, ``[batch, tokens]``, float32 (float64 for float64 logits), the same on
+        every rank of the group; 0 where the label is ``ignore_index``. Every rank of the group must run backward from
+        the same scalar.
+
+    Raises:
+        TypeError: ``logits`` or ``labels`` are not tensors of these dtypes.
+        ValueError: shapes that do not fit together, or a label outside the vocabulary.
+        RuntimeError: another rank raised an error on its own input.
+    """
+    if isinstance(sharding, Sharding) and mesh is None and group is None:
+        return _cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, None)
+    return _checked_cross_entropy(logits, labels, num_embeddings, ignore_index, mesh, group, sharding)
+
+
+def _cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    num_embeddings: int,
+    ignore_index: int,
+    sharding: Sharding,
+    lengths: tuple[int, ...] | None,
+) -> Tensor:
+    check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
+    check_id_tensor("labels", labels)
+    options = ChunkOptions("none", lengths=lengths)
+    loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
+    return loss
+
+
+@no_compile
+def _checked_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    num_embeddings: int,
+    ignore_index: int,
+    mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
+    sharding: Sharding | None,
+) -> Tensor:
+    """``vocab_parallel_cross_entropy`` after a handshake, or after comparing the sharding with mesh and group."""
+    check_sharding(sharding)
+    if sharding is not None:
+        sharding.check_arguments(mesh=mesh, group=group)
+        return _cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, None)
+    tp = tensor_group(mesh, group)
+
+    def header() -> _LogitsHeader:
+        check_ids("labels", labels, num_embeddings, ignore_index)
+        check_logits(logits, labels, VocabPart.of_rank(num_embeddings, tp, ignore_index))
+        return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
+
+    agreed = sharding_by_handshake(header, tp, "tokens_of_logits", "batch", "dtype_of_logits")
+    return _cross_entropy(logits, labels, num_embeddings, ignore_index, *agreed)
+
+
+class _IdsHeader(NamedTuple):
+    """A rank's ids ``[batch, length]``."""
+
+    length: int
+    batch: int
+
+
+class _LogitsHeader(NamedTuple):
+    """A rank's labels ``[batch, length]`` and logits ``[batch, tokens, v]``."""
+
+    length: int
+    tokens_of_logits: int
+    batch: int
+    dtype_of_logits: torch.dtype

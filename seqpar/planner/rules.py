@@ -1,0 +1,79 @@
+"""``strategy="auto"``: the rule that names a strategy before anything runs.
+
+The rule reads only what every rank knows alike, so the ranks take the same strategy without a message. It sums
+up what the planner simulates (``layer.attention_seconds``) for 2 to 32 H100s and 512 to 32,768 tokens on each.
+``tests/planner/test_rules.py`` compares it with the simulation, ``seqpar bench`` with this machine.
+
+* An all-to-all is exposed, and a ring overlaps with its kernels. But a ring has more messages and smaller kernels. So
+  Ulysses is faster for short sequences, and both take the same time for long ones.
+* Under windows and packed documents a ring sends only the few rows that the queries see. Ulysses sends all of them.
+* In the contiguous layout, the last rank of a causal ring has almost twice the mean work. An all-to-all shares the
+  tokens of its ranks evenly.
+* Between hosts, a ring sends K/V once to each host, and an all-to-all sends queries and outputs too. These are no more
+  bytes than K/V if there are as many KV heads as query heads, and many more with grouped heads.
+* The ranks of one host without GPUs copy messages in memory, which takes little time under every strategy. One kernel
+  over all tokens is faster there than the kernels of a ring, also under windows.
+
+All of these strategies need memory for a few shards of K/V at a time, so whichever is named, what fits under one fits
+under the others. An all-gather, which holds K/V of all ranks, is never named.
+"""
+
+from __future__ import annotations
+
+from operator import index
+
+import torch
+
+from ..comm.trace import count_choice
+from ..layout import Layout
+from ..mask import Mask
+from ..spec import AttentionSpec, constants
+from ..strategies import StrategyName, StrategyOptions
+
+
+def named(
+    spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, layout: Layout, ranks: int, per_host: int, device: str
+) -> AttentionSpec:
+    """``spec`` with the strategy that the rule names in place of "auto"."""
+    if spec.strategy != "auto":
+        return spec
+    is_local = mask.is_local or (spec.layer_mask is not None and any(spec.layer_mask[1:]))
+    strategy, options = fastest(is_local, heads, kv_heads, layout, ranks, per_host, device)
+    if ranks > 1 and not torch.compiler.is_compiling():
+        count_choice(strategy)
+    return spec.having(strategy=strategy, strategy_options=constants(options))
+
+
+def fastest(
+    is_local: bool, heads: int, kv_heads: int, layout: Layout, ranks: int, per_host: int, device_type: str
+) -> tuple[StrategyName, StrategyOptions]:
+    """The strategy that should be the fastest, and its options on a plain group.
+
+    Args:
+        is_local: whether queries see few keys of other ranks (``Mask.is_local``).
+        heads: query heads.
+        kv_heads: KV heads.
+        layout: how the tokens are sharded.
+        ranks: the number of ranks that the sequence is sharded over.
+        per_host: how many consecutive ranks share a host.
+        device_type: "cuda" or "cpu".
+    """
+    heads, kv_heads = index(heads), index(kv_heads)  # torch.compile may have turned them into variables
+    in_memory = device_type == "cpu" and per_host == ranks
+    if ranks == 1 or (is_local and layout != "striped" and not in_memory):
+        return "ring", {}
+    if ranks == 2 and layout != "contiguous" and not in_memory:
+        return "ring", {}  # one message, which overlaps with the rank's own keys
+    costs = []
+    for ulysses in range(1, min(ranks, heads) + 1):
+        if ranks % ulysses:
+            continue
+        work = -(-heads // ulysses) * ulysses / heads  # of the rank with the most heads, over the mean
+        if layout == "contiguous":
+            work *= 2 - ulysses / ranks  # of the last rank of a causal ring, over the mean
+        between_hosts = ulysses > 1 and per_host % ulysses > 0 and kv_heads < heads
+        costs.append((work, between_hosts, -ulysses))
+    ulysses = -min(costs)[2]
+    if ulysses in (1, ranks):
+        return ("ring" if ulysses == 1 else "ulysses"), {}
+    return "hybrid", {"ulysses_size": ulysses}

@@ -1,0 +1,433 @@
+"""Which rank sends which keys to which rank at which step, and which keys each query sees: pure functions.
+
+A plan is computed from the mask, the sharding and the rank alone, without a process group and without data. The runtime
+executes it as a program (``program.py``), tests and byte counts read it, and the planner simulates it for any number of
+ranks. ``print(plan)`` shows its steps.
+
+In a ring of ``n`` ranks, step 0 computes with a rank's own keys. At step ``h``, rank ``r`` computes with keys of rank
+``(r - h) % n``. The owner of K/V rows sends them directly to the rank that needs them, instead of forwarding them
+around the ring. With a full mask this sends the same bytes. With any other mask, each rank receives only the rows that
+its queries see, and no step waits for a neighbour to forward a block. An all-gather is the same schedule with all steps
+after step 0 merged into one.
+
+If the ranks are on several hosts, every row is sent once to each other host that needs it, and shared inside that host.
+In an inter-host hop, rank ``l`` of a host receives the rows of rank ``l`` of another host that any rank of its own host
+needs. The intra-host hops of the next steps send these rows from rank to rank inside the host. A ring over several
+hosts thus has one ring inside the host for each inter-host hop, in whose first step a rank computes with the rows that
+it has received itself. Half of the steps with keys of the rank's host come first and half come last, so that the first
+inter-host hop and the last return of gradients overlap with computation.
+
+The cost of planning grows with the runs of the mask and the ranks of the group, not with the tokens. The intervals of
+each query are computed on the device that the kernels run on, by formulas over the runs.
+
+Eight tokens, four ranks, zigzag, causal mask. The step of each (query rank, key rank) pair, and the global positions of
+the keys that are sent ("-": the queries see none of them, so nothing is sent):
+
+                   keys of rank 0 [0 7]   rank 1 [1 6]   rank 2 [2 5]   rank 3 [3 4]
+    queries 0 7        step 0  own        step 3  1 6    step 2  2 5    step 1  3 4
+    queries 1 6        step 1  0          step 0  own    step 3  2 5    step 2  3 4
+    queries 2 5        step 2  0          step 1  1      step 0  own    step 3  3 4
+    queries 3 4        step 3  0          step 2  1      step 1  2      step 0  own
+
+Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queries and of the step's keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from ..cache import ByteCache, cached_tensors
+from ..heads import Heads
+from ..layout import CPU, Positions, SequenceSharding
+from ..mask import Mask
+from .program import NO_HOP, Hop, Program, Step, Transfer
+from .rounds import p2p_rounds
+from .rows import (
+    NO_ROWS,
+    GatheredRows,
+    KeyIntervals,
+    RowSpans,
+    ShardRows,
+    merged_ranges,
+    rows_in,
+    visible_ranges,
+)
+
+# Under a striped layout, a rank's queries see up to one range of keys per document. If documents times ranks exceed
+# this number, a rank receives all keys between the first and the last one that it needs. A list of ranges would then
+# take more time than the few rows that it leaves out.
+_EXACT_RANGES = 2048
+# If every rank needs the whole sequence except for at most this share, an all-gather is a collective of all rows.
+_DENSE_WITHOUT = 1 / 1024
+# Positions below this fit into 32 bits, also after the number of ranks is added to them.
+_INT32 = 1 << 30
+
+
+class AttentionPlan:
+    """The steps of one ring rank, own keys first. Each step is planned when it is first read.
+
+    All ranks have the same number of steps, some of which may be empty. What a rank sends in step ``h``, its peer
+    receives in step ``h``, so any two ranks see the messages between them in the same order.
+
+    A plan holds no tensors, and can be pickled.
+
+    Attributes:
+        sharding: which positions each rank holds.
+        rank: this rank in the ring.
+        gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
+        per_host: how many consecutive ranks of the ring share a host. By default all.
+        replicated: every rank holds the keys of all ranks, so there is one step, and nothing is sent.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        sharding: SequenceSharding,
+        rank: int,
+        gather: bool = False,
+        per_host: int | None = None,
+        replicated: bool = False,
+    ) -> None:
+        self.sharding = sharding
+        self.rank = rank
+        self.gather = gather
+        self.per_host = sharding.ring if per_host is None or replicated else per_host
+        self.replicated = replicated
+        self._runs = mask.runs(sharding.seq_len)
+        self._steps: dict[int, Step] = {}
+        self._inter_host_hops: dict[int, Hop] = {}
+        self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._host_ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._programs: dict[Hashable, Program] = {}
+        self._token = object()  # the plan's key in caches, which must not hold a reference to the plan
+
+    def __len__(self) -> int:
+        if self.replicated:
+            return 1
+        return min(2, self.sharding.ring) if self.gather else self.sharding.ring
+
+    def __getitem__(self, index: int) -> Step:
+        if index not in self._steps:
+            if not 0 <= index < len(self):
+                raise IndexError(index)  # ends iteration
+            self._steps[index] = self._local_step() if index == 0 else self._remote_step(index)
+        return self._steps[index]
+
+    def __iter__(self) -> Iterator[Step]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts the ring has."""
+        return self.sharding.ring // self.per_host
+
+    @property
+    def inter_host_hops(self) -> int:
+        """How many exchanges between hosts there are."""
+        return min(1, self.hosts - 1) if self.gather else self.hosts - 1
+
+    def prepare(self) -> AttentionPlan:
+        """Plan all steps now, and return the plan."""
+        for _ in self:
+            pass
+        return self
+
+    def __str__(self) -> str:
+        return "\n".join([f"rank {self.rank} of {self.sharding.ring}", *map(str, self)])
+
+    def program(
+        self, heads: Heads, num_chunks: int = 1, *, attends: bool = True, prefetch: int = 2, split_own: bool = True
+    ) -> Program:
+        """The steps of a call with these heads. Made once; see ``Program``."""
+        key = heads, num_chunks, attends, prefetch, split_own
+        if key not in self._programs:
+            attends = attends and self._has_queries
+            self._programs[key] = Program(tuple(self), heads, num_chunks, attends, prefetch, split_own, self.gather)
+        return self._programs[key]
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest shard."""
+        return max(len(self.sharding.ring_positions(rank)) for rank in range(self.sharding.ring))
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether every rank needs nearly all keys, so that an all-gather is a collective of all rows. The same on
+        every rank."""
+        if not self.gather:
+            return False
+        n = self.sharding.ring
+        enough = self.sharding.seq_len * (1 - _DENSE_WITHOUT)
+        # The first and the last rank are the most likely ones to need less.
+        return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
+
+    def nbytes(self) -> int:
+        """The approximate size of the plan in memory."""
+        hops = (*(step.intra_host for step in self._steps.values()), *self._inter_host_hops.values())
+        spans = sum(len(t.owner_rows.spans) + 2 for hop in hops for t in (*hop.receives, *hop.sends))
+        return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
+
+    def intervals(self, index: int, device: torch.device, positions: bool = False) -> KeyIntervals | None:
+        """Which of the keys of step ``index`` each local query sees, on ``device``; None if the step has no keys.
+
+        Args:
+            index: the step.
+            device: where the kernels run.
+            positions: whether the scores depend on global positions.
+        """
+        step = self._steps.get(index) or self[index]
+        keys = step.keys
+        if keys is None or not self._has_queries:
+            return None
+
+        def make() -> KeyIntervals:
+            lo, hi = (keys.counts_below(x).int() for x in self._global_intervals(device))  # [b, q_len]
+            q_positions = k_positions = lo
+            if positions:
+                q_positions, k_positions = self._queries.tensor(device).int(), keys.positions(device).int()
+            plan = ref(self)  # a cached value must not keep the plan alive
+            on_host = partial(_intervals_on_host, plan, index)
+            return KeyIntervals(lo, hi, q_positions, k_positions, made_on_host=on_host)
+
+        return cached_tensors((self._token, index, positions), device, make)
+
+    def _global_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The first and one past the last visible position of each local query, ``[b, q_len]``. Cached."""
+
+        def make() -> tuple[Tensor, Tensor]:
+            queries = self._queries.tensor(device)
+            rows = [runs.at(queries) for runs in self._runs]
+            seq_len = self.sharding.seq_len
+            dtype = torch.int32 if seq_len < _INT32 else torch.int64
+            lo, hi = (torch.stack(ends).clamp_(max=seq_len).to(dtype) for ends in zip(*rows, strict=True))
+            return lo, hi
+
+        return cached_tensors((self._token, "global"), device, make)
+
+    @property
+    def _queries(self) -> Positions:
+        return self.sharding.ring_positions(self.rank)
+
+    @cached_property
+    def _has_queries(self) -> bool:
+        return len(self._queries) > 0
+
+    def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
+        """``visible_ranges`` of one ring rank's queries."""
+        if query_rank not in self._ranges:
+            exact = max(map(len, self._runs)) * self.sharding.ring <= _EXACT_RANGES
+            queries = self.sharding.ring_positions(query_rank)
+            self._ranges[query_rank] = visible_ranges(self._runs, queries, self.sharding.seq_len, exact)
+        return self._ranges[query_rank]
+
+    def _transfer_rows(self, query_rank: int, key_rank: int) -> RowSpans:
+        """The rows of ``key_rank``'s shard that are sent to ``query_rank``."""
+        shard = self.sharding.ring_positions(key_rank)
+        if self.dense:
+            return RowSpans(((0, len(shard)),)) if len(shard) else NO_ROWS
+        if query_rank != self.rank and not self._may_see(query_rank, shard):
+            return NO_ROWS
+        return rows_in(self._visible(query_rank), shard)
+
+    def _host_rows(self, host: int, key_rank: int) -> RowSpans:
+        """The rows of ``key_rank``'s shard that are sent to ``host``: those that any of its ranks needs."""
+        shard = self.sharding.ring_positions(key_rank)
+        if self.dense:
+            return RowSpans(((0, len(shard)),)) if len(shard) else NO_ROWS
+        ranks = self._ranks_of_host(host)
+        if self.rank not in ranks and not any(self._may_see(rank, shard) for rank in ranks):
+            return NO_ROWS
+        return rows_in(self._visible_on_host(host), shard)
+
+    def _ranks_of_host(self, host: int) -> range:
+        return range(host * self.per_host, (host + 1) * self.per_host)
+
+    def _visible_on_host(self, host: int) -> tuple[tuple[int, int], ...]:
+        """``visible_ranges`` of the queries of all ranks of a host."""
+        if host not in self._host_ranges:
+            ranges = (x for rank in self._ranks_of_host(host) for x in self._visible(rank))
+            self._host_ranges[host] = merged_ranges(ranges)
+        return self._host_ranges[host]
+
+    def _may_see(self, query_rank: int, shard: Positions) -> bool:
+        """Whether the keys at ``shard`` overlap the range from the first to the last key visible to ``query_rank``."""
+        if not len(shard):
+            return False
+        start, stop = shard.stripes[0].start, shard.stripes[-1].stop
+        for stripe in self.sharding.ring_positions(query_rank).stripes:
+            for runs in self._runs:
+                lo, hi = runs.bounds(stripe.start, stripe.stop - 1)
+                if lo < stop and hi > start:
+                    return True
+        return False
+
+    def _distances(self, index: int) -> tuple[int, int]:
+        """The distance to the owner of a step's keys, in a ring: in hosts, and in ranks inside a host."""
+        first = (self.per_host + 1) // 2  # steps of the own host that come first
+        inter_host_steps = (self.hosts - 1) * self.per_host
+        if index < first:
+            return 0, index
+        if index < first + inter_host_steps:
+            distance, local = divmod(index - first, self.per_host)
+            return distance + 1, local
+        return 0, index - inter_host_steps
+
+    def _local_step(self) -> Step:
+        shard = self.sharding.together().ring_positions(0) if self.replicated else self._queries
+        rows = rows_in(self._visible(self.rank), shard)
+        everything = RowSpans(((0, len(shard)),))
+        return Step(0, ShardRows(shard, everything) if len(rows) else None)
+
+    def _remote_step(self, index: int) -> Step:
+        size, (host, local) = self.per_host, divmod(self.rank, self.per_host)
+        if self.gather:
+            distance, step, last = min(1, self.hosts - 1), 0, 0
+            rounds = _ranks_of(p2p_rounds(size, local), host * size, 1)
+            # The rows that an inter-host hop has brought this rank come last.
+            sources = targets = [*(peer for peers in rounds for peer in peers), *([self.rank] * (self.hosts > 1))]
+            owners = range(self.hosts)
+        else:
+            (distance, step), last = self._distances(index), size - 1
+            sources, targets = [host * size + (local - step) % size], [host * size + (local + step) % size]
+            rounds = [[peer for peer in {*sources, *targets} if peer != self.rank]]
+            owners = range((host - distance) % self.hosts, (host - distance) % self.hosts + 1)
+        receives = [self._transfer(self.rank, peer, peer, owner) for peer in sources for owner in owners]
+        sends = [self._transfer(peer, self.rank, peer, owner) for peer in targets for owner in owners]
+        hop = _hop(receives, sends, rounds)
+        if not distance:
+            return Step(index, self._keys(hop), hop)
+        return Step(index, self._keys(hop), hop, self._inter_host(distance), step == 0, step == last)
+
+    def _transfer(self, receiver: int, sender: int, peer: int, host: int) -> Transfer:
+        """The rows that ``sender`` sends to ``receiver``, a rank of the same host. Their owner is the rank of ``host``
+        with the sender's index inside its host."""
+        size = self.per_host
+        owner = host * size + sender % size
+        rows = NO_ROWS if owner == receiver else self._transfer_rows(receiver, owner)
+        at = rows
+        if owner != sender and sender == self.rank and len(rows):
+            at = self._host_rows(self.rank // size, owner).locate(rows)
+        return Transfer(peer, owner, rows, at)
+
+    def _keys(self, hop: Hop) -> ShardRows | GatheredRows | None:
+        """The keys that a hop brings."""
+        shards = tuple(ShardRows(self.sharding.ring_positions(t.owner), t.owner_rows) for t in hop.receives)
+        if not self.gather or not shards:
+            return shards[0] if shards else None
+        ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
+        return GatheredRows(ranges, ShardRows(self._queries, rows_in(ranges, self._queries)), shards)
+
+    def _inter_host(self, distance: int) -> Hop:
+        """The hop that brings rows of the host at a distance; in an all-gather, of all hosts. Planned once."""
+        if distance not in self._inter_host_hops:
+            size, hosts, (host, local) = self.per_host, self.hosts, divmod(self.rank, self.per_host)
+            if self.gather:
+                rounds = _ranks_of(p2p_rounds(hosts, host), local, size)
+                sources = targets = [peer for peers in rounds for peer in peers]
+            else:
+                sources, targets = ([(host + d) % hosts * size + local] for d in (-distance, distance))
+                rounds = [list({*sources, *targets})]
+            received = ((peer, peer, self._host_rows(host, peer)) for peer in sources)
+            sent = ((peer, self.rank, self._host_rows(peer // size, self.rank)) for peer in targets)
+            receives, sends = (
+                [Transfer(peer, owner, rows, rows) for peer, owner, rows in transfers] for transfers in (received, sent)
+            )
+            self._inter_host_hops[distance] = _hop(receives, sends, rounds)
+        return self._inter_host_hops[distance]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_token": None, "_programs": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _token=object())
+
+
+def _hop(receives: list[Transfer], sends: list[Transfer], rounds: list[list[int]]) -> Hop:
+    """The hop with the transfers that have rows."""
+    receives, sends = ([t for t in transfers if t.owner_rows.count] for transfers in (receives, sends))
+    return Hop(tuple(receives), tuple(sends), rounds) if receives or sends else NO_HOP
+
+
+def _ranks_of(rounds: list[list[int]], first: int, stride: int) -> list[list[int]]:
+    """The ranks ``first + i * stride`` of the indices ``i`` in ``rounds``."""
+    return [[first + i * stride for i in indices] for indices in rounds]
+
+
+def _intervals_on_host(plan: ReferenceType[AttentionPlan], index: int) -> KeyIntervals | None:
+    """The intervals of a step, computed on the host; None if the plan has been freed."""
+    alive = plan()
+    return None if alive is None else alive.intervals(index, CPU)
+
+
+# Plans by mask and sharding. Equal masks share a plan, so a mask that is made anew for every layer is planned once.
+_plans: ByteCache[AttentionPlan] = ByteCache(8 << 20, AttentionPlan.nbytes)
+_PLANS_OF_A_MASK = 8
+
+
+def attention_plan(
+    mask: Mask,
+    sharding: SequenceSharding,
+    rank: int,
+    gather: bool = False,
+    per_host: int | None = None,
+    replicated: bool = False,
+) -> AttentionPlan:
+    """The plan of one ring rank. It is cached in ``mask.plans``.
+
+    Args:
+        mask: which keys each query sees.
+        sharding: which positions each rank holds.
+        rank: this rank in the ring.
+        gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
+        per_host: how many consecutive ranks of the ring share a host. By default all.
+        replicated: every rank holds the keys of all ranks.
+    """
+    key: Hashable = sharding, rank, gather, per_host or sharding.ring, replicated
+    plan: AttentionPlan | None = mask.plans.get(key)
+    if plan is None:
+        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host, replicated))
+        while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length
+            mask.plans.pop(next(iter(mask.plans)), None)
+        mask.plans[key] = plan
+    return plan
+
+
+@dataclass(frozen=True)
+class MaskPlanner:
+    """Plans attention under a mask ahead of the step that needs it. Made by ``mask_planner``.
+
+    It can be pickled and sent to the workers of a data loader, which have no process groups.
+
+    Attributes:
+        sharding: which positions each rank holds.
+        rank: this rank in the ring.
+        gather: whether K/V are received in one step.
+        per_host: how many consecutive ranks of the ring share a host. None: all.
+        replicated: whether every rank holds the keys of all ranks.
+    """
+
+    sharding: SequenceSharding
+    rank: int
+    gather: bool
+    per_host: int | None = None
+    replicated: bool = False
+
+    def __call__(self, mask: Mask, seq_len: int | None = None) -> Mask:
+        """Plan attention under ``mask``, and return the mask. The mask then holds the plan, also when it is pickled.
+
+        Args:
+            mask: which keys each query sees.
+            seq_len: tokens of the full sequence; by default those of the planner's sharding.
+        """
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.documents(...)")
+        sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
+        attention_plan(mask, sharding, self.rank, self.gather, self.per_host, self.replicated).prepare()
+        return mask

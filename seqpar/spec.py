@@ -1,0 +1,129 @@
+"""``AttentionSpec``: what does not change from one attention call to the next, checked once, when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import index
+from typing import Any
+
+import torch
+
+from .checks import check_bool, check_dropout, check_number, check_options
+from .heads import Heads
+from .kernels import check_backend
+from .mask import LayerMask
+from .opaque import Opaque, constant
+from .strategies import STRATEGIES, check_strategy
+
+
+@constant()
+@dataclass(frozen=True)
+class AttentionSpec(Opaque):
+    """The constants of an attention call. ``attention_spec`` makes one from a user's arguments.
+
+    Attributes:
+        strategy: the strategy's name. Under tensor parallelism it is the strategy of the ranks with the same heads.
+        strategy_options: (name, value) of each option of the strategy.
+        softmax_scale: a factor on the scores; None: ``head_dim ** -0.5``.
+        softcap, dropout_p, deterministic, backend, return_lse: see ``seqpar.attention``.
+        tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
+        first_head: the index in the model of the first query head.
+        q_per_kv: query heads that read one KV head; None: heads of q divided by heads of k.
+        layer_mask: causality, window and chunk that a layer adds to the mask (see ``mask.layer_mask``).
+        replicated: whether k and v hold the tokens of all ranks (see ``gathered_activations.py``).
+        draws_seed: whether each rank has drawn a dropout seed of its own. All ranks then use rank 0's seed.
+    """
+
+    strategy: str = "ring"
+    strategy_options: tuple[tuple[str, Any], ...] = ()
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    backend: str = "auto"
+    return_lse: bool = False
+    tensor_parallel: bool = False
+    first_head: int = 0
+    q_per_kv: int | None = None
+    layer_mask: LayerMask | None = None
+    replicated: bool = False
+    draws_seed: bool = False
+
+    def heads(self, q_shape: Sequence[int], k_shape: Sequence[int]) -> Heads:
+        """The heads of tensors ``[b, s, h, d]`` and ``[b, s, n, d]``."""
+        heads = int(q_shape[2])
+        per_kv = heads // int(k_shape[2]) if self.q_per_kv is None else self.q_per_kv
+        return Heads(range(self.first_head, self.first_head + heads), per_kv)
+
+    def having(self, **changes: Any) -> AttentionSpec:
+        """A copy with other values of some attributes. torch.compile cannot trace ``dataclasses.replace``."""
+        return AttentionSpec(**{**{name: getattr(self, name) for name in AttentionSpec.__annotations__}, **changes})
+
+
+def attention_spec(
+    strategy: str,
+    strategy_options: Mapping[str, Any],
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> AttentionSpec:
+    """The spec of checked arguments of ``seqpar.attention``.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or with a wrong value.
+    """
+    options = constants(strategy_options)
+    numbers = softmax_scale, softcap, dropout_p
+    if torch.compiler.is_compiling():  # torch.compile may have turned numbers into variables
+        scale = None if softmax_scale is None else constant_float(softmax_scale)
+        numbers = scale, constant_float(softcap), constant_float(dropout_p)
+        return _checked(strategy, options, *numbers, deterministic, backend, return_lse)
+    make = _checked if any(isinstance(x, bool) for _, x in options) else _cached  # True == 1, also in a cache
+    try:
+        return make(strategy, options, *numbers, deterministic, backend, return_lse)
+    except TypeError:  # an argument that cannot be hashed, or is of another type: say which
+        return _checked(strategy, options, *numbers, deterministic, backend, return_lse)
+
+
+def _checked(
+    strategy: str,
+    options: tuple[tuple[str, Any], ...],
+    softmax_scale: float | None,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    backend: str,
+    return_lse: bool,
+) -> AttentionSpec:
+    check_strategy(strategy)
+    check_options(strategy, dict(options), STRATEGIES[strategy].options)
+    check_bool("deterministic", deterministic)
+    check_bool("return_lse", return_lse)
+    if not torch.compiler.is_compiling():
+        check_backend(backend)
+        dropout_p, softcap = check_dropout(dropout_p), check_number("softcap", softcap)
+        if softcap < 0:
+            raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
+        if softmax_scale is not None:
+            softmax_scale = check_number("softmax_scale", softmax_scale)
+    return AttentionSpec(strategy, options, softmax_scale, softcap, dropout_p, deterministic, backend, return_lse)
+
+
+_cached = lru_cache(maxsize=512, typed=True)(_checked)
+
+
+def constants(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The options of a strategy as constants. torch.compile may have turned the ints among them into variables."""
+    return tuple(
+        (name, index(x) if isinstance(x, int) and not isinstance(x, bool) else x) for name, x in options.items()
+    )
+
+
+def constant_float(x: float) -> float:
+    """``x`` as a constant. torch.compile may have turned it into a variable."""
+    return float.fromhex(float(x).hex())
