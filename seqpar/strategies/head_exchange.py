@@ -325,6 +325,7 @@ class HeadExchange:
 
         def sequence_shards() -> Tensor:
             unpack(parts, received)
+            received.clear()  # frees the messages
             return tensors[-1][1]
 
         return Incoming(pending, sequence_shards)
