@@ -82,14 +82,21 @@ def sends_messages() -> bool:
     return _sends_messages
 
 
-def make_ready(ranks: Ranks | None, device: torch.device) -> None:
+def make_ready(ranks: Ranks | None, device: torch.device) -> bool:
     """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this.
+
+    Returns:
+        Whether a message is read where its sender wrote it: there is no transfer to overlap with computation.
 
     NCCL connects ranks at the first operation of their group, in which every rank must take part. A step of a schedule
     may leave some ranks out, so it cannot be the first operation.
     """
-    if ranks is not None and ranks.size() > 1 and _sends_messages and shared_memory(ranks, device) is None:
+    if ranks is None or ranks.size() == 1:
+        return False
+    in_place = shared_memory(ranks, device) is not None
+    if not in_place and _sends_messages:
         communicator(ranks, device)
+    return in_place
 
 
 def new_message(numel: int, like: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:

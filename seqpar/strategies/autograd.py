@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..comm.p2p import make_ready
 from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import accumulator
@@ -167,7 +168,8 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    chunks = chunk_limit(call.sharding, q_shape, device.type)
+    in_place = make_ready(call.groups.ulysses, device)
+    chunks = 1 if in_place else chunk_limit(call.sharding, q_shape, device.type)
     return head_exchange_of(call.groups, call.sharding, call.heads, chunks)
 
 

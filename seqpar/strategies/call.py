@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..cache import cached_tensors, upload
 from ..comm.p2p import make_ready
-from ..comm.shared_memory import shared_memory
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels import select
@@ -69,17 +68,16 @@ class AttentionCall:
         """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""
         return v_shape[3] if self.latent is None else self.latent.v_head_dim
 
-    def program(
-        self, heads: Heads, k: Tensor, v: Tensor, *, attends: bool = True, shares_memory: bool = False
-    ) -> Program:
+    def program(self, heads: Heads, k: Tensor, v: Tensor, *, attends: bool = True, in_place: bool = False) -> Program:
         """The program of the plan for heads whose KV are ``k [b, k, n, d]`` and ``v [b, k, n, e]``.
 
-        The number of chunks is the same on all ranks, whatever the lengths of their shards.
+        ``in_place`` is what ``connect`` returned. The number of chunks is the same on all ranks, whatever the lengths
+        of their shards.
         """
         plan, chunks = self.plan, self.groups.chunks
         saves_memory = chunks is not None or (plan.gather and plan.per_host < self.sharding.ring)
         remote_steps = len(plan) - 1
-        if chunks is None and (shares_memory or not remote_steps):
+        if chunks is None and (in_place or not remote_steps):
             chunks = 1
         elif chunks is None:
             nbytes = k.shape[0] * plan.longest * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
@@ -89,7 +87,7 @@ class AttentionCall:
             max(1, chunks),
             attends=attends,
             prefetch=_MIN_PREFETCH_STEPS if saves_memory else _PREFETCH_STEPS,
-            split_own=not shares_memory and self.latent is None,
+            split_own=not in_place and self.latent is None,
         )
 
 
@@ -109,12 +107,11 @@ class Run:
         self, call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor, *, lse_gradient: bool = False
     ) -> None:
         plan = call.plan
-        shares_memory = connect(call.groups, q.device)
+        in_place = connect(call.groups, q.device)
         self.call, self.plan, self.heads = call, plan, heads
-        self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
+        self.program = call.program(heads, k, v, attends=q.numel() > 0, in_place=in_place)
         self.steps = self.program.steps  # of forward, own keys first
-        # Ranks that share memory read one another's messages in place. An all-gather would copy them.
-        collective = plan.dense and not shares_memory
+        collective = plan.dense and not in_place  # an all-gather would copy the messages
         self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.groups)
         self.score = call.score
         if heads != call.heads:
@@ -238,8 +235,8 @@ def connect(groups: AttentionGroups, device: torch.device) -> bool:
     """Connect the ranks of the ring for messages on ``device``, at the first call. All of them must call this.
 
     Returns:
-        Whether they read one another's messages in shared memory: nothing is transferred then.
+        Whether all messages are read where their sender wrote them (see ``make_ready``).
     """
-    make_ready(groups.within, device)
+    in_place = make_ready(groups.within, device)
     make_ready(groups.across, device)
-    return groups.across is None and groups.within is not None and shared_memory(groups.within, device) is not None
+    return in_place and groups.across is None
