@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..cache import cached_tensors, upload
 from ..comm.p2p import make_ready
-from ..comm.shared_memory import shared_memory
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels import select
@@ -238,8 +237,8 @@ def connect(groups: AttentionGroups, device: torch.device) -> bool:
     """Connect the ranks of the ring for messages on ``device``, at the first call. All of them must call this.
 
     Returns:
-        Whether they read one another's messages in shared memory: nothing is transferred then.
+        Whether they read one another's messages in shared memory.
     """
-    make_ready(groups.within, device)
+    shares_memory = make_ready(groups.within, device)
     make_ready(groups.across, device)
-    return groups.across is None and groups.within is not None and shared_memory(groups.within, device) is not None
+    return shares_memory and groups.across is None

@@ -49,10 +49,9 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
         mock.patch.dict(calls._MIN_CHUNK_BYTES, cpu=1),
-        mock.patch.object(calls, "shared_memory", return_value=None),
         mock.patch.object(p2p, "shared_memory", return_value=None),
         mock.patch.object(transport, "exchange", record),
-        mock.patch.object(calls, "make_ready"),
+        mock.patch.object(calls, "make_ready", return_value=False),
         mock.patch.object(calls, "select", return_value=stub),
     ):
         run = Run(call, heads, x, x, x)
