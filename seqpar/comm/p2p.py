@@ -85,18 +85,18 @@ def sends_messages() -> bool:
 def make_ready(ranks: Ranks | None, device: torch.device) -> bool:
     """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this.
 
-    Returns:
-        Whether a message is read where its sender wrote it: there is no transfer to overlap with computation.
-
     NCCL connects ranks at the first operation of their group, in which every rank must take part. A step of a schedule
     may leave some ranks out, so it cannot be the first operation.
+
+    Returns:
+        Whether they read one another's messages in shared memory, so that nothing is transferred.
     """
     if ranks is None or ranks.size() == 1:
         return False
-    in_place = shared_memory(ranks, device) is not None
-    if not in_place and _sends_messages:
+    shares_memory = shared_memory(ranks, device) is not None
+    if _sends_messages and not shares_memory:
         communicator(ranks, device)
-    return in_place
+    return shares_memory
 
 
 def new_message(numel: int, like: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:

@@ -168,8 +168,8 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    in_place = make_ready(call.groups.ulysses, device)
-    chunks = 1 if in_place else chunk_limit(call.sharding, q_shape, device.type)
+    shares_memory = make_ready(call.groups.ulysses, device)
+    chunks = 1 if shares_memory else chunk_limit(call.sharding, q_shape, device.type)
     return head_exchange_of(call.groups, call.sharding, call.heads, chunks)
 
 

@@ -68,16 +68,17 @@ class AttentionCall:
         """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""
         return v_shape[3] if self.latent is None else self.latent.v_head_dim
 
-    def program(self, heads: Heads, k: Tensor, v: Tensor, *, attends: bool = True, in_place: bool = False) -> Program:
+    def program(
+        self, heads: Heads, k: Tensor, v: Tensor, *, attends: bool = True, shares_memory: bool = False
+    ) -> Program:
         """The program of the plan for heads whose KV are ``k [b, k, n, d]`` and ``v [b, k, n, e]``.
 
-        ``in_place`` is what ``connect`` returned. The number of chunks is the same on all ranks, whatever the lengths
-        of their shards.
+        The number of chunks is the same on all ranks, whatever the lengths of their shards.
         """
         plan, chunks = self.plan, self.groups.chunks
         saves_memory = chunks is not None or (plan.gather and plan.per_host < self.sharding.ring)
         remote_steps = len(plan) - 1
-        if chunks is None and (in_place or not remote_steps):
+        if chunks is None and (shares_memory or not remote_steps):
             chunks = 1
         elif chunks is None:
             nbytes = k.shape[0] * plan.longest * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
@@ -87,7 +88,7 @@ class AttentionCall:
             max(1, chunks),
             attends=attends,
             prefetch=_MIN_PREFETCH_STEPS if saves_memory else _PREFETCH_STEPS,
-            split_own=not in_place and self.latent is None,
+            split_own=not shares_memory and self.latent is None,
         )
 
 
@@ -107,11 +108,12 @@ class Run:
         self, call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor, *, lse_gradient: bool = False
     ) -> None:
         plan = call.plan
-        in_place = connect(call.groups, q.device)
+        shares_memory = connect(call.groups, q.device)
         self.call, self.plan, self.heads = call, plan, heads
-        self.program = call.program(heads, k, v, attends=q.numel() > 0, in_place=in_place)
+        self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
         self.steps = self.program.steps  # of forward, own keys first
-        collective = plan.dense and not in_place  # an all-gather would copy the messages
+        # Ranks that share memory read one another's messages in place. An all-gather would copy them.
+        collective = plan.dense and not shares_memory
         self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.groups)
         self.score = call.score
         if heads != call.heads:
@@ -235,8 +237,8 @@ def connect(groups: AttentionGroups, device: torch.device) -> bool:
     """Connect the ranks of the ring for messages on ``device``, at the first call. All of them must call this.
 
     Returns:
-        Whether all messages are read where their sender wrote them (see ``make_ready``).
+        Whether they read one another's messages in shared memory.
     """
-    in_place = make_ready(groups.within, device)
+    shares_memory = make_ready(groups.within, device)
     make_ready(groups.across, device)
-    return in_place and groups.across is None
+    return shares_memory and groups.across is None

@@ -162,7 +162,6 @@ def test_no_read_back_and_no_copy(
         seq_len = ring * ulysses * tp * 16 + 3
         options = LAYER_STRATEGIES[strategy]
         name = options["strategy"]
-        # A fake operator takes 0.3 ms, and a step of 1,024 ranks has tens of thousands.
         causal, documents = seqpar.Mask.causal(), seqpar.Mask.documents([*range(0, seq_len, 50), seq_len])
         runs = list(zip(LAYOUTS, (causal, documents, documents), strict=True))
         # A fake operator takes 0.3 ms, and a step of 1,024 ranks has tens of thousands.
