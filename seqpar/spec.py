@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from .checks import check_bool, check_dropout, check_number, check_options
+from .compile_types import Opaque, register_constant_type
 from .heads import Heads
 from .kernels import check_backend
 from .mask import LayerMask
-from .opaque import Opaque, constant
 from .strategies import STRATEGIES, check_strategy
 
 
-@constant()
+@register_constant_type()
 @dataclass(frozen=True)
 class AttentionSpec(Opaque):
     """The constants of an attention call. ``attention_spec`` makes one from a user's arguments.

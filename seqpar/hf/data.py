@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, default_collat
 
 from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
-from ..layout import LAYOUTS, Layout, SequenceSharding
+from ..layout import LAYOUTS, Layout, TokenLayout
 from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
 from ..schedule.plan import MaskPlanner
@@ -250,7 +250,7 @@ class PlanCollator:
                 "strategy"
             )
         groups = resolve(patch.strategy, patch.mesh, patch.given_group, patch.options)
-        sharding = SequenceSharding(patch.ranks, patch.layout, groups.ring_size, groups.ulysses_size)
+        sharding = TokenLayout(patch.ranks, patch.layout, groups.ring_size, groups.ulysses_size)
         self.collate = collate
         self.planner = MaskPlanner(sharding, groups.ring_rank, groups.gathers, groups.per_host)
         self.layer_masks = tuple(patch.layer_masks)

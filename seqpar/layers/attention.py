@@ -29,7 +29,7 @@ from ..checks import (
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
-from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
+from ..layout import LAYOUTS, Layout, TokenLayout, check_length, check_lengths
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
 from ..planner.rules import named
@@ -79,7 +79,7 @@ class LayerCall(NamedTuple):
     mask: Mask
     sharding: Sharding
     groups: AttentionGroups
-    sequence: SequenceSharding
+    sequence: TokenLayout
     positions: Tensor | None
     rotary_length: int
     seed: int
@@ -360,7 +360,7 @@ class AttentionLayer(nn.Module):
         check_sharding(sharding)
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
-        sequence = SequenceSharding(sharding.seq_len, sharding.layout, *degrees)
+        sequence = TokenLayout(sharding.seq_len, sharding.layout, *degrees)
         return MaskPlanner(sequence, *plan_arguments(groups, self._spec(0.0).replicated))
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from ..comm.p2p import make_ready
 from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import SequenceSharding
+from ..layout import TokenLayout
 from ..mesh import AttentionGroups
 from .call import AttentionCall, Run
 from .head_exchange import HeadExchange, chunk_limit
@@ -173,9 +173,7 @@ def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.dev
     return head_exchange_of(call.groups, call.sharding, call.heads, chunks)
 
 
-def head_exchange_of(
-    groups: AttentionGroups, sharding: SequenceSharding, heads: Heads, chunks: int
-) -> HeadExchange | None:
+def head_exchange_of(groups: AttentionGroups, sharding: TokenLayout, heads: Heads, chunks: int) -> HeadExchange | None:
     """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
     if groups.ulysses is None or groups.ulysses_size == 1 or not heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks without heads

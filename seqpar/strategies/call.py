@@ -15,7 +15,7 @@ from ..heads import Heads
 from ..kernels import select
 from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
 from ..kernels.expansion import Expansion, RepeatedHeads
-from ..layout import SequenceSharding
+from ..layout import TokenLayout
 from ..mesh import AttentionGroups
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
@@ -54,7 +54,7 @@ class AttentionCall:
     """
 
     groups: AttentionGroups
-    sharding: SequenceSharding
+    sharding: TokenLayout
     plan: AttentionPlan
     score: Score
     backend: str

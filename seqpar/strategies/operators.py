@@ -1,7 +1,7 @@
 """Attention as operators of ``torch.library``, which torch.compile and selective checkpointing see as one node.
 
 A compiled function must not depend on values that change from step to step. The operators therefore take the mask, the
-sharding and the ranks as opaque objects (``seqpar.opaque``), which they read when they run. Checks, plans and
+sharding and the ranks as opaque objects (``seqpar.compile_types``), which they read when they run. Checks, plans and
 communication are never traced. Only the constants in ``AttentionSpec`` are part of the compiled function.
 
 Eager code calls the same operators (see ``library.py``). There, the autograd.Function of attention computes by itself
@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..comm.handshake import all_gather_header
+from ..compile_types import unwrap
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
-from ..layout import SequenceSharding, check_length
+from ..layout import TokenLayout, check_length
 from ..library import operator
 from ..mask import Mask, layer_mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
-from ..opaque import real
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..spec import AttentionSpec
@@ -89,22 +89,20 @@ class _SeedHeader(NamedTuple):
     seed: int
 
 
-def placement(
-    sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec
-) -> tuple[AttentionGroups, SequenceSharding]:
+def placement(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> tuple[AttentionGroups, TokenLayout]:
     """The groups of a call, and which positions their ranks hold. Found once for each sharding.
 
     Raises:
         ValueError: the sharding is for other ranks.
     """
     key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel, spec.replicated
-    found: tuple[AttentionGroups, SequenceSharding] | None = sharding.placements.get(key)
+    found: tuple[AttentionGroups, TokenLayout] | None = sharding.placements.get(key)
     if found is None:
         found = sharding.placements[key] = _place(sharding, ranks, spec)
     return found
 
 
-def _place(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> tuple[AttentionGroups, SequenceSharding]:
+def _place(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> tuple[AttentionGroups, TokenLayout]:
     own = ranks.mesh is not None or ranks.group is not None
     mesh, group = (ranks.mesh, ranks.group) if own else (sharding.mesh, sharding.group)
     tensor_size = 1
@@ -120,7 +118,7 @@ def _place(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> t
     ring, ulysses = groups.ring_size, groups.ulysses_size
     if spec.replicated:
         groups = AttentionGroups(sequence=groups.sequence)  # nothing is sent
-    return groups, SequenceSharding(sharding.seq_len, sharding.layout, ring, ulysses, tensor_size)
+    return groups, TokenLayout(sharding.seq_len, sharding.layout, ring, ulysses, tensor_size)
 
 
 def plan_arguments(groups: AttentionGroups, replicated: bool) -> tuple[int, bool, int | None, bool]:
@@ -138,7 +136,7 @@ def make_call(
     dropout_seed: int,
     mask: Mask,
     groups: AttentionGroups,
-    sharding: SequenceSharding,
+    sharding: TokenLayout,
     spec: AttentionSpec,
 ) -> AttentionCall:
     """The call for checked and resolved arguments. Every attention call of the package is made here."""
@@ -230,7 +228,7 @@ class _Attention(torch.autograd.Function):
 
 def _runs_now(sharding: Sharding) -> bool:
     """Whether neither a tracer, which wraps the sharding, nor a mode is to see attention as one operator."""
-    return real(sharding) is sharding and not seen_by_dispatch_mode()
+    return unwrap(sharding) is sharding and not seen_by_dispatch_mode()
 
 
 def _call(
@@ -271,7 +269,7 @@ def _fake_attention(
     sharding: Sharding,
     ranks: ParallelContext,
 ) -> list[Tensor]:
-    groups, sequence = placement(real(sharding), real(ranks), spec)
+    groups, sequence = placement(unwrap(sharding), unwrap(ranks), spec)
     batch, length, heads, dim = q.shape
     out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
     kept_dtypes = _kept_dtypes(q, k, groups, sequence, spec)
@@ -341,7 +339,7 @@ def attention(
 
 
 def _kept_dtypes(
-    q: Tensor, k: Tensor, groups: AttentionGroups, sequence: SequenceSharding, spec: AttentionSpec
+    q: Tensor, k: Tensor, groups: AttentionGroups, sequence: TokenLayout, spec: AttentionSpec
 ) -> list[torch.dtype]:
     """The dtypes of the tensors that the operator returns for its backward: none for a ring.
 
