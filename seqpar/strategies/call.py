@@ -113,7 +113,7 @@ class Run:
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
         self.steps = self.program.steps  # of forward, own keys first
         # Ranks that share memory read one another's messages in place. An all-gather would copy them.
-        collective = plan.dense and not shares_memory
+        collective = plan.dense and len(plan) > 1 and not shares_memory
         self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.groups)
         self.score = call.score
         if heads != call.heads:

@@ -192,7 +192,7 @@ class _Attention(torch.autograd.Function):
         sinks, alibi_slopes, seed, latent_weight, spec, *where = args
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.shapes, ctx.call = (spec, *where), (q.shape, k.shape, v.shape), None
-        if _runs_now(where[1]):  # the body of the operator: it keeps its call for backward
+        if not spec.returns_saved:  # the body of the operator: it keeps its call for backward
             ctx.call = _call(q, k, v, *args)
             results = autograd.attention_forward(with_latents(ctx.call, latent_weight, q.shape, v.shape), q, k, v)
             results, saved = results[:2], results[2:]
@@ -224,11 +224,6 @@ class _Attention(torch.autograd.Function):
             d_weight = others.pop() if needs_weight_gradient else None
             dsinks = others[0] if others else None
         return dq, dk, dv, dsinks, None, None, d_weight, *[None] * 4
-
-
-def _runs_now(sharding: Sharding) -> bool:
-    """Whether neither a tracer, which wraps the sharding, nor a mode is to see attention as one operator."""
-    return unwrap(sharding) is sharding and not seen_by_dispatch_mode()
 
 
 def _call(
@@ -273,7 +268,8 @@ def _fake_attention(
     batch, length, heads, dim = q.shape
     out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
     kept_dtypes = _kept_dtypes(q, k, groups, sequence, spec)
-    lse_shape = (batch, heads, length) if spec.return_lse or not kept_dtypes else (0,)
+    in_heads = head_exchange_of(groups, sequence, spec.heads(q.shape, k.shape), 1) is not None
+    lse_shape = (0,) if in_heads and not spec.return_lse else (batch, heads, length)
     results = [q.new_empty(batch, length, heads, out_dim), q.new_empty(lse_shape, dtype=accumulator(q.dtype))]
     results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
     if spec.draws_seed:
@@ -282,19 +278,7 @@ def _fake_attention(
     return results
 
 
-def _without_gradients(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor] | None:
-    """``attention`` without the tensors for backward, unless a mode or a tracer is to see the operator."""
-    if not _runs_now(args[-2]):
-        return None
-    call = with_latents(_call(q, k, v, *args), args[3], q.shape, v.shape)
-    return list(autograd.attention_forward(call, q, k, v)[:2])
-
-
-@operator(
-    fake=_fake_attention,
-    autograd=lambda *args: list(_Attention.apply(*args)),
-    without_gradients=_without_gradients,
-)
+@operator(fake=_fake_attention, autograd=lambda *args: list(_Attention.apply(*args)))
 def attention(
     q: Tensor,
     k: Tensor,
@@ -327,7 +311,7 @@ def attention(
     out, lse, *saved = autograd.attention_forward(with_latents(call, latent_weight, q.shape, v.shape), q, k, v)
     results = [out, lse]
     exchange = head_exchange(call, q.shape, q.device)
-    if exchange is not None:
+    if exchange is not None and spec.returns_saved:
         kept = _to_keep(saved, exchange)
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
@@ -350,7 +334,7 @@ def _kept_dtypes(
     As an operator must not return its arguments, sequence shards of k and v are copied, and nothing else is.
     """
     exchange = head_exchange_of(groups, sequence, spec.heads(q.shape, k.shape), MAX_CHUNKS)
-    if exchange is None:
+    if exchange is None or not spec.returns_saved:
         return []
     return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * len(exchange.chunks)
 
@@ -477,5 +461,7 @@ def attend(
         groups, _ = placement(sharding, ranks, spec)
         if groups.ring_size * groups.ulysses_size > 1:
             q = with_gradient(q)
+    if torch.compiler.is_compiling() or seen_by_dispatch_mode():
+        spec = spec.having(returns_saved=True)
     results = attention(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
     return results[0], results[1]

@@ -378,7 +378,7 @@ def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:
 @on_ranks
 def check_operator(group: ProcessGroup, strategy: str) -> None:
     options = dict(STRATEGIES[strategy])
-    call = AttentionSpec(options.pop("strategy"), tuple(options.items()), return_lse=True)
+    call = AttentionSpec(options.pop("strategy"), tuple(options.items()), return_lse=True, returns_saved=True)
     sharding = Sharding(22, "zigzag", group=group)
     where = Mask.causal(), sharding, ANY_RANKS
     torch.manual_seed(group.rank())
