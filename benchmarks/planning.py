@@ -17,7 +17,7 @@ from itertools import product
 import torch
 
 from seqpar import Mask
-from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
+from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
 
 
@@ -27,7 +27,7 @@ def boundaries(seq_len: int, documents: int, seed: int) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), inner.sort().values, torch.tensor([seq_len])])
 
 
-def plan_once(cu_seqlens: torch.Tensor, sharding: SequenceSharding, gather: bool, per_host: int) -> float:
+def plan_once(cu_seqlens: torch.Tensor, sharding: TokenLayout, gather: bool, per_host: int) -> float:
     """The CPU time of one plan in milliseconds."""
     start = time.thread_time()
     plan = AttentionPlan(Mask.documents(cu_seqlens), sharding, sharding.ring // 2, gather, per_host).prepare()
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def median_ms(seq_len: int, ranks: int, per_host: int, layout: Layout, gather: bool, args: argparse.Namespace) -> float:
-    sharding = SequenceSharding(seq_len, layout, ring=ranks)
+    sharding = TokenLayout(seq_len, layout, ring=ranks)
     masks = [boundaries(seq_len, args.documents, seed) for seed in range(args.repeats + 1)]
     return statistics.median(
         [plan_once(mask, sharding, gather, per_host) for mask in masks][1:]

@@ -16,7 +16,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from .checks import check_choice, check_head_vector, check_inputs, check_int, has_length, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
-from .layout import LAYOUTS, Layout, SequenceSharding, check_lengths
+from .layout import LAYOUTS, Layout, TokenLayout, check_lengths
 from .mask import Mask
 from .mesh import sequence_group
 from .planner.rules import named
@@ -343,7 +343,7 @@ def mask_planner(
     if strategy == "auto":
         raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
     groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
-    spread = SequenceSharding(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
+    spread = TokenLayout(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
     return MaskPlanner(spread, groups.ring_rank, groups.gathers, groups.per_host)
 
 

@@ -60,7 +60,7 @@ class Heads:
         cuts = [split_range(len(self.kv), count, i) for i in range(count)]  # of the KV heads
         return tuple(self[range(cut.start * q_per_kv, cut.stop * q_per_kv)] for cut in cuts)
 
-    def halves(self) -> tuple[Heads, ...]:
+    def split_in_two(self) -> tuple[Heads, ...]:
         """The heads in two parts, of whole KV heads or of query heads of one KV head; one part for a single head."""
         if len(self.queries) < 2:
             return (self,)
@@ -68,13 +68,13 @@ class Heads:
         cut = (groups + 1) // 2 * (len(self.queries) // groups)
         return self[range(cut)], self[range(cut, len(self.queries))]
 
-    def queries_in(self, tensor_heads: Heads) -> range:
-        """The indices of the query heads in dimension ``h`` of a tensor that holds the heads ``tensor_heads``."""
-        return _shift(self.queries, tensor_heads.queries)
+    def q_range(self, within: Heads) -> range:
+        """The indices of the query heads in dimension ``h`` of a tensor that holds the query heads of ``within``."""
+        return _shift(self.queries, within.queries)
 
-    def kv_in(self, tensor_heads: Heads) -> range:
-        """The indices of the KV heads in dimension ``n`` of a tensor that holds the KV heads of ``tensor_heads``."""
-        return _shift(self.kv, tensor_heads.kv)
+    def kv_range(self, within: Heads) -> range:
+        """The indices of the KV heads in dimension ``n`` of a tensor that holds the KV heads of ``within``."""
+        return _shift(self.kv, within.kv)
 
     def kv_index(self) -> list[int] | None:
         """The KV head that each query head reads, counted from the first KV head.

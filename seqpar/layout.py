@@ -250,7 +250,7 @@ def shard_positions(seq_len: int, ranks: int, rank: int, layout: Layout = "conti
 
 
 @dataclass(frozen=True)
-class SequenceSharding:
+class TokenLayout:
     """How a sequence is divided over ranks: rank = (ring_rank * ulysses + ulysses_rank) * tensor + tensor_rank.
 
     Under tensor parallelism, each block of ``tensor`` consecutive ranks all-gathers its tokens before attention. The
@@ -278,7 +278,7 @@ class SequenceSharding:
         ranks = self.ulysses * self.tensor
         return self._positions(ring_rank * ranks, ranks)
 
-    def together(self) -> SequenceSharding:
+    def together(self) -> TokenLayout:
         """The same shards, if all ranks all-gather their tokens before attention."""
         return replace(self, ring=1, ulysses=1, tensor=self.ranks * self.tensor)
 
@@ -326,7 +326,7 @@ class SequenceSharding:
 
 
 @lru_cache(maxsize=256)
-def _ulysses_pieces(sharding: SequenceSharding, ring_rank: int) -> tuple[tuple[int, slice], ...] | None:
+def _ulysses_pieces(sharding: TokenLayout, ring_rank: int) -> tuple[tuple[int, slice], ...] | None:
     first = ring_rank * sharding.ulysses
     by_rank = [sharding._positions((first + i) * sharding.tensor, sharding.tensor) for i in range(sharding.ulysses)]
     if not all(positions.is_ranges for positions in by_rank):

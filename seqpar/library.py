@@ -17,7 +17,6 @@ _library = torch.library.Library("seqpar", "FRAGMENT")
 def operator(
     fake: Callable[..., Any],
     autograd: Callable[..., Any] | None = None,
-    without_gradients: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorates a function, which becomes the operator ``seqpar::<its name>``; its annotations are the schema.
 
@@ -27,8 +26,6 @@ def operator(
         fake: takes the same arguments while a function is traced, and returns tensors without values.
         autograd: takes the same arguments if one of them requires a gradient, and applies an autograd.Function whose
             forward calls the operator again. Gradients are off there, so that this call computes.
-        without_gradients: takes the same arguments if none of them requires a gradient. It returns the results, or None
-            if the operator is to be called.
     """
 
     def define(function: Callable[..., Any]) -> Any:
@@ -43,8 +40,6 @@ def operator(
         def with_autograd(*args: Any) -> Any:
             if autograd is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
                 return autograd(*args)
-            if without_gradients is not None and (results := without_gradients(*args)) is not None:
-                return results
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args)
 

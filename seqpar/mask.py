@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_bool, check_int
-from .opaque import Opaque, passed_as_it_is
+from .compile_types import Opaque, register_reference_type
 from .runs import EVERYTHING, UNBOUNDED, Interval, Runs
 
 _CACHED_LENGTHS = 8
@@ -191,7 +191,7 @@ class _Padding(_Rule):
 
 
 # A compiled function depends on the kinds of rules, not on the boundaries of documents.
-@passed_as_it_is(lambda mask: [mask.is_local], reads=["is_local"])
+@register_reference_type(lambda mask: [mask.is_local], reads=["is_local"])
 @dataclass(frozen=True)
 class Mask(Opaque):
     """Which keys each query sees. Make masks with the constructors below and combine them with ``&``.

@@ -19,7 +19,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_int
-from .opaque import Opaque, passed_as_it_is
+from .compile_types import Opaque, register_reference_type
 from .rendezvous import group_timeout, is_simulated, store_all_gather
 from .startup import check_timeout, start_process_group, started_ranks
 
@@ -287,7 +287,7 @@ def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 # A compiled function is compiled again for another mesh or group. The layers of a model share theirs.
-@passed_as_it_is(lambda context: [id(context.mesh), id(context.group)])
+@register_reference_type(lambda context: [id(context.mesh), id(context.group)])
 class ParallelContext(Opaque):
     """The mesh or the group that a layer was made with.
 

@@ -303,9 +303,15 @@ def gradient_kinds(
             ``unshard`` has no backward.
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
-    unsharded_over = {
-        over for p, uses in _uses.items() if p.grad is not None for over, use in uses.items() if use.unsharded
-    }
+
+    def ranks_of_unshard() -> set[frozenset[int]]:
+        gradients = (uses for p, uses in _uses.items() if p.grad is not None)
+        return {over for uses in gradients for over, use in uses.items() if use.unsharded}
+
+    unsharded_over = ranks_of_unshard()
+    if any(over != ranks and over & ranks for over in unsharded_over):
+        gc.collect()  # a module that is no longer used
+        unsharded_over = ranks_of_unshard()
     kinds = []
     for name, p in named:
         uses = _uses.get(p, {}) if p.grad is not None else {}

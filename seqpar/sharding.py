@@ -20,15 +20,15 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from .checks import check_bool, check_choice, check_int, no_compile
 from .comm.collectives import all_gather
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
+from .compile_types import Opaque, register_reference_type
 from .layout import LAYOUTS, Layout, check_length, check_lengths, shard_length, shard_positions, shard_ranges
 from .mesh import check_mesh_and_group, known_per_host, rank_in, sequence_group, size_of
-from .opaque import Opaque, passed_as_it_is
 from .reductions import factor_at, mark, note_frozen
 from .strategies import STRATEGIES, StrategyName
 
 
 # A compiled function depends on the ranks, and with them on their hosts, and on the layout, but not on the length.
-@passed_as_it_is(lambda sharding: [*sharding.ranks_key, sharding.layout], reads=["layout", "ranks", "per_host"])
+@register_reference_type(lambda sharding: [*sharding.ranks_key, sharding.layout], reads=["layout", "ranks", "per_host"])
 class Sharding(Opaque):
     """How one sequence is divided over ranks: its length, its layout, and the ranks.
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from .checks import check_bool, check_dropout, check_number, check_options
+from .compile_types import Opaque, register_constant_type
 from .heads import Heads
 from .kernels import check_backend
 from .mask import LayerMask
-from .opaque import Opaque, constant
 from .strategies import STRATEGIES, check_strategy
 
 
-@constant()
+@register_constant_type()
 @dataclass(frozen=True)
 class AttentionSpec(Opaque):
     """The constants of an attention call. ``attention_spec`` makes one from a user's arguments.
@@ -34,6 +34,8 @@ class AttentionSpec(Opaque):
         layer_mask: causality, window and chunk that a layer adds to the mask (see ``mask.layer_mask``).
         replicated: whether k and v hold the tokens of all ranks (see ``gathered_activations.py``).
         draws_seed: whether each rank has drawn a dropout seed of its own. All ranks then use rank 0's seed.
+        returns_saved: whether the operator returns the tensors that its backward needs, as compiled code and selective
+            checkpoints expect. Otherwise it keeps them.
     """
 
     strategy: str = "ring"
@@ -50,6 +52,7 @@ class AttentionSpec(Opaque):
     layer_mask: LayerMask | None = None
     replicated: bool = False
     draws_seed: bool = False
+    returns_saved: bool = False
 
     def heads(self, q_shape: Sequence[int], k_shape: Sequence[int]) -> Heads:
         """The heads of tensors ``[b, s, h, d]`` and ``[b, s, n, d]``."""

@@ -25,6 +25,9 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "seqpar":  # one operator for autograd and compilers, and many inside
+            with self:
+                return func.function(*args, **(kwargs or {}))
         before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
         self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}

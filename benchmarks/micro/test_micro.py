@@ -14,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 import seqpar
 from seqpar import Mask
 from seqpar.kernels import BACKENDS
-from seqpar.layout import CPU, LAYOUTS, SequenceSharding
+from seqpar.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
 
 from .conftest import Together
@@ -68,7 +68,7 @@ def test_intervals(benchmark: BenchmarkFixture, boundaries: torch.Tensor) -> Non
 @pytest.mark.parametrize("gather", [False, True], ids=["ring", "all_gather"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plan(benchmark: BenchmarkFixture, boundaries: torch.Tensor, layout: Any, gather: bool) -> None:
-    sharding = SequenceSharding(1 << 20, layout, ring=64)
+    sharding = TokenLayout(1 << 20, layout, ring=64)
 
     def run() -> None:
         plan = AttentionPlan(Mask.documents(boundaries), sharding, 32, gather, 8).prepare()

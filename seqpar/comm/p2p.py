@@ -82,14 +82,21 @@ def sends_messages() -> bool:
     return _sends_messages
 
 
-def make_ready(ranks: Ranks | None, device: torch.device) -> None:
+def make_ready(ranks: Ranks | None, device: torch.device) -> bool:
     """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this.
 
     NCCL connects ranks at the first operation of their group, in which every rank must take part. A step of a schedule
     may leave some ranks out, so it cannot be the first operation.
+
+    Returns:
+        Whether they read one another's messages in shared memory, so that nothing is transferred.
     """
-    if ranks is not None and ranks.size() > 1 and _sends_messages and shared_memory(ranks, device) is None:
+    if ranks is None or ranks.size() == 1:
+        return False
+    shares_memory = shared_memory(ranks, device) is not None
+    if _sends_messages and not shares_memory:
         communicator(ranks, device)
+    return shares_memory
 
 
 def new_message(numel: int, like: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:

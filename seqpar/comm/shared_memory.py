@@ -40,7 +40,7 @@ _SMALLEST_BLOCK = 1 << 16
 # Free blocks keep their memory for later messages, up to so many bytes, or up to twice the bytes of the blocks in use.
 _SPARE_BYTES = 64 << 20
 # The addresses that the files of all ranks take in each process, at most. No memory is reserved for them.
-_ADDRESSES = 1 << 45
+_ADDRESSES = 1 << 40
 
 ReceiveMode = Literal["copy", "add", "alias"]
 

@@ -60,6 +60,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
     preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
+    It also takes these arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs and the
+    strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the logits.
+
     Args:
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
             ``parallelism_config_cp_size`` in the YAML file of ``accelerate launch``, or 1.
@@ -70,9 +73,6 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         dp_shard_size: the number of data-parallel ranks over which FSDP2 shards the weights, in addition to the ranks
             of the sequence. If you give neither size, ``ranks / cp_size`` ranks are data-parallel: FSDP2 shards the
             weights over them if it is used, otherwise they are replicas.
-        arguments: further arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs and
-            the strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the
-            logits.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, default_collat
 
 from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
-from ..layout import LAYOUTS, Layout, SequenceSharding
+from ..layout import LAYOUTS, Layout, TokenLayout
 from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
 from ..schedule.plan import MaskPlanner
@@ -41,9 +41,10 @@ class ShardedLoader:
     ``state_dict`` and ``load_state_dict`` call the loader's, which torchdata's ``StatefulDataLoader`` has. They resume
     at the batch after the last yielded one. Each rank saves and loads its own state.
 
+    ``shard_batch`` explains mesh, group, layout and shift_labels.
+
     Args:
         loader: yields the full batches of this dp rank. If it shuffles, the ranks of a sequence need the same seed.
-        mesh, group, layout, shift_labels: as in ``shard_batch``.
         scatter: whether only the first rank of each sequence loads batches and sends the other ranks their parts.
             The other ranks unpickle what they receive.
 
@@ -196,9 +197,10 @@ class ShardCollator:
     All ranks of a sequence must load the same examples in the same order. This is not checked. A ``DistributedSampler``
     must therefore have the size and rank of dp, not of the world.
 
+    ``shard_batch`` explains mesh, group, layout and shift_labels.
+
     Args:
         collate: makes a full batch from a list of examples.
-        mesh, group, layout, shift_labels: as in ``shard_batch``.
     """
 
     def __init__(
@@ -250,7 +252,7 @@ class PlanCollator:
                 "strategy"
             )
         groups = resolve(patch.strategy, patch.mesh, patch.given_group, patch.options)
-        sharding = SequenceSharding(patch.ranks, patch.layout, groups.ring_size, groups.ulysses_size)
+        sharding = TokenLayout(patch.ranks, patch.layout, groups.ring_size, groups.ulysses_size)
         self.collate = collate
         self.planner = MaskPlanner(sharding, groups.ring_rank, groups.gathers, groups.per_host)
         self.layer_masks = tuple(patch.layer_masks)

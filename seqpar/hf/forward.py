@@ -20,14 +20,12 @@ from ..checks import no_compile
 from ..layers.wrappers import averaging_wrappers, keeps_weight
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call, shard_merged_call
 from .generate import finish_forward, prepare_forward
+from .logits import LazyLogits, MissingLogits, label_log_probs
 from .loss import (
     LOG_PROBS,
-    LazyLogits,
     LogProbsOutput,
-    MissingLogits,
     TokenLoss,
     check_loss,
-    label_log_probs,
     reduce_over_ranks,
     replace_loss_function,
     version_of,

@@ -29,7 +29,8 @@ from ..layout import shard_positions
 from ..mask import Mask
 from ..sharding import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
-from .loss import LazyLogits, MissingLogits, all_gather_tokens, gradient_scale, reduce_over_ranks
+from .logits import LazyLogits, MissingLogits
+from .loss import all_gather_tokens, gradient_scale, reduce_over_ranks
 from .state import Forward, FullCall, Patch, current_forward, shards_text_model
 from .support import parameters_of, pools_last_token, text_model
 

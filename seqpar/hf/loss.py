@@ -1,4 +1,4 @@
-"""The loss of a sharded sequence, and logits that are computed for a few tokens at a time.
+"""The loss of a sharded sequence, and the log-probabilities of its tokens.
 
 The loss has its one-device value on every rank. Its backward computes this rank's partial gradients. The sum of the
 partial gradients of all ranks is the one-device gradient.
@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
@@ -30,12 +28,9 @@ from ..layers.wrappers import averaging_wrappers
 from ..layout import shard_positions
 from ..reductions import factor_at, mark, note_frozen
 from .batch import IGNORE_INDEX, BatchShard
+from .logits import LazyLogits, fused_cross_entropy
 from .state import Forward, Patch, current_forward, patch_of
 from .support import pools_last_token, predicts_in_place
-
-_CHUNK_BYTES = 128 << 20
-
-Pointwise = Callable[[Tensor], Tensor]
 
 
 class TokenLoss:
@@ -296,215 +291,6 @@ class _AllGatherTokens(torch.autograd.Function):
         # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
         local = grad.index_select(1, ctx.positions.to(grad.device))
         return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None, None
-
-
-class LazyLogits:
-    """Logits that are not computed yet: ``head(hidden)``, followed by elementwise functions (a softcap, a scale).
-
-    If the model computes a loss, its output embedding returns this object. ``TokenLoss`` then computes the logits of
-    a few tokens at a time, so that the logits of all tokens are never in memory at once. The elementwise operations
-    below return another ``LazyLogits``. Any other operation computes the logits.
-    """
-
-    def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: tuple[Pointwise, ...] = ()) -> None:
-        self.head = head  # the output embedding
-        self.hidden = hidden  # [..., hidden], its input
-        self.pointwise = pointwise  # applied to the logits, in order
-
-    def materialize(self) -> Tensor:
-        """The logits ``[..., vocabulary]``."""
-        logits = F.linear(self.hidden, self.head.weight, self.head.bias)
-        for function in self.pointwise:
-            logits = function(logits)
-        return logits
-
-    def _then(self, function: Pointwise) -> LazyLogits:
-        return LazyLogits(self.head, self.hidden, (*self.pointwise, function))
-
-    def _binary(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
-        if isinstance(other, int | float):
-            return self._then(lambda x: operation(x, other))
-        return operation(self.materialize(), other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._binary(torch.true_divide, other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._binary(torch.mul, other)
-
-    __rmul__ = __mul__
-
-    def float(self) -> LazyLogits:
-        return self._then(lambda x: x.float())
-
-    def tanh(self) -> LazyLogits:
-        return self._then(torch.tanh)
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.tanh and isinstance(args[0], LazyLogits):
-            return args[0].tanh()
-        tensors = [x.materialize() if isinstance(x, LazyLogits) else x for x in args]
-        return function(*tensors, **(kwargs or {}))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.materialize(), name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.materialize()[index]
-
-
-_READ_BY_WRAPPERS = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "grad_fn")}
-_READ_BY_WRAPPERS |= {Tensor.is_floating_point, torch.is_floating_point}
-
-
-class MissingLogits(Tensor):
-    """Stands in an output for logits that were not computed. Every use of it raises an error with the reason.
-
-    It is a tensor, because the Trainer and wrappers look for tensors in outputs. Wrappers read some attributes,
-    and DistributedDataParallel may clone it.
-    """
-
-    @staticmethod
-    def __new__(cls) -> MissingLogits:
-        # Mixed precision converts outputs only if they are of a floating-point dtype.
-        return torch.Tensor._make_subclass(cls, torch.empty(0, dtype=torch.bool))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return "MissingLogits()"
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _READ_BY_WRAPPERS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **(kwargs or {}))
-        if function is Tensor.clone:
-            return cls()
-        raise ValueError(
-            "logits: a call with labels returns a loss, but no logits, which take batch * seq * vocabulary numbers; "
-            "pass outputs='full' to seqpar.hf.parallelize or seqpar.hf.ParallelismConfig (compute_metrics and "
-            "Trainer.predict need it, unless prediction_loss_only=True), or call the model without labels"
-        )
-
-
-def fused_cross_entropy(
-    hidden: Tensor,
-    head: nn.Linear,
-    labels: Tensor,
-    pointwise: tuple[Pointwise, ...] = (),
-    ignore_index: int = IGNORE_INDEX,
-    chunk: int | None = None,
-) -> Tensor:
-    """The summed cross-entropy of the logits ``pointwise(head(hidden))``, computed for ``chunk`` tokens at a time.
-
-    As in Liger-Kernel's fused linear cross-entropy (Hsu et al., 2024), the forward computes the gradients too, chunk by
-    chunk, and the backward only scales them. On CUDA, Liger's kernel is used if it is installed, and if neither
-    ``pointwise`` nor ``chunk`` is given. By default, a chunk has as many tokens as fit in 128 MiB of float32.
-
-    ``hidden`` is [tokens, hidden], ``labels`` int64 [tokens]; the result is float32 [].
-    """
-    counted = (labels != ignore_index).nonzero().flatten()
-    if len(counted) < len(labels):
-        hidden, labels = hidden.index_select(0, counted), labels.index_select(0, counted)
-    if not pointwise and chunk is None and hidden.is_cuda and len(labels) and (liger := _liger()) is not None:
-        liger_loss: Tensor = liger(reduction="sum")(head.weight, hidden, labels, head.bias).float()
-        return liger_loss
-    chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
-    inputs = [hidden, head.weight, head.bias]
-    if not torch.is_grad_enabled():  # otherwise the forward would compute the gradients of the parameters
-        inputs = [None if x is None else x.detach() for x in inputs]
-    total: Tensor = _FusedCrossEntropy.apply(*inputs, labels, pointwise, chunk)
-    return total
-
-
-def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | None = None) -> Tensor:
-    """The log-probability of each shifted label: float32 ``[batch, seq]``, 0 where it is ``IGNORE_INDEX``.
-
-    Lazy logits ``[batch, seq, vocabulary]`` are computed for ``chunk`` tokens at a time, and again in backward. The
-    logits of all tokens are never in memory at once.
-    """
-    if not isinstance(logits, LazyLogits):
-        flat = logits.flatten(0, 1).float()
-        return -F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape)
-    head = logits.head
-    counted = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
-    rows, wanted = logits.hidden.flatten(0, -2)[counted], labels.flatten()[counted]
-    chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
-
-    def score(rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor) -> Tensor:
-        scores = F.linear(rows, weight, bias)  # [chunk, vocabulary]
-        for function in logits.pointwise:
-            scores = function(scores)
-        return -F.cross_entropy(scores.float(), wanted, reduction="none")
-
-    # If no label counts there is one empty chunk. The result then still depends on ``hidden``, and this rank runs the
-    # same backward as the other ranks.
-    scored = [
-        checkpoint(score, x, head.weight, head.bias, y, use_reentrant=False, preserve_rng_state=False)
-        for x, y in zip(rows.split(chunk), wanted.split(chunk), strict=True)
-    ]
-    return torch.zeros(labels.numel(), device=rows.device).index_put((counted,), torch.cat(scored)).view(labels.shape)
-
-
-def _liger() -> Any:
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError:
-        return None
-    return LigerFusedLinearCrossEntropyLoss
-
-
-class _FusedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        pointwise: tuple[Pointwise, ...],
-        chunk: int,
-    ) -> Tensor:
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        total = hidden.new_zeros((), dtype=torch.float32)
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None  # [tokens, hidden]
-        # Sums over the chunks, therefore in float32.
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None  # [vocabulary, hidden]
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
-        for start in range(0, len(labels), chunk):
-            span = slice(start, start + chunk)
-            rows = hidden[span]
-            logits = F.linear(rows, weight, bias).requires_grad_(any(ctx.needs_input_grad[:3]))  # [chunk, vocabulary]
-            # These hooks replace the hooks of activation checkpointing around the model. Otherwise torch.autograd.grad
-            # below would run the model's forward again to recompute the tensors that are saved here.
-            with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
-                scores = logits
-                for function in pointwise:
-                    scores = function(scores)
-                loss = F.cross_entropy(scores.float(), labels[span], reduction="sum")
-            total += loss.detach()
-            if not logits.requires_grad:
-                continue
-            (d_logits,) = torch.autograd.grad(loss, logits)
-            if d_hidden is not None:
-                d_hidden[span] = (d_logits @ weight).to(hidden.dtype)
-            if d_weight is not None:
-                d_weight += d_logits.T @ rows
-            if d_bias is not None:
-                d_bias += d_logits.sum(0)
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        d_bias = None if d_bias is None or bias is None else d_bias.to(bias.dtype)
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # Multiply in float32: ``grad`` is one over the number of labels, and bfloat16 would round it by up to 0.4 %.
-        scaled = (None if x is None else (x.to(grad.dtype) * grad).to(x.dtype) for x in ctx.saved_tensors)
-        return (*scaled, None, None, None)
 
 
 LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks for log-probabilities

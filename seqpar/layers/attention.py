@@ -8,6 +8,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from ..checks import (
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
-from ..layout import LAYOUTS, Layout, SequenceSharding, check_length, check_lengths
+from ..layout import LAYOUTS, Layout, TokenLayout, check_length, check_lengths
 from ..mask import Mask
 from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
 from ..planner.rules import named
@@ -79,7 +80,7 @@ class LayerCall(NamedTuple):
     mask: Mask
     sharding: Sharding
     groups: AttentionGroups
-    sequence: SequenceSharding
+    sequence: TokenLayout
     positions: Tensor | None
     rotary_length: int
     seed: int
@@ -360,7 +361,7 @@ class AttentionLayer(nn.Module):
         check_sharding(sharding)
         groups = self._groups(sharding)
         degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
-        sequence = SequenceSharding(sharding.seq_len, sharding.layout, *degrees)
+        sequence = TokenLayout(sharding.seq_len, sharding.layout, *degrees)
         return MaskPlanner(sequence, *plan_arguments(groups, self._spec(0.0).replicated))
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -379,7 +380,8 @@ class AttentionLayer(nn.Module):
 
     def _traced_spec(self) -> AttentionSpec:
         """``_spec`` while torch.compile traces the layer."""
-        return self._spec(self._dropout_p, draws_seed=bool(self._dropout_p))
+        dropout_p = constant_float(self._dropout_p)
+        return self._spec(dropout_p, draws_seed=dropout_p > 0)
 
     def _spec(self, dropout_p: float, draws_seed: bool = False) -> AttentionSpec:
         """The constants of the layer's attention; ``draws_seed`` as in ``AttentionSpec``."""
@@ -387,8 +389,8 @@ class AttentionLayer(nn.Module):
             strategy=self._attention_strategy,
             strategy_options=constants(self.strategy_options),
             tensor_parallel=self.strategy == "tp_sp",
-            first_head=self._heads.queries.start,
-            q_per_kv=self._heads.q_per_kv,
+            first_head=index(self._heads.queries.start),
+            q_per_kv=index(self._heads.q_per_kv),
             softcap=constant_float(self.softcap),
             dropout_p=constant_float(dropout_p),
             backend=self.backend,

@@ -40,11 +40,6 @@ class ContextParallelAttention(AttentionLayer):
     """Context parallelism with the option names of TransformerEngine. See ``AttentionLayer`` for the other arguments.
 
     Args:
-        comm: "all_gather" (all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p" (the hybrid).
-            By default "all_gather" if all ranks share a host or ``chunks`` or ``gather`` is given, otherwise "p2p".
-        chunks: with "all_gather", in how many chunks of heads keys and values are received. More chunks need less
-            memory. By default the size of keys and values decides.
-        ulysses_size: with "a2a+p2p" on a plain group, the size of the all-to-all's subgroups.
         gather: with "all_gather", what the ranks receive.
 
             * "kv" (default): the keys and values that their queries see, ``2 * num_kv_heads * head_dim`` numbers per
@@ -53,7 +48,14 @@ class ContextParallelAttention(AttentionLayer):
               if ``num_kv_heads * head_dim`` equals ``hidden_size``. Every rank projects them to keys and values as they
               arrive, and again in backward. ``k_proj`` and ``v_proj`` must be plain ``nn.Linear`` and ``k_norm`` a
               plain ``nn.RMSNorm``, not modules that replace them, such as LoRA's.
-        options: the arguments of ``AttentionLayer``.
+        options: the arguments of ``AttentionLayer``, and
+
+            * comm: "all_gather" (all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p" (the
+              hybrid). By default "all_gather" if all ranks share a host or ``chunks`` or ``gather`` is given, otherwise
+              "p2p".
+            * chunks: with "all_gather", in how many chunks of heads keys and values are received. More chunks need less
+              memory. By default the size of keys and values decides.
+            * ulysses_size: with "a2a+p2p" on a plain group, the size of the all-to-all's subgroups.
     """
 
     strategy = "context_parallel"

@@ -30,10 +30,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..cache import context_of, upload
 from ..checks import check_choice, check_int, check_number
 from ..comm.handshake import all_gather_header, propagate_errors
+from ..compile_types import Opaque, register_reference_type, unwrap
 from ..kernels.elementwise import elementwise_kernels
 from ..library import operator
 from ..mesh import Ranks
-from ..opaque import Opaque, passed_as_it_is, real
 from ..sharding import Sharding
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
@@ -179,7 +179,7 @@ def rotary_length(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Te
     return torch.tensor(largest_length(positions, sharding.sequence_group), device="cpu")
 
 
-@passed_as_it_is()
+@register_reference_type()
 class _Rotary(Opaque):
     """The rotary embedding that an operator computes the table of."""
 
@@ -189,7 +189,7 @@ class _Rotary(Opaque):
 
 def _fake_table(positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, _: Any) -> Table:
     batch = positions.shape[0] if positions.dim() == 2 else 1
-    shape = batch, positions.shape[-1], 1, real(rotary).embedding.head_dim // 2
+    shape = batch, positions.shape[-1], 1, unwrap(rotary).embedding.head_dim // 2
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -26,10 +26,10 @@ from torch.distributed import ProcessGroup
 from ..checks import DTYPES
 from ..comm.collectives import all_gather, all_reduce
 from ..comm.p2p import make_ready
+from ..compile_types import Opaque, register_constant_type
 from ..layout import chunk_range
 from ..library import operator
 from ..mesh import ParallelContext, rank_in, size_of, tensor_group
-from ..opaque import Opaque, constant
 from ..sharding import Sharding
 from ..strategies.gemm import add_weight_gradient, sum_dtype
 from ..strategies.sequence_chunks import PartialSums, Piece, Rows
@@ -95,7 +95,7 @@ def check_logits(logits: Tensor, labels: Tensor, part: VocabPart) -> None:
         )
 
 
-@constant()
+@register_constant_type()
 @dataclass(frozen=True)
 class VocabPart(Opaque):
     """This rank's part of a vocabulary of ``total`` entries: the ``size`` entries from ``start`` on."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from ..layout import Layout, SequenceSharding
+from ..layout import Layout, TokenLayout
 from ..mask import Mask
 from ..mesh import ranks_per_host
 from .hardware import Hardware
@@ -74,9 +74,9 @@ class Setting:
         return self.sequence_ranks * self.replicas
 
     @property
-    def sharding(self) -> SequenceSharding:
+    def sharding(self) -> TokenLayout:
         """Which positions of a sequence each rank of a replica holds."""
-        return SequenceSharding(self.seq_len, self.layout, self.ring, self.ulysses, self.tensor)
+        return TokenLayout(self.seq_len, self.layout, self.ring, self.ulysses, self.tensor)
 
     @property
     def tokens(self) -> int:
@@ -114,5 +114,5 @@ def _pairs_by_ring_rank(mask: Mask, seq_len: int, layout: Layout, ring: int) -> 
     The Ulysses and tensor-parallel ranks that share the tokens of a ring rank are left out of the sharding: they move
     the borders between ring ranks by a few tokens at most.
     """
-    sharding = SequenceSharding(seq_len, layout, ring)
+    sharding = TokenLayout(seq_len, layout, ring)
     return [all_pairs(mask, seq_len, sharding.ring_positions(rank)) for rank in range(ring)]

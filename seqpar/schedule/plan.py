@@ -45,7 +45,7 @@ from torch import Tensor
 
 from ..cache import ByteCache, cached_tensors
 from ..heads import Heads
-from ..layout import CPU, Positions, SequenceSharding
+from ..layout import CPU, Positions, TokenLayout
 from ..mask import Mask
 from .program import NO_HOP, Hop, Program, Step, Transfer
 from .rounds import p2p_rounds
@@ -89,7 +89,7 @@ class AttentionPlan:
     def __init__(
         self,
         mask: Mask,
-        sharding: SequenceSharding,
+        sharding: TokenLayout,
         rank: int,
         gather: bool = False,
         per_host: int | None = None,
@@ -373,7 +373,7 @@ _PLANS_OF_A_MASK = 8
 
 def attention_plan(
     mask: Mask,
-    sharding: SequenceSharding,
+    sharding: TokenLayout,
     rank: int,
     gather: bool = False,
     per_host: int | None = None,
@@ -413,7 +413,7 @@ class MaskPlanner:
         replicated: whether every rank holds the keys of all ranks.
     """
 
-    sharding: SequenceSharding
+    sharding: TokenLayout
     rank: int
     gather: bool
     per_host: int | None = None

@@ -161,31 +161,29 @@ class Program:
         self._split_own = split_own and self.kv_index is None and not all(step.intra_host.is_local for step in plan)
         attends = attends and bool(heads.queries)
         last = max((i for i, step in enumerate(plan) if attends and step.keys is not None), default=0)
-        steps = [replace(plan[0], chunks=range(len(self.chunks)), attends=attends and plan[0].keys is not None)]
-        for number, chunk in enumerate(self.chunks):
-            steps += [self._step(step, number, chunk, attends) for step in plan[1:]]
-        posts = _posts(steps, prefetch, gather)
+        all_chunks, one_chunk = range(len(self.chunks)), [range(i, i + 1) for i in range(len(self.chunks))]
+        order = [(all_chunks, plan[0]), *((chunk, step) for chunk in one_chunk for step in plan[1:])]
+        indices = {chunk: self._of_tensors(heads) for chunk, heads in zip(one_chunk, self.chunks, strict=True)}
+        indices[all_chunks] = None, None
         self.steps = tuple(
-            replace(step, is_last=step.index == last, posts=tuple(hops))
-            for step, hops in zip(steps, posts, strict=True)
-        )
-
-    def _step(self, step: Step, number: int, chunk: Heads, attends: bool) -> Step:
-        q_heads, kv_heads = self._of_tensors(chunk)
-        return replace(
-            step,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            chunks=range(number, number + 1),
-            attends=attends and step.keys is not None,
-            new_dkv=bool(step.intra_host.receives),
+            replace(
+                step,
+                q_heads=indices[chunks][0],
+                kv_heads=indices[chunks][1],
+                chunks=chunks,
+                attends=attends and step.keys is not None,
+                is_last=step.index == last,
+                posts=tuple(posts),
+                new_dkv=bool(step.intra_host.receives),
+            )
+            for (chunks, step), posts in zip(order, _posts([step for _, step in order], prefetch, gather), strict=True)
         )
 
     @cached_property
     def backward_steps(self) -> tuple[Step, ...]:
         """The steps of backward. Where messages are sent, the second half of the heads of step 0 comes last."""
         local, remote = self.steps[0], self.steps[1:]
-        first, *second = self.heads.halves() if self._split_own else (self.heads,)
+        first, *second = self.heads.split_in_two() if self._split_own else (self.heads,)
         shared_kv = any(set(half.kv) & set(first.kv) for half in second)
         q_heads, kv_heads = self._of_tensors(first)
         steps = [replace(local, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=not shared_kv), *remote]
@@ -198,7 +196,7 @@ class Program:
         """The heads as indices into q and into k and v."""
         if heads == self.heads:
             return None, None
-        return heads.queries_in(self.heads), heads.kv_in(self.heads)
+        return heads.q_range(within=self.heads), heads.kv_range(within=self.heads)
 
     def __str__(self) -> str:
         lines = []

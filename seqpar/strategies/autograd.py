@@ -14,10 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..comm.p2p import make_ready
 from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import SequenceSharding
+from ..layout import TokenLayout
 from ..mesh import AttentionGroups
 from .call import AttentionCall, Run
 from .head_exchange import HeadExchange, chunk_limit
@@ -167,13 +168,12 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    chunks = chunk_limit(call.sharding, q_shape, device.type)
+    shares_memory = make_ready(call.groups.ulysses, device)
+    chunks = 1 if shares_memory else chunk_limit(call.sharding, q_shape, device.type)
     return head_exchange_of(call.groups, call.sharding, call.heads, chunks)
 
 
-def head_exchange_of(
-    groups: AttentionGroups, sharding: SequenceSharding, heads: Heads, chunks: int
-) -> HeadExchange | None:
+def head_exchange_of(groups: AttentionGroups, sharding: TokenLayout, heads: Heads, chunks: int) -> HeadExchange | None:
     """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
     if groups.ulysses is None or groups.ulysses_size == 1 or not heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks without heads

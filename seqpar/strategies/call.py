@@ -10,13 +10,12 @@ from torch import Tensor
 
 from ..cache import cached_tensors, upload
 from ..comm.p2p import make_ready
-from ..comm.shared_memory import shared_memory
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels import select
 from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
 from ..kernels.expansion import Expansion, RepeatedHeads
-from ..layout import SequenceSharding
+from ..layout import TokenLayout
 from ..mesh import AttentionGroups
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
@@ -55,7 +54,7 @@ class AttentionCall:
     """
 
     groups: AttentionGroups
-    sharding: SequenceSharding
+    sharding: TokenLayout
     plan: AttentionPlan
     score: Score
     backend: str
@@ -114,11 +113,11 @@ class Run:
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
         self.steps = self.program.steps  # of forward, own keys first
         # Ranks that share memory read one another's messages in place. An all-gather would copy them.
-        collective = plan.dense and not shares_memory
+        collective = plan.dense and len(plan) > 1 and not shares_memory
         self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.groups)
         self.score = call.score
         if heads != call.heads:
-            at = heads.queries_in(call.heads)
+            at = heads.q_range(within=call.heads)
             self.score = call.score.heads(at.start, at.stop)
         self._positions = self.score.needs_positions
         self._v_head_dim, expansion = call.v_head_dim(v.shape), self._expansion(q.device)
@@ -161,7 +160,7 @@ class Run:
         if len(step.chunks) == 1 or step.is_last:
             carries[step.chunks.start : step.chunks.stop] = [carry]
             return carries
-        at = (chunk.queries_in(self.heads) for chunk in self.program.chunks)
+        at = (chunk.q_range(within=self.heads) for chunk in self.program.chunks)
         return [(take_heads(carry[0], x).contiguous(), carry[1][:, x.start : x.stop].contiguous()) for x in at]
 
     def finish(self, carries: Carries | None) -> Carry:
@@ -221,7 +220,7 @@ class Run:
         """Expands the K/V that are sent to one KV head for each query head. None if kernels know the mapping."""
         call, index = self.call, self.program.kv_index
         if call.latent is not None:
-            return call.latent.of(self.heads.queries_in(call.heads))
+            return call.latent.of(self.heads.q_range(within=call.heads))
         if index is None:
             return None
 
@@ -238,8 +237,8 @@ def connect(groups: AttentionGroups, device: torch.device) -> bool:
     """Connect the ranks of the ring for messages on ``device``, at the first call. All of them must call this.
 
     Returns:
-        Whether they read one another's messages in shared memory: nothing is transferred then.
+        Whether they read one another's messages in shared memory.
     """
-    make_ready(groups.within, device)
+    shares_memory = make_ready(groups.within, device)
     make_ready(groups.across, device)
-    return groups.across is None and groups.within is not None and shared_memory(groups.within, device) is not None
+    return shares_memory and groups.across is None

@@ -27,7 +27,7 @@ from ..comm.handshake import all_gather_header
 from ..comm.p2p import Pending, new_message
 from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import SequenceSharding, split_range
+from ..layout import TokenLayout, split_range
 from ..mesh import Ranks
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
@@ -39,7 +39,7 @@ MIN_CHUNK_WORK = {"cpu": 1 << 29, "cuda": 1 << 34}
 PREFETCH_CHUNKS = {"cpu": 1, "cuda": 2}
 
 
-def chunk_limit(sharding: SequenceSharding, q_shape: Sequence[int], device_type: str) -> int:
+def chunk_limit(sharding: TokenLayout, q_shape: Sequence[int], device_type: str) -> int:
     """The largest number of chunks into which it pays to divide the heads of a rank. It is the same on every rank.
 
     ``q_shape`` is the shape of a sequence shard of q, ``[b, s, h, d]``.
@@ -146,12 +146,12 @@ class HeadChunk:
     @cached_property
     def query_slices(self) -> HeadSlices:
         """For each rank, the indices of its query heads in a sequence shard ``[b, s, h, d]``."""
-        return HeadSlices([heads.queries_in(self.tensor_heads) for heads in self.by_rank])
+        return HeadSlices([heads.q_range(within=self.tensor_heads) for heads in self.by_rank])
 
     @cached_property
     def kv_slices(self) -> HeadSlices:
         """For each rank, the indices of its KV heads in a sequence shard ``[b, s, n, d]``."""
-        return HeadSlices([heads.kv_in(self.tensor_heads) for heads in self.by_rank])
+        return HeadSlices([heads.kv_range(within=self.tensor_heads) for heads in self.by_rank])
 
     def parts(self, x: Tensor, *kv: Tensor) -> list[Part]:
         """What is sent of ``x [b, s, h, d]`` and of ``kv [b, s, n, d]``."""
@@ -207,7 +207,7 @@ def _chunks(heads: Heads, ranks: int, rank: int, limit: int, in_ring: bool) -> t
 
 
 @lru_cache(maxsize=256)
-def _lengths(sharding: SequenceSharding, ring_rank: int) -> tuple[int, ...]:
+def _lengths(sharding: TokenLayout, ring_rank: int) -> tuple[int, ...]:
     return tuple(sharding.ulysses_lengths(ring_rank))
 
 
@@ -226,7 +226,7 @@ class HeadExchange:
     """
 
     group: Ranks
-    sharding: SequenceSharding
+    sharding: TokenLayout
     ring_rank: int
     heads: Heads
     max_chunks: int
@@ -325,6 +325,7 @@ class HeadExchange:
 
         def sequence_shards() -> Tensor:
             unpack(parts, received)
+            received.clear()  # frees the messages
             return tensors[-1][1]
 
         return Incoming(pending, sequence_shards)

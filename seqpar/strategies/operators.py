@@ -1,7 +1,7 @@
 """Attention as operators of ``torch.library``, which torch.compile and selective checkpointing see as one node.
 
 A compiled function must not depend on values that change from step to step. The operators therefore take the mask, the
-sharding and the ranks as opaque objects (``seqpar.opaque``), which they read when they run. Checks, plans and
+sharding and the ranks as opaque objects (``seqpar.compile_types``), which they read when they run. Checks, plans and
 communication are never traced. Only the constants in ``AttentionSpec`` are part of the compiled function.
 
 Eager code calls the same operators (see ``library.py``). There, the autograd.Function of attention computes by itself
@@ -26,13 +26,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..comm.handshake import all_gather_header
+from ..compile_types import unwrap
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
-from ..layout import SequenceSharding, check_length
+from ..layout import TokenLayout, check_length
 from ..library import operator
 from ..mask import Mask, layer_mask
 from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
-from ..opaque import real
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..spec import AttentionSpec
@@ -89,22 +89,20 @@ class _SeedHeader(NamedTuple):
     seed: int
 
 
-def placement(
-    sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec
-) -> tuple[AttentionGroups, SequenceSharding]:
+def placement(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> tuple[AttentionGroups, TokenLayout]:
     """The groups of a call, and which positions their ranks hold. Found once for each sharding.
 
     Raises:
         ValueError: the sharding is for other ranks.
     """
     key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel, spec.replicated
-    found: tuple[AttentionGroups, SequenceSharding] | None = sharding.placements.get(key)
+    found: tuple[AttentionGroups, TokenLayout] | None = sharding.placements.get(key)
     if found is None:
         found = sharding.placements[key] = _place(sharding, ranks, spec)
     return found
 
 
-def _place(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> tuple[AttentionGroups, SequenceSharding]:
+def _place(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> tuple[AttentionGroups, TokenLayout]:
     own = ranks.mesh is not None or ranks.group is not None
     mesh, group = (ranks.mesh, ranks.group) if own else (sharding.mesh, sharding.group)
     tensor_size = 1
@@ -120,7 +118,7 @@ def _place(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> t
     ring, ulysses = groups.ring_size, groups.ulysses_size
     if spec.replicated:
         groups = AttentionGroups(sequence=groups.sequence)  # nothing is sent
-    return groups, SequenceSharding(sharding.seq_len, sharding.layout, ring, ulysses, tensor_size)
+    return groups, TokenLayout(sharding.seq_len, sharding.layout, ring, ulysses, tensor_size)
 
 
 def plan_arguments(groups: AttentionGroups, replicated: bool) -> tuple[int, bool, int | None, bool]:
@@ -138,7 +136,7 @@ def make_call(
     dropout_seed: int,
     mask: Mask,
     groups: AttentionGroups,
-    sharding: SequenceSharding,
+    sharding: TokenLayout,
     spec: AttentionSpec,
 ) -> AttentionCall:
     """The call for checked and resolved arguments. Every attention call of the package is made here."""
@@ -194,7 +192,7 @@ class _Attention(torch.autograd.Function):
         sinks, alibi_slopes, seed, latent_weight, spec, *where = args
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.shapes, ctx.call = (spec, *where), (q.shape, k.shape, v.shape), None
-        if _runs_now(where[1]):  # the body of the operator: it keeps its call for backward
+        if not spec.returns_saved:  # the body of the operator: it keeps its call for backward
             ctx.call = _call(q, k, v, *args)
             results = autograd.attention_forward(with_latents(ctx.call, latent_weight, q.shape, v.shape), q, k, v)
             results, saved = results[:2], results[2:]
@@ -226,11 +224,6 @@ class _Attention(torch.autograd.Function):
             d_weight = others.pop() if needs_weight_gradient else None
             dsinks = others[0] if others else None
         return dq, dk, dv, dsinks, None, None, d_weight, *[None] * 4
-
-
-def _runs_now(sharding: Sharding) -> bool:
-    """Whether neither a tracer, which wraps the sharding, nor a mode is to see attention as one operator."""
-    return real(sharding) is sharding and not seen_by_dispatch_mode()
 
 
 def _call(
@@ -271,11 +264,12 @@ def _fake_attention(
     sharding: Sharding,
     ranks: ParallelContext,
 ) -> list[Tensor]:
-    groups, sequence = placement(real(sharding), real(ranks), spec)
+    groups, sequence = placement(unwrap(sharding), unwrap(ranks), spec)
     batch, length, heads, dim = q.shape
     out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
     kept_dtypes = _kept_dtypes(q, k, groups, sequence, spec)
-    lse_shape = (batch, heads, length) if spec.return_lse or not kept_dtypes else (0,)
+    in_heads = head_exchange_of(groups, sequence, spec.heads(q.shape, k.shape), 1) is not None
+    lse_shape = (0,) if in_heads and not spec.return_lse else (batch, heads, length)
     results = [q.new_empty(batch, length, heads, out_dim), q.new_empty(lse_shape, dtype=accumulator(q.dtype))]
     results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
     if spec.draws_seed:
@@ -284,19 +278,7 @@ def _fake_attention(
     return results
 
 
-def _without_gradients(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Tensor] | None:
-    """``attention`` without the tensors for backward, unless a mode or a tracer is to see the operator."""
-    if not _runs_now(args[-2]):
-        return None
-    call = with_latents(_call(q, k, v, *args), args[3], q.shape, v.shape)
-    return list(autograd.attention_forward(call, q, k, v)[:2])
-
-
-@operator(
-    fake=_fake_attention,
-    autograd=lambda *args: list(_Attention.apply(*args)),
-    without_gradients=_without_gradients,
-)
+@operator(fake=_fake_attention, autograd=lambda *args: list(_Attention.apply(*args)))
 def attention(
     q: Tensor,
     k: Tensor,
@@ -329,7 +311,7 @@ def attention(
     out, lse, *saved = autograd.attention_forward(with_latents(call, latent_weight, q.shape, v.shape), q, k, v)
     results = [out, lse]
     exchange = head_exchange(call, q.shape, q.device)
-    if exchange is not None:
+    if exchange is not None and spec.returns_saved:
         kept = _to_keep(saved, exchange)
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
@@ -341,7 +323,7 @@ def attention(
 
 
 def _kept_dtypes(
-    q: Tensor, k: Tensor, groups: AttentionGroups, sequence: SequenceSharding, spec: AttentionSpec
+    q: Tensor, k: Tensor, groups: AttentionGroups, sequence: TokenLayout, spec: AttentionSpec
 ) -> list[torch.dtype]:
     """The dtypes of the tensors that the operator returns for its backward: none for a ring.
 
@@ -352,7 +334,7 @@ def _kept_dtypes(
     As an operator must not return its arguments, sequence shards of k and v are copied, and nothing else is.
     """
     exchange = head_exchange_of(groups, sequence, spec.heads(q.shape, k.shape), MAX_CHUNKS)
-    if exchange is None:
+    if exchange is None or not spec.returns_saved:
         return []
     return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * len(exchange.chunks)
 
@@ -479,5 +461,7 @@ def attend(
         groups, _ = placement(sharding, ranks, spec)
         if groups.ring_size * groups.ulysses_size > 1:
             q = with_gradient(q)
+    if torch.compiler.is_compiling() or seen_by_dispatch_mode():
+        spec = spec.having(returns_saved=True)
     results = attention(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
     return results[0], results[1]

@@ -21,7 +21,7 @@ from ..cache import cached_tensors
 from ..comm.collectives import all_gather, reduce_scatter
 from ..comm.p2p import Pending, exchange
 from ..comm.trace import count_sent
-from ..layout import SequenceSharding, split_range
+from ..layout import TokenLayout, split_range
 from ..mesh import rank_in, size_of
 from .gemm import sum_dtype
 from .symmetric_memory import symmetric_memory_reason
@@ -78,7 +78,7 @@ class ChunkRows:
         return [rows.length for rows in self.chunks]
 
 
-def _rows_of_sharding(sharding: SequenceSharding, rank: int, device: torch.device) -> ChunkRows:
+def _rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) -> ChunkRows:
     """The rows of the tensor-parallel ranks that attention treats as its single rank ``rank``. Cached."""
 
     def make() -> ChunkRows:
@@ -142,14 +142,14 @@ class SequenceChunks:
 
     @staticmethod
     def of_sharding(
-        group: ProcessGroup, sharding: SequenceSharding, rank: int, overlap: str, device: torch.device
+        group: ProcessGroup, sharding: TokenLayout, rank: int, overlap: str, device: torch.device
     ) -> SequenceChunks:
         """The chunks of the tensor-parallel ranks that attention treats as its single rank ``rank``."""
         rows = _rows_of_sharding(sharding, rank, device)
         return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
 
     @staticmethod
-    def of_context(group: ProcessGroup | None, sharding: SequenceSharding, device: torch.device) -> SequenceChunks:
+    def of_context(group: ProcessGroup | None, sharding: TokenLayout, device: torch.device) -> SequenceChunks:
         """The chunks of all ranks of attention, each of which will hold the full sequence."""
         return SequenceChunks(group, _rows_of_sharding(sharding.together(), 0, device), float32_gradients=True)
 

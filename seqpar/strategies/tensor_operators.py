@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..comm.p2p import make_ready
+from ..compile_types import Opaque, register_constant_type
 from ..library import operator
 from ..mesh import ParallelContext, rank_in
-from ..opaque import Opaque, constant
 from ..sharding import Sharding
 from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence
@@ -39,7 +39,7 @@ _ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_
 LEAST_TOKENS = 2
 
 
-@constant(AttentionSpec)
+@register_constant_type(AttentionSpec)
 @dataclass(frozen=True)
 class ChunkOptions(Opaque):
     """The constants of ``SequenceChunks``.

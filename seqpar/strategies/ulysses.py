@@ -133,7 +133,7 @@ def ulysses_backward(
         chunk_dout, *received_kv = chunk.split(shard, (dout.shape[3], *dims[1:]))  # [b, t, h, e], [b, t, n, d or e]
         chunk_q, *saved_kv = chunk.split(saved_shard, dims)
         chunk_kv = received_kv or saved_kv or chunk_kv
-        at = chunk.heads.queries_in(exchange.full_chunk.heads)
+        at = chunk.heads.q_range(within=exchange.full_chunk.heads)
         chunk_dlse = None if dlse is None else dlse[:, at.start : at.stop]  # [b, h, t]
         chunk_dq, *chunk_dkv, chunk_dsinks = attend_backward(
             chunk.heads, chunk_dout, chunk_dlse, chunk_q, *chunk_kv, out, lse
@@ -149,7 +149,7 @@ def ulysses_backward(
             outgoing.append(exchange.to_sequence(kv_slices, (sum_dk, dk), (sum_dv, dv)))
         if chunk_dsinks is not None:
             dsinks = chunk_dsinks.new_zeros(dout.shape[2]) if dsinks is None else dsinks
-            at = chunk.heads.queries_in(exchange.heads)
+            at = chunk.heads.q_range(within=exchange.heads)
             dsinks[at.start : at.stop] = chunk_dsinks
     for sent in outgoing:
         sent.wait()

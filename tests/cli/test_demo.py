@@ -91,6 +91,7 @@ def test_documents() -> None:
         assert (labels[0, i] == bytelm.IGNORED) == words.endswith((b"e\n\n", b"\n\n\n", b"five"))
 
 
+@pytest.mark.slow
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     some = {"ring, zigzag": demo._STRATEGIES["ring, zigzag"]}
     monkeypatch.setattr(demo, "_STRATEGIES", some)

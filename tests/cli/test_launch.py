@@ -74,6 +74,7 @@ def launch_sleep(folder: str) -> None:
     launch(sleep, 2, folder, deadline_s=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_their_launcher(tmp_path: Path, number: int) -> None:
     launcher = multiprocessing.get_context("forkserver").Process(target=launch_sleep, args=(str(tmp_path),))

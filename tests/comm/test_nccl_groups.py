@@ -16,7 +16,7 @@ from seqpar.comm import p2p
 from seqpar.comm.p2p import Message, Pending
 from seqpar.heads import Heads
 from seqpar.kernels.base import Score
-from seqpar.layout import LAYOUTS, Layout, SequenceSharding
+from seqpar.layout import LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.strategies import call as calls
 from seqpar.strategies import ring, transport
@@ -49,10 +49,9 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
         mock.patch.dict(calls._MIN_CHUNK_BYTES, cpu=1),
-        mock.patch.object(calls, "shared_memory", return_value=None),
         mock.patch.object(p2p, "shared_memory", return_value=None),
         mock.patch.object(transport, "exchange", record),
-        mock.patch.object(calls, "make_ready"),
+        mock.patch.object(calls, "make_ready", return_value=False),
         mock.patch.object(calls, "select", return_value=stub),
     ):
         run = Run(call, heads, x, x, x)
@@ -80,7 +79,7 @@ def check(mask: Mask, ranks: int, layout: Layout, gather: bool, per_host: int | 
 
     They have two communicators and so two streams. What ends in one queue ends in two.
     """
-    sharding = SequenceSharding(ranks * 16, layout, ring=ranks)
+    sharding = TokenLayout(ranks * 16, layout, ring=ranks)
     plans = [AttentionPlan(mask, sharding, rank, gather, per_host) for rank in range(ranks)]
     if plans[0].dense:
         return  # a collective, in which all ranks do the same
@@ -125,7 +124,7 @@ def test_exchanges_end_on_many_ranks(ranks: int, per_host: int) -> None:
 @pytest.mark.parametrize("ranks", [72, 128])
 def test_one_group_for_all_peers_hangs(ranks: int) -> None:
     """What is wrong with the obvious all-gather under a mask: all messages in one group, nearest peers first."""
-    sharding = SequenceSharding(ranks * 64, "zigzag", ring=ranks)
+    sharding = TokenLayout(ranks * 64, "zigzag", ring=ranks)
     programs: list[list[Group]] = []
     for rank in range(ranks):
         hop = AttentionPlan(Mask.causal(), sharding, rank, gather=True)[1].intra_host

@@ -17,7 +17,7 @@ FLOORS = (
         "heads",
         "mask",
         "mesh",
-        "opaque",
+        "compile_types",
         "reductions",
         "rendezvous",
         "runs",

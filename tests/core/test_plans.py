@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask, cache
-from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
+from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
 from seqpar.schedule import plan as plans
 from seqpar.schedule.plan import AttentionPlan, attention_plan
 
@@ -34,7 +34,7 @@ def packed(seq_len: int, documents: int, seed: int = 0) -> Mask:
 def test_size_of_a_plan_does_not_depend_on_the_tokens(layout: Layout, gather: bool) -> None:
     sizes = []
     for seq_len in (1 << 14, 1 << 24):
-        sharding = SequenceSharding(seq_len, layout, ring=8)
+        sharding = TokenLayout(seq_len, layout, ring=8)
         boundaries = [seq_len * i // 64 for i in range(65)]
         plan = AttentionPlan(Mask.documents(boundaries), sharding, 3, gather).prepare()
         sizes.append(len(pickle.dumps(plan)))
@@ -43,7 +43,7 @@ def test_size_of_a_plan_does_not_depend_on_the_tokens(layout: Layout, gather: bo
 
 def test_past_masks_keep_no_memory() -> None:
     """400 masks in a row: the memory of host and device does not grow."""
-    sharding = SequenceSharding(1 << 14, "zigzag", ring=4)
+    sharding = TokenLayout(1 << 14, "zigzag", ring=4)
 
     def use(seeds: range) -> None:
         for seed in seeds:
@@ -68,7 +68,7 @@ def test_past_masks_keep_no_memory() -> None:
 
 
 def test_layers_share_the_intervals_of_a_mask() -> None:
-    sharding = SequenceSharding(256, "zigzag", ring=4)
+    sharding = TokenLayout(256, "zigzag", ring=4)
     first = attention_plan(packed(256, 5), sharding, 1)
     again = attention_plan(packed(256, 5), sharding, 1)  # an equal mask, made anew
     assert again is first
@@ -77,7 +77,7 @@ def test_layers_share_the_intervals_of_a_mask() -> None:
 
 def test_a_plan_made_ahead_travels_with_the_mask() -> None:
     """As from a data-loader worker: the other process finds the steps planned."""
-    sharding = SequenceSharding(1 << 12, "zigzag", ring=4)
+    sharding = TokenLayout(1 << 12, "zigzag", ring=4)
     mask = packed(1 << 12, 50)
     attention_plan(mask, sharding, 2).prepare()
     received = pickle.loads(pickle.dumps(mask))

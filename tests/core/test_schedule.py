@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
-from seqpar.layout import CPU, LAYOUTS, Layout, SequenceSharding
+from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.schedule.program import Hop
 from seqpar.schedule.rows import KeyIntervals, RowSpans
@@ -22,7 +22,7 @@ from seqpar.strategies.head_exchange import MAX_CHUNKS, HeadExchange
 
 from ..generators import masks
 
-Scheduled = tuple[Mask, SequenceSharding, bool, int]
+Scheduled = tuple[Mask, TokenLayout, bool, int]
 
 
 @st.composite
@@ -30,7 +30,7 @@ def scheduled(draw: st.DrawFn) -> Scheduled:
     """A mask, a sharding, whether the steps are joined into one all-gather, and the ring's ranks on one host."""
     seq_len = draw(st.integers(1, 200))
     hosts, per_host = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    sharding = SequenceSharding(
+    sharding = TokenLayout(
         seq_len, draw(st.sampled_from(LAYOUTS)), ring=hosts * per_host, ulysses=draw(st.integers(1, 3))
     )
     return draw(masks(seq_len)), sharding, draw(st.booleans()), per_host
@@ -119,7 +119,7 @@ def test_only_visible_rows_are_received(problem: Scheduled) -> None:
 
 
 def test_a_window_receives_from_its_neighbour_only() -> None:
-    shards = SequenceSharding(64 * 128, "contiguous", ring=64)
+    shards = TokenLayout(64 * 128, "contiguous", ring=64)
     steps = list(AttentionPlan(Mask.sliding_window(100), shards, 20))
     assert [len(step.intra_host.receives) for step in steps] == [0, 1] + [0] * 62
     (transfer,) = steps[1].intra_host.receives
@@ -163,7 +163,7 @@ def test_many_documents_are_few_spans(layout: Layout) -> None:
     """8,000 documents over a million tokens: what one rank sends another is not a list of documents."""
     seq_len = 1 << 20
     mask = Mask.documents([*range(0, seq_len, 131), seq_len])
-    plan = AttentionPlan(mask, SequenceSharding(seq_len, layout, ring=64), 31)
+    plan = AttentionPlan(mask, TokenLayout(seq_len, layout, ring=64), 31)
     transfers = [t for step in plan for t in (*step.intra_host.sends, *step.intra_host.receives)]
     assert max(len(t.owner_rows.spans) for t in transfers) <= 2
 
@@ -214,7 +214,7 @@ def test_each_head_attends_to_the_keys_of_each_step_once(
 
 
 def test_a_program_is_printed_step_by_step() -> None:
-    plan = AttentionPlan(Mask.causal(), SequenceSharding(8, "zigzag", ring=4), 1)
+    plan = AttentionPlan(Mask.causal(), TokenLayout(8, "zigzag", ring=4), 1)
     assert str(plan.program(Heads.of_model(4, 2))) == (
         "0  step 0: own keys; attend to 2 keys; post intra_host of 1, intra_host of 2\n"
         "1  step 1: receive 1 rows of 0 from 0, send 1 rows to 2; attend to 1 keys; post intra_host of 3\n"
@@ -231,7 +231,7 @@ def pairs(intervals: KeyIntervals | None) -> int:
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 @pytest.mark.parametrize("ranks", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
 def test_causal_work_is_balanced(layout: str, ranks: int) -> None:
-    shards = SequenceSharding(ranks * 64, layout, ring=ranks)
+    shards = TokenLayout(ranks * 64, layout, ring=ranks)
     work = [
         sum(pairs(plan.intervals(step, CPU)) for step in range(ranks))
         for plan in (AttentionPlan(Mask.causal(), shards, rank) for rank in range(ranks))
@@ -262,7 +262,7 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
     kv_heads: int, q_per_kv: int, ranks: int, ring: int, tensor: int
 ) -> None:
     heads = Heads.of_model(kv_heads * q_per_kv, kv_heads).split(tensor)[-1]
-    sharding = SequenceSharding(ranks * ring, "contiguous", ring, ranks)
+    sharding = TokenLayout(ranks * ring, "contiguous", ring, ranks)
     subgroup: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
     exchange = HeadExchange(subgroup, sharding, 0, heads, MAX_CHUNKS)
     full, chunks = exchange.full_chunk, exchange.chunks
@@ -284,7 +284,7 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
 def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> None:
     mask, shards, _, _ = problem
     # Long enough for every kind of tile.
-    shards = SequenceSharding(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
+    shards = TokenLayout(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
     plan = AttentionPlan(mask, shards, data.draw(st.integers(0, shards.ring - 1)))
     step = data.draw(st.integers(0, len(plan) - 1))
     intervals = plan.intervals(step, CPU)
@@ -322,7 +322,7 @@ def test_a_short_causal_square_is_cut(size: int, calls: int) -> None:
 
 def test_a_causal_shard_is_one_causal_tile() -> None:
     """The most common case is one kernel call without a mask tensor."""
-    intervals = AttentionPlan(Mask.causal(), SequenceSharding(4096, "zigzag", ring=2), 0).intervals(0, CPU)
+    intervals = AttentionPlan(Mask.causal(), TokenLayout(4096, "zigzag", ring=2), 0).intervals(0, CPU)
     assert intervals is not None
     (tile,) = decompose(intervals.lo[0], intervals.hi[0])
     assert tile.kind is Kind.CAUSAL and (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 2048, 0, 2048)

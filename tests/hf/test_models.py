@@ -23,7 +23,7 @@ import transformers
 import seqpar
 import seqpar.hf
 from seqpar.hf.latent import has_latent_kv
-from seqpar.hf.loss import MissingLogits
+from seqpar.hf.logits import MissingLogits
 from seqpar.hf.state import NAME
 from seqpar.hf.trial import run_trial
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seqpar.kernels.bands import Abilities, Call, bands, cut
 from seqpar.kernels.block_lists import block_lists
-from seqpar.layout import CPU, LAYOUTS, SequenceSharding
+from seqpar.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import attention_plan
 from seqpar.schedule.rows import KeyIntervals
 
@@ -71,7 +71,7 @@ def test_calls_compute_each_visible_pair_once(layout: str, ranks: int) -> None:
     for rules, seq_len in cases:
         mask = combined_mask(fitted(rules, seq_len))
         for rank in range(ranks):
-            plan = attention_plan(mask, SequenceSharding(seq_len, layout, ring=ranks), rank)
+            plan = attention_plan(mask, TokenLayout(seq_len, layout, ring=ranks), rank)
             for i, step in enumerate(plan):
                 if (intervals := plan.intervals(i, CPU)) is None or step.keys is None:
                     continue
@@ -116,7 +116,7 @@ def calls_of(rules: tuple[Rule, ...], seq_len: int, layout: str = "contiguous", 
     """By rank and step, without the steps that have no keys."""
     found = []
     for rank in range(ranks):
-        plan = attention_plan(combined_mask(rules), SequenceSharding(seq_len, layout, ring=ranks), rank)
+        plan = attention_plan(combined_mask(rules), TokenLayout(seq_len, layout, ring=ranks), rank)
         for i, step in enumerate(plan):
             if (intervals := plan.intervals(i, CPU)) is not None and step.keys is not None:
                 calls = cut(intervals, 1, intervals.lo.shape[1], len(step.keys), Abilities(gaps=True), 10**6)

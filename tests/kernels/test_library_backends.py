@@ -24,7 +24,7 @@ from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_
 from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
 from seqpar.kernels.triton import TritonBackend
-from seqpar.layout import CPU, LAYOUTS, SequenceSharding
+from seqpar.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import AttentionPlan, attention_plan
 from seqpar.schedule.rows import KeyIntervals
 
@@ -78,7 +78,7 @@ def ring_of(
     out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (dout, q, k, v))
     lse, unrounded = torch.zeros(*q.shape[:1], q.shape[2], q.shape[1]), torch.zeros_like(out)
     for rank in range(ranks):
-        sharding = SequenceSharding(problem.seq_len, layout, ring=ranks)
+        sharding = TokenLayout(problem.seq_len, layout, ring=ranks)
         plan = attention_plan(mask, sharding, rank, gather)
         own = sharding.ring_positions(rank).tensor(CPU)
         if not len(own):
@@ -425,7 +425,7 @@ def test_values_of_another_head_dim(name: str) -> None:
         assert backend.unsupported(q, k, score, lse_gradient=False, v_head_dim=128) is None
         assert select(name, q, k, score, v_head_dim=128).name == name
         found = {}
-        plan = attention_plan(mask, SequenceSharding(24, "contiguous", ring=2), 1)
+        plan = attention_plan(mask, TokenLayout(24, "contiguous", ring=2), 1)
         first: Any = plan.intervals(0, CPU)
         second: Any = plan.intervals(1, CPU)
         rows, carry = slice(12, 24), None
@@ -451,7 +451,7 @@ def test_values_of_another_head_dim(name: str) -> None:
 
 def test_the_intervals_on_the_host_come_from_the_plan() -> None:
     """Without them, or without the plan, a step runs on another backend instead of reading those on the GPU."""
-    plan = AttentionPlan(Mask.causal(), SequenceSharding(20, "zigzag", ring=2), 1)
+    plan = AttentionPlan(Mask.causal(), TokenLayout(20, "zigzag", ring=2), 1)
     with fake_cuda():
         seen = plan.intervals(1, torch.device("cuda"))
         assert seen is not None and seen.lo.device.type == "cuda"

@@ -411,9 +411,10 @@ def tied(a: Attempt) -> Tensor:
     return a.loss(a.outside(a.sharding.shard(a.outside(a.x[..., :1]))))
 
 
-def tied_after_unshard(a: Attempt) -> Tensor:
-    a.synced = nn.Sequential(a.outside, a.outside)
-    return a.outside(a.sharding.unshard(a.outside(a.x_local[..., :1]))).square().sum()
+def used_before_unshard_and_after(a: Attempt) -> Tensor:
+    x_local = a.x_local
+    full = a.sharding.unshard(a.outside(x_local[..., :1]))
+    return F.linear(full, a.outside.weight).square().sum() + x_local.sum()
 
 
 def tied_under_a_loss_of_ones_own(a: Attempt) -> Tensor:
@@ -451,7 +452,7 @@ def deepspeed(a: Attempt) -> Tensor:
 
 REFUSED: dict[Callable[[Attempt], Tensor], str] = {
     tied: "used before shard, where its gradient is whole, and between shard and unshard",
-    tied_after_unshard: "0.weight: a tied weight that was used before unshard",
+    used_before_unshard_and_after: "1.weight: used before unshard, where its gradient is a part of a sum, and after",
     tied_under_a_loss_of_ones_own: "so that every rank should have the same gradient, but the ranks' gradients",
     dropout_before_shard: "every rank should have the same gradient, but the ranks' gradients differ",
     module_beside_a_wrapper: "but DistributedDataParallel does not hold it; wrap the model as a whole",

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.layout import LAYOUTS, SequenceSharding
+from seqpar.layout import LAYOUTS, TokenLayout
 from seqpar.planner.layer import RankTimeline
 from seqpar.planner.mixes import mask_of
 from seqpar.planner.model import ModelShape
@@ -106,7 +106,7 @@ def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
     dense = mask.dense(tokens).view(-1, tokens, tokens)
     for layout in LAYOUTS:
         for ring, ulysses, tensor in ((1, 1, 1), (4, 1, 1), (3, 2, 1), (2, 2, 2), (1, 1, 4), (70, 1, 1)):
-            sharding = SequenceSharding(tokens, layout, ring, ulysses, tensor)
+            sharding = TokenLayout(tokens, layout, ring, ulysses, tensor)
             shards = [sharding.ring_positions(rank) for rank in range(ring)]
             at = [shard.tensor(torch.device("cpu")) for shard in shards]
             for rank in {0, ring // 2, ring - 1}:
@@ -117,7 +117,7 @@ def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
 
 
 def test_a_kernel_computes_whole_tiles() -> None:
-    (positions,) = (SequenceSharding(512).ring_positions(0),)
+    (positions,) = (TokenLayout(512).ring_positions(0),)
     # Causal tiles of 128: 1 + 2 + 3 + 4 of 16.
     assert computed_pairs(Mask.causal(), 512, positions, [positions], 128) == [10 * 128**2]
     # Two documents of 256 tokens: 1 + 2 tiles each.
@@ -211,7 +211,7 @@ def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
     planned, runtime = {}, {}
     for name, options in STRATEGIES.items():
         ulysses = world if name == "ulysses" else options.get("ulysses_size", 1)
-        sharding = seqpar.layout.SequenceSharding(tokens, "zigzag", world // ulysses, ulysses)
+        sharding = seqpar.layout.TokenLayout(tokens, "zigzag", world // ulysses, ulysses)
         with simulated(world, rank, PER_HOST, monkeypatch) as group:
             q, k = (torch.zeros(BATCH, tokens // world, n, HEAD_DIM, requires_grad=True) for n in (8, kv_heads))
             with seqpar.trace() as t:

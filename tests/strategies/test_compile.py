@@ -251,7 +251,7 @@ def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vo
 
 @on_ranks
 def compare_functions(group: ProcessGroup, strategy: str) -> None:
-    """Every argument of the function, under ``dynamic=True``. The first rank compiles, the others run eagerly."""
+    """Every argument of the function, under ``dynamic=True``."""
     options = STRATEGIES[strategy]
     torch._dynamo.reset()
     torch.manual_seed(1)
@@ -266,7 +266,7 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
         plain = seqpar.attention(q, k, v, mask=mask, sharding=sharding, **options)
         return out.sin().sum() + lse.cos().sum() + plain.square().sum()
 
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True, disable=group.rank() > 0)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
     for step in range(4):
         seq_len = 33 + 5 * step
         sharding, mask = Sharding(seq_len, "striped", group=group), documents(seq_len, step)
@@ -299,10 +299,7 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 
 @on_ranks
 def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
-    """Compare a layer with a compiled one, which draws the same seeds. Each rank's generator has another state.
-
-    The first rank compiles, and the others run eagerly.
-    """
+    """Compare a layer with a compiled one, which draws the same seeds. Each rank's generator has another state."""
     torch._dynamo.reset()
     options = LAYER_STRATEGIES[strategy]
     layer = attention_layer((6, 2), group=group, dropout_p=0.25, **options)
@@ -312,9 +309,7 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
         return checkpoint(layer, *args, **RECOMPUTED[how])
 
     run_layer: Any = recomputed if how in RECOMPUTED else layer
-    compiled: Any = torch.compile(
-        run_layer, backend="aot_eager", fullgraph=True, dynamic=True, disable=group.rank() > 0
-    )
+    compiled: Any = torch.compile(run_layer, backend="aot_eager", fullgraph=True, dynamic=True)
     runs = [layer, compiled]
     if how == "checkpoint around it":
         runs[1] = partial(checkpoint, compiled, use_reentrant=False)
@@ -383,7 +378,7 @@ def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:
 @on_ranks
 def check_operator(group: ProcessGroup, strategy: str) -> None:
     options = dict(STRATEGIES[strategy])
-    call = AttentionSpec(options.pop("strategy"), tuple(options.items()), return_lse=True)
+    call = AttentionSpec(options.pop("strategy"), tuple(options.items()), return_lse=True, returns_saved=True)
     sharding = Sharding(22, "zigzag", group=group)
     where = Mask.causal(), sharding, ANY_RANKS
     torch.manual_seed(group.rank())

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar import kernels
 from seqpar.layout import LAYOUTS
-from seqpar.strategies import autograd, gathered_activations, operators, tensor_operators
+from seqpar.strategies import gathered_activations, operators, tensor_operators
 
 from ..fake_cuda import fake_cuda
 from ..strategy_cases import LAYER_STRATEGIES
@@ -128,7 +128,7 @@ def run_without_autograd(function: Callable[..., Any], *inputs: Tensor) -> Any:
 @contextmanager
 def without_a_gpu(world: int) -> Iterator[None]:
     """A fake process group of ``world`` ranks, of which this process is one in the middle, and no kernels."""
-    modules = autograd, gathered_activations, tensor_operators
+    modules = gathered_activations, operators, tensor_operators
     functions = [
         x for m in modules for x in vars(m).values() if isinstance(x, type) and issubclass(x, torch.autograd.Function)
     ]
@@ -139,9 +139,10 @@ def without_a_gpu(world: int) -> Iterator[None]:
             # Under a dispatch mode attention is one operator. Here its inside is to be seen.
             mock.patch.object(operators, "_get_current_dispatch_mode", return_value=None).start()
             mock.patch.object(gathered_activations, "differentiable", run_without_autograd).start()
-            for name, value in list(vars(tensor_operators).items()):
-                if isinstance(value, torch._ops.OpOverload):
-                    mock.patch.object(tensor_operators, name, look_inside(value)).start()
+            for module in (operators, tensor_operators):
+                for name, value in list(vars(module).items()):
+                    if isinstance(value, torch._ops.OpOverload):
+                        mock.patch.object(module, name, look_inside(value)).start()
             for function in functions:
                 mock.patch.object(function, "apply", run_both_ways(function)).start()
             yield
@@ -162,7 +163,6 @@ def test_no_read_back_and_no_copy(
         seq_len = ring * ulysses * tp * 16 + 3
         options = LAYER_STRATEGIES[strategy]
         name = options["strategy"]
-        # A fake operator takes 0.3 ms, and a step of 1,024 ranks has tens of thousands.
         causal, documents = seqpar.Mask.causal(), seqpar.Mask.documents([*range(0, seq_len, 50), seq_len])
         runs = list(zip(LAYOUTS, (causal, documents, documents), strict=True))
         # A fake operator takes 0.3 ms, and a step of 1,024 ranks has tens of thousands.

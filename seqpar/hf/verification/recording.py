@@ -1,4 +1,4 @@
-"""Records the tensors of a forward and its backward, and runs a parallelized model as on one device, for ``verify``."""
+"""Records the tensors of a forward and its backward, for ``verify``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    causal_mask_function,
-    eager_mask,
-    packed_sequence_mask_function,
-)
+from transformers import PreTrainedModel
 
-from ..latent import disable_latent_kv, enable_latent_kv, has_latent_kv, recorded_expansion
-from ..loss import restore_loss_function
-from ..state import Patch
-from ..support import attention_layers, parameters_of, text_model
+from ..latent import has_latent_kv, recorded_expansion
+from ..support import attention_layers, text_model
 from ..trial import replaced_interface
 
-_FIND_DOCUMENTS = "find_packed_sequence_indices"
 _INPUTS = ("input_ids", "position_ids", "labels")
 
 Attend = Callable[..., tuple[Tensor, Any]]
@@ -211,77 +200,3 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def one_device(
-    model: nn.Module, root: PreTrainedModel, patch: Patch, prepare: Callable[[dict[str, Any]], dict[str, Any]],
-    documents: Tensor | None,
-) -> Iterator[None]:  # fmt: skip
-    """In the block, ``model`` runs as without ``parallelize``, with transformers' eager attention and masks.
-
-    Args:
-        model: ``root``, or a module that contains it.
-        root: a parallelized model.
-        patch: the model's ``Patch``.
-        prepare: makes the arguments of the forward of ``root`` from the arguments of the call.
-        documents: int ``[batch, seq]``, the index of each token's document, or None: only some models of transformers
-            look for documents in ``position_ids``.
-    """
-
-    def before_forward(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return (), prepare({**dict(zip(parameters_of(root), args, strict=False)), **kwargs})
-
-    with ExitStack() as stack:
-        stack.enter_context(_without_hooks(patch.handles))
-        stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
-        for layer in filter(has_latent_kv, patch.modules):
-            disable_latent_kv(layer)
-            stack.callback(enable_latent_kv, layer)
-        for module in patch.loss_functions:
-            if (ours := restore_loss_function(module)) is not None:
-                stack.callback(vars(module).__setitem__, "_loss_function", ours)
-        # Where the layers' ``is_causal`` differs from the model's mask, SDPA and eager attention differ too.
-        implementation = "sdpa" if patch.disputed and patch.implementation == "sdpa" else "eager"
-        configs = {
-            id(x): x for module in model.modules() for x in vars(module).values() if isinstance(x, PreTrainedConfig)
-        }
-        for config in configs.values():
-            before = config._attn_implementation_internal
-            stack.callback(setattr, config, "_attn_implementation_internal", before)
-            config._attn_implementation_internal = implementation
-        # transformers would find documents in ``position_ids`` in a way of its own.
-        stack.callback(setattr, masking_utils, _FIND_DOCUMENTS, getattr(masking_utils, _FIND_DOCUMENTS))
-        setattr(masking_utils, _FIND_DOCUMENTS, lambda position_ids: documents)
-        if documents is not None:
-            # An entry of this instance takes precedence over the entry of the class.
-            ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)
-            stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, implementation)
-        yield
-
-
-def _mask_of_documents(
-    documents: Tensor, *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
-) -> Tensor:
-    """transformers' eager mask, in which a token sees no token of another document."""
-    kwargs["allow_is_bidirectional_skip"] = False
-    same_document = packed_sequence_mask_function(documents.to(kwargs.get("device", "cpu")))
-    mask: Tensor = eager_mask(*args, mask_function=and_masks(mask_function, same_document), **kwargs)
-    return mask
-
-
-@contextmanager
-def _without_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
-    """In the block, modules do not have the hooks of ``handles``. Afterwards they have them in the former order."""
-    before = []
-    for handle in handles:
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None and handle.id in hooks:
-            before.append((hooks, list(hooks.items())))
-            del hooks[handle.id]
-    try:
-        yield
-    finally:
-        for hooks, items in reversed(before):
-            hooks.clear()
-            hooks.update(items)

@@ -9,8 +9,8 @@ deadline, so that no rank waits forever.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -20,25 +20,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...checks import check_number
-from ...comm.communicator import existing_communicators
 from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
 from ...layers.gradients import sync_gradients
 from ...layers.wrappers import gradient_wrappers, outermost
 from ...mesh import global_ranks
-from ...rendezvous import group_timeout, store_all_gather
+from ...rendezvous import store_all_gather
 from ..loss import reduce_over_ranks
 from ..per_rank import shared_batches
 from ..state import NAME, Patch, patch_of
 from ..support import attention_layers
 from ..trial import attend_to_own_token
 from .comparison import FullBatch, compare_inputs, compare_tensors, parameter_differences
-from .recording import PinnedExperts, Recording, one_device, recording
+from .one_device import deadline, one_device, unchanged
+from .recording import PinnedExperts, Recording, recording
 from .report import Difference, VerificationError, VerificationReport
 
 # The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
@@ -106,8 +105,8 @@ def verify(
     if tolerance is not None:
         check_number("tolerance", tolerance)
     with ExitStack() as stack:
-        stack.enter_context(_deadline(patch.group, deadline_s))
-        stack.enter_context(_unchanged(model))
+        stack.enter_context(deadline(patch.group, deadline_s))
+        stack.enter_context(unchanged(model))
         stack.callback(patch.__setattr__, "calls", patch.calls)
         stack.callback(patch.__setattr__, "seed", patch.seed)
         stack.enter_context(shared_batches(root, patch))
@@ -459,66 +458,3 @@ def _minority(values: list[Any]) -> tuple[int, ...]:
 def lowest_dtype(root: nn.Module) -> torch.dtype:
     """The dtype of lowest precision among the dtypes of the parameters."""
     return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """In the block, ``model`` is in evaluation mode and not compiled.
-
-    Afterwards its gradients, buffers and modes, and the random number generators, are restored.
-    """
-    gradients = [(p, p.grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(m, name, b, None if b is None else b.detach().clone()) for m in model.modules()
-               for name, b in m._buffers.items()]  # fmt: skip
-    # Rotary embeddings of the type "dynamic" store the length of the longest sequence so far.
-    lengths = [(m, vars(m)["max_seq_len_cached"]) for m in model.modules() if "max_seq_len_cached" in vars(m)]
-    compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
-    on_cuda = any(p.is_cuda for p in model.parameters())
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if on_cuda else []))
-            if compiled:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            model.eval()
-            yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient
-        for module, mode in modes:
-            module.training = mode
-        for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                with torch.no_grad():
-                    buffer.copy_(value)
-        for module, length in lengths:
-            module.max_seq_len_cached = length
-
-
-@contextmanager
-def _deadline(group: ProcessGroup | None, seconds: float) -> Iterator[None]:
-    """In the block, the timeout of collectives and messages between ranks is ``seconds``."""
-    if group is None or dist.group.WORLD is None:
-        yield
-        return
-    limit = timedelta(seconds=seconds)
-    groups = list({id(g): g for g in (dist.group.WORLD, group, *existing_communicators())}.values())
-    timeouts = {id(g): group_timeout(g) for g in groups}
-    for g in groups:
-        _set_timeout(g, limit)
-    try:
-        yield
-    finally:
-        # A communicator that was created inside the block gets the timeout of ``group``.
-        for g in (*groups, *existing_communicators()):
-            _set_timeout(g, timeouts.get(id(g), timeouts[id(group)]))
-
-
-def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    for device in group._device_types:
-        backend: Any = group._get_backend(device)
-        if hasattr(backend, "_set_default_timeout"):
-            backend._set_default_timeout(timeout)
-        if hasattr(backend, "options") and hasattr(backend.options, "_timeout"):
-            backend.options._timeout = timeout

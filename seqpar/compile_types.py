@@ -28,7 +28,7 @@ else:
 Type = TypeVar("Type", bound=type[Any])
 
 
-def passed_as_it_is(
+def register_reference_type(
     guards: Callable[[Any], list[Any]] | None = None, reads: Iterable[str] = ()
 ) -> Callable[[Type], Type]:
     """Register a subclass of ``Opaque``.
@@ -46,7 +46,7 @@ def passed_as_it_is(
     return register
 
 
-def constant(*fields: type[Any]) -> Callable[[Type], Type]:
+def register_constant_type(*fields: type[Any]) -> Callable[[Type], Type]:
     """Register a frozen dataclass of constants. A compiled function is compiled again for other values.
 
     Args:
@@ -67,6 +67,6 @@ def constant(*fields: type[Any]) -> Callable[[Type], Type]:
     return register
 
 
-def real(x: Any) -> Any:
+def unwrap(x: Any) -> Any:
     """The object itself. While torch.compile traces, an operator receives a wrapper around it."""
     return getattr(x, "real_obj", x)

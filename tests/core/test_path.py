@@ -1,0 +1,93 @@
+"""The tables of docs/architecture.md name every function between a call and its kernel, and a call stays short."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import seqpar
+
+PACKAGE = Path(seqpar.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+ROW = re.compile(r"^\| \d+ \| \*?`([\w.]+)`\*? \| `([\w/.]+)` \|", re.MULTILINE)
+# The heading of each table, and how many of the package's functions a warm forward calls at most. Comprehensions and
+# lambdas are not counted.
+MOST_CALLS = {
+    "seqpar.ring_attention(q, k, v)": 185,
+    "seqpar.ulysses_attention(q, k, v)": 230,
+    'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 485,
+}
+
+
+def stops(heading: str) -> list[str]:
+    """The functions of a table, as ``file:function``."""
+    table = PAGE.split(f"### `{heading}`")[1].split("\n### ")[0].split("\nBackward runs")[0]
+    return [f"{file}:{name.split('.')[-1]}" for name, file in ROW.findall(table)]
+
+
+@contextmanager
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def profile(call: Callable[[], Any]) -> tuple[int, list[str], list[str]]:
+    """Of a warm call: the number of the package's functions, these in order, and the stack above the backend."""
+    calls: list[str] = []
+    stack: list[str] = []
+    to_backend: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if PACKAGE not in path.parents or name.startswith("<"):
+            return
+        if event == "call":
+            stack.append(f"{path.relative_to(PACKAGE).as_posix()}:{name}")
+            calls.append(stack[-1])
+            if stack[-1] == "kernels/cpu.py:forward" and not to_backend:
+                to_backend.extend(stack)
+        elif event == "return" and stack:
+            stack.pop()
+
+    for _ in range(3):
+        call()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(calls), calls, to_backend
+
+
+@pytest.mark.parametrize("heading", MOST_CALLS)
+def test_tables_list_the_path(heading: str) -> None:
+    with two_ranks(), torch.no_grad():
+        if "ParallelAttention" in heading:
+            mesh = seqpar.init_mesh(tp=2, device_type="cpu")
+            sharding = seqpar.Sharding(64, mesh=mesh, strategy="tp_sp")
+            layer: Any = seqpar.ParallelAttention(
+                "tp_sp", hidden_size=32, num_heads=4, mesh=mesh, rope=seqpar.RotaryEmbedding(8)
+            )
+            x = torch.randn(1, 32, 32)
+            number, calls, _ = profile(lambda: layer(x, sharding=sharding))
+            order = [calls.index(stop) for stop in stops(heading)]
+            assert order == sorted(order)
+        else:
+            name = "ring" if "ring" in heading else "ulysses"
+            sharding, q = seqpar.Sharding(64, "zigzag"), torch.randn(1, 32, 4, 16)
+            number, _, path = profile(lambda: seqpar.attention(q, q, q, strategy=name, sharding=sharding))
+            assert path == stops(heading)
+    assert number <= MOST_CALLS[heading]
