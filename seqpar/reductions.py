@@ -73,7 +73,7 @@ class _Use:
     whole: bool = False
     partial: bool = False
     unsharded: bool = False  # whether an ``unshard`` followed
-    tied: bool = False  # whether the parameter was used both before and after an ``unshard``
+    after: bool = False  # whether it was used after an ``unshard``, as far as the graph shows it
     wrapper: str = ""  # the wrapper whose factor its gradient has, although the wrapper does not hold it
 
 
@@ -187,7 +187,6 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
         boundary.backward, boundary.factor = task, factor
     unsharded = any(boundary.region == "partial" for boundary in boundaries)
     is_open = any(boundary.open for boundary in boundaries)
-    after = _used_after_unshard(ranks) if is_open and factor == 1 else set()
     # Gradients that a wrapper averages over the sequence never reach sync_gradients.
     wrapper = next((r.name for r in found), "") if factor > 1 else ""
     for leaf, region in leaves if _any_boundary[0] or wrapper else ():
@@ -196,8 +195,10 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
                 use = _use(p, ranks, task)
                 setattr(use, region, True)
                 use.unsharded |= unsharded
-                use.tied |= region == "partial" and id(leaf) in after
                 use.wrapper = use.wrapper or wrapper
+    for leaf in _used_after_unshard(ranks) if is_open and factor == 1 else ():
+        for p in owned.parameters.get(id(leaf), (leaf,)):
+            _use(p, ranks, task).after = True
     return found
 
 
@@ -205,8 +206,8 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
 _SUMS = ("AddBackward0", "SubBackward0", "MulBackward0", "DivBackward0", "NegBackward0")
 
 
-def _used_after_unshard(ranks: frozenset[int]) -> set[int]:
-    """The ``id`` of every leaf that the running backward's loss uses together with an output of ``unshard``.
+def _used_after_unshard(ranks: frozenset[int]) -> list[nn.Parameter]:
+    """The parameters that the running backward's loss uses together with an output of ``unshard``.
 
     A node of the graph does not know the nodes above it, so this starts at the tensors whose backward is running.
     """
@@ -247,7 +248,7 @@ def _used_after_unshard(ranks: frozenset[int]) -> set[int]:
         if node not in used and node not in cuts:
             used.add(node)
             starts += below[node]
-    return {id(node.variable) for node in used if hasattr(node, "variable")}
+    return [x for node in used if isinstance(x := getattr(node, "variable", None), nn.Parameter)]
 
 
 def _any_wrapper() -> str:
@@ -303,15 +304,9 @@ def gradient_kinds(
             ``unshard`` has no backward.
     """
     ranks = frozenset(dist.get_process_group_ranks(group))
-
-    def ranks_of_unshard() -> set[frozenset[int]]:
-        gradients = (uses for p, uses in _uses.items() if p.grad is not None)
-        return {over for uses in gradients for over, use in uses.items() if use.unsharded}
-
-    unsharded_over = ranks_of_unshard()
-    if any(over != ranks and over & ranks for over in unsharded_over):
-        gc.collect()  # a module that is no longer used
-        unsharded_over = ranks_of_unshard()
+    unsharded_over = {
+        over for p, uses in _uses.items() if p.grad is not None for over, use in uses.items() if use.unsharded
+    }
     kinds = []
     for name, p in named:
         uses = _uses.get(p, {}) if p.grad is not None else {}
@@ -322,13 +317,13 @@ def gradient_kinds(
                     f"ranks of the sequence, but {use.wrapper} does not hold it; wrap the model as a whole, and leave "
                     "sync_gradients out"
                 )
-        if any(use.tied for use in uses.values()):
+        if any(use.partial and use.after for use in uses.values()):
             raise ValueError(
                 f"{name}: used before unshard, where its gradient is a part of a sum, and after unshard, where its "
                 "gradient is whole; compute the loss from sharded tokens (token_loss), or wrap the model in DDP or "
                 "FSDP over the ranks of the sequence"
             )
-        whole_over = {over for over, use in uses.items() if use.whole} if uses else unsharded_over
+        whole_over = {over for over, use in uses.items() if use.whole or use.after} if uses else unsharded_over
         for over in whole_over - {ranks}:
             if len(over & ranks) > 1:
                 raise ValueError(
@@ -337,7 +332,7 @@ def gradient_kinds(
                 )
         use = uses.get(ranks, _Use())
         unclear = not uses and (ranks in whole_over or (frozen and ranks in _frozen))
-        kinds.append((use.whole, use.partial, unclear))
+        kinds.append((use.whole, use.partial, unclear or use.after))
     return kinds
 
 

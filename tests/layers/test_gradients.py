@@ -149,14 +149,14 @@ def sync_over_two_groups(group: ProcessGroup) -> Tensor:
     """One gradient, summed over the sequence and then over dp."""
     mesh = mesh_of(dp=2, ring=4, ulysses=1, tp=1)
     module = nn.Linear(2, 2, bias=False)
-    module.weight.grad = torch.ones(2, 2)
+    module.weight.grad = torch.full((2, 2), group.rank() + 1.0)
     seqpar.sync_gradients(module, mesh=mesh)
     seqpar.sync_gradients(module, group=mesh["dp"].get_group())
     return module.weight.grad
 
 
 def test_other_groups_may_follow(pool: Pool) -> None:
-    assert all(bool((grad == 8).all()) for grad in pool.run(8, sync_over_two_groups))
+    assert all(bool((grad == 36).all()) for grad in pool.run(8, sync_over_two_groups))
 
 
 def test_one_process_has_nothing_to_sum() -> None:
