@@ -324,7 +324,7 @@ def gradient_kinds(
                 "FSDP over the ranks of the sequence"
             )
         whole_over = {over for over, use in uses.items() if use.whole or use.after} if uses else unsharded_over
-        for over in whole_over - {ranks}:
+        for over in whole_over - {ranks} if uses else ():  # without uses, another model may have been unsharded
             if len(over & ranks) > 1:
                 raise ValueError(
                     f"{name}: shard or unshard was called for ranks {sorted(over)}, and sync_gradients for ranks "
