@@ -29,6 +29,7 @@ from .layers.factory import ParallelAttention
 from .mask import Mask
 from .mesh import init_mesh
 from .planner import Hardware, ModelShape, Plan, plan
+from .scaled_dot_product import replace_sdpa, sdpa
 from .sharding import Sharding, positions, shard, unshard
 from .strategies.checkpointing import keep_attention
 
@@ -95,7 +96,9 @@ __all__ = [
     "mask_planner",
     "plan",
     "positions",
+    "replace_sdpa",
     "ring_attention",
+    "sdpa",
     "shard",
     "sync_gradients",
     "token_loss",

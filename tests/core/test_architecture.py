@@ -25,7 +25,7 @@ FLOORS = (
         "triton_kernels",
     ),
     ("schedule", "comm", "kernels"),
-    ("strategies", "planner", "functional", "sharding", "spec"),
+    ("strategies", "planner", "functional", "scaled_dot_product", "sharding", "spec"),
     ("layers", "megatron"),
     ("hf", "cli"),
     ("peers",),

@@ -1,0 +1,248 @@
+"""PyTorch's scaled_dot_product_attention over a sharded sequence: as a function, and inside of existing models.
+
+Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of q and k, e head_dim of v.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from .checks import check_int
+from .functional import attention
+from .mask import Mask
+from .sharding import Sharding
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .kernels import BackendName
+    from .strategies import StrategyName, StrategyOptions
+
+    class SdpaOptions(StrategyOptions, total=False):
+        """The keyword arguments of ``attention`` that PyTorch's function does not have."""
+
+        strategy: StrategyName
+        softcap: float
+        sinks: Tensor | None
+        alibi_slopes: Tensor | None
+        deterministic: bool
+        backend: BackendName
+        dropout_seed: int | None
+
+
+_FULL, _CAUSAL = Mask.full(), Mask.causal()
+_original = F.scaled_dot_product_attention
+# PyTorch's functions that call it: attention, and a backward in which activation checkpointing computes it again.
+_CALLERS = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    sharding: Sharding,
+    mask: Mask | None = None,
+    **options: Unpack[SdpaOptions],
+) -> Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` of this rank's tokens over the tokens of all ranks.
+
+    It has PyTorch's arguments, order of dimensions and defaults, so without ``mask`` and ``is_causal`` every token sees
+    every token. ``seqpar.attention`` computes it, and documents gradients and dropout.
+
+    Args:
+        q: ``[batch, heads, seq, head_dim]``, this rank's tokens.
+        k: ``[batch, kv_heads, seq, head_dim]``, of the same tokens.
+        v: ``[batch, kv_heads, seq, v_head_dim]``, of the same tokens.
+        attn_mask: only None: a matrix over this rank's tokens cannot say what they see of the other ranks' tokens.
+        dropout_p: the probability of dropping an attention weight.
+        is_causal: whether ``mask`` is ``Mask.causal()``.
+        scale: a factor on the scores, ``head_dim ** -0.5`` by default.
+        enable_gqa: whether ``kv_heads`` may be smaller than ``heads``.
+        sharding: how the tokens are sharded.
+        mask: which keys each query sees, in positions of the full sequence; instead of ``is_causal``.
+        options: ``strategy`` ("ring" by default) and its options, and other keyword arguments of ``seqpar.attention``.
+
+    Returns:
+        ``[batch, heads, seq, v_head_dim]`` in q's dtype.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an ``attn_mask``, or both ``mask`` and ``is_causal``; or an argument that ``seqpar.attention``
+            refuses.
+    """
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding={sharding!r}: expected the seqpar.Sharding that the tokens were sharded with")
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask: a matrix over this rank's tokens cannot say which tokens of other ranks they see; leave it "
+            "out, and pass mask=, a seqpar.Mask in positions of the full sequence, such as Mask.causal(), "
+            "Mask.sliding_window(left), Mask.documents(cu_seqlens) or Mask.padding(left, right)"
+        )
+    if is_causal and mask is not None:
+        raise ValueError("is_causal=True and mask: expected one of them; pass mask & Mask.causal(), without is_causal")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: expected a tensor [batch, heads, seq, head_dim], got {shape}")
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        raise ValueError(f"q: {q.shape[1]} heads, but k has {k.shape[1]}; pass enable_gqa=True for grouped heads")
+    if mask is None:
+        mask = _CAUSAL if is_causal else _FULL
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, d], [b, s, n, d], [b, s, n, e]
+    out = attention(q, k, v, mask=mask, sharding=sharding, softmax_scale=scale, dropout_p=dropout_p, **options)
+    return out.transpose(1, 2)
+
+
+class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
+    """Inside the block, ``F.scaled_dot_product_attention`` is ``seqpar.sdpa``: models that call it need no change.
+
+    This covers every way to call the function, such as ``nn.MultiheadAttention``, and also compiled models. Calls of
+    other attention functions are not seen: FlashAttention, FlexAttention, or scores that a model multiplies by itself.
+    The model must take positions from ``sharding.positions()``, and what else mixes tokens (convolutions, pooling)
+    must not run inside the block.
+
+    Call ``backward`` inside the block as well if the model uses activation checkpointing, which calls attention again.
+
+    Args:
+        sharding: how the tokens are sharded.
+        mask: which keys each query sees, for all calls. By default, a call says ``is_causal`` or sees all tokens. With
+            a mask, ``is_causal=True`` restricts it to causal pairs.
+        whole_keys: the lengths of keys that every rank holds in full, such as the text of a cross-attention. PyTorch
+            computes attention over these keys on each rank.
+        options: as given to ``seqpar.sdpa``.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a length in ``whole_keys`` is also the number of tokens of a rank; or inside the block, a call that
+            ``seqpar.sdpa`` refuses, and a call with keys of another length than this rank's tokens.
+        RuntimeError: at the end of the block, if no attention over the sharded tokens was called in it.
+
+    Examples:
+        >>> sharding = Sharding(8)
+        >>> with replace_sdpa(sharding):
+        ...     y = F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 4), is_causal=True)
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        mask: Mask | None = None,
+        *,
+        whole_keys: Collection[int] = (),
+        **options: Unpack[SdpaOptions],
+    ) -> None:
+        super().__init__()
+        if not isinstance(sharding, Sharding):
+            raise TypeError(f"sharding={sharding!r}: expected the seqpar.Sharding that the tokens were sharded with")
+        if mask is not None and not isinstance(mask, Mask):
+            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
+        for length in whole_keys:
+            check_int("whole_keys", length, 1)
+        if shared := {*whole_keys} & {*sharding.lengths}:
+            raise ValueError(
+                f"whole_keys={sorted(shared)}: a rank holds as many tokens of the sequence, so keys of this length "
+                "could be either; pad the sequence or the other keys to another length"
+            )
+        self.sharding, self.options, self.whole_keys = sharding, options, tuple(whole_keys)
+        self.mask = _FULL if mask is None else mask
+        self.causal_mask = _CAUSAL if mask is None else mask & _CAUSAL
+        self.calls = 0
+
+    def __enter__(self) -> replace_sdpa:
+        self.calls = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, error: Any, *args: Any) -> None:
+        super().__exit__(error, *args)  # type: ignore[no-untyped-call]
+        if error is None and not self.calls:
+            raise RuntimeError(
+                "replace_sdpa: no F.scaled_dot_product_attention over the sharded tokens was called in the block, so "
+                "no token has seen another rank's tokens; the model computes attention in another way: select "
+                "its sdpa or 'native' attention, or call seqpar.attention in it"
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _original:
+            return self._attend(*args, **kwargs)
+        if func is Tensor.unflatten:  # torch.compile cannot trace the function itself here
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func not in _CALLERS:
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
+            raise ValueError(
+                "need_weights=True: nn.MultiheadAttention computes the weights of this rank's tokens only; call it "
+                "with need_weights=False"
+            )
+        # The mode is off in here.
+        with patch.object(F, "scaled_dot_product_attention", self._attend):
+            return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if key.shape[-2] in self.whole_keys:
+            if is_causal and query.shape[-2] != key.shape[-2]:
+                raise ValueError(
+                    f"is_causal=True: PyTorch would compare positions of {query.shape[-2]} sharded queries with "
+                    f"{key.shape[-2]} keys that are whole"
+                )
+            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if query.shape[-2] != key.shape[-2]:
+            raise ValueError(
+                f"{query.shape[-2]} queries and {key.shape[-2]} keys: expected this rank's tokens of both; if every "
+                f"rank holds all of these keys, as in a cross-attention, pass replace_sdpa whole_keys=[{key.shape[-2]}]"
+            )
+        _check_checkpoint()
+        self.calls += 1
+        mask = self.causal_mask if is_causal else self.mask
+        return sdpa(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            False,
+            scale,
+            enable_gqa,
+            sharding=self.sharding,
+            mask=mask,
+            **self.options,
+        )
+
+
+def _check_checkpoint() -> None:
+    """Raise in the forward of reentrant checkpointing. Its backward calls attention again, perhaps after the block, and
+    then with this rank's tokens alone. Other checkpointing notices that."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise ValueError("use_reentrant=True: inside replace_sdpa, pass torch.utils.checkpoint use_reentrant=False")
+        frame = frame.f_back
