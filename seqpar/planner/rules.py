@@ -11,8 +11,6 @@ up what the planner simulates (``layer.attention_seconds``) for 2 to 32 H100s an
   tokens of its ranks evenly.
 * Between hosts, a ring sends K/V once to each host, and an all-to-all sends queries and outputs too. These are no more
   bytes than K/V if there are as many KV heads as query heads, and many more with grouped heads.
-* The ranks of one host without GPUs copy messages in memory, which takes little time under every strategy. One kernel
-  over all tokens is faster there than the kernels of a ring, also under windows.
 
 All of these strategies need memory for a few shards of K/V at a time, so whichever is named, what fits under one fits
 under the others. An all-gather, which holds K/V of all ranks, is never named.
@@ -38,14 +36,14 @@ def named(
     if spec.strategy != "auto":
         return spec
     is_local = mask.is_local or (spec.layer_mask is not None and any(spec.layer_mask[1:]))
-    strategy, options = fastest(is_local, heads, kv_heads, layout, ranks, per_host, device)
+    strategy, options = fastest(is_local, heads, kv_heads, layout, ranks, per_host)
     if ranks > 1 and not torch.compiler.is_compiling():
         count_choice(strategy)
     return spec.having(strategy=strategy, strategy_options=constants(options))
 
 
 def fastest(
-    is_local: bool, heads: int, kv_heads: int, layout: Layout, ranks: int, per_host: int, device_type: str
+    is_local: bool, heads: int, kv_heads: int, layout: Layout, ranks: int, per_host: int
 ) -> tuple[StrategyName, StrategyOptions]:
     """The strategy that should be the fastest, and its options on a plain group.
 
@@ -56,13 +54,11 @@ def fastest(
         layout: how the tokens are sharded.
         ranks: the number of ranks that the sequence is sharded over.
         per_host: how many consecutive ranks share a host.
-        device_type: "cuda" or "cpu".
     """
     heads, kv_heads = index(heads), index(kv_heads)  # torch.compile may have turned them into variables
-    in_memory = device_type == "cpu" and per_host == ranks
-    if ranks == 1 or (is_local and layout != "striped" and not in_memory):
+    if ranks == 1 or (is_local and layout != "striped"):
         return "ring", {}
-    if ranks == 2 and layout != "contiguous" and not in_memory:
+    if ranks == 2 and layout != "contiguous":
         return "ring", {}  # one message, which overlaps with the rank's own keys
     costs = []
     for ulysses in range(1, min(ranks, heads) + 1):
