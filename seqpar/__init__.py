@@ -32,6 +32,7 @@ from .planner import Hardware, ModelShape, Plan, plan
 from .scaled_dot_product import replace_sdpa, sdpa
 from .sharding import Sharding, positions, shard, unshard
 from .strategies.checkpointing import keep_attention
+from .verification import VerificationError, verify
 
 if TYPE_CHECKING:
     from .megatron import (
@@ -84,6 +85,7 @@ __all__ = [
     "Sharding",
     "Trace",
     "UlyssesAttention",
+    "VerificationError",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "attention",
@@ -105,5 +107,6 @@ __all__ = [
     "trace",
     "ulysses_attention",
     "unshard",
+    "verify",
     "vocab_parallel_cross_entropy",
 ]

@@ -505,6 +505,10 @@ def positions(
     return sharding.positions()
 
 
+class OtherRowsError(ValueError):
+    """The ranks that share a sequence were about to shard different tensors."""
+
+
 class _FullHeader(NamedTuple):
     """A checksum of a tensor that every rank holds in full."""
 
@@ -546,7 +550,7 @@ def _compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None) ->
 
     contents = [header.content for header in all_gather_header(header, group)]
     if other := [rank for rank, content in enumerate(contents) if content != contents[0]]:
-        raise ValueError(
+        raise OtherRowsError(
             f"x: rank(s) {other} of the {len(contents)} ranks that share the sequence hold another tensor than rank 0; "
             "give all of them the same rows. Usually a sampler has dealt the rows to all ranks: in a data loader, use "
             "DistributedSampler(dataset, num_replicas=dp, rank=dp_rank), with the size of the mesh's dp dimension and "

@@ -27,7 +27,7 @@ FLOORS = (
     ),
     ("schedule", "comm", "kernels"),
     ("strategies", "planner", "functional", "scaled_dot_product", "sharding", "spec"),
-    ("layers", "megatron"),
+    ("layers", "megatron", "verification"),
     ("hf", "cli"),
     ("peers",),
 )

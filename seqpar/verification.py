@@ -1,0 +1,371 @@
+"""``seqpar.verify``: one training step of any model, sharded and on one device, and what a difference means."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from .checks import check_number
+from .layers import AttentionLayer
+from .mesh import check_mesh_and_group, size_of
+from .sharding import OtherRowsError, Sharding
+
+# The largest error that counts as equal, relative to the norm of one device's tensor.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_OF_LOSS = 1e-2  # a loss is a mean over all tokens, whose error is so much smaller
+# What wrappers add to the names of parameters.
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_SHOWN = 8
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class GradientDifference:
+    """The gradient of a parameter that differs from one device's.
+
+    Attributes:
+        name: the parameter, without the prefixes of wrappers.
+        error: the norm of the difference, relative to the norm of one device's gradient; on the worst rank.
+        ratio: by which factor one device's gradient comes closest to it.
+        parallel: whether it is one device's gradient times ``ratio``.
+    """
+
+    name: str
+    error: float
+    ratio: float
+    parallel: bool
+
+    def __str__(self) -> str:
+        times = f", {self.ratio:.4g} times one device's" if self.parallel else ""
+        return f"gradient of {self.name}: error {self.error:.2g}{times}"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What ``verify`` returns, the same on every rank.
+
+    Attributes:
+        loss: what ``step`` returned, on the first rank that differs.
+        expected_loss: what ``reference`` returned.
+        gradients: the gradients that differ, those with the largest error first.
+        compared: the number of parameters whose gradients were compared.
+        ranks: the number of ranks.
+        tolerance: the largest error that counts as equal.
+        causes: what the differences have in common, and the probable cause.
+    """
+
+    loss: float
+    expected_loss: float
+    gradients: tuple[GradientDifference, ...]
+    compared: int
+    ranks: int
+    tolerance: float
+    causes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the loss and every gradient are one device's."""
+        return not self.gradients and not self.causes and self._same_loss
+
+    @property
+    def _same_loss(self) -> bool:
+        return _same_loss(self.loss, self.expected_loss, self.tolerance)
+
+    def __str__(self) -> str:
+        losses = f"loss {self.loss:.6f} (one device {self.expected_loss:.6f})"
+        if self.ok:
+            return f"seqpar.verify: equal to one device on {self.ranks} rank(s): {losses}, {self.compared} gradients"
+        rest = [f"... and {len(self.gradients) - _SHOWN} more gradients"] if len(self.gradients) > _SHOWN else []
+        first = f"seqpar.verify: not what one device computes, on {self.ranks} rank(s): {losses}"
+        shown = [*self.causes, *(f"  {x}" for x in self.gradients[:_SHOWN]), *rest]
+        return "\n".join([first, *shown, f"(tolerance {self.tolerance:.0e}, {self.compared} gradients compared)"])
+
+
+class VerificationError(AssertionError):
+    """A sharded model does not compute what one device would.
+
+    Attributes:
+        report: what ``verify`` would have returned.
+    """
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+def verify(
+    model: nn.Module,
+    step: Step,
+    reference: Step,
+    *,
+    reference_model: nn.Module | None = None,
+    tolerance: float | None = None,
+    raise_on_error: bool = False,
+    group: ProcessGroup | None = None,
+) -> StepReport:
+    """Compare the loss and every gradient of one training step with one device's.
+
+    All ranks call it together, before or during training. The gradients, buffers, modes and random state of the model
+    are afterwards what they were. Dropout is off inside of it.
+
+    Args:
+        model: the model that ``step`` trains; DDP, FSDP or ``fully_shard`` may wrap it.
+        step: ``step()`` or ``step(model)``: the sharded training step up to the optimizer: forward, backward, and
+            ``sync_gradients`` if the training uses it. It returns the loss.
+        reference: ``reference()`` or ``reference(model)``: forward and backward of the same rows on one device, without
+            sharding. Every rank computes it by itself, of the rows of all ranks. It returns the loss. Wrappers may
+            average its gradients, which are equal on all ranks.
+        reference_model: the model that ``reference`` trains, if it is another one, such as the same weights in layers
+            with ``strategy="local"`` for a model with tensor-parallel layers. The names of the parameters are compared.
+        tolerance: the largest error that counts as equal, relative to the norm of one device's tensor. By default 1e-6
+            for float64, 1e-3 for float32, 2e-2 for float16 and 1e-1 for bfloat16, of the parameters' lowest precision.
+        raise_on_error: whether to raise an error instead of returning a report that is not ``ok``.
+        group: the ranks that train together. By default all ranks.
+
+    Returns:
+        The report: ``report.ok``, and ``str(report)`` with the differences and their probable cause.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        VerificationError: with ``raise_on_error``, the step is not what one device computes.
+
+    Examples:
+        >>> model, x = nn.Linear(4, 1), torch.ones(1, 8, 4)
+        >>> def step() -> Tensor:
+        ...     loss = model(x).square().mean()
+        ...     loss.backward()
+        ...     return loss
+        >>> verify(model, step, step).ok
+        True
+    """
+    for name, module in (("model", model), ("reference_model", reference_model or model)):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{name}={type(module).__name__}: expected a torch.nn.Module")
+    for name, function in (("step", step), ("reference", reference)):
+        if not callable(function):
+            raise TypeError(f"{name}={function!r}: expected a function that returns the loss after its backward")
+    if tolerance is None:
+        dtypes = {p.dtype for p in model.parameters()} & TOLERANCE.keys()
+        tolerance = max((TOLERANCE[dtype] for dtype in dtypes), default=TOLERANCE[torch.float32])
+    check_mesh_and_group(None, group)
+    group = group or dist.group.WORLD
+    tolerance = check_number("tolerance", tolerance)
+    report = _compare(model, step, reference, reference_model or model, tolerance, group)
+    if raise_on_error and not report.ok:
+        raise VerificationError(report)
+    return report
+
+
+def _same_loss(loss: float, expected: float, tolerance: float) -> bool:
+    return abs(loss - expected) <= _OF_LOSS * tolerance * abs(expected)
+
+
+def _compare(
+    model: nn.Module,
+    step: Step,
+    reference: Step,
+    reference_model: nn.Module,
+    tolerance: float,
+    group: ProcessGroup | None,
+) -> StepReport:
+    with _unchanged(model), _unchanged(reference_model):
+        expected_loss, expected = _run(reference, reference_model)
+        ranks = size_of(group)
+        references = _gather(expected_loss, group)
+        expected_loss = references[0]
+        causes = []
+        unlike = [i for i, x in enumerate(references) if not _same_loss(x, references[0], tolerance)]
+        if unlike:
+            other = unlike[0]
+            causes.append(
+                f"the ranks hold different rows (or weights): the reference's loss is {references[0]:.6f} on rank 0, "
+                f"{references[other]:.6f} on rank {other}; deal rows by dp rank: DistributedSampler(dataset, "
+                "num_replicas=dp, rank=dp_rank); with dp > 1 the reference takes the rows of all replicas"
+            )
+        asked: list[Any] = []
+        try:
+            with _watching(asked):
+                loss, actual = _run(step, model)
+        except OtherRowsError as error:
+            causes = causes or [f"the ranks hold different rows: {error}"]
+            return StepReport(float("nan"), expected_loss, (), 0, ranks, tolerance, tuple(causes))
+    if missing := actual.keys() ^ expected.keys():
+        causes.append(f"only one of the models has a gradient for {', '.join(sorted(missing)[:_SHOWN])}")
+    names = [name for name in actual if name in expected]
+    numbers = torch.stack([_numbers(actual[x], expected[x], group) for x in names]) if names else torch.zeros(0, 5)
+    by_rank = _gather((loss, numbers), group)
+    loss = max((x for x, _ in by_rank), key=lambda x: abs(x - expected_loss))
+    stats = torch.stack([x for _, x in by_rank])  # [ranks, parameters, 5]
+    differences = [_difference(name, stats[:, i], tolerance) for i, name in enumerate(names)]
+    found = tuple(sorted((x for x in differences if x.error > tolerance), key=lambda x: -x.error))
+    if not causes and (found or not _same_loss(loss, expected_loss, tolerance)):
+        summed = all(_error(*row[[3, 1, 4]].tolist()) <= tolerance for row in stats[0]) and len(names) > 0
+        causes = _causes(differences, found, summed, bool(asked), ranks, tolerance)
+    return StepReport(loss, expected_loss, found, len(names), ranks, tolerance, tuple(causes))
+
+
+def _causes(
+    differences: Sequence[GradientDifference],
+    found: Sequence[GradientDifference],
+    summed: bool,
+    asked: bool,
+    ranks: int,
+    tolerance: float,
+) -> list[str]:
+    """What the differences have in common. ``summed``: whether the sum over all ranks is one device's gradient;
+    ``asked``: whether the step asked for positions."""
+    if found and all(x.parallel for x in differences):
+        factors = {_factor(x.ratio, ranks, tolerance) for x in found}
+        names = "every gradient" if len(found) == len(differences) else "some gradients"
+        if len(factors) == 1 and (n := factors.pop()) > 1:
+            if len(found) < len(differences):
+                return [
+                    f"some gradients are {n:g} times one device's: their parameters are used before shard or after "
+                    "unshard, where each rank has the whole gradient, and were summed like the others; sum with "
+                    "seqpar.sync_gradients(model), which averages these, not with an all-reduce"
+                ]
+            return [
+                f"every gradient is {n:g} times one device's: {n:g} ranks were summed where their mean was due; take "
+                "the loss from seqpar.token_loss, whose backward is this rank's share, not from the mean of this "
+                "rank's tokens; and pass gradients='mean' only where a wrapper averages"
+            ]
+        if n and n < 1:
+            return [
+                f"{names}: 1/{1 / n:g} of one device's: DDP or FSDP averages over {1 / n:g} ranks that each have a "
+                "share of the loss; take the loss from seqpar.token_loss with gradients='auto' or 'mean', inside the "
+                "wrapper, or multiply it by the number of ranks"
+            ]
+    if summed and found:
+        return [
+            "every rank has a part of the gradient, and their sum is one device's: call seqpar.sync_gradients(model) "
+            "after backward, or wrap the model in DDP or FSDP over the ranks of the sequence"
+        ]
+    times = median(x.ratio for x in differences) if differences else 1.0
+    if _factor(times, ranks, 0.1) > 1:
+        return [
+            f"the gradients are about {times:.2g} times one device's: each rank's loss is the mean over its own "
+            "tokens, and the ranks have different numbers of labels; take the loss from seqpar.token_loss"
+        ]
+    positions = (
+        "positions: the step did not ask for sharding.positions(); position embeddings and rotary angles must take "
+        "them instead of arange(seq_local)"
+        if not asked
+        else "positions, where the model takes them from elsewhere than sharding.positions()"
+    )
+    others = "labels that were shifted after they were sharded; another mask; tokens mixed by something that is not"
+    return [f"the loss or the gradients are another function's. Look at {positions}; {others} attention"]
+
+
+def _factor(ratio: float, ranks: int, tolerance: float) -> float:
+    """``n`` or ``1/n`` for a ratio near it, with n a divisor of the number of ranks; 0 for another one."""
+    for n in range(2, ranks + 1):
+        for factor in (float(n), 1 / n):
+            if ranks % n == 0 and abs(ratio / factor - 1) <= 2 * tolerance:
+                return factor
+    return 0.0
+
+
+def _difference(name: str, rows: Tensor, tolerance: float) -> GradientDifference:
+    """``rows [ranks, 5]``: the numbers of a parameter on each rank."""
+    errors, ratios, parallel = [], [], True
+    for aa, ee, ae, _, _ in rows.tolist():
+        errors.append(_error(aa, ee, ae))
+        ratios.append(ae / ee if ee else float("inf"))
+        parallel &= ee > 0 and aa - ae * ae / ee <= (tolerance * ratios[-1]) ** 2 * ee
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    same = max(ratios) - min(ratios) <= tolerance * abs(ratios[0])
+    return GradientDifference(name, errors[worst], ratios[worst], parallel and same)
+
+
+def _error(aa: float, ee: float, ae: float) -> float:
+    """The norm of a - e, relative to the norm of e."""
+    return math.sqrt(max(0.0, aa - 2 * ae + ee) / (ee or 1.0))
+
+
+def _numbers(actual: Tensor, expected: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The products a·a, e·e and a·e, and with s, the sum of ``a`` over the ranks, s·s and s·e: float64 ``[5]``."""
+    total = actual.clone()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    a, e, s = (x.double().flatten() for x in (actual, expected, total))
+    return torch.stack([a @ a, e @ e, a @ e, s @ s, s @ e]).cpu()
+
+
+def _run(step: Step, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+    """The loss that a step returns, and the full gradient of each parameter that has one."""
+    parameters = inspect.signature(step).parameters.values()
+    takes_model = any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+    )
+    for p in model.parameters():
+        p.grad = None
+    loss = step(model) if takes_model else step()
+    if not isinstance(loss, (int, float)) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+        raise TypeError(f"{getattr(step, '__name__', 'step')}: returned {type(loss).__name__}; expected the loss")
+    gradients = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            for prefix in _WRAPPERS:
+                name = name.replace(prefix, "")
+            full = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            gradients[name] = full.detach().clone()
+    return float(loss.detach() if isinstance(loss, Tensor) else loss), gradients
+
+
+def _gather(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Every rank's value, by rank."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+@contextmanager
+def _watching(asked: list[Any]) -> Iterator[None]:
+    """Inside the block, the ranks compare what they shard, and ``asked`` notes that positions are asked for."""
+    positions = Sharding.positions
+
+    def noted(sharding: Sharding) -> Tensor:
+        asked.append(sharding)
+        return positions(sharding)
+
+    with patch.object(Sharding, "positions", noted), patch.dict(os.environ, SEQPAR_CHECK="1"):
+        yield
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Dropout is off inside the block; afterwards gradients, buffers, modes and random states are as before."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    random = (_DropoutNd, nn.MultiheadAttention, AttentionLayer)
+    modes = [(m, m.training) for m in model.modules() if isinstance(m, random)]
+    try:
+        with torch.random.fork_rng():
+            for module, _ in modes:
+                module.training = False
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for p, gradient in gradients:
+            p.grad = gradient

@@ -1,0 +1,166 @@
+"""``seqpar.verify`` finds no fault in right training steps, and names the planted mistakes of wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import seqpar
+from seqpar import Mask
+
+from ..pool import Pool, on_ranks
+
+TOKENS, VOCABULARY = 24, 11
+
+
+class Decoder(nn.Module):
+    """Embeddings of tokens and positions, one attention, one head; labels of -100 do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, 16), nn.Embedding(TOKENS, 16)
+        self.stem, self.qkv, self.head = nn.Linear(16, 16), nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor, positions: Tensor, sharding: Any = None, shards_after_stem: bool = False) -> Tensor:
+        x = self.dropout(self.stem(self.tokens(ids) + self.positions(positions)))
+        if shards_after_stem:
+            x = sharding.shard(x)
+        q, k, v = self.qkv(x).unflatten(2, (3, 2, 8)).unbind(2)
+        strategy: Any = "local" if sharding is None else "ring"
+        attended = seqpar.attention(q, k, v, strategy=strategy, mask=Mask.causal(), sharding=sharding)
+        logits: Tensor = self.head(x + attended.flatten(2))
+        return logits
+
+
+class Run:
+    """One case on one rank: the model, its rows, and the training step with at most one mistake."""
+
+    def __init__(self, group: ProcessGroup, seed: int, mistake: str) -> None:
+        torch.manual_seed(seed)
+        self.mistake, self.group = mistake, group
+        self.sharding = seqpar.Sharding(TOKENS, "zigzag", group=group)
+        self.plain = Decoder()
+        self.model: nn.Module = self.plain
+        if mistake == "rows":
+            torch.manual_seed(seed + 1 + group.rank())
+        self.ids = torch.randint(VOCABULARY, (2, TOKENS))
+        self.labels = self.ids.roll(-1, 1)
+        self.labels[:, -1] = -100
+        if mistake == "uneven":
+            self.labels[:, 12:18] = -100  # held by rank 1
+
+    def losses(self, logits: Tensor, labels: Tensor, reduction: str = "none") -> Tensor:
+        return F.cross_entropy(logits.mT, labels, reduction=reduction)
+
+    def reference(self) -> Tensor:
+        loss = self.losses(self.model(self.ids, torch.arange(TOKENS)), self.labels, "mean")
+        loss.backward()
+        return loss
+
+    def step(self) -> Tensor:
+        sharding, mistake, stem = self.sharding, self.mistake, "stem" in self.mistake
+        labels = sharding.shard(self.labels)
+        ids, positions = self.ids, torch.arange(TOKENS)
+        if not stem:
+            ids = sharding.shard(ids)
+            positions = torch.arange(len(ids[0])) if mistake == "positions" else sharding.positions()
+        if mistake == "labels":
+            labels = ids.roll(-1, 1)
+        logits = self.model(ids, positions, sharding, stem)
+        gradients: Any = "sum" if mistake == "averaged" else "auto"
+        if mistake in ("local mean", "uneven"):
+            loss = self.losses(logits, labels, "mean")
+        else:
+            loss = seqpar.token_loss(self.losses(logits, labels), labels, sharding=sharding, gradients=gradients)
+        loss.backward()
+        if mistake == "stem summed":
+            for p in self.model.parameters():
+                dist.all_reduce(p.grad, group=self.group)
+        elif mistake != "not summed" and self.model is self.plain and not isinstance(self.model, dist.fsdp.FSDPModule):
+            seqpar.sync_gradients(self.model, group=self.group)
+        return loss
+
+
+# What str(report) says of each mistake, and which gradients it names.
+MISTAKES = {
+    "averaged": "1/2 of one device's: DDP or FSDP averages over 2 ranks",
+    "not summed": "call seqpar.sync_gradients",
+    "local mean": "take the loss from seqpar.token_loss",
+    "uneven": "the ranks have different numbers of labels",
+    "stem summed": "used before shard",
+    "rows": "the ranks hold different rows",
+    "positions": "positions: the step did not",
+    "labels": "labels that were shifted after",
+}
+
+
+@on_ranks
+def reports(group: ProcessGroup, seed: int) -> dict[str, tuple[bool, str]]:
+    found = {}
+    for name in ("", "stem", "DDP", "FSDP2", *MISTAKES):
+        run = Run(group, seed, name)
+        if name in ("DDP", "averaged"):
+            run.model = DistributedDataParallel(run.plain, process_group=group)
+        if name == "FSDP2":
+            fully_shard(run.plain, mesh=init_device_mesh("cpu", (group.size(),)))
+        before = [p.grad for p in run.plain.parameters()]
+        report = seqpar.verify(run.model, run.step, run.reference, group=group)
+        assert before == [p.grad for p in run.plain.parameters()]
+        assert run.plain.dropout.training
+        found[name] = report.ok, str(report)
+    return found
+
+
+def test_right_steps_and_planted_mistakes(pool: Pool) -> None:
+    by_rank = pool.run(2, reports, torch.seed() % 2**31)
+    assert by_rank[0] == by_rank[1]  # the report is the same on every rank
+    for name, (ok, text) in by_rank[0].items():
+        if name in MISTAKES:
+            assert not ok and MISTAKES[name] in text, (name, text)
+        else:
+            assert ok and "equal to one device" in text, (name, text)
+    assert "gradient of stem.weight" in by_rank[0]["stem summed"][1]
+    assert "gradient of head.weight" not in by_rank[0]["stem summed"][1]
+
+
+def test_another_model_as_reference_and_the_error() -> None:
+    """``step`` may take the model; with ``raise_on_error`` the report is the error's."""
+
+    def step(factor: float) -> Callable[[nn.Module], Tensor]:
+        def run(model: nn.Module) -> Tensor:
+            loss: Tensor = model(torch.ones(2, 4)).square().mean() * factor
+            loss.backward()
+            return loss
+
+        return run
+
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    other.load_state_dict(model.state_dict())
+    assert seqpar.verify(model, step(1.0), step(1.0), reference_model=other).ok
+    with pytest.raises(seqpar.VerificationError, match="not what one device computes") as error:
+        seqpar.verify(model, step(1.5), step(1.0), reference_model=other, raise_on_error=True)
+    assert {x.name for x in error.value.report.gradients} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": 3}, "model=int"),
+        ({"step": 3}, "step=3: expected a function"),
+        ({"reference": lambda: None}, "returned NoneType; expected the loss"),
+        ({"tolerance": "x"}, "tolerance"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        seqpar.verify(**{"model": nn.Linear(1, 1), "step": lambda: 1.0, "reference": lambda: 1.0, **arguments})
