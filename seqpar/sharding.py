@@ -345,7 +345,7 @@ def shard(
     """
     if sharding is None:
         axis = _check_dim("x", x, dim)
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
         sharding = Sharding(x.shape[axis], layout, mesh=mesh, group=group, strategy=strategy)
     else:
         check_sharding(sharding)
@@ -393,7 +393,7 @@ def unshard(
         return sharding.unshard(x_local, dim)
     sequence = resolve_sequence_group(mesh, group, strategy)
     with propagate_errors(sequence):
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
 
     def header() -> _ShardHeader:
         axis = _check_dim("x_local", x_local, dim)  # if it raises, all ranks raise
@@ -442,7 +442,7 @@ def positions(
     if sharding is None:
         if seq_len is None:
             raise TypeError("seq_len=None: expected the length of the full sequence, or a sharding")
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
     else:
         check_sharding(sharding)
@@ -517,7 +517,7 @@ def resolve_sequence_group(
     return sequence_group(mesh, group, strategy)
 
 
-def _layout_of(
+def layout_of(
     layout: Layout | None, mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None
 ) -> Layout:
     """``layout``, as ``shard`` takes it."""

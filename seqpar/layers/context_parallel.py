@@ -12,27 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checks import check_choice, check_hidden
-from ..layout import Layout
+from ..checks import check_choice
 from ..mask import Mask
-from ..mesh import AttentionGroups, rank_in
-from ..spec import AttentionSpec
+from ..sharding import Sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient
-from ..strategies.gathered_activations import (
-    GATHERS,
-    FinishKeys,
-    Gather,
-    GatheredAttention,
-    start_gather,
+from ..strategies.gathered_activations import GATHERS, FinishKeys, Gather, GatheredAttention, start_gather
+from ..strategies.operators import draw_seed, positions_op, seen_by_dispatch_mode
+from ..strategies.tensor_operators import (
+    ChunkOptions,
+    ShardedTokens,
+    all_gather_positions,
+    chunks_of,
+    gather_and_project,
 )
-from ..strategies.operators import (
-    make_call,
-    positions_op,
-    seen_by_dispatch_mode,
-)
-from ..strategies.sequence_chunks import SequenceChunks
-from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, all_gather_positions, gather_and_project
-from .attention import AttentionLayer, LayerCall
+from .attention import AttentionLayer, normalized
 from .rotary import rotate
 
 
@@ -74,19 +67,10 @@ class ContextParallelAttention(AttentionLayer):
                 )
         self.gather: Gather = gather
         super().__init__(*args, **options)
+        self.spec = self.spec.having(replicated=gather == "activations")
 
-    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
-        return (*super()._constants(groups, layout, dropout_p), self.gather)
-
-    def _spec(self, dropout_p: float, draws_seed: bool = False) -> AttentionSpec:
-        return super()._spec(dropout_p, draws_seed).having(replicated=self.gather == "activations")
-
-    def _check_input(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None) -> None:
-        super()._check_input(x, mask, positions, seq_len)
-        self._check_projections()
-
-    def _check_projections(self) -> None:
-        """Raise if keys and values cannot be computed from the weights of their projections."""
+    def _check_input(self, x: Tensor, mask: Mask, positions: Tensor | None, sharding: Sharding | None = None) -> None:
+        super()._check_input(x, mask, positions, sharding)
         if self.gather == "kv":
             return
         for name, plain in (("k_proj", nn.Linear), ("v_proj", nn.Linear), ("k_norm", nn.RMSNorm)):
@@ -98,66 +82,46 @@ class ContextParallelAttention(AttentionLayer):
                     "gather='kv'"
                 )
 
-    def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
-        sequence, group = call.sequence, call.groups.sequence
-        if self.gather == "kv" or sequence.ring == 1:
-            return super()._compute(x, call)
-        hidden, k_weight, v_weight = to_autocast_dtype(x, self.k_proj.weight, self.v_proj.weight)
-        chunks = SequenceChunks.of_context(group, sequence, x.device)
-        hidden = (with_gradient(hidden) if call.joins_backward else hidden).contiguous()
-        q_positions, k_positions = call.positions, call.positions
+    def _compute(
+        self, x: Tensor, mask: Mask, sharding: Sharding, positions: Tensor | None, joins_backward: bool = True
+    ) -> Tensor:
+        if self.gather == "kv":
+            return super()._compute(x, mask, sharding, positions, joins_backward)
+        self._check_input(x, mask, positions, sharding)
+        ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
+        tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", spec))
+        length = self._rotary_length(x, positions, sharding)
+        q_positions, k_positions = positions, positions
         if self.rope is not None:
-            if call.positions is None:
-                q_positions = sequence.rank_positions(rank_in(group), x.device)
-                k_positions = sequence.together().rank_positions(0, x.device)
+            if positions is None:
+                q_positions = positions_op(x, sharding, ranks, spec.having(replicated=False))
+                k_positions = positions_op(x, sharding, ranks, spec)
             else:
-                k_positions = chunks.all_gather(torch.atleast_2d(call.positions))
-        finish, parameters = self._finish_keys(hidden.dtype, x.device, k_positions, call.rotary_length)
-        if seen_by_dispatch_mode():  # the mode must see the projections and attention as separate operators
-            options = ChunkOptions("ring", call.spec)
-            tokens = ShardedTokens(x.shape[1], call.sharding, self._parallel_context, options)
-            k, v = finish(*gather_and_project(hidden, [k_weight, v_weight], tokens), *parameters)
-            out = self._attend(self._queries(x, q_positions, call.rotary_length), k, v, call)
-        else:
-            arriving = start_gather(hidden.detach(), chunks)
-            q = self._queries(x, q_positions, call.rotary_length)
-            attention_call = make_call(
-                self.head_dim, self._heads, self.sinks, None, call.seed, call.mask, call.groups, sequence, call.spec
-            )
-            tensors = q, hidden, k_weight, v_weight, self.sinks
-            out = GatheredAttention.apply(*tensors, arriving, chunks, finish, attention_call, *parameters)
+                k_positions = all_gather_positions(positions, *tokens[1:])
+        weights = self.k_proj.weight, self.v_proj.weight
+        hidden, *cast_weights = to_autocast_dtype(x, *weights)
+        finish, parameters = self._finish_keys(hidden.dtype, x.device, k_positions, length)
+        if torch.compiler.is_compiling() or seen_by_dispatch_mode():  # which see the projections and attention
+            k, v = finish(*gather_and_project(x, weights, tokens), *parameters)
+            out = self._attend(self._queries(x, q_positions, length), k, v, mask, sharding, spec, joins_backward)
+            return self._output(out, None)
+        hidden = (with_gradient(hidden) if joins_backward else hidden).contiguous()
+        chunks = chunks_of(*tokens, x.device)
+        arriving = start_gather(hidden.detach(), chunks)
+        q = self._queries(x, q_positions, length)
+        seed = draw_seed() if spec.draws_seed else None
+        constants = arriving, chunks, finish, (spec, mask, sharding, ranks)
+        out = GatheredAttention.apply(q, hidden, *cast_weights, self.sinks, seed, *constants, *parameters)
         return self._output(out.flatten(2), None)
 
-    def _traced(self, x: Tensor, mask: Mask, sharding: Any, positions: Tensor | None) -> Tensor:
-        if self.gather == "kv":
-            return super()._traced(x, mask, sharding, positions)
-        check_hidden(x, self.hidden_size, self.q_proj)
-        self._check_projections()
-        ranks, spec = self._parallel_context, self._traced_spec()
-        length = self._traced_length(x, positions, sharding)
-        chunks = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", spec))
-        q_positions, k_positions = positions, positions
-        if self.rope is not None and positions is not None:  # before the projections, as eager code sends them
-            k_positions = all_gather_positions(positions, *chunks[1:])
-        k, v = gather_and_project(x, [self.k_proj.weight, self.v_proj.weight], chunks)
-        if self.rope is not None and positions is None:
-            q_positions = positions_op(x, sharding, ranks, spec.having(replicated=False))
-            k_positions = positions_op(k, sharding, ranks, spec)
-        finish, parameters = self._finish_keys(k.dtype, x.device, k_positions, length)
-        k, v = finish(k, v, *parameters)
-        q = self._queries(x, q_positions, length)
-        return self._output(self._traced_attention(q, k, v, mask, sharding, spec).flatten(2), None)
-
-    def _queries(self, x: Tensor, positions: Tensor | None, length: int | Tensor | None) -> Tensor:
+    def _queries(self, x: Tensor, positions: Tensor | None, length: Tensor | None) -> Tensor:
         """The queries ``[b, s, h, d]`` of this rank's tokens ``x [b, s, hidden]``."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
-            q = self.q_norm(q.to(self.q_norm.weight.dtype)).to(q.dtype)
+        q = normalized(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), self.q_norm)
         table = self._rotary_table(positions, q.dtype, q.device, length)
         return q if table is None else rotate(q, *table)
 
     def _rotary_table(
-        self, positions: Tensor | None, dtype: torch.dtype, device: torch.device, length: int | Tensor | None
+        self, positions: Tensor | None, dtype: torch.dtype, device: torch.device, length: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         """Cosine and sine at ``positions [s]`` or ``[b, s]`` for tensors of ``dtype``; None without rotation."""
         if self.rope is None:
@@ -166,7 +130,7 @@ class ContextParallelAttention(AttentionLayer):
         return self.rope.cos_sin(positions, torch.promote_types(dtype, torch.float32), device, length)
 
     def _finish_keys(
-        self, dtype: torch.dtype, device: torch.device, positions: Tensor | None, length: int | Tensor | None
+        self, dtype: torch.dtype, device: torch.device, positions: Tensor | None, length: Tensor | None
     ) -> tuple[FinishKeys, list[Tensor]]:
         """A function that turns projections without biases into keys and values at ``positions [t]`` or ``[b, t]``, and
         the parameters to pass to it."""

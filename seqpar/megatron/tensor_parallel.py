@@ -23,11 +23,12 @@ from ..checks import check_choice, check_hidden, check_int, check_options, no_co
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
 from ..layers.attention import NORM_EPS, AttentionLayer
-from ..layout import Layout
-from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
+from ..mesh import ParallelContext, context_group, rank_in, size_of
 from ..sharding import Sharding, check_sharding
+from ..spec import AttentionSpec
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
+from ..strategies.operators import placement
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
 from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
@@ -76,17 +77,22 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
             check_choice("context", context, [name for name in STRATEGIES if name not in ("local", "auto")])
             if mesh is None or mesh.ndim == 1:
                 raise ValueError(f"context={context!r}: it needs a mesh with ring or ulysses beside tp; see init_mesh")
+        one_rank = _default_context(mesh) == "local"
         self.context = context or _default_context(mesh)
-        self._context_is_one_rank = _default_context(mesh) == "local"
-        self.overlap = overlap
+        self.overlap: Overlap = overlap
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
-        self._groups()  # raises here, not at the first forward
+        if one_rank and mesh is not None:  # the options are checked here; nothing is sent over the one rank
+            resolve(self.context, None, context_group(mesh), self.strategy_options)
+        strategy, heads = "local" if one_rank else self.context, self._heads
+        self.spec = self.spec.having(strategy=strategy, tensor_parallel=True, first_head=heads.queries.start)
+        ranks = Sharding(0, mesh=mesh, group=group, strategy="tp_sp")
+        placement(ranks, self._parallel_context, self.spec)  # raises here, not at the first forward
 
-    def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
+    def _build(self, bias: bool, out_bias: bool, qk_norm: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
         self._tensor_ranks = size_of(ranks.tensor)
         by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
-        local = self._local_heads = by_rank[rank_in(ranks.tensor)]
+        local = self._heads = by_rank[rank_in(ranks.tensor)]
 
         def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | Part:
             """How a weight with ``rows`` rows of each of ``heads`` is distributed along ``dim``."""
@@ -102,59 +108,25 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, local.queries))
         self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
         self.distribute(ranks, sinks=split(0, self.num_heads, local.queries, 1))
-
-    def _norm(self, factory_kwargs: dict[str, Any]) -> nn.RMSNorm:
-        return ReplicatedNorm(self.head_dim, self._parallel_context, eps=NORM_EPS, **factory_kwargs)
-
-    @property
-    def _local_sinks(self) -> Tensor | None:
-        sinks: Tensor | None = self.local_weight("sinks")
-        return sinks
-
-    @property
-    def _heads(self) -> Heads:
-        return self._local_heads
-
-    @property
-    def _attention_strategy(self) -> str:
-        return "local" if self._context_is_one_rank else self.context
-
-    @property
-    def _tensor_size(self) -> int:
-        return self._tensor_ranks
+        norm = partial(ReplicatedNorm, d, ranks, eps=NORM_EPS, **factory_kwargs)
+        self.q_norm, self.k_norm = (norm() if qk_norm else None for _ in range(2))
 
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
 
-    def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
-        if self.context == "local" or self.mesh is None:
-            return AttentionGroups()
-        if self._context_is_one_rank:  # ``resolve`` with the mesh would shard the sequence over tp
-            resolve(self.context, None, context_group(self.mesh), self.strategy_options)  # raises if options do not fit
-            return AttentionGroups()
-        return resolve(self.context, self.mesh, None, self.strategy_options)
-
-    def _sequence_group(self, sharding: Sharding | None) -> ProcessGroup | None:
-        return sequence_group(self.mesh, self.group, "tp_sp")
-
-    def _layout(self, sequence: ProcessGroup | None) -> Layout:
-        return "contiguous" if self.layout is None and self._context_is_one_rank else super()._layout(sequence)
-
-    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
-        return (*super()._constants(groups, layout, dropout_p), self._attention_strategy, self.overlap)
-
-    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
+    def _gathered_tokens(self, x: Tensor, sharding: Sharding, spec: AttentionSpec) -> ShardedTokens | None:
         if self._tensor_ranks == 1:
             return None
-        options = ChunkOptions(self.overlap, self._spec(0.0))
-        return ShardedTokens(tokens, sharding, self._parallel_context, options)
+        return ShardedTokens(x.shape[1], sharding, self._parallel_context, ChunkOptions(self.overlap, spec))
 
-    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), tokens)
-        return q, k, v
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> list[Tensor]:
+        return column_linear(x, (self.q_proj, self.k_proj, self.v_proj), tokens)
 
     def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
         return row_linear(out, self.o_proj, tokens)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", context={self.context!r}, overlap={self.overlap!r}"
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
