@@ -37,9 +37,9 @@ from ..planner.rules import named
 from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding, check_sharding, layout_of, require_layout, resolve_sequence_group
 from ..spec import AttentionSpec, constants
-from ..strategies import COMMS, strategy_options
+from ..strategies import COMMS, operators, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
-from ..strategies.operators import attend, draw_seed, placement, plan_arguments, positions_op, traced_seed
+from ..strategies.operators import attend, draw_seed, traced_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
 from .rotary import RotaryEmbedding, rotary_length
 
@@ -246,7 +246,7 @@ class AttentionLayer(nn.Module):
             check_backend(self.spec.backend)
             self._check_input(x, mask, positions)
             layout = layout_of(self.layout, **where) if self.strategy == "tp_sp" else require_layout(self.layout, group)
-            placement(Sharding(0, layout, **where), self._parallel_context, self.spec)  # raises if options do not fit
+            Sharding(0, layout, **where).place(self.spec, self._parallel_context)  # raises if the options do not fit
         joins_backward = True
         if needs_handshake:
             options = self.extra_repr(), layout, self.spec.softcap, self.spec.dropout_p, self.training
@@ -275,7 +275,7 @@ class AttentionLayer(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self._project(x, tokens))  # [b, s, h or n, d]
         q, k = normalized(q, self.q_norm), normalized(k, self.k_norm)
         if self.rope is not None:
-            positions = positions_op(q, sharding, ranks, spec) if positions is None else positions
+            positions = operators.global_positions(q, sharding, ranks, spec) if positions is None else positions
             q, k = self.rope(q, k, positions, length)
         out = self._attend(q, k, v, mask, sharding, spec, joins_backward)
         return self._output(out, tokens)
@@ -318,8 +318,7 @@ class AttentionLayer(nn.Module):
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
         check_sharding(sharding)
-        groups, sequence = placement(sharding, self._parallel_context, self.spec)
-        return MaskPlanner(sequence, *plan_arguments(groups, self.spec.replicated))
+        return MaskPlanner(*sharding.place(self.spec, self._parallel_context).of_plan)
 
     # Tensor parallelism overrides the methods below, and ``_build``.
 

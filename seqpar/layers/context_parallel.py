@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from ..checks import check_choice
 from ..mask import Mask
 from ..sharding import Sharding
+from ..spec import AttentionSpec
+from ..strategies import operators
 from ..strategies.autograd import to_autocast_dtype, with_gradient
-from ..strategies.gathered_activations import GATHERS, FinishKeys, Gather, GatheredAttention, start_gather
-from ..strategies.operators import draw_seed, positions_op, seen_by_dispatch_mode
+from ..strategies.gathered_activations import GATHERS, Gather, GatheredAttention, start_gather
+from ..strategies.operators import draw_seed, seen_by_dispatch_mode
 from ..strategies.tensor_operators import (
     ChunkOptions,
     ShardedTokens,
@@ -89,55 +91,24 @@ class ContextParallelAttention(AttentionLayer):
             return super()._compute(x, mask, sharding, positions, joins_backward)
         self._check_input(x, mask, positions, sharding)
         ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
-        tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", spec))
         length = self._rotary_length(x, positions, sharding)
-        q_positions, k_positions = positions, positions
-        if self.rope is not None:
-            if positions is None:
-                q_positions = positions_op(x, sharding, ranks, spec.having(replicated=False))
-                k_positions = positions_op(x, sharding, ranks, spec)
-            else:
-                k_positions = all_gather_positions(positions, *tokens[1:])
-        weights = self.k_proj.weight, self.v_proj.weight
-        hidden, *cast_weights = to_autocast_dtype(x, *weights)
-        finish, parameters = self._finish_keys(hidden.dtype, x.device, k_positions, length)
-        if torch.compiler.is_compiling() or seen_by_dispatch_mode():  # which see the projections and attention
-            k, v = finish(*gather_and_project(x, weights, tokens), *parameters)
-            out = self._attend(self._queries(x, q_positions, length), k, v, mask, sharding, spec, joins_backward)
-            return self._output(out, None)
-        hidden = (with_gradient(hidden) if joins_backward else hidden).contiguous()
-        chunks = chunks_of(*tokens, x.device)
-        arriving = start_gather(hidden.detach(), chunks)
-        q = self._queries(x, q_positions, length)
-        seed = draw_seed() if spec.draws_seed else None
-        constants = arriving, chunks, finish, (spec, mask, sharding, ranks)
-        out = GatheredAttention.apply(q, hidden, *cast_weights, self.sinks, seed, *constants, *parameters)
-        return self._output(out.flatten(2), None)
+        tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", spec))
+        k_positions = all_gather_positions(positions, *tokens[1:]) if positions is not None else None
 
-    def _queries(self, x: Tensor, positions: Tensor | None, length: Tensor | None) -> Tensor:
-        """The queries ``[b, s, h, d]`` of this rank's tokens ``x [b, s, hidden]``."""
-        q = normalized(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), self.q_norm)
-        table = self._rotary_table(positions, q.dtype, q.device, length)
-        return q if table is None else rotate(q, *table)
+        def rotated(y: Tensor, spec: AttentionSpec, positions: Tensor | None) -> Tensor:
+            """``y [b, s, h, d]`` rotated by ``positions``; by default, where attention with ``spec`` has its tokens."""
+            if self.rope is None:
+                return y
+            positions = operators.global_positions(y, sharding, ranks, spec) if positions is None else positions
+            dtype = torch.promote_types(y.dtype, torch.float32)
+            return rotate(y, *self.rope.cos_sin(positions, dtype, y.device, length))
 
-    def _rotary_table(
-        self, positions: Tensor | None, dtype: torch.dtype, device: torch.device, length: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine at ``positions [s]`` or ``[b, s]`` for tensors of ``dtype``; None without rotation."""
-        if self.rope is None:
-            return None
-        assert positions is not None
-        return self.rope.cos_sin(positions, torch.promote_types(dtype, torch.float32), device, length)
+        def queries() -> Tensor:
+            q = normalized(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), self.q_norm)
+            return rotated(q, spec.having(replicated=False), positions)
 
-    def _finish_keys(
-        self, dtype: torch.dtype, device: torch.device, positions: Tensor | None, length: Tensor | None
-    ) -> tuple[FinishKeys, list[Tensor]]:
-        """A function that turns projections without biases into keys and values at ``positions [t]`` or ``[b, t]``, and
-        the parameters to pass to it."""
-        table = self._rotary_table(positions, dtype, device, length)
-        names = {"k_bias": self.k_proj.bias, "v_bias": self.v_proj.bias}
-        if self.k_norm is not None:
-            names["norm"] = self.k_norm.weight
+        norm_weight = None if self.k_norm is None else self.k_norm.weight
+        names = {"k_bias": self.k_proj.bias, "v_bias": self.v_proj.bias, "norm": norm_weight}
         parameters = {name: p for name, p in names.items() if p is not None}
 
         def finish(k: Tensor, v: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,9 +120,21 @@ class ContextParallelAttention(AttentionLayer):
             if self.k_norm is not None:
                 weight = by_name["norm"]
                 k = F.rms_norm(k.to(weight.dtype), (self.head_dim,), weight, self.k_norm.eps).to(v.dtype)
-            return (k if table is None else rotate(k, *table)), v
+            return rotated(k, spec, k_positions), v
 
-        return finish, list(parameters.values())
+        weights = [self.k_proj.weight, self.v_proj.weight]
+        if torch.compiler.is_compiling() or seen_by_dispatch_mode():  # which see the projections and attention
+            k, v = finish(*gather_and_project(x, weights, tokens), *parameters.values())
+            return self._output(self._attend(queries(), k, v, mask, sharding, spec, joins_backward), None)
+        hidden, *weights = to_autocast_dtype(x, *weights)
+        hidden = (with_gradient(hidden) if joins_backward else hidden).contiguous()
+        chunks = chunks_of(*tokens, x.device)
+        arriving = start_gather(hidden.detach(), chunks)
+        q = queries()
+        seed = draw_seed() if spec.draws_seed else None
+        constants = arriving, chunks, finish, (spec, mask, sharding, ranks)
+        out = GatheredAttention.apply(q, hidden, *weights, self.sinks, seed, *constants, *parameters.values())
+        return self._output(out.flatten(2), None)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.gather == "kv" else f", gather={self.gather!r}")

@@ -28,7 +28,6 @@ from ..sharding import Sharding, check_sharding
 from ..spec import AttentionSpec
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
-from ..strategies.operators import placement
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
 from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
@@ -86,7 +85,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         strategy, heads = "local" if one_rank else self.context, self._heads
         self.spec = self.spec.having(strategy=strategy, tensor_parallel=True, first_head=heads.queries.start)
         ranks = Sharding(0, mesh=mesh, group=group, strategy="tp_sp")
-        placement(ranks, self._parallel_context, self.spec)  # raises here, not at the first forward
+        ranks.place(self.spec, self._parallel_context)  # raises here, not at the first forward
 
     def _build(self, bias: bool, out_bias: bool, qk_norm: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
