@@ -169,7 +169,7 @@ class SequenceChunks:
     def rank(self) -> int:
         return rank_in(self.group)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Tokens of the full sequence."""
         return sum(self.rows.lengths)

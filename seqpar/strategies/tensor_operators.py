@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from ..cache import context_of
 from ..comm.p2p import make_ready
 from ..compile_types import Opaque, register_constant_type
 from ..library import operator
@@ -75,7 +76,17 @@ class ShardedTokens(NamedTuple):
 def chunks_of(
     tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
 ) -> SequenceChunks:
-    """The chunks of a layer whose rank holds ``tokens`` tokens."""
+    """The chunks of a layer whose rank holds ``tokens`` tokens. Made once for a sharding."""
+    key = tokens, ranks, options, *context_of(device)
+    chunks: SequenceChunks | None = sharding.chunks.get(key)
+    if chunks is None:
+        chunks = sharding.chunks[key] = _make_chunks(tokens, sharding, ranks, options, device)
+    return chunks
+
+
+def _make_chunks(
+    tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
+) -> SequenceChunks:
     if options.attention is None:
         lengths = lengths_of(tokens, sharding, ranks.tensor, options)
         return SequenceChunks.in_rank_order(ranks.tensor, lengths, options.overlap, device)
