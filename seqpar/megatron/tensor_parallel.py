@@ -190,24 +190,15 @@ class MegatronMLP(nn.Module):
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake, which is a graph break under ``torch.compile``.
         """
-        if not isinstance(sharding, Sharding):
-            return self._after_handshake(x_local, sharding)
-        check_hidden(x_local, self.hidden_size, self.up_proj)
-        return self._compute(with_gradient_on_all_ranks(x_local), sharding, None)
-
-    @no_compile
-    def _after_handshake(self, x_local: Tensor, sharding: None) -> Tensor:
-        check_sharding(sharding)
 
         def header() -> HiddenHeader:
             check_hidden(x_local, self.hidden_size, self.up_proj)
             return HiddenHeader.of(x_local)
 
-        tp = self._parallel_context.tensor
-        return self._compute(x_local, *sharding_by_handshake(header, tp, "batch", "dtype", "requires_gradient"))
+        return with_sharding(partial(self._compute, x_local), sharding, header, self._parallel_context.tensor)
 
     def _compute(self, x_local: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
-        tokens = None
+        x_local, tokens = with_gradient_on_all_ranks(x_local, lengths), None
         if self._tensor_ranks > 1:
             options = ChunkOptions(self.overlap, lengths=lengths)
             tokens = ShardedTokens(x_local.shape[1], sharding, self._parallel_context, options)
@@ -234,30 +225,49 @@ class HiddenHeader(NamedTuple):
         return HiddenHeader(x.shape[1], x.shape[0], x.dtype, x.requires_grad and torch.is_grad_enabled())
 
 
-def sharding_by_handshake(
-    make_header: Callable[[], Any], tp: ProcessGroup | None, *same: str
-) -> tuple[Sharding, tuple[int, ...]]:
-    """A sharding over the ranks of ``tp``, and the number of tokens that each rank says it holds.
+def with_sharding(
+    compute: Callable[[Sharding, tuple[int, ...] | None], Tensor],
+    sharding: Sharding | None,
+    make_header: Callable[[], Any],
+    tp: ProcessGroup | None,
+) -> Tensor:
+    """``compute(sharding, lengths)``. Without a sharding, the ranks make one in a handshake.
 
     For modules in which tokens do not interact: their order is the order of the ranks, and any lengths will do.
 
     Args:
-        make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens.
+        compute: takes the sharding, and the number of tokens of each rank, or None if the sharding says it.
+        sharding: the caller's.
+        make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens, and its other
+            fields must be the same on every rank.
         tp: the tensor-parallel ranks.
-        same: the fields of the header that must be the same on every rank.
     """
+    if not isinstance(sharding, Sharding):
+        return _agree_and_compute(compute, sharding, make_header, tp)
+    make_header()
+    return compute(sharding, None)
+
+
+@no_compile
+def _agree_and_compute(
+    compute: Callable[[Sharding, tuple[int, ...] | None], Tensor],
+    sharding: None,
+    make_header: Callable[[], Any],
+    tp: ProcessGroup | None,
+) -> Tensor:
+    check_sharding(sharding)
     headers = all_gather_header(make_header, tp)
-    check_same(headers, *same)
+    check_same(headers, *(name for name in headers[0]._fields if name != "length"))
     lengths = tuple(header.length for header in headers)
-    return Sharding(sum(lengths), "contiguous", group=tp), lengths
+    return compute(Sharding(sum(lengths), "contiguous", group=tp), lengths)
 
 
-def with_gradient_on_all_ranks(x: Tensor) -> Tensor:
+def with_gradient_on_all_ranks(x: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
     """``x``, or an alias that requires a gradient if gradients are on, because backward sends its gradient.
 
-    Without a handshake, no rank knows whether another rank's ``x`` requires one.
+    After a handshake, which exchanges ``lengths``, the ranks know that every ``x`` requires a gradient or none does.
     """
-    return x if torch.compiler.is_compiling() else with_gradient(x)
+    return x if torch.compiler.is_compiling() or lengths is not None else with_gradient(x)
 
 
 def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: ShardedTokens | None) -> list[Tensor]:
@@ -265,8 +275,8 @@ def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: Sharded
     if tokens is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
     outs = gather_and_project(x, [linear.local_weight("weight") for linear in linears], tokens)
-    biases = [linear.local_weight("bias") for linear in linears]
-    return [y if bias is None else y + bias for y, bias in zip(outs, biases, strict=True)]
+    pairs = zip(outs, linears, strict=True)
+    return [y if linear.bias is None else y + linear.local_weight("bias") for y, linear in pairs]
 
 
 def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -> Tensor:
@@ -275,8 +285,7 @@ def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -
         local: Tensor = linear(x)
         return local
     y = project_and_scatter(x, linear.local_weight("weight"), tokens)
-    bias: Tensor | None = linear.local_weight("bias")
-    return y if bias is None else y + bias
+    return y if linear.bias is None else y.add(linear.local_weight("bias"))
 
 
 def _default_context(mesh: DeviceMesh | None) -> str:

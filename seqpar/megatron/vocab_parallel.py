@@ -6,6 +6,7 @@ operators are in ``sharded_vocab.py``.
 
 from __future__ import annotations
 
+from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ from .sharded_vocab import (
     IGNORE_INDEX,
     VocabPart,
     check_float_tensor,
-    check_id_tensor,
     check_ids,
     check_labels,
     check_logits,
@@ -32,7 +32,7 @@ from .sharded_vocab import (
     vocab_linear_cross_entropy,
 )
 from .sharded_weights import ShardedLinear, ShardedWeights
-from .tensor_parallel import HiddenHeader, column_linear, sharding_by_handshake, with_gradient_on_all_ranks
+from .tensor_parallel import HiddenHeader, column_linear, with_gradient_on_all_ranks, with_sharding
 
 _CHUNK_BYTES = 128 << 20  # of the float32 logits that exist at a time, by default
 
@@ -86,20 +86,12 @@ class VocabParallelEmbedding(ShardedWeights):
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake, which is a graph break under ``torch.compile``.
         """
-        if not isinstance(sharding, Sharding):
-            return self._after_handshake(ids, sharding)
-        check_id_tensor("ids", ids)
-        return self._embed(ids, sharding, None)
-
-    @no_compile
-    def _after_handshake(self, ids: Tensor, sharding: None) -> Tensor:
-        check_sharding(sharding)
 
         def header() -> _IdsHeader:
             check_ids("ids", ids, self.num_embeddings)
             return _IdsHeader(ids.shape[1], ids.shape[0])
 
-        return self._embed(ids, *sharding_by_handshake(header, self._parallel_context.tensor, "batch"))
+        return with_sharding(partial(self._embed, ids), sharding, header, self._parallel_context.tensor)
 
     def _embed(self, ids: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
         weight, options = self.local_weight("weight"), ChunkOptions("none", lengths=lengths)
@@ -168,19 +160,6 @@ class VocabParallelHead(ShardedLinear):
             The logits, ``[batch, tokens, vocab_local]``. With labels, the loss of each of the group's tokens as
             ``vocab_parallel_cross_entropy`` returns it: ``[batch, tokens]``, float32 (float64 for float64).
         """
-        if not isinstance(sharding, Sharding):
-            return self._after_handshake(x_local, labels, sharding, ignore_index, chunk_tokens)
-        check_hidden(x_local, self.in_features, self)
-        if labels is not None:
-            check_id_tensor("labels", labels)
-        x_local = with_gradient_on_all_ranks(x_local)
-        return self._compute(x_local, labels, ignore_index, chunk_tokens, sharding, None)
-
-    @no_compile
-    def _after_handshake(
-        self, x_local: Tensor, labels: Tensor | None, sharding: None, ignore_index: int, chunk_tokens: int | None
-    ) -> Tensor:
-        check_sharding(sharding)
 
         def header() -> HiddenHeader:
             check_hidden(x_local, self.in_features, self)
@@ -189,8 +168,8 @@ class VocabParallelHead(ShardedLinear):
                 self._tokens_at_a_time(chunk_tokens)
             return HiddenHeader.of(x_local)
 
-        agreed = sharding_by_handshake(header, self._parallel_context.tensor, "batch", "dtype", "requires_gradient")
-        return self._compute(x_local, labels, ignore_index, chunk_tokens, *agreed)
+        compute = partial(self._compute, x_local, labels, ignore_index, chunk_tokens)
+        return with_sharding(compute, sharding, header, self._parallel_context.tensor)
 
     def _compute(
         self,
@@ -201,6 +180,7 @@ class VocabParallelHead(ShardedLinear):
         sharding: Sharding,
         lengths: tuple[int, ...] | None,
     ) -> Tensor:
+        x = with_gradient_on_all_ranks(x, lengths)
         ranks = self._parallel_context
         if labels is None:
             tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions(self.overlap, lengths=lengths))
@@ -256,50 +236,29 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes that do not fit together, or a label outside the vocabulary.
         RuntimeError: another rank raised an error on its own input.
     """
-    if isinstance(sharding, Sharding) and mesh is None and group is None:
-        return _cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, None)
-    return _checked_cross_entropy(logits, labels, num_embeddings, ignore_index, mesh, group, sharding)
+    if sharding is not None and (mesh is not None or group is not None):
+        _check_arguments(sharding, mesh, group)
+    tp = tensor_group(mesh, group) if sharding is None else None
 
+    def header() -> _LogitsHeader:
+        check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
+        check_ids("labels", labels, num_embeddings, ignore_index)
+        if sharding is None:  # otherwise the operator checks it, which knows the ranks
+            check_logits(logits, labels, VocabPart.of_rank(num_embeddings, tp, ignore_index))
+        return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
 
-def _cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    num_embeddings: int,
-    ignore_index: int,
-    sharding: Sharding,
-    lengths: tuple[int, ...] | None,
-) -> Tensor:
-    check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
-    check_id_tensor("labels", labels)
-    options = ChunkOptions("none", lengths=lengths)
-    loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
-    return loss
+    def compute(sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
+        options = ChunkOptions("none", lengths=lengths)
+        loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
+        return loss
+
+    return with_sharding(compute, sharding, header, tp)
 
 
 @no_compile
-def _checked_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    num_embeddings: int,
-    ignore_index: int,
-    mesh: DeviceMesh | None,
-    group: ProcessGroup | None,
-    sharding: Sharding | None,
-) -> Tensor:
-    """``vocab_parallel_cross_entropy`` after a handshake, or after comparing the sharding with mesh and group."""
+def _check_arguments(sharding: Sharding, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
     check_sharding(sharding)
-    if sharding is not None:
-        sharding.check_arguments(mesh=mesh, group=group)
-        return _cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, None)
-    tp = tensor_group(mesh, group)
-
-    def header() -> _LogitsHeader:
-        check_ids("labels", labels, num_embeddings, ignore_index)
-        check_logits(logits, labels, VocabPart.of_rank(num_embeddings, tp, ignore_index))
-        return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
-
-    agreed = sharding_by_handshake(header, tp, "tokens_of_logits", "batch", "dtype_of_logits")
-    return _cross_entropy(logits, labels, num_embeddings, ignore_index, *agreed)
+    sharding.check_arguments(mesh=mesh, group=group)
 
 
 class _IdsHeader(NamedTuple):
