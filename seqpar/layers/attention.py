@@ -1,7 +1,7 @@
 """Attention layers: projections and rotary embeddings around sequence-parallel attention.
 
-``AttentionLayer.forward`` checks its input and calls ``_project``, the rotary embedding, ``_attend`` and ``_output`` in
-this order. Subclasses in other files override the methods that differ for their strategy.
+``AttentionLayer._compute`` is the layer. Tensor parallelism overrides how it projects, and ``gather="activations"``, in
+which keys are projected from all ranks' hidden states, all of it.
 
 Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 """
@@ -71,31 +71,7 @@ class AttentionLayer(nn.Module):
     strategy therefore loads under every other. After ``backward``, each rank has the partial gradient of the weights
     from its own tokens; ``seqpar.sync_gradients`` sums the partial gradients.
 
-    The options of a strategy are documented in its subclass.
-
-    Args:
-        hidden_size: width of the hidden states.
-        num_heads: query heads.
-        num_kv_heads: KV heads, a divisor of ``num_heads``; by default ``num_heads`` (multi-head attention).
-        head_dim: by default ``hidden_size // num_heads``.
-        mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
-        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
-            that ``forward`` is given, or the default group.
-        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default the layout of the
-            ``sharding`` that ``forward`` is given. Over several ranks one of the two must be given.
-        bias: whether the q, k and v projections have biases (Qwen 2).
-        out_bias: whether ``o_proj`` has a bias; the same as ``bias`` by default.
-        qk_norm: RMS-normalise each head of q and k before the rotation (Qwen 3, Gemma 3).
-        rope: a ``seqpar.RotaryEmbedding``, or None for no rotation. Layers may share one.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
-        sinks: whether each head has a learned logit in the denominator of the softmax, initially 0 (gpt-oss).
-        dropout_p: probability of dropping an attention weight, in training mode only.
-        backend: "auto" or one of ``seqpar.backends()``.
-        device: the device of the weights.
-        dtype: the dtype of the weights.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit, with the value and what is allowed.
+    The subclasses document the options of their strategies, and ``ParallelAttention`` all other arguments.
     """
 
     strategy: ClassVar[str]
@@ -249,7 +225,7 @@ class AttentionLayer(nn.Module):
             Sharding(0, layout, **where).place(self.spec, self._parallel_context)  # raises if the options do not fit
         joins_backward = True
         if needs_handshake:
-            options = self.extra_repr(), layout, self.spec.softcap, self.spec.dropout_p, self.training
+            options = self.extra_repr(), layout, self.spec.softcap, self.spec.dropout_p * self.training
             gradient = gradient_state(x, *self.parameters())
             header = _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask, *options), gradient)
             headers = all_gather_header(lambda: header, group)
@@ -370,7 +346,7 @@ class AttentionLayer(nn.Module):
 
 
 class LocalAttention(AttentionLayer):
-    """Attention on one rank, which holds the full sequence. No options. See ``AttentionLayer`` for the arguments."""
+    """Attention on one rank, which holds the full sequence. No options."""
 
     strategy = "local"
 
@@ -378,8 +354,7 @@ class LocalAttention(AttentionLayer):
 class RingAttention(AttentionLayer):
     """Ring attention: K/V rows are sent from rank to rank, step by step. No options.
 
-    Under a causal mask, use the layout "zigzag" or "striped", with which all ranks have the same work. See
-    ``AttentionLayer`` for the arguments.
+    Under a causal mask, use the layout "zigzag" or "striped", with which all ranks have the same work.
     """
 
     strategy = "ring"
@@ -388,14 +363,14 @@ class RingAttention(AttentionLayer):
 class UlyssesAttention(AttentionLayer):
     """Ulysses: all-to-all from sequence shards to head shards and back. No options.
 
-    With more ranks than heads, some ranks have no work. See ``AttentionLayer`` for the arguments.
+    With more ranks than heads, some ranks have no work.
     """
 
     strategy = "ulysses"
 
 
 class HybridAttention(AttentionLayer):
-    """A hybrid: all-to-all in subgroups, ring across them. See ``AttentionLayer`` for the other arguments.
+    """A hybrid: all-to-all in subgroups, ring across them.
 
     Args:
         ulysses_size: on a plain group, the size of the subgroups, a divisor of the group's size; by default the largest
@@ -406,10 +381,7 @@ class HybridAttention(AttentionLayer):
 
 
 class AutoAttention(AttentionLayer):
-    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options.
-
-    See ``AttentionLayer`` for the arguments.
-    """
+    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options."""
 
     strategy = "auto"
 

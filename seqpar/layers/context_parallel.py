@@ -32,7 +32,7 @@ from .rotary import rotate
 
 
 class ContextParallelAttention(AttentionLayer):
-    """Context parallelism with the option names of TransformerEngine. See ``AttentionLayer`` for the other arguments.
+    """Context parallelism with the option names of TransformerEngine.
 
     Args:
         gather: with "all_gather", what the ranks receive.
@@ -43,7 +43,7 @@ class ContextParallelAttention(AttentionLayer):
               if ``num_kv_heads * head_dim`` equals ``hidden_size``. Every rank projects them to keys and values as they
               arrive, and again in backward. ``k_proj`` and ``v_proj`` must be plain ``nn.Linear`` and ``k_norm`` a
               plain ``nn.RMSNorm``, not modules that replace them, such as LoRA's.
-        options: the arguments of ``AttentionLayer``, and
+        options: the arguments of ``ParallelAttention``, and
 
             * comm: "all_gather" (all keys and values at once), "p2p" (the ring), "a2a" (Ulysses) or "a2a+p2p" (the
               hybrid). By default "all_gather" if all ranks share a host or ``chunks`` or ``gather`` is given, otherwise

@@ -43,13 +43,13 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
 
     On a mesh with ring or ulysses dimensions, the sequence is sharded over ring x ulysses x tp (tp fastest), as
     ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does. Every rank of ``tp`` must compute the same
-    loss. See ``AttentionLayer`` for the other arguments.
+    loss.
 
     Args:
         overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
         context: the strategy of attention over the ring and ulysses dimensions: "ring", "ulysses", "hybrid" or
             "context_parallel"; by default it follows from the sizes of the two dimensions.
-        options: the options of that strategy, and the arguments of ``AttentionLayer``.
+        options: the options of that strategy, and the arguments of ``ParallelAttention``.
     """
 
     strategy = "tp_sp"
