@@ -30,7 +30,7 @@ from ..sharding import Sharding
 from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence
 from .autograd import to_autocast_dtype
-from .sequence_chunks import SequenceChunks
+from .sequence_chunks import SequenceChunks, resolve_overlap, rows_in_rank_order, rows_of_sharding
 
 # By overlap: the module whose functions compute.
 _ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_mem": one_gemm}
@@ -87,15 +87,18 @@ def chunks_of(
 def _make_chunks(
     tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
 ) -> SequenceChunks:
-    if options.attention is None:
-        lengths = lengths_of(tokens, sharding, ranks.tensor, options)
-        return SequenceChunks.in_rank_order(ranks.tensor, lengths, options.overlap, device)
-    sharding.check_local(tokens)
-    placement = sharding.place(options.attention, ranks)
-    if options.attention.replicated:
-        return SequenceChunks.of_context(placement.sequence, placement.tokens, device)
-    assert ranks.tensor is not None
-    return SequenceChunks.of_sharding(ranks.tensor, placement.tokens, placement.rank, options.overlap, device)
+    attention, group = options.attention, ranks.tensor
+    if attention is None:
+        rows = rows_in_rank_order(lengths_of(tokens, sharding, group, options))
+    else:
+        sharding.check_local(tokens)
+        placement = sharding.place(attention, ranks)
+        layout, rank = placement.tokens, placement.rank
+        if attention.replicated:
+            group, layout, rank = placement.sequence, layout.together(), 0
+        rows = rows_of_sharding(layout, rank, device)
+    overlap = resolve_overlap(options.overlap, group, rows, device)
+    return SequenceChunks(group, rows, overlap, float32_gradients=attention is not None and attention.replicated)
 
 
 def gather_and_project(x: Tensor, weights: Sequence[Tensor], tokens: ShardedTokens) -> list[Tensor]:
