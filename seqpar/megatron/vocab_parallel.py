@@ -42,15 +42,11 @@ class VocabParallelEmbedding(ShardedWeights):
 
     Each rank holds the embeddings of a part of the vocabulary, whose size need not divide by the number of ranks. The
     ranks all-gather the ids (8 bytes per token), each rank looks up the ids in its part, and a reduce-scatter sums the
-    results.
+    results. See ``MegatronMLP`` for the other arguments.
 
     Args:
         num_embeddings: the size of the full vocabulary.
         embedding_dim: the hidden size.
-        mesh: the vocabulary and the tokens are sharded over its tp dimension.
-        group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
-        device: the device of the weight.
-        dtype: the dtype of the weight.
     """
 
     def __init__(
@@ -79,12 +75,11 @@ class VocabParallelEmbedding(ShardedWeights):
         self.copy_parameters(nn.Embedding(self.num_embeddings, self.embedding_dim, **factory_kwargs))
 
     def forward(self, ids: Tensor, sharding: Sharding | None = None) -> Tensor:
-        """Embeddings ``[batch, seq, hidden]`` of ``ids``, int64 ``[batch, seq]``.
+        """The embeddings of this rank's tokens, ``[batch, seq, hidden]``.
 
         Args:
-            ids: of this rank's tokens.
-            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
-                their lengths in a handshake, which is a graph break under ``torch.compile``.
+            ids: int64 ``[batch, seq]``, of this rank's tokens.
+            sharding: as for ``MegatronMLP.forward``.
         """
 
         def header() -> _IdsHeader:
@@ -104,11 +99,11 @@ class VocabParallelHead(ShardedLinear):
 
     The input is ``[batch, seq, hidden]``. The output is ``[batch, tokens, vocab_local]``, with the tokens in the order
     of the ranks, as ``vocab_parallel_cross_entropy`` takes them. Given labels, the head returns the loss instead, and
-    never holds the logits of all tokens. See ``VocabParallelEmbedding`` for the other arguments.
+    never holds the logits of all tokens. See ``MegatronMLP`` for the other arguments.
 
     Args:
+        num_embeddings: the size of the full vocabulary.
         bias: whether the logits have a bias.
-        overlap: "auto", "ring", "symm_mem" or "none": how the all-gather overlaps with the GEMM.
     """
 
     def __init__(
@@ -151,7 +146,7 @@ class VocabParallelHead(ShardedLinear):
         Args:
             x_local: ``[batch, seq, hidden]``, of this rank's tokens.
             labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
-            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it there is a handshake.
+            sharding: as for ``MegatronMLP.forward``.
             ignore_index: the label of tokens without loss.
             chunk_tokens: with labels, how many tokens have logits at a time; by default as many as fit into 128 MiB in
                 float32.
