@@ -16,8 +16,9 @@ from ..checks import check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..mesh import context_group, sequence_group
-from ..reductions import Reduction, gradient_kinds, owners
+from ..reductions import gradient_kinds
 from ..strategies.gemm import sum_dtype
+from ..wrappers import Reduction, owners
 
 _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
 
