@@ -195,7 +195,7 @@ class MegatronMLP(nn.Module):
             check_hidden(x_local, self.hidden_size, self.up_proj)
             return HiddenHeader.of(x_local)
 
-        return with_sharding(partial(self._compute, x_local), sharding, header, self._parallel_context.tensor)
+        return with_sharding(partial(self._compute, x_local), sharding, header, self._parallel_context)
 
     def _compute(self, x_local: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
         x_local, tokens = with_gradient_on_all_ranks(x_local, lengths), None
@@ -229,7 +229,7 @@ def with_sharding(
     compute: Callable[[Sharding, tuple[int, ...] | None], Tensor],
     sharding: Sharding | None,
     make_header: Callable[[], Any],
-    tp: ProcessGroup | None,
+    ranks: ParallelContext,
 ) -> Tensor:
     """``compute(sharding, lengths)``. Without a sharding, the ranks make one in a handshake.
 
@@ -240,10 +240,10 @@ def with_sharding(
         sharding: the caller's.
         make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens, and its other
             fields must be the same on every rank.
-        tp: the tensor-parallel ranks.
+        ranks: those of the module.
     """
     if not isinstance(sharding, Sharding):
-        return _agree_and_compute(compute, sharding, make_header, tp)
+        return _agree_and_compute(compute, sharding, make_header, ranks)
     make_header()
     return compute(sharding, None)
 
@@ -253,13 +253,13 @@ def _agree_and_compute(
     compute: Callable[[Sharding, tuple[int, ...] | None], Tensor],
     sharding: None,
     make_header: Callable[[], Any],
-    tp: ProcessGroup | None,
+    ranks: ParallelContext,
 ) -> Tensor:
     check_sharding(sharding)
-    headers = all_gather_header(make_header, tp)
+    headers = all_gather_header(make_header, ranks.tensor)
     check_same(headers, *(name for name in headers[0]._fields if name != "length"))
     lengths = tuple(header.length for header in headers)
-    return compute(Sharding(sum(lengths), "contiguous", group=tp), lengths)
+    return compute(Sharding(sum(lengths), "contiguous", group=ranks.tensor), lengths)
 
 
 def with_gradient_on_all_ranks(x: Tensor, lengths: tuple[int, ...] | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice, check_hidden, check_int, no_compile
-from ..mesh import ParallelContext, size_of, tensor_group
+from ..mesh import ANY_RANKS, ParallelContext, size_of
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
@@ -86,7 +86,7 @@ class VocabParallelEmbedding(ShardedWeights):
             check_ids("ids", ids, self.num_embeddings)
             return _IdsHeader(ids.shape[1], ids.shape[0])
 
-        return with_sharding(partial(self._embed, ids), sharding, header, self._parallel_context.tensor)
+        return with_sharding(partial(self._embed, ids), sharding, header, self._parallel_context)
 
     def _embed(self, ids: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
         weight, options = self.local_weight("weight"), ChunkOptions("none", lengths=lengths)
@@ -164,7 +164,7 @@ class VocabParallelHead(ShardedLinear):
             return HiddenHeader.of(x_local)
 
         compute = partial(self._compute, x_local, labels, ignore_index, chunk_tokens)
-        return with_sharding(compute, sharding, header, self._parallel_context.tensor)
+        return with_sharding(compute, sharding, header, self._parallel_context)
 
     def _compute(
         self,
@@ -233,13 +233,13 @@ def vocab_parallel_cross_entropy(
     """
     if sharding is not None and (mesh is not None or group is not None):
         _check_arguments(sharding, mesh, group)
-    tp = tensor_group(mesh, group) if sharding is None else None
+    ranks = ParallelContext(mesh, group) if sharding is None else ANY_RANKS
 
     def header() -> _LogitsHeader:
         check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
         check_ids("labels", labels, num_embeddings, ignore_index)
         if sharding is None:  # otherwise the operator checks it, which knows the ranks
-            check_logits(logits, labels, VocabPart.of_rank(num_embeddings, tp, ignore_index))
+            check_logits(logits, labels, VocabPart.of_rank(num_embeddings, ranks.tensor, ignore_index))
         return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
 
     def compute(sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
@@ -247,7 +247,7 @@ def vocab_parallel_cross_entropy(
         loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
         return loss
 
-    return with_sharding(compute, sharding, header, tp)
+    return with_sharding(compute, sharding, header, ranks)
 
 
 @no_compile
