@@ -80,8 +80,8 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         self.context = context or _default_context(mesh)
         self.overlap: Overlap = overlap
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
-        if one_rank and mesh is not None:  # the options are checked here; nothing is sent over the one rank
-            resolve(self.context, None, context_group(mesh), self.strategy_options)
+        if one_rank and mesh is not None and context is not None:
+            resolve(context, None, context_group(mesh), self.strategy_options)  # raises if the options do not fit
         strategy, heads = "local" if one_rank else self.context, self._heads
         self.spec = self.spec.having(strategy=strategy, tensor_parallel=True, first_head=heads.queries.start)
         ranks = Sharding(0, mesh=mesh, group=group, strategy="tp_sp")
