@@ -49,6 +49,11 @@ class Placement:
         return size_of(self.ring) > 1 or size_of(self.ulysses) > 1
 
     @cached_property
+    def length(self) -> int:
+        """The number of tokens that this rank attends with."""
+        return len(self.tokens.tensor_positions(self.rank)[0])
+
+    @cached_property
     def gathers(self) -> bool:
         """``gather``; if it is None, whether the ring has one host. The same on every rank.
 

@@ -38,12 +38,12 @@ from ..planner.rules import named
 from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
 from ..spec import AttentionSpec, constant_float, constants
-from ..strategies import COMMS, resolve, strategy_options
+from ..strategies import COMMS, operators, resolve, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.operators import (
-    attend,
     draw_seed,
     global_positions,
+    join_backward,
     traced_seed,
 )
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
@@ -276,7 +276,8 @@ class AttentionLayer(nn.Module):
         """``_attend`` while torch.compile traces it."""
         seed = traced_seed() if self._dropout_p else None
         tensors = q, k, v, self._local_sinks, None, seed, None
-        return attend(*tensors, spec, mask, sharding, self._parallel_context)[0]
+        out: Tensor = operators.attention(*tensors, spec, mask, sharding, self._parallel_context)[0]
+        return out
 
     @no_compile
     def _eager(
@@ -343,9 +344,11 @@ class AttentionLayer(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """Attention of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, d]``: ``[b, s, h, d]``."""
         seed = torch.tensor(call.seed, device="cpu") if call.spec.dropout_p else None
-        tensors = q, k, v, self._local_sinks, None, seed, None
-        where = call.spec, call.mask, call.sharding, self._parallel_context
-        out, _ = attend(*tensors, *where, joins_backward=call.joins_backward)
+        ranks, sinks = self._parallel_context, self._local_sinks
+        if call.joins_backward:
+            q = join_backward(q, (k, v, sinks), call.spec, call.sharding, ranks)
+        tensors = q, k, v, sinks, None, seed, None
+        out: Tensor = operators.attention(*tensors, call.spec, call.mask, call.sharding, ranks)[0]
         return out
 
     def _named(
@@ -390,6 +393,7 @@ class AttentionLayer(nn.Module):
             dropout_p=constant_float(dropout_p),
             backend=self.backend,
             draws_seed=draws_seed,
+            returns_saved=torch.compiler.is_compiling(),
         )
 
     # Tensor parallelism overrides the methods below.

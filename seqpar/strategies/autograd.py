@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,13 +42,17 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
     """
     if call.placement.gather is None and call.placement.tokens.ring > 1:
         count_choice("all_gather" if call.plan.gather else "p2p")
-    exchange = head_exchange(call, q.shape, q.device)
+    exchange = None if call.placement.ulysses is None else head_exchange(call, q.shape, q.device)
     with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
         if exchange is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            out, lse = _attend(call, call.heads, q, k, v)
+            out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
             return out, lse, q, k, v, out, lse
-        out, *saved = ulysses_forward(exchange, partial(_attend, call), q, k, v, call.v_head_dim(v.shape))
+
+        def attend(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return ring_forward(Run(call, heads, q, k, v), q, k, v)
+
+        out, *saved = ulysses_forward(exchange, attend, q, k, v, call.v_head_dim(v.shape))
         lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
     return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
 
@@ -82,25 +85,24 @@ def attention_backward(
     with torch.autocast(like.device.type, enabled=False):
         if exchange is None:
             q, k, v, out, lse = saved
-            dq, dk, dv, dsinks = _attend_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
+            run = Run(call, call.heads, q, k, v, lse_gradient=dlse is not None)
+            dq, dk, dv, dsinks = ring_backward(run, dout, dlse, q, k, v, out, lse)
         else:
             if call.return_lse:
                 dlse = exchange.lse_gradient_to_heads(dout, dlse)
-            backward = partial(_attend_backward, call)
-            dq, dk, dv, dsinks = ulysses_backward(exchange, backward, saved, dout, dlse, q_shape, k_shape, v_shape)
+
+            def attend_backward(
+                heads: Heads, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *out: Tensor
+            ) -> Gradients:
+                run = Run(call, heads, q, k, v, lse_gradient=dlse is not None)
+                return ring_backward(run, dout, dlse, q, k, v, *out)
+
+            dq, dk, dv, dsinks = ulysses_backward(
+                exchange, attend_backward, saved, dout, dlse, q_shape, k_shape, v_shape
+            )
     if dsinks is not None and sinks is not None:
         dsinks = dsinks.to(sinks.dtype)
     return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks
-
-
-def _attend(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return ring_forward(Run(call, heads, q, k, v), q, k, v)
-
-
-def _attend_backward(
-    call: AttentionCall, heads: Heads, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *out: Tensor
-) -> Gradients:
-    return ring_backward(Run(call, heads, q, k, v, lse_gradient=dlse is not None), dout, dlse, q, k, v, *out)
 
 
 def gradient_state(*tensors: Tensor | None) -> int:
