@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..comm.p2p import make_ready
+from ..comm.p2p import Link, links_of
 from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import accumulator
@@ -169,13 +169,19 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    shares_memory = make_ready(call.placement.ulysses, device)
-    chunks = 1 if shares_memory else chunk_limit(call.placement.tokens, q_shape, device.type)
-    return head_exchange_of(call.placement, call.heads, chunks)
+    placement, link = call.placement, links_of(call.placement, device).ulysses
+    if link is None:
+        return None
+    chunks = 1 if link.memory is not None else chunk_limit(placement.tokens, q_shape, device.type)
+    return head_exchange_of(placement, call.heads, chunks, link)
 
 
-def head_exchange_of(placement: Placement, heads: Heads, chunks: int) -> HeadExchange | None:
+def head_exchange_of(placement: Placement, heads: Heads, chunks: int, link: Link | None = None) -> HeadExchange | None:
     """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
     if placement.ulysses is None or placement.tokens.ulysses == 1 or not heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks without heads
-    return HeadExchange(placement, heads, chunks)
+    key = heads, chunks, link
+    exchange: HeadExchange | None = placement.kept.get(key)
+    if exchange is None:
+        exchange = placement.kept[key] = HeadExchange(placement, heads, chunks, link)
+    return exchange
