@@ -25,6 +25,7 @@ from ..layout import CPU
 from ..placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Step
+from ..spec import AttentionSpec
 from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import chunk_limit
 from ..strategies.ring import ring_backward, ring_forward
@@ -55,7 +56,7 @@ class AttentionTimeline:
         ring: Any = SimulatedRanks(s.ring, place.ring)
         self._placement = Placement(None, ring, ulysses, s.gather, tokens=s.sharding)
         score: Any = None  # only a kernel would read it
-        self._call = AttentionCall(self._placement, self._plan, score, "auto", False, self._heads, False)
+        self._call = AttentionCall(self._placement, self._plan, AttentionSpec(), self._heads, score)
         # Under tensor parallelism, each rank attends with some of the heads to the tokens of all tensor-parallel ranks.
         first_rank = (place.ring * s.ulysses + place.ulysses) * s.tensor
         self._tokens = len(s.sharding._positions(first_rank, s.tensor))

@@ -38,7 +38,7 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
 
     Returns:
         ``out [b, s, h, e]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
-        ``lse`` is an empty tensor unless ``call.return_lse``.
+        ``lse`` is an empty tensor unless ``call.spec.return_lse``.
     """
     if call.placement.gather is None and call.placement.tokens.ring > 1:
         count_choice("all_gather" if call.plan.gather else "p2p")
@@ -53,7 +53,7 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
             return ring_forward(Run(call, heads, q, k, v), q, k, v)
 
         out, *saved = ulysses_forward(exchange, attend, q, k, v, call.v_head_dim(v.shape))
-        lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
+        lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.spec.return_lse else saved[-1].new_empty(0)
     return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
 
 
@@ -81,14 +81,14 @@ def attention_backward(
     exchange = head_exchange(call, q_shape, saved[0].device)
     like, sinks = saved[0], call.score.sinks
     dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
-    dlse = dlse if call.return_lse else None
+    dlse = dlse if call.spec.return_lse else None
     with torch.autocast(like.device.type, enabled=False):
         if exchange is None:
             q, k, v, out, lse = saved
             run = Run(call, call.heads, q, k, v, lse_gradient=dlse is not None)
             dq, dk, dv, dsinks = ring_backward(run, dout, dlse, q, k, v, out, lse)
         else:
-            if call.return_lse:
+            if call.spec.return_lse:
                 dlse = exchange.lse_gradient_to_heads(dout, dlse)
 
             def attend_backward(

@@ -19,6 +19,7 @@ from ..placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
 from ..schedule.rows import KeyIntervals
+from ..spec import AttentionSpec
 from .latent import LatentKeys
 from .transfers import GradientReduce, Transfers, take_heads
 from .transport import Collectives, PeerToPeer, Transport
@@ -42,22 +43,18 @@ class AttentionCall:
     Attributes:
         placement: who takes part in it, and which positions these ranks hold.
         plan: which K/V rows are sent when, and which keys each query sees.
-        score: how scores are computed, for all of ``heads``.
-        backend: the name of an attention backend, or "auto".
-        deterministic: leave out backends whose gradients may differ from run to run.
+        spec: its constants.
         heads: the heads of q, k and v. Under tensor parallelism these are some of the model's heads.
-        return_lse: whether the caller gets the log-sum-exp, which is then differentiable.
+        score: how scores are computed, for all of ``heads``.
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
     """
 
     placement: Placement
     plan: AttentionPlan
-    score: Score
-    backend: str
-    deterministic: bool
+    spec: AttentionSpec
     heads: Heads
-    return_lse: bool
+    score: Score
     kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
     latent: LatentKeys | None = None
 
@@ -122,12 +119,12 @@ class Run:
         if call.latent is not None or self.program.kv_index is not None:
             expansion = self._expansion(q.device)
         self._backend = select(
-            call.backend,
+            call.spec.backend,
             q,
             k if expansion is None else q,
             self.score,
             lse_gradient=lse_gradient,
-            deterministic=call.deterministic,
+            deterministic=call.spec.deterministic,
             expansion=expansion,
             carry=plan.num_steps > 1,
             v_head_dim=self._v_head_dim,

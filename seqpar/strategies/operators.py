@@ -103,6 +103,8 @@ def make_call(
     return AttentionCall(
         placement=placement,
         plan=attention_plan(mask, *placement.of_plan),
+        spec=spec,
+        heads=heads,
         score=Score(
             softmax_scale=head_dim**-0.5 if spec.softmax_scale is None else spec.softmax_scale,
             softcap=spec.softcap,
@@ -112,10 +114,6 @@ def make_call(
             dropout_seed=dropout_seed,
             head_offset=heads.queries.start,
         ),
-        backend=spec.backend,
-        deterministic=spec.deterministic,
-        heads=heads,
-        return_lse=spec.return_lse,
     )
 
 

@@ -18,6 +18,7 @@ from seqpar.heads import Heads
 from seqpar.kernels.base import Score
 from seqpar.layout import LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
+from seqpar.spec import AttentionSpec
 from seqpar.strategies import call as calls
 from seqpar.strategies import ring, transport
 from seqpar.strategies.call import AttentionCall, Run
@@ -44,8 +45,7 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     links = p2p.Links(None, p2p.Link(within, None, None), p2p.Link(across, None, None))
     call: Any = AttentionCall(
         placement=SimpleNamespace(chunks=None, tokens=plan.sharding),
-        plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
-        return_lse=False,
+        plan=plan, spec=AttentionSpec(), heads=heads, score=Score(1.0),
     )  # fmt: skip
     tokens = len(plan.sharding.ring_positions(plan.rank))
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
