@@ -1,4 +1,4 @@
-"""Forward and backward of every strategy, and the autograd.Function around them.
+"""Forward and backward of every strategy, and which ranks take part in backward.
 
 Every strategy is an all-to-all (Ulysses) around a ring. Either of the two may have a single rank.
 
