@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,11 +49,7 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
             return out, lse, q, k, v, out, lse
-
-        def attend(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return ring_forward(Run(call, heads, q, k, v), q, k, v)
-
-        out, *saved = ulysses_forward(exchange, attend, q, k, v, call.v_head_dim(v.shape))
+        out, *saved = ulysses_forward(exchange, partial(Run, call), q, k, v, call.v_head_dim(v.shape))
         lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.spec.return_lse else saved[-1].new_empty(0)
     return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
 
@@ -90,16 +87,8 @@ def attention_backward(
         else:
             if call.spec.return_lse:
                 dlse = exchange.lse_gradient_to_heads(dout, dlse)
-
-            def attend_backward(
-                heads: Heads, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *out: Tensor
-            ) -> Gradients:
-                run = Run(call, heads, q, k, v, lse_gradient=dlse is not None)
-                return ring_backward(run, dout, dlse, q, k, v, *out)
-
-            dq, dk, dv, dsinks = ulysses_backward(
-                exchange, attend_backward, saved, dout, dlse, q_shape, k_shape, v_shape
-            )
+            new_run = partial(Run, call, lse_gradient=dlse is not None)
+            dq, dk, dv, dsinks = ulysses_backward(exchange, new_run, saved, dout, dlse, q_shape, k_shape, v_shape)
     if dsinks is not None and sinks is not None:
         dsinks = dsinks.to(sinks.dtype)
     return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks
