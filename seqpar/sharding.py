@@ -91,6 +91,7 @@ class Sharding(Opaque):
     _key: tuple[Any, ...] = field(init=False)
     _hash: int = field(init=False)
     _placements: dict[Any, Placement] = field(init=False, default_factory=dict)
+    chunks: dict[Any, Any] = field(init=False, default_factory=dict)  # of ``strategies.tensor_operators.chunks_of``
 
     def __post_init__(self) -> None:
         check_int("seq_len", self.seq_len, 0)
@@ -122,10 +123,11 @@ class Sharding(Opaque):
         """A key that is equal for shardings over the same ranks, whatever their lengths and layouts."""
         return size_of(self.sequence_group), id(self._key[3])
 
-    @property
+    @cached_property
     def seq_local(self) -> int:
         """The number of tokens of this rank."""
-        return self.lengths[rank_in(self.sequence_group)]
+        group = self.sequence_group
+        return shard_length(self.seq_len, size_of(group), rank_in(group), self.layout)
 
     @no_compile
     def positions(self) -> Tensor:
@@ -224,6 +226,8 @@ class Sharding(Opaque):
 
     def check_local(self, length: int) -> None:
         """Raise a ValueError if this rank does not hold ``length`` tokens."""
+        if length == self.seq_local:
+            return
         group = self.sequence_group
         check_length(length, self.seq_len, size_of(group), rank_in(group), self.layout)
 
@@ -376,7 +380,7 @@ def shard(
     """
     if sharding is None:
         axis = _check_dim("x", x, dim)
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
         sharding = Sharding(x.shape[axis], layout, mesh=mesh, group=group, strategy=strategy)
     else:
         check_sharding(sharding)
@@ -424,7 +428,7 @@ def unshard(
         return sharding.unshard(x_local, dim)
     sequence = resolve_sequence_group(mesh, group, strategy)
     with propagate_errors(sequence):
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
 
     def header() -> _ShardHeader:
         axis = _check_dim("x_local", x_local, dim)  # if it raises, all ranks raise
@@ -473,7 +477,7 @@ def positions(
     if sharding is None:
         if seq_len is None:
             raise TypeError("seq_len=None: expected the length of the full sequence, or a sharding")
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
     else:
         check_sharding(sharding)
@@ -548,7 +552,7 @@ def resolve_sequence_group(
     return sequence_group(mesh, group, strategy)
 
 
-def _layout_of(
+def layout_of(
     layout: Layout | None, mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None
 ) -> Layout:
     """``layout``, as ``shard`` takes it."""

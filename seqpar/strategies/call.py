@@ -38,7 +38,7 @@ _MIN_PREFETCH_STEPS = 1
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Built by ``operators.make_call``.
+    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Made by ``operators.make_call``.
 
     Attributes:
         placement: who takes part in it, and which positions these ranks hold.

@@ -117,7 +117,7 @@ def make_call(
     )
 
 
-def _call(
+def new_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -164,7 +164,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.shapes, ctx.call = (spec, *where), (q.shape, k.shape, v.shape), None
         if not spec.returns_saved and not seen_by_dispatch_mode():  # keeps its call for backward
-            ctx.call = _call(q, k, v, *args)
+            ctx.call = new_call(q, k, v, *args)
             results = autograd.attention_forward(with_latents(ctx.call, latent_weight, q.shape, v.shape), q, k, v)
             results, saved = results[:2], results[2:]
         else:
@@ -243,7 +243,7 @@ def attention(
         ``out [b, s, h, e]``; ``lse [b, h, s]``, which is empty unless ``spec.return_lse`` if the strategy has an
         all-to-all; the tensors of ``_kept_dtypes``; and with ``spec.draws_seed`` rank 0's seed.
     """
-    call = _call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
+    call = new_call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
     if latent_weight is not None:
         call = with_latents(call, latent_weight, q.shape, v.shape)
     out, lse, *saved = autograd.attention_forward(call, q, k, v)
