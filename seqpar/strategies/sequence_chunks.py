@@ -187,7 +187,7 @@ class SequenceChunks:
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
         """Every rank's chunk, piece by piece, this rank's first. While the caller uses one chunk, the next is received.
 
-        The call starts the first transfers. ``make_ready`` must have been called before.
+        The call starts the first transfers. ``connect`` must have been called before.
         """
         local: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
         incoming = self._start_step(chunk, 1) if self.size > 1 else None
