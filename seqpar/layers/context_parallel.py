@@ -18,7 +18,7 @@ from ..sharding import Sharding
 from ..spec import AttentionSpec
 from ..strategies import operators
 from ..strategies.autograd import to_autocast_dtype, with_gradient
-from ..strategies.gathered_activations import GATHERS, Gather, GatheredAttention, start_gather
+from ..strategies.gathered_activations import GATHERS, Gather, GatheredAttention
 from ..strategies.operators import draw_seed, seen_by_dispatch_mode
 from ..strategies.tensor_operators import (
     ChunkOptions,
@@ -129,7 +129,7 @@ class ContextParallelAttention(AttentionLayer):
         hidden, *weights = to_autocast_dtype(x, *weights)
         hidden = (with_gradient(hidden) if joins_backward else hidden).contiguous()
         chunks = chunks_of(*tokens, x.device)
-        arriving = start_gather(hidden.detach(), chunks)
+        arriving = chunks.receive_chunks(hidden.detach())
         q = queries()
         seed = draw_seed() if spec.draws_seed else None
         constants = arriving, chunks, finish, (spec, mask, sharding, ranks)
