@@ -247,8 +247,7 @@ class AttentionLayer(nn.Module):
         length = self._rotary_length(x, positions, sharding)
         tokens = self._gathered_tokens(x, sharding, spec)
         if tokens is not None:  # the projections communicate
-            if joins_backward and not torch.compiler.is_compiling():
-                x = with_gradient(x)
+            x = with_gradient(x) if joins_backward else x
             if positions is not None:
                 positions = all_gather_positions(positions, *tokens[1:])
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self._project(x, tokens))  # [b, s, h or n, d]
@@ -274,7 +273,7 @@ class AttentionLayer(nn.Module):
         if spec.draws_seed:
             seed = traced_seed() if torch.compiler.is_compiling() else draw_seed()
         sinks = self.local_weight("sinks")
-        if joins_backward and not torch.compiler.is_compiling():
+        if joins_backward:
             q = join_backward(q, (k, v, sinks), spec, sharding, self._parallel_context)
         tensors = q, k, v, sinks, None, seed, None
         out: Tensor = operators.attention(*tensors, spec, mask, sharding, self._parallel_context)[0]

@@ -198,7 +198,7 @@ class MegatronMLP(nn.Module):
         return with_sharding(partial(self._compute, x_local), sharding, header, self._parallel_context)
 
     def _compute(self, x_local: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
-        x_local, tokens = with_gradient_on_all_ranks(x_local, lengths), None
+        x_local, tokens = x_local if lengths else with_gradient(x_local), None
         if self._tensor_ranks > 1:
             options = ChunkOptions(self.overlap, lengths=lengths)
             tokens = ShardedTokens(x_local.shape[1], sharding, self._parallel_context, options)
@@ -236,7 +236,8 @@ def with_sharding(
     For modules in which tokens do not interact: their order is the order of the ranks, and any lengths will do.
 
     Args:
-        compute: takes the sharding, and the number of tokens of each rank, or None if the sharding says it.
+        compute: takes the sharding, and the number of tokens of each rank, or None if the sharding says it. Where it is
+            None, no rank knows whether the others' inputs require gradients, so ``compute`` calls ``with_gradient``.
         sharding: the caller's.
         make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens, and its other
             fields must be the same on every rank.
@@ -260,14 +261,6 @@ def _agree_and_compute(
     check_same(headers, *(name for name in headers[0]._fields if name != "length"))
     lengths = tuple(header.length for header in headers)
     return compute(Sharding(sum(lengths), "contiguous", group=ranks.tensor), lengths)
-
-
-def with_gradient_on_all_ranks(x: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
-    """``x``, or an alias that requires a gradient if gradients are on, because backward sends its gradient.
-
-    After a handshake, which exchanges ``lengths``, the ranks know that every ``x`` requires a gradient or none does.
-    """
-    return x if torch.compiler.is_compiling() or lengths is not None else with_gradient(x)
 
 
 def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: ShardedTokens | None) -> list[Tensor]:
