@@ -248,7 +248,7 @@ class AttentionLayer(nn.Module):
         tokens = self._gathered_tokens(x, sharding, spec)
         if tokens is not None:  # the projections communicate
             x = with_gradient(x) if joins_backward else x
-            if positions is not None:
+            if positions is not None and self.rope is not None:
                 positions = all_gather_positions(positions, *tokens[1:])
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self._project(x, tokens))  # [b, s, h or n, d]
         q, k = normalized(q, self.q_norm), normalized(k, self.k_norm)

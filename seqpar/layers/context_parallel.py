@@ -93,7 +93,9 @@ class ContextParallelAttention(AttentionLayer):
         ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
         length = self._rotary_length(x, positions, sharding)
         tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", spec))
-        k_positions = all_gather_positions(positions, *tokens[1:]) if positions is not None else None
+        k_positions = positions
+        if positions is not None and self.rope is not None:
+            k_positions = all_gather_positions(positions, *tokens[1:])
 
         def rotated(y: Tensor, spec: AttentionSpec, positions: Tensor | None) -> Tensor:
             """``y [b, s, h, d]`` rotated by ``positions``; by default, where attention with ``spec`` has its tokens."""
