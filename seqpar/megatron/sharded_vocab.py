@@ -32,7 +32,7 @@ from ..mesh import ParallelContext, rank_in, size_of, tensor_group
 from ..sharding import Sharding
 from ..strategies.gemm import add_weight_gradient, sum_dtype
 from ..strategies.sequence_chunks import PartialSums, Piece, Rows
-from ..strategies.tensor_operators import LEAST_TOKENS, ChunkOptions, chunks_of, lengths_of
+from ..strategies.tensor_operators import ChunkOptions, chunks_of, lengths_of, new_tokens
 
 # The label of tokens without loss, by default. No id has it.
 IGNORE_INDEX = -100
@@ -146,17 +146,13 @@ def _gather_ids(ids: Tensor, lengths: Sequence[int], group: ProcessGroup | None)
     return all_gather(ids, lengths, 1, group).clone(memory_format=torch.contiguous_format)
 
 
-def _new_tokens() -> Any:
-    return torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
-
-
 # The embedding
 
 
 @operator(
     fake=lambda ids, weight, *_: (
         weight.new_empty(*ids.shape, weight.shape[1]),
-        ids.new_empty(ids.shape[0], _new_tokens()),
+        ids.new_empty(ids.shape[0], new_tokens()),
     ),
     autograd=lambda *args: _Embedding.apply(*args),
 )
@@ -278,7 +274,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _fake_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Any, labels: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    shape = x.shape[0], _new_tokens()
+    shape = x.shape[0], new_tokens()
     losses, lse = (x.new_empty(shape, dtype=sum_dtype(x)) for _ in range(2))
     return losses, lse, labels.new_empty(shape)
 
@@ -326,24 +322,11 @@ def vocab_linear_cross_entropy(
     return losses.contiguous(), lse.contiguous(), all_labels
 
 
-def _fake_gradients(
-    dlosses: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    all_labels: Tensor,
-    lse: Tensor,
-    needed: Sequence[bool],
-    *_: Any,
-) -> list[Tensor]:
-    return [
-        like.new_empty(like.shape)
-        for like, need in zip((x, weight, bias), needed, strict=True)
-        if need and like is not None
+@operator(
+    fake=lambda dlosses, x, weight, bias, all_labels, lse, needed, *_: [
+        like.new_empty(like.shape) for like, need in zip((x, weight, bias), needed, strict=True) if need
     ]
-
-
-@operator(fake=_fake_gradients)
+)
 def vocab_linear_cross_entropy_backward(
     dlosses: Tensor,
     x: Tensor,

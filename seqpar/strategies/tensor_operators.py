@@ -34,9 +34,6 @@ from .sequence_chunks import SequenceChunks, resolve_overlap, rows_in_rank_order
 # By overlap: the module whose functions compute.
 _ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_mem": one_gemm}
 
-# The least number of tokens of all ranks in a compiled layer: torch.compile specialises on sizes of 0 and 1.
-LEAST_TOKENS = 2
-
 
 @register_constant_type(AttentionSpec)
 @dataclass(frozen=True)
@@ -117,12 +114,13 @@ def project_and_scatter(x: Tensor, weight: Tensor, tokens: ShardedTokens) -> Ten
     return y
 
 
-def _new_tokens() -> Any:
-    return torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
+def new_tokens() -> Any:
+    """While an operator is traced: the number of tokens of all ranks, which is known when it runs."""
+    return torch.library.get_ctx().new_dynamic_size(min=2)  # torch.compile specialises on sizes of 0 and 1
 
 
 @operator(
-    fake=lambda x, weights, *_: [x.new_empty(x.shape[0], n, w.shape[0]) for n in [_new_tokens()] for w in weights],
+    fake=lambda x, weights, *_: [x.new_empty(x.shape[0], n, w.shape[0]) for n in [new_tokens()] for w in weights],
     autograd=lambda x, weights, *constants: list(_AllGatherLinear.apply(x, constants, *weights)),
 )
 def all_gather_linear(
@@ -237,7 +235,7 @@ class _ReduceScatterOutput(torch.autograd.Function):
 
 
 @operator(
-    fake=lambda positions, *_: positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, _new_tokens())
+    fake=lambda positions, *_: positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, new_tokens())
 )
 def all_gather_positions(
     positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions
