@@ -172,7 +172,7 @@ class AttentionLayer(nn.Module):
             x_local: ``[batch, seq, hidden]``, this rank's tokens.
             mask: which tokens each token sees, in global positions. The same on every rank.
             sharding: the ``Sharding`` that the tokens were sharded with. The layer need not be made with ranks and a
-                layout then; if it is, they must be those of the sharding. There is no handshake (see
+                layout then; if it is, the sharding must have the same. There is no handshake (see
                 ``seqpar.attention``), except for the seed of dropout in training mode, and for "dynamic" rotary
                 embeddings with ``positions``.
             positions: integers ``[seq]`` or ``[batch, seq]``, for the rotary embedding only; by default the global

@@ -131,10 +131,10 @@ class ContextParallelAttention(AttentionLayer):
         hidden, *weights = to_autocast_dtype(x, *weights)
         hidden = (with_gradient(hidden) if joins_backward else hidden).contiguous()
         chunks = chunks_of(*tokens, x.device)
-        arriving = chunks.receive_chunks(hidden.detach())
+        x_chunks = chunks.receive_chunks(hidden.detach())
         q = queries()
         seed = draw_seed() if spec.draws_seed else None
-        constants = arriving, chunks, finish, (spec, mask, sharding, ranks)
+        constants = x_chunks, chunks, finish, (spec, mask, sharding, ranks)
         out = GatheredAttention.apply(q, hidden, *weights, self.sinks, seed, *constants, *parameters.values())
         return self._output(out.flatten(2), None)
 

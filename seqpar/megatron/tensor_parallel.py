@@ -91,7 +91,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
         self._tensor_ranks = size_of(ranks.tensor)
         by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
-        local = self._heads = by_rank[rank_in(ranks.tensor)]
+        own = self._heads = by_rank[rank_in(ranks.tensor)]
 
         def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | Part:
             """How a weight with ``rows`` rows of each of ``heads`` is distributed along ``dim``."""
@@ -99,14 +99,14 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
                 return dim
             return Part(dim, local_heads.start * rows, len(local_heads) * rows)
 
-        of_queries, of_keys = split(0, self.num_heads, local.queries), split(0, self.num_kv_heads, local.kv)
+        of_queries, of_keys = split(0, self.num_heads, own.queries), split(0, self.num_kv_heads, own.kv)
         linear = partial(ShardedLinear, ranks=ranks, factory_kwargs=factory_kwargs)
         self.q_proj = linear(hidden, self.num_heads * d, bias, split=of_queries)
         self.k_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
         self.v_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
-        self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, local.queries))
+        self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, own.queries))
         self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
-        self.distribute(ranks, sinks=split(0, self.num_heads, local.queries, 1))
+        self.distribute(ranks, sinks=split(0, self.num_heads, own.queries, 1))
         norm = partial(ReplicatedNorm, d, ranks, eps=NORM_EPS, **factory_kwargs)
         self.q_norm, self.k_norm = (norm() if qk_norm else None for _ in range(2))
 
@@ -241,7 +241,7 @@ def with_sharding(
         sharding: the caller's.
         make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens, and its other
             fields must be the same on every rank.
-        ranks: those of the module.
+        ranks: the ranks of the module.
     """
     if not isinstance(sharding, Sharding):
         return _agree_and_compute(compute, sharding, make_header, ranks)

@@ -64,7 +64,7 @@ class GatheredAttention(torch.autograd.Function):
         v_weight: Tensor,
         sinks: Tensor | None,
         seed: Tensor | None,
-        arriving: Iterator[Iterator[Piece]],
+        x_chunks: Iterator[Iterator[Piece]],
         chunks: SequenceChunks,
         finish: FinishKeys,
         where: tuple[Any, ...],
@@ -72,12 +72,12 @@ class GatheredAttention(torch.autograd.Function):
     ) -> Tensor:
         """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``.
 
-        ``arriving`` is what ``chunks.receive_chunks(x)`` returned; ``finish`` takes ``parameters``. ``where`` is the
+        ``x_chunks`` is what ``chunks.receive_chunks(x)`` returned; ``finish`` takes ``parameters``. ``where`` is the
         spec, the mask, the sharding and the ranks; they and ``seed`` are arguments of the operator ``attention``.
         """
         ctx.chunks, ctx.finish = chunks, finish
         with torch.autocast(x.device.type, enabled=False):
-            k, v = finish(*project(arriving, x, (k_weight, v_weight), chunks), *parameters)
+            k, v = finish(*project(x_chunks, x, (k_weight, v_weight), chunks), *parameters)
         ctx.call = new_call(q, k, v, sinks, None, seed, None, *where)
         out, _, q, _, _, _, lse = attention_forward(ctx.call, q, k, v)
         ctx.save_for_backward(q, x, k_weight, v_weight, out, lse, *parameters)
@@ -108,7 +108,7 @@ class GatheredAttention(torch.autograd.Function):
 def differentiable(
     function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Sequence[Tensor]]]:
-    """The two results of ``function(*inputs)``, and a function from the gradients of these to those of the inputs."""
+    """The two results of ``function(*inputs)``, and a function from their gradients to the gradients of the inputs."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         results = function(*leaves)

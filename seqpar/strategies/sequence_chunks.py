@@ -174,15 +174,15 @@ class SequenceChunks:
             assert self.group is not None
             return reduce_scatter(chunks, self.group)
         sends = torch.cat([chunk.reshape(-1) for chunk in chunks])
-        local = chunks[self.rank]
-        received = sends.new_empty(self.size, local.numel())
+        own_chunk = chunks[self.rank]
+        received = sends.new_empty(self.size, own_chunk.numel())
         sizes = [chunk.numel() for chunk in chunks]
-        dist.all_to_all_single(received.view(-1), sends, [local.numel()] * self.size, sizes, group=self.group)
+        dist.all_to_all_single(received.view(-1), sends, [own_chunk.numel()] * self.size, sizes, group=self.group)
         assert self.group is not None
         for peer, size in enumerate(sizes):
             if peer != self.rank:
                 count_sent(size * sends.element_size(), self.group, peer)
-        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(local.shape)
+        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own_chunk.shape)
 
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
         """Every rank's chunk, piece by piece, this rank's first. While the caller uses one chunk, the next is received.
@@ -220,14 +220,14 @@ class SequenceChunks:
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
         pieces = self.rows.pieces
         local_pieces = chunk.split([rows.length for rows in pieces[self.rank]], 1)
-        started: list[tuple[Rows, Tensor, Pending]] = []
+        messages: list[tuple[Rows, Tensor, Pending]] = []
         for rows, piece in zip(pieces[source], local_pieces, strict=True):
             recv_buffer = chunk.new_empty(chunk.shape[0], rows.length, *chunk.shape[2:])
             pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], link)
-            started.append((rows, recv_buffer, pending))
+            messages.append((rows, recv_buffer, pending))
 
         def wait_in_turn() -> Iterator[Piece]:
-            for rows, recv_buffer, pending in started:
+            for rows, recv_buffer, pending in messages:
                 pending.wait()
                 yield rows, recv_buffer
 
@@ -255,7 +255,7 @@ class PartialSums:
         if step == 0:
             self._local = partial_output(rows_of.chunks[target])
             return
-        before, self._sends = self._sends, []
+        previous_sends, self._sends = self._sends, []
         buffers = []
         for rows, local_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
@@ -263,7 +263,7 @@ class PartialSums:
             self._link = self._link or connect(chunks.group, piece.device)
             self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], self._link))
         self._received.append(buffers)
-        for pending in before:  # frees sent partial outputs, so that those of at most two chunks exist at a time
+        for pending in previous_sends:  # frees partial outputs, so that at most two chunks of them exist at a time
             pending.wait()
 
     def result(self) -> Tensor:

@@ -43,7 +43,7 @@ class ChunkOptions(Opaque):
     Attributes:
         overlap: "auto", "ring", "symm_mem" or "none".
         attention: the spec of the attention that reads the tokens, which are put into its order. None: the chunks of
-            the ranks follow one another. If its keys are replicated, the tokens are those of all its ranks.
+            the ranks follow one another. If its keys are replicated, all its ranks hold the chunks.
         lengths: the number of tokens of each rank, where the ranks have told each other; None: the sharding says.
     """
 
