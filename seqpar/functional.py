@@ -335,7 +335,7 @@ def mask_planner(
     check_sharding(sharding)
     if strategy == "auto":
         raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
-    return MaskPlanner(*sharding.place(attention_spec(strategy, strategy_options)).of_plan)
+    return MaskPlanner(*sharding.place(attention_spec(strategy, strategy_options)).plan_arguments)
 
 
 class FixedAttention(Protocol):

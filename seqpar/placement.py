@@ -75,7 +75,7 @@ class Placement:
         return self.tokens.ring if self.ring is None else ranks_per_host(ranks_by_host(self.ring))
 
     @cached_property
-    def of_plan(self) -> tuple[TokenLayout, int, bool, int]:
+    def plan_arguments(self) -> tuple[TokenLayout, int, bool, int]:
         """The arguments of ``attention_plan`` besides the mask. May be collective, see ``ranks_by_host``."""
         return self.tokens, self.ring_rank, self.gathers, self.per_host
 

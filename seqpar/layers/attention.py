@@ -299,7 +299,7 @@ class AttentionLayer(nn.Module):
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
         check_sharding(sharding)
-        return MaskPlanner(*sharding.place(self.spec, self._parallel_context).of_plan)
+        return MaskPlanner(*sharding.place(self.spec, self._parallel_context).plan_arguments)
 
     # Tensor parallelism overrides the methods below, and ``_build``.
 

@@ -102,7 +102,7 @@ def make_call(
         mask = layer_mask(mask, *spec.layer_mask)
     return AttentionCall(
         placement=placement,
-        plan=attention_plan(mask, *placement.of_plan),
+        plan=attention_plan(mask, *placement.plan_arguments),
         spec=spec,
         heads=heads,
         score=Score(
