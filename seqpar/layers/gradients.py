@@ -16,7 +16,9 @@ from ..checks import check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..mesh import context_group, sequence_group
-from ..reductions import Reduction, gradient_kinds, owners
+from ..reductions import gradient_kinds
+from ..strategies.gemm import sum_dtype
+from ..wrappers import Reduction, owners
 
 _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
 
@@ -86,19 +88,19 @@ def _groups_left(
 ) -> tuple[ProcessGroup, ...]:
     """The groups over which a gradient is still to be summed, after FSDP, in a model with tensor-parallel layers."""
     is_shard = tensor_parallel and isinstance(p, DTensor) and not p.placements[-1].is_replicate()
-    several = mesh is not None and mesh.ndim > 1
+    has_dimensions = mesh is not None and mesh.ndim > 1
     if not is_shard:
-        needed = sequence_group(mesh, group, "tp_sp")
+        summed_over = sequence_group(mesh, group, "tp_sp")
     else:
-        needed = context_group(mesh) if mesh is not None and several else None
-    if needed is None or needed.size() == 1:
+        summed_over = context_group(mesh) if mesh is not None and has_dimensions else None
+    if summed_over is None or summed_over.size() == 1:
         return ()
-    reduced = _reduced_groups(p, tensor_parallel)
-    if mesh is None or not several or not any(_shares_ranks(one, needed) for one in reduced):
-        return (needed,)
+    fsdp_groups = _reduced_groups(p, tensor_parallel)
+    if mesh is None or not has_dimensions or not any(_shares_ranks(one, summed_over) for one in fsdp_groups):
+        return (summed_over,)
     names = ("ring", "ulysses") if is_shard else ("ring", "ulysses", "tp")
     dimensions = [mesh.get_group(name) for name in names if name in (mesh.mesh_dim_names or ())]
-    return tuple(one for one in dimensions if not any(_shares_ranks(one, other) for other in reduced))
+    return tuple(one for one in dimensions if not any(_shares_ranks(one, other) for other in fsdp_groups))
 
 
 @torch.no_grad()
@@ -169,9 +171,9 @@ def _sharded_over(p: nn.Parameter) -> tuple[ProcessGroup, ...]:
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=_sum_dtype(like.dtype), device=like.device)
+    total = torch.zeros((), dtype=sum_dtype(like), device=like.device)
     for x in tensors:
-        norm = torch.linalg.vector_norm(x, dtype=_sum_dtype(x.dtype))
+        norm = torch.linalg.vector_norm(x, dtype=sum_dtype(x))
         total = total + norm.to(total.device).square()
     return total
 
@@ -191,17 +193,17 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, fro
     facts: list[list[int]] = []  # for each parameter: has it a gradient, and the values of gradient_kinds
 
     def header() -> _GradientHeader:
-        owned = owners().reductions
+        reductions = owners().reductions
         for name, p in named:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
                 )
-            _check_not_reduced(name, p, group, owned.get(id(p), ()))
+            _check_not_reduced(name, p, group, reductions.get(id(p), ()))
         for (_, p), kind in zip(named, gradient_kinds(named, group, frozen), strict=True):
             facts.append([int(p.grad is not None), *map(int, kind)])
-        described = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
-        return _GradientHeader(len(named), fingerprint(described), fingerprint(str(facts)))
+        description = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
+        return _GradientHeader(len(named), fingerprint(description), fingerprint(str(facts)))
 
     headers = all_gather_header(header, group)
     if any(header[:2] != headers[0][:2] for header in headers):
@@ -326,11 +328,11 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for g in gradients:
         alike.setdefault((g.dtype, g.device), []).append(g)
-    for (dtype, _), tensors in alike.items():
+    for tensors in alike.values():
         bucket: list[Tensor] = []
         size = 0
         for g in tensors:
-            nbytes = g.numel() * _sum_dtype(dtype).itemsize
+            nbytes = g.numel() * sum_dtype(g).itemsize
             if bucket and size + nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
@@ -339,12 +341,8 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> list[Tensor]:
     """The sums of the gradients in ``bucket`` over the ranks, new tensors, by one all-reduce."""
-    flat = torch.cat([g.reshape(-1) for g in bucket]).to(_sum_dtype(bucket[0].dtype))  # [elements of the bucket]
+    flat = torch.cat([g.reshape(-1) for g in bucket]).to(sum_dtype(bucket[0]))  # [elements of the bucket]
     all_reduce(flat, group)
     return [total.view_as(g) for g, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True)]

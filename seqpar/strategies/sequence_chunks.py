@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ..cache import cached_tensors
 from ..comm.collectives import all_gather, reduce_scatter
-from ..comm.p2p import Pending, exchange
+from ..comm.p2p import Link, Pending, connect, exchange
 from ..comm.trace import count_sent
 from ..layout import TokenLayout, split_range
 from ..mesh import rank_in, size_of
@@ -78,7 +78,7 @@ class ChunkRows:
         return [rows.length for rows in self.chunks]
 
 
-def _rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) -> ChunkRows:
+def rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) -> ChunkRows:
     """The rows of the tensor-parallel ranks that attention treats as its single rank ``rank``. Cached."""
 
     def make() -> ChunkRows:
@@ -111,7 +111,8 @@ def _rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) ->
 
 
 @lru_cache(maxsize=8)
-def _rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
+def rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
+    """The rows of ranks that hold ``lengths`` tokens, where the full sequence is one rank's tokens after another's."""
     return _cut(lengths, lambda span: Rows(span.start, len(span)), None)
 
 
@@ -140,27 +141,6 @@ class SequenceChunks:
     overlap: str = "ring"  # or "symm_mem" or "none"
     float32_gradients: bool = False  # with "ring": half-precision gradients of the input are summed and sent in float32
 
-    @staticmethod
-    def of_sharding(
-        group: ProcessGroup, sharding: TokenLayout, rank: int, overlap: str, device: torch.device
-    ) -> SequenceChunks:
-        """The chunks of the tensor-parallel ranks that attention treats as its single rank ``rank``."""
-        rows = _rows_of_sharding(sharding, rank, device)
-        return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
-
-    @staticmethod
-    def of_context(group: ProcessGroup | None, sharding: TokenLayout, device: torch.device) -> SequenceChunks:
-        """The chunks of all ranks of attention, each of which will hold the full sequence."""
-        return SequenceChunks(group, _rows_of_sharding(sharding.together(), 0, device), float32_gradients=True)
-
-    @staticmethod
-    def in_rank_order(
-        group: ProcessGroup | None, lengths: Sequence[int], overlap: str, device: torch.device
-    ) -> SequenceChunks:
-        """Chunks of ``lengths`` tokens, where the full sequence is the chunks of all ranks one after another."""
-        rows = _rows_in_rank_order(tuple(lengths))
-        return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
-
     @cached_property
     def size(self) -> int:
         return size_of(self.group)
@@ -169,7 +149,7 @@ class SequenceChunks:
     def rank(self) -> int:
         return rank_in(self.group)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Tokens of the full sequence."""
         return sum(self.rows.lengths)
@@ -194,29 +174,30 @@ class SequenceChunks:
             assert self.group is not None
             return reduce_scatter(chunks, self.group)
         sends = torch.cat([chunk.reshape(-1) for chunk in chunks])
-        local = chunks[self.rank]
-        received = sends.new_empty(self.size, local.numel())
+        own_chunk = chunks[self.rank]
+        received = sends.new_empty(self.size, own_chunk.numel())
         sizes = [chunk.numel() for chunk in chunks]
-        dist.all_to_all_single(received.view(-1), sends, [local.numel()] * self.size, sizes, group=self.group)
+        dist.all_to_all_single(received.view(-1), sends, [own_chunk.numel()] * self.size, sizes, group=self.group)
         assert self.group is not None
         for peer, size in enumerate(sizes):
             if peer != self.rank:
                 count_sent(size * sends.element_size(), self.group, peer)
-        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(local.shape)
+        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own_chunk.shape)
 
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
         """Every rank's chunk, piece by piece, this rank's first. While the caller uses one chunk, the next is received.
 
-        The call starts the first transfers. ``make_ready`` must have been called before.
+        The call starts the first transfers.
         """
+        link = connect(self.group, chunk.device)
         local: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
-        incoming = self._start_step(chunk, 1) if self.size > 1 else None
+        incoming = self._start_step(chunk, 1, link) if self.size > 1 else None
 
         def chunks() -> Iterator[Iterator[Piece]]:
             nonlocal incoming
             yield local
             for step in range(2, self.size):
-                current, incoming = incoming, self._start_step(chunk, step)
+                current, incoming = incoming, self._start_step(chunk, step, link)
                 assert current is not None
                 yield current
             if incoming is not None:
@@ -231,7 +212,7 @@ class SequenceChunks:
             pieces = (self.rows.chunks[source],) if step == 0 else self.rows.pieces[source]
             yield ((rows, rows.take(full)) for rows in pieces)
 
-    def _start_step(self, chunk: Tensor, step: int) -> Iterator[Piece]:
+    def _start_step(self, chunk: Tensor, step: int, link: Link | None) -> Iterator[Piece]:
         """Start receiving the chunk of rank ``rank - step``, and sending ``chunk`` to rank ``rank + step``.
 
         The returned iterator waits for one piece at a time.
@@ -239,14 +220,14 @@ class SequenceChunks:
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
         pieces = self.rows.pieces
         local_pieces = chunk.split([rows.length for rows in pieces[self.rank]], 1)
-        started: list[tuple[Rows, Tensor, Pending]] = []
+        messages: list[tuple[Rows, Tensor, Pending]] = []
         for rows, piece in zip(pieces[source], local_pieces, strict=True):
             recv_buffer = chunk.new_empty(chunk.shape[0], rows.length, *chunk.shape[2:])
-            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group)
-            started.append((rows, recv_buffer, pending))
+            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], link)
+            messages.append((rows, recv_buffer, pending))
 
         def wait_in_turn() -> Iterator[Piece]:
-            for rows, recv_buffer, pending in started:
+            for rows, recv_buffer, pending in messages:
                 pending.wait()
                 yield rows, recv_buffer
 
@@ -258,6 +239,7 @@ class PartialSums:
 
     def __init__(self, chunks: SequenceChunks) -> None:
         self._chunks = chunks
+        self._link: Link | None = None
         self._sends: list[Pending] = []
         self._received: list[list[Tensor]] = []
         self._local: Tensor | None = None
@@ -273,14 +255,15 @@ class PartialSums:
         if step == 0:
             self._local = partial_output(rows_of.chunks[target])
             return
-        before, self._sends = self._sends, []
+        previous_sends, self._sends = self._sends, []
         buffers = []
         for rows, local_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
             buffers.append(piece.new_empty(piece.shape[0], local_rows.length, *piece.shape[2:]))
-            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group))
+            self._link = self._link or connect(chunks.group, piece.device)
+            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], self._link))
         self._received.append(buffers)
-        for pending in before:  # frees sent partial outputs, so that those of at most two chunks exist at a time
+        for pending in previous_sends:  # frees partial outputs, so that at most two chunks of them exist at a time
             pending.wait()
 
     def result(self) -> Tensor:
@@ -296,7 +279,7 @@ class PartialSums:
         return total.to(self._local.dtype)
 
 
-def _resolve_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> str:
+def resolve_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> str:
     """``overlap`` with "auto" resolved. Raises a ValueError if "symm_mem" cannot run."""
     if overlap == "symm_mem" and group is not None:
         even = rows.order is None and len(set(rows.lengths)) == 1
