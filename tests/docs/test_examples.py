@@ -45,6 +45,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], list[str]]] = {
 ELSEWHERE = {
     "__init__.py",
     "bytelm.py",  # test_demo.py
+    "own_loop.py",  # tests/docs/test_own_loop.py
     "grpo.py",  # tests/hf/test_trl.py
     "quickstart.py",  # test_docs.py
 }

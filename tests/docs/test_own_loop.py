@@ -1,0 +1,35 @@
+"""``examples/own_loop.py``: under every wrapper, on several ranks and after a resumption, the losses of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed import ProcessGroup
+
+from examples import own_loop
+
+from ..pool import OwnPool, on_ranks, start
+
+pytestmark = pytest.mark.slow
+
+
+@on_ranks
+def losses_of_rank(group: ProcessGroup, port: int, run: str, argv: list[str]) -> list[float]:
+    start(port, run, group.rank(), group.size())
+    return own_loop.main([*argv, "--seq-len=65"])
+
+
+def test_the_losses_of_one_process(own: OwnPool, tmp_path: Path) -> None:
+    def train(name: str, ranks: int, *argv: str) -> list[float]:
+        by_rank = own.pool.run(ranks, losses_of_rank, own.port, name, list(argv))
+        assert all(losses == by_rank[0] for losses in by_rank)
+        return by_rank[0]
+
+    expected = train("one", 1)
+    assert len(expected) == 12
+    checkpoint = f"--checkpoint={tmp_path / 'saved'}"
+    assert train("saving", 2, "--wrapper=fsdp2", "--steps=3", checkpoint) == pytest.approx(expected[:6], abs=1e-5)
+    assert train("resuming", 4, "--dp=2", checkpoint) == pytest.approx(expected[6:], abs=1e-5)
+    for wrapper in ("none", "ddp", "fsdp2"):
+        assert train(f"dp, {wrapper}", 4, "--dp=2", f"--wrapper={wrapper}") == pytest.approx(expected, abs=1e-5)
