@@ -94,6 +94,7 @@ main()
     assert (tmp_path / "demo" / "demo.csv").exists()
 
 
+@pytest.mark.slow
 def test_importing_is_light_and_finds_the_kernels() -> None:
     """What only some users have, or what is slow to import, is imported at its first use.
 
@@ -145,6 +146,7 @@ def _requirements(wheel: Path) -> dict[str, set[str]]:
     return requirements
 
 
+@pytest.mark.slow
 def test_the_package_requires_torch_einops_and_numpy_only(wheel: Path) -> None:
     assert _requirements(wheel)[""] == {"einops", "numpy", "torch"}
 
@@ -163,6 +165,7 @@ TOOLS = {
 }
 
 
+@pytest.mark.slow
 def test_every_dependency_is_used(wheel: Path) -> None:
     folders = ("seqpar", "triton_kernels", "tests", "benchmarks", "docs", "examples")
     files = [ROOT / "setup.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]

@@ -103,7 +103,7 @@ def no_results(case: Case, by_rank: list[None]) -> None:
     """The ranks compare: nothing is left to verify."""
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_attention_equals_one_device(batch: Batch, world: int) -> None:
     batch.check(world, attention_on_group, CASES, no_results)
 
@@ -167,6 +167,7 @@ def attention_over_tp_alone(group: ProcessGroup, options: dict[str, Any]) -> Non
         assert_close(layer(sharding.shard(x), sharding=sharding), sharding.shard(local(x)), torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"context": name} for name in ("ring", "ulysses", "hybrid")] + [{"context": "context_parallel", "comm": "p2p"}],
@@ -255,6 +256,7 @@ def fully_sharded(group: ProcessGroup, heads: tuple[int, int], path: str) -> Non
     check_state(loaded, local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_dp(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded, heads, str(tmp_path))
@@ -286,6 +288,7 @@ def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> 
     assert_close(full(found), expected, torch.float64, "norm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_the_ring(pool: Pool, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded_over_the_ring, heads)
