@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks import no_compile
-from ..layers.wrappers import averaging_wrappers, keeps_weight
+from ..wrappers import averaging_wrappers, keeps_weight
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call, shard_merged_call
 from .generate import finish_forward, prepare_forward
 from .logits import LazyLogits, MissingLogits, label_log_probs

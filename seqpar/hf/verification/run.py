@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from ...checks import check_number
 from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
 from ...layers.gradients import sync_gradients
-from ...layers.wrappers import gradient_wrappers, outermost
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
+from ...wrappers import gradient_wrappers, outermost
 from ..loss import reduce_over_ranks
 from ..per_rank import shared_batches
 from ..state import NAME, Patch, patch_of
