@@ -16,9 +16,10 @@ from ..checks import check_inputs, no_compile
 from ..functional import attention
 from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
+from ..mesh import ANY_RANKS
 from ..planner.rules import named
 from ..spec import AttentionSpec, constant_float, constants
-from ..strategies.operators import attend
+from ..strategies import operators
 from .batch import BatchShard
 from .generate import decode
 from .latent import expand, has_latent_kv, latent_weight
@@ -112,7 +113,8 @@ def _traced(
     spec = named(_spec(patch, in_layer, score, dropout), mask, q.shape[2], k.shape[2], *where)
     check_inputs(q, k, v, weight)
     tensors = q, k, v, score.sinks, None, _dropout_seed(module, shard, dropout), weight
-    return attend(*tensors, spec, mask, sharding)[0]
+    out: Tensor = operators.attention(*tensors, spec, mask, sharding, ANY_RANKS)[0]
+    return out
 
 
 def _spec(patch: Patch, in_layer: LayerMask, score: Score, dropout: float) -> AttentionSpec:
@@ -124,6 +126,7 @@ def _spec(patch: Patch, in_layer: LayerMask, score: Score, dropout: float) -> At
         dropout_p=constant_float(dropout),
         backend=patch.backend,
         layer_mask=in_layer,
+        returns_saved=torch.compiler.is_compiling(),
     )
 
 
