@@ -164,7 +164,7 @@ def compiled_on_hosts(group: ProcessGroup, per_host: int) -> tuple[list[str], in
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layer = seqpar.ContextParallelAttention(16, 4, 2, dtype=torch.float64)
+    layer: Any = seqpar.ContextParallelAttention(16, 4, 2, dtype=torch.float64)
     sharding = seqpar.Sharding(33, "zigzag", group=group)
     x = sharding.shard(torch.randn(1, 33, 16, dtype=torch.float64)).requires_grad_()
     q = sharding.shard(torch.randn(1, 33, 2, 8, dtype=torch.float64))
@@ -176,10 +176,9 @@ def compiled_on_hosts(group: ProcessGroup, per_host: int) -> tuple[list[str], in
         expected = layer(x, sharding=sharding), call(q)
         gradient = torch.autograd.grad(expected[0].sin().sum(), x)
         with seqpar.trace() as t:
-            compiles = group.rank() == group.size() - 1
-            run, run_call = (
-                torch.compile(x, backend="aot_eager", fullgraph=True) if compiles else x for x in (layer, call)
-            )
+            run, run_call = layer, call
+            if group.rank() == group.size() - 1:
+                run, run_call = (torch.compile(x, backend="aot_eager", fullgraph=True) for x in (layer, call))
             y = run(x, sharding=sharding)
             results = torch.autograd.grad(y.sin().sum(), x)
             out = run_call(q)
