@@ -21,9 +21,8 @@ from ..spec import AttentionSpec, constant_float, constants
 from ..strategies.operators import attend
 from .batch import BatchShard
 from .generate import decode
-from .latent import expand, has_latent_kv, latent_weight
+from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
 from .masks import WITHOUT_HOOKS, mask_in_layer
-from .shared_keys import attend_to_shared_keys, gathers_shared_keys
 from .state import DecodeShard, Patch, current_forward
 
 

@@ -5,15 +5,11 @@ The hooks of the forward store a ``Forward``, which the other hooks read. Model 
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks import no_compile
@@ -26,7 +22,6 @@ from .loss import (
     LogProbsOutput,
     TokenLoss,
     check_loss,
-    reduce_over_ranks,
     replace_loss_function,
     version_of,
 )
@@ -35,8 +30,6 @@ from .support import check_adapters, computes_cross_entropy, parameters_of, pred
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _NOISE = "neftune_noise_alpha"
-_ROUTER_LOSS = "load_balancing_loss_func"
-_FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
 
 
 def wrap_forward(model: nn.Module) -> None:
@@ -326,84 +319,3 @@ def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, 
     if forward is None or forward.batch_shard is None:
         return None
     return tuple(x[..., :-1, :] for x in output)
-
-
-# The load-balancing loss of the routers in mixture-of-experts models. transformers' ``load_balancing_loss_func``
-# multiplies two means over tokens. The means must be taken over the tokens of all ranks, because a sum of such products
-# over the ranks is another number. Each model file has the function as a global name. This name is bound to a
-# replacement, which calls the original function except during a forward on a sharded sequence.
-_original_losses: dict[str, Callable[..., Any]] = {}  # by the name of the Python module
-_patched_models: dict[str, set[int]] = {}  # by the name of the Python module: the ids of its parallelized models
-
-
-def patch_router_loss(model: nn.Module) -> None:
-    """Replace the router loss in the Python modules that define the classes of ``model``."""
-    names = [cls.__module__ for cls in type(model).__mro__]
-    names.append(inspect.unwrap(cast(Any, model).forward).__module__)  # Liger replaces the forward of the instance
-    if hasattr(cast(Any, model.config).get_text_config(), "router_aux_loss_coef"):
-        names.append(import_module(_FUSED_ROUTER).__name__)
-    for name in names:
-        original = getattr(sys.modules.get(name), _ROUTER_LOSS, None)
-        if original is None:
-            continue
-        if name not in _original_losses:
-            _original_losses[name] = original
-            setattr(sys.modules[name], _ROUTER_LOSS, _sharded_router_loss(original))
-        _patched_models.setdefault(name, set()).add(id(model))
-
-
-def unpatch_router_loss(model: nn.Module) -> None:
-    """Restore the original router loss, unless another parallelized model needs the replacement."""
-    for name, models in list(_patched_models.items()):
-        models.discard(id(model))
-        if not models:
-            setattr(sys.modules[name], _ROUTER_LOSS, _original_losses.pop(name))
-            del _patched_models[name]
-
-
-def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The router loss of the full sequence, as a replacement of ``original``."""
-
-    def load_balancing_loss(
-        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
-    ) -> Any:
-        forward = current_forward()
-        shard = None if forward is None else forward.batch_shard
-        if forward is None or shard is None or not isinstance(gate_logits, tuple) or num_experts is None:
-            return original(gate_logits, num_experts, top_k, attention_mask)
-        counts, probability, tokens = _router_sums(gate_logits, num_experts, top_k, shard.valid)
-        patch = forward.patch
-        sums = torch.cat([counts, tokens])  # [num_experts + 1]
-        if patch.group is not None and patch.ranks > 1:
-            dist.all_reduce(sums, group=patch.group)
-        counts, tokens = sums[:-1], sums[-1]  # now summed over all ranks
-        # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
-        # rank's partial gradient, and the parts of all ranks sum to the loss.
-        local_loss = (counts / tokens * (probability / tokens)).sum() * num_experts
-        return reduce_over_ranks(local_loss, patch, forward.model)
-
-    return load_balancing_loss
-
-
-def _router_sums(
-    gate_logits: tuple[Tensor, ...],  # of each layer, [tokens, num_experts]
-    num_experts: int,
-    top_k: int,
-    valid: Tensor | None,  # bool [batch, seq_local], False for padding, which does not count
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over this rank's tokens and all layers, in float32.
-
-    How often each expert was chosen, [num_experts]; the sum of each expert's probabilities, [num_experts]; and the
-    number of tokens times the number of layers, [1].
-    """
-    device = gate_logits[0].device
-    counts, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
-    tokens = torch.zeros(1, device=device)
-    for gate in gate_logits:
-        p = torch.softmax(gate.to(device), dim=-1)  # [tokens, num_experts]
-        weight = torch.ones(len(p), device=device) if valid is None else valid.reshape(-1).to(device).float()
-        experts = p.detach().topk(top_k, dim=-1).indices  # [tokens, top_k]
-        counts = counts.index_add(0, experts.reshape(-1), weight.repeat_interleave(top_k))
-        probability = probability + (p.float() * weight[:, None]).sum(0)
-        tokens = tokens + weight.sum()
-    return counts, probability, tokens

@@ -33,7 +33,7 @@ from ..mask import Mask
 from ..schedule.rows import KeyIntervals
 from ..sharding import unshard
 from .batch import BatchShard, batch_mask, token_ranges
-from .shared_keys import storing_layer
+from .key_values import storing_layer
 from .state import DecodeShard, GenerationStep, Patch
 from .support import recomputes
 

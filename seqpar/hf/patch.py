@@ -21,8 +21,8 @@ from ..strategies import STRATEGIES, StrategyName, StrategyOptions, resolve, str
 from . import forward
 from .attention import attention_forward
 from .full_batch import before_text_model
-from .latent import disable_latent_kv, enable_latent_kv
-from .loss import replace_loss_function, restore_loss_function
+from .key_values import disable_latent_kv, enable_latent_kv
+from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
 from .masks import compare_masks, layer_mask_of, model_mask, no_mask, structure
 from .per_rank import unwrap_call, wrap_call
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
@@ -179,7 +179,7 @@ def restore(model: Model) -> Model:
     for handle in patch.handles:
         handle.remove()
     for module in patch.loss_functions:
-        forward.unpatch_router_loss(module)
+        unpatch_router_loss(module)
         unwrap_call(module)
         forward.unwrap_forward(module)
         restore_loss_function(module)
@@ -263,7 +263,7 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
         if isinstance(module, PreTrainedModel):
             patch.loss_functions.append(module)
             replace_loss_function(module, patch, root)
-            forward.patch_router_loss(module)
+            patch_router_loss(module)
     if pools_last_token(root):
         after(root.score, forward.after_score)
     if patch.batches == "per_rank" and patch.ranks > 1:

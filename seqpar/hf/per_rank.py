@@ -31,7 +31,7 @@ from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerp
 from ..comm.trace import count_sent
 from .batch import BOUNDARY_NAMES, tokens_of
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
-from .latent import disable_latent_kv, enable_latent_kv, has_latent_kv
+from .key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
 from .logits import MissingLogits
 from .state import NAME, FullCall, Patch
 from .support import parameters_of

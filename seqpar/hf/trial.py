@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
-from .latent import expand, has_latent_kv
+from .key_values import expand, has_latent_kv
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0

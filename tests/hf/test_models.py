@@ -22,7 +22,7 @@ import transformers
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.latent import has_latent_kv
+from seqpar.hf.key_values import has_latent_kv
 from seqpar.hf.logits import MissingLogits
 from seqpar.hf.state import NAME
 from seqpar.hf.trial import run_trial

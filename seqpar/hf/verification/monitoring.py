@@ -26,9 +26,18 @@ from ...sharding import Sharding
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of
-from .comparison import FullBatch
-from .report import Difference, VerificationError, VerificationReport
-from .run import DEADLINE_S, LIBRARIES, TOLERANCE, exchange, lowest_dtype, unsharded_parameters, verify
+from .comparison import Difference, FullBatch
+from .run import (
+    DEADLINE_S,
+    LIBRARIES,
+    TOLERANCE,
+    VerificationError,
+    VerificationReport,
+    exchange,
+    lowest_dtype,
+    unsharded_parameters,
+    verify,
+)
 
 _log = logging.getLogger("seqpar")
 

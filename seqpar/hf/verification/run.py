@@ -35,10 +35,8 @@ from ..per_rank import shared_batches
 from ..state import NAME, Patch, patch_of
 from ..support import attention_layers
 from ..trial import attend_to_own_token
-from .comparison import FullBatch, compare_inputs, compare_tensors, parameter_differences
-from .one_device import deadline, one_device, unchanged
-from .recording import PinnedExperts, Recording, recording
-from .report import Difference, VerificationError, VerificationReport
+from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
+from .recording import PinnedExperts, Recording, deadline, one_device, recording, unchanged
 
 # The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -50,6 +48,57 @@ DEADLINE_S = 120.0
 # The libraries whose modules are known to work with this package.
 LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
 _NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """The result of ``verify``, the same on every rank of the sequence.
+
+    Attributes:
+        differences: the differences from one device, in the order of a training step: the path, the inputs, the first
+            layer, the loss, the first gradient. Empty if there are none.
+        loss: the loss of the parallelized model; NaN if it was not computed.
+        expected_loss: the loss of the model on one device; NaN if it was not computed.
+        layers: the number of attention layers that were compared.
+        seq_len: the number of tokens of the full sequence.
+        ranks: the number of ranks that the sequence is sharded over.
+        strategy, layout: as given to ``parallelize``.
+    """
+
+    differences: tuple[Difference, ...]
+    loss: float
+    expected_loss: float
+    layers: int
+    seq_len: int
+    ranks: int
+    strategy: str
+    layout: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the model computes what one device would."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        what = f"{self.seq_len} tokens on {self.ranks} rank(s), strategy={self.strategy!r}, layout={self.layout!r}"
+        if self.ok:
+            return (
+                f"seqpar.hf.verify: equal to one device: {what}, {self.layers} attention layers, loss {self.loss:.6f} "
+                f"(one device {self.expected_loss:.6f}), all gradients"
+            )
+        return "\n".join([f"seqpar.hf.verify: not what one device computes: {what}", *map(str, self.differences)])
+
+
+class VerificationError(AssertionError):
+    """A parallelized model does not compute what one device would.
+
+    Attributes:
+        report: the ``VerificationReport``.
+    """
+
+    def __init__(self, report: VerificationReport) -> None:
+        super().__init__(str(report))
+        self.report = report
 
 
 def verify(
