@@ -53,8 +53,8 @@ class BatchShard:
     # For models that predict each token itself: this rank's unshifted labels [batch, seq_local], and their
     # ``num_items``. None without labels, or if the caller set ``shift_labels``.
     in_place: tuple[Tensor, int] | None = None
-    sharding: Sharding | None = None  # set when the model's forward starts
-    seed_on_host: Tensor | None = None  # ``seed`` as int64 [] on the CPU, set when the model's forward starts
+    sharding: Sharding | None = None  # set by ``Patch.place``
+    seed_on_host: Tensor | None = None  # ``seed`` as int64 [] on the CPU, set by ``Patch.place``
     # Complete masks for models in which some tokens see one another in causal layers, such as the tokens of an image:
     # ``mask`` with causality, with these blocks of tokens, and with the layers' window. The keys are layer types, or ""
     # for all types.
@@ -64,12 +64,6 @@ class BatchShard:
 
     def __post_init__(self) -> None:
         self.unmasked = self.mask == Mask.full()
-
-    def add_sharding(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
-        """Set ``sharding`` and ``seed_on_host``, which compiled layers need."""
-        if self.sharding is None:
-            self.sharding = Sharding(self.seq_len, self.layout, mesh=mesh, group=group)
-            self.seed_on_host = torch.tensor(self.seed, dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "sharding": None}  # process groups cannot be pickled

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..checks import no_compile
 from ..layers.wrappers import averaging_wrappers, keeps_weight
-from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call, shard_merged_call
-from .generate import finish_forward, prepare_forward
+from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
+from .generate import shard_generation
 from .logits import LazyLogits, MissingLogits, label_log_probs
 from .loss import (
     LOG_PROBS,
@@ -78,25 +78,21 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
     has_images = merges(model) and has_more_than_text(kwargs)
     forward = Forward(model, patch, None)
-    if kwargs.get("seqpar") is not None:
+    if kwargs.get("seqpar") is not None:  # the batch is sharded already
         if has_images:
             raise ValueError(
                 f"batch: it is sharded, but {type(model).__name__} must merge images into all tokens before the tokens "
                 "are sharded; call it with the full batch, without shard_batch"
             )
-    elif has_images and not generates(kwargs):
-        kwargs, forward.full_call, forward.keep = shard_merged_call(model, kwargs)
-        forward.cut = forward.full_call.tokens[patch.rank]
-    elif not generates(kwargs):
-        kwargs, forward.full_call = shard_call(model, kwargs)
-    if kwargs.get("seqpar") is not None:
-        _prepare(forward, kwargs, parameters, wants_log_probs)
+    elif generates(kwargs):
+        kwargs, forward.full_call, forward.keep = shard_generation(model, kwargs, has_images)
     else:
-        forward.wants_loss = kwargs.get("labels") is not None
-        forward.generation = prepare_forward(model, patch, kwargs, has_images)
-        forward.shard, forward.cut = kwargs["seqpar"], forward.generation.cut
-        if forward.cut is not None:
-            forward.keep = kwargs.pop("logits_to_keep", None)
+        kwargs, forward.full_call, forward.keep = shard_call(model, kwargs, has_images)
+    if has_images and forward.full_call is not None:
+        forward.cut = forward.full_call.tokens[patch.rank]
+    forward.shard = kwargs["seqpar"]
+    if forward.batch_shard is not None:
+        _prepare(forward, kwargs, parameters, wants_log_probs)
     if merges(model):
         del kwargs["seqpar"]  # before_text_model passes it to the text model
     push_forward(forward)
@@ -106,15 +102,14 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wants_log_probs: bool) -> None:
     """Prepare the arguments of a forward on a sharded sequence, and set ``forward`` accordingly."""
     model, patch, shard, labels = forward.model, forward.patch, kwargs["seqpar"], kwargs.get("labels")
-    forward.shard, forward.wants_loss = shard, labels is not None
+    forward.wants_loss = labels is not None
     if shard.jump is not None and "use_cache" in parameters and not _caches(model, kwargs):
         raise ValueError(
             f"position_ids: {shard.jump}, which is no restart. Without an attention_mask and without a cache, "
             "transformers starts a document there, and otherwise it does not; pass an attention_mask of ones if "
             "the row is one document, or the boundaries of its documents as cu_seq_lens"
         )
-    if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
-        shard.add_sharding(patch.mesh, patch.given_group)
+    patch.place(shard)
     if labels is not None:
         keep = kwargs.get("logits_to_keep", 0)
         if isinstance(keep, Tensor) or keep:
@@ -184,7 +179,9 @@ def _check_unchanged(model: nn.Module) -> None:
 
 
 def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether transformers would make a cache in a call with these arguments."""
+    """Whether transformers would use a cache in a call with these arguments."""
+    if kwargs.get("past_key_values") is not None:
+        return True
     default = getattr(cast(Any, model.config).get_text_config(), "use_cache", False)
     use_cache = kwargs.get("use_cache")
     return not recomputes(model) and bool(default if use_cache is None else use_cache)
@@ -211,8 +208,6 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         pop_forward()
     if output is None:
         return None
-    if forward.generation is not None:
-        return finish_forward(output, forward.generation, forward.patch)
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(lazy := getattr(output, "logits", None), LazyLogits):

@@ -63,12 +63,24 @@ def generates(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
 
 
-def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], FullCall]:
-    """The arguments of this rank's forward in a call with the full batch, with the entry ``seqpar``.
+ShardedCall = tuple[dict[str, Any], FullCall, Tensor | None]
+
+
+def shard_call(model: Any, kwargs: dict[str, Any], has_images: bool, seed: int | None = None) -> ShardedCall:
+    """Prepare a call with a full batch. With images, the text model's hook shards the tokens.
 
     ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
     compare their batches, in some of the calls, and agree on a seed.
+
+    Returns:
+        * The arguments of this rank's forward, with the entry ``seqpar``.
+        * The ``FullCall``.
+        * With images: the indices of this rank's tokens whose logits are computed, int64, or None for all.
     """
+    return _shard_merged_call(model, kwargs, seed) if has_images else (*_shard_text_call(model, kwargs, seed), None)
+
+
+def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
     patch: Patch = model._seqpar
     batch = {name: x for name, x in kwargs.items() if x is not None}
     pools = pools_last_token(model)
@@ -134,7 +146,7 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
     """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``."""
     if full_call.fused:
         output = _reduce_fused_loss(output, forward, full_call)
-    outputs = forward.patch.outputs
+    outputs = "full" if full_call.fills_cache else forward.patch.outputs
     leaves_logits_out = forward.wants_loss and outputs != "full"
     if isinstance(output, tuple):
         if full_call.logits is not full_call.tokens:
@@ -230,14 +242,7 @@ def has_more_than_text(kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
 
 
-def shard_merged_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[str, Any], FullCall, Tensor | None]:
-    """Prepare a call with a full batch with images, whose tokens are sharded before the text model runs.
-
-    Returns:
-        * The arguments of the multimodal model, with all tokens, this rank's labels, and the entry ``seqpar``.
-        * The ``FullCall``.
-        * The indices of this rank's tokens whose logits are computed, int64; None for all.
-    """
+def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | None) -> ShardedCall:
     full = {name: x for name, x in kwargs.items() if x is not None}
     ids = full.get("position_ids")
     boundaries = [name for name in BOUNDARY_NAMES if name in full]
@@ -252,7 +257,7 @@ def shard_merged_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[st
         batch.pop("position_ids")
         if len(ids) == 4:
             batch["position_ids"] = ids[0]
-    local, full_call = shard_call(model, batch)
+    local, full_call = _shard_text_call(model, batch, seed)
     for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
         full.pop(name, None)
     full.update({name: local[name] for name in (*_LABELS, "num_items_in_batch", "seqpar") if name in local})
@@ -270,7 +275,7 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     parameters = parameters_of(text)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    if "use_cache" in parameters and forward.generation is None and kwargs.get("past_key_values") is None:
+    if "use_cache" in parameters and kwargs.get("past_key_values") is None:
         kwargs["use_cache"] = False
     if forward.cut is not None:
         kwargs = _shard_text_inputs(text, kwargs, forward, forward.cut)

@@ -15,39 +15,41 @@ head (h / n), d head_dim.
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..checks import no_compile
 from ..comm.collectives import all_gather_single
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.trace import count_sent
 from ..kernels import select
 from ..kernels.base import Carry, Score, empty_carry, finish, merge_
-from ..layout import shard_positions
 from ..mask import Mask
 from ..schedule.rows import KeyIntervals
-from ..sharding import unshard
-from .batch import BatchShard, batch_mask, token_ranges
+from .full_batch import shard_call
 from .key_values import storing_layer
-from .state import DecodeShard, GenerationStep, Patch
+from .state import DecodeShard, FullCall, Patch
 from .support import recomputes
 
 _GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather in ``decode``
 _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image, video and audio arguments begin
 
 
-def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merging: bool) -> GenerationStep:
-    """Replace the arguments of a forward of ``generate``, in place, by this rank's arguments.
+def shard_generation(
+    model: nn.Module, kwargs: dict[str, Any], has_images: bool
+) -> tuple[dict[str, Any], FullCall | None, Tensor | None]:
+    """Prepare a forward of ``generate``. The arguments hold all new tokens, the same on every rank.
 
-    They hold all new tokens, the same on every rank. Afterwards they hold this rank's tokens in a prefill, and still
-    all new tokens in a decoding step. In both cases ``kwargs["seqpar"]`` holds what the attention layers read. With
-    images (``merging``), a prefill keeps the full prompt: its text model shards the merged embeddings.
+    Returns:
+        What ``shard_call`` returns. In a decoding step the arguments still hold all new tokens, the entry ``seqpar`` is
+        a ``DecodeShard``, and there is no ``FullCall``.
     """
+    patch = cast(Patch, model._seqpar)
     cache = kwargs.get("past_key_values")
     if kwargs.get("labels") is not None:
         raise ValueError(
@@ -62,7 +64,7 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merg
     config = cast(Any, model.config).get_text_config()
     if cache is None:
         cache = kwargs["past_key_values"] = DynamicCache(config=config)
-    shard_cache(cache, config.num_hidden_layers)
+    _shard_cache(cache, config.num_hidden_layers)
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     past, new = cache.get_seq_length(), tokens.shape[1]
     total = past + new
@@ -70,18 +72,26 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merg
     if isinstance(attention_mask, dict):  # generate made one mask per layer type; ``no_mask`` makes each of them None
         attention_mask = None
     _check_same_tokens(tokens, attention_mask, past, patch)
-    position_ids = kwargs.get("position_ids")
-    if position_ids is None:
-        position_ids = torch.arange(past, total, device=tokens.device)[None]
-    kwargs["position_ids"] = position_ids
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = torch.arange(past, total, device=tokens.device)[None]
+    padding = _left_padding(attention_mask)
     if past == 0 and new >= patch.ranks:
-        return _prepare_prefill(cache, patch, kwargs, attention_mask, total, merging)
-    if merging and any(name.startswith(_MEDIA_ARGUMENTS) for name, x in kwargs.items() if x is not None):
+        prompt = {**kwargs, "attention_mask": attention_mask}
+        local, full_call, keep = shard_call(model, prompt, has_images, seed=0)
+        # With a cache, position_ids that restart start no document.
+        local["seqpar"] = replace(local["seqpar"], mask=padding)
+        _expect(cache, full_call.tokens[patch.rank], None, total)
+        return local, replace(full_call, fills_cache=True), keep
+    if has_images and any(name.startswith(_MEDIA_ARGUMENTS) for name, x in kwargs.items() if x is not None):
         raise ValueError(
             "pixel_values: images were passed with a prompt shorter than the number of ranks, or after the cache was "
             "filled; pass all images to generate together with the first prompt"
         )
-    return _prepare_decoding(cache, patch, kwargs, attention_mask, past, total)
+    positions = torch.arange(past, total)
+    cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
+    _expect(cache, positions[cached_here], cached_here, total)
+    kwargs["seqpar"] = DecodeShard(cache, past, padding)
+    return kwargs, None, None
 
 
 class _TokensHeader(NamedTuple):
@@ -111,45 +121,6 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
         )
 
 
-def _prepare_prefill(
-    cache: Any, patch: Patch, kwargs: dict[str, Any], attention_mask: Tensor | None, total: int, merging: bool
-) -> GenerationStep:
-    """Shard the prompt's ``total`` tokens."""
-    positions = [shard_positions(total, patch.ranks, rank, patch.layout) for rank in range(patch.ranks)]
-    local_positions = positions[patch.rank]  # [seq_local]
-    position_ids: Tensor = kwargs["position_ids"]
-    if not merging:
-        for name in ("input_ids", "inputs_embeds"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name].index_select(1, local_positions.to(kwargs[name].device))
-        kwargs["position_ids"] = position_ids.index_select(-1, local_positions.to(position_ids.device))
-    ranges = None if attention_mask is None else token_ranges(attention_mask)
-    mask = batch_mask(None, ranges, total)
-    kwargs["seqpar"] = BatchShard(total, int(position_ids.max()), patch.ranks, patch.layout, mask)
-    _expect(cache, local_positions, None, total)
-    keep = kwargs.pop("logits_to_keep", 0)
-    if isinstance(keep, Tensor):
-        raise ValueError("logits_to_keep: a tensor of indices is not supported for a sharded prompt; give a number")
-    if keep == 1:
-        # Each rank computes the logits of its last token, and the last token of ``last_rank`` is the prompt's last. The
-        # index is a tensor, because Gemma 4 drops all other tokens if it is given a number.
-        kwargs["logits_to_keep"] = torch.tensor([len(local_positions) - 1])
-    last_rank = next(rank for rank, p in enumerate(positions) if int(p[-1]) == total - 1)
-    cut = local_positions if merging else None
-    return GenerationStep(sharded=True, logits_to_keep=keep, last_rank=last_rank, cut=cut)
-
-
-def _prepare_decoding(
-    cache: Any, patch: Patch, kwargs: dict[str, Any], attention_mask: Tensor | None, past: int, total: int
-) -> GenerationStep:
-    """Prepare the forward that computes tokens ``past`` to ``total`` on every rank."""
-    positions = torch.arange(past, total)
-    cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
-    _expect(cache, positions[cached_here], cached_here, total)
-    kwargs["seqpar"] = DecodeShard(cache, past, _left_padding(attention_mask))
-    return GenerationStep(sharded=False)
-
-
 def _left_padding(attention_mask: Tensor | None) -> Mask:
     """The mask that hides the padding at the start of each row of ``attention_mask [b, total]``."""
     if attention_mask is None or attention_mask.dim() != 2:
@@ -158,31 +129,6 @@ def _left_padding(attention_mask: Tensor | None) -> Mask:
     if not any(starts):
         return Mask.full()
     return Mask.padding(starts[:1] if len(set(starts)) == 1 else starts)
-
-
-def finish_forward(output: Any, step: GenerationStep, patch: Patch) -> Any:
-    """Give every rank the output of all tokens after a sharded prefill, in place.
-
-    ``logits`` and ``last_hidden_state`` are all-gathered. If the caller asked for the logits of the last token alone,
-    the rank that holds this token broadcasts them instead.
-    """
-    if not step.sharded or patch.group is None or patch.ranks == 1:
-        return output
-    if isinstance(output, tuple):
-        raise ValueError("return_dict=False: a sharded prompt's output is all-gathered by name; leave return_dict out")
-    for name in ("logits", "last_hidden_state"):
-        x = getattr(output, name, None)
-        if not isinstance(x, Tensor):
-            continue
-        if step.logits_to_keep == 1 and name == "logits":
-            x = x[:, -1:].contiguous()
-            dist.broadcast(x, group=patch.group, group_src=step.last_rank)
-        else:
-            x = unshard(x, 1, group=patch.group, layout=patch.layout)
-            x = x[:, -step.logits_to_keep :] if step.logits_to_keep else x
-        setattr(output, name, x)
-        output[name] = x
-    return output
 
 
 class _GrowingBuffer:
@@ -324,7 +270,7 @@ class ShardedCacheLayer(DynamicLayer):
             self._drop_outside_window()
 
 
-def shard_cache(cache: Any, layers: int) -> None:
+def _shard_cache(cache: Any, layers: int) -> None:
     """Replace the ``layers`` layers of an empty dynamic cache by ``ShardedCacheLayer``, unless that was done before."""
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values={type(cache).__name__}: expected a transformers Cache")
@@ -358,6 +304,7 @@ def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int
             layer.expect(positions, select_new, total)
 
 
+@no_compile
 @torch.no_grad()
 def decode(
     module: nn.Module,

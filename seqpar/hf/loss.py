@@ -287,6 +287,13 @@ class _AllGatherTokens(torch.autograd.Function):
         ctx.positions, ctx.scale, ctx.shared = places[rank], scale, shared
         if shared:
             mark(ctx, group, "partial")
+        holders = [r for r, p in enumerate(places) if len(p)]
+        if len(holders) == 1:  # the logits of the last token
+            source = holders[0]
+            shape = len(x), len(places[source]), *x.shape[2:]
+            full = x.clone(memory_format=torch.contiguous_format) if rank == source else x.new_empty(shape)
+            dist.broadcast(full, group=group, group_src=source)
+            return full
         gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
         return gathered.index_select(1, torch.cat(places).argsort().to(x.device))
 

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.hooks import RemovableHandle
@@ -20,6 +21,7 @@ from ..layout import Layout
 from ..mask import LayerMask, Mask
 from ..mesh import rank_in, size_of
 from ..schedule.rows import KeyIntervals
+from ..sharding import Sharding
 from ..strategies import StrategyName, StrategyOptions
 from .batch import BatchShard
 
@@ -77,6 +79,19 @@ class Patch:
         """This rank, among the ranks of the sequence."""
         return rank_in(self.group)
 
+    def place(self, shard: BatchShard) -> None:
+        """Set ``shard.sharding`` and ``shard.seed_on_host``, which the attention layers read."""
+        if (shard.layout, shard.ranks) != (self.layout, self.ranks):
+            raise ValueError(
+                f"the batch was sharded with layout={shard.layout!r} over {shard.ranks} ranks, but the model is "
+                f"parallelized with layout={self.layout!r} over {self.ranks}; give shard_batch and parallelize the same"
+            )
+        if shard.sharding is None:
+            strategy: Literal["local"] | None = "local" if self.group is None else None
+            mesh, group = self.mesh, self.given_group
+            shard.sharding = Sharding(shard.seq_len, shard.layout, mesh=mesh, group=group, strategy=strategy)
+            shard.seed_on_host = torch.tensor(shard.seed, dtype=torch.int64, device="cpu")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # process groups cannot be copied; a copy of the model uses the same groups
 
@@ -108,19 +123,9 @@ class DecodeShard:
     intervals: dict[Hashable, KeyIntervals | None] = field(default_factory=dict, repr=False)
 
 
-@dataclass(frozen=True)
-class GenerationStep:
-    """One forward of ``model.generate``: the prefill, whose tokens are sharded, or a decoding step."""
-
-    sharded: bool
-    logits_to_keep: int = 0  # the number of last tokens whose logits the caller wants; 0: all
-    last_rank: int = 0  # holds the last token
-    cut: Tensor | None = None  # int64 [seq_local], this rank's positions if the text model shards its input
-
-
 @dataclass(frozen=True, eq=False)
 class FullCall:
-    """A forward that was called with a full batch."""
+    """A forward that was called with a full batch, or with a full prompt."""
 
     rows: int
     tokens: tuple[Tensor, ...]  # for each rank, the global positions of its tokens, int64
@@ -130,6 +135,7 @@ class FullCall:
     num_items: Any = None  # the divisor of the fused head's loss
     last: Tensor | None = None  # int64 [rows], for a sequence classifier: the token of each row whose scores count
     labels: Tensor | None = None  # for a sequence classifier: the labels of the rows
+    fills_cache: bool = False  # whether the batch is the prompt of a generation
 
 
 @dataclass
@@ -140,7 +146,6 @@ class Forward:
     patch: Patch
     shard: BatchShard | DecodeShard | None  # None until a hook has set it
     wants_loss: bool = False  # whether the caller passed labels
-    generation: GenerationStep | None = None  # in a forward of ``model.generate``
     full_call: FullCall | None = None  # if the caller passed a full batch
     cut: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
     keep: Tensor | None = None  # int64, the indices of this rank's tokens that get logits; None: all
