@@ -203,6 +203,14 @@ def tokens_of(batch: Any, if_sharded: str) -> Tensor:
     return tokens
 
 
+def checksum(batch: Mapping[str, Any], value: int = 0) -> int:
+    """A CRC-32 of the names, shapes and values of the tensors in ``batch``, which continues from ``value``."""
+    for name in sorted(name for name, x in batch.items() if isinstance(x, Tensor)):
+        data: Any = batch[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        value = zlib.crc32(data, zlib.crc32(f"{name} {tuple(batch[name].shape)}".encode(), value))
+    return value
+
+
 class _BatchHeader(NamedTuple):
     """Whether a rank has a batch, a checksum of the batch, and the seed of the rank's random number generator."""
 
@@ -292,12 +300,8 @@ class _BatchSpec:
 
     @property
     def checksum(self) -> int:
-        value = zlib.crc32(f"{self.mask!r} {sorted(self.tensors)} {self.layout}".encode())
         arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
-        for _, tensor in sorted({**self.tensors, **arrays}.items()):
-            data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            value = zlib.crc32(data, value)
-        return value
+        return checksum({**self.tensors, **arrays}, zlib.crc32(f"{self.mask!r} {self.layout}".encode()))
 
     def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:
         positions = shard_positions(self.seq_len, self.ranks, rank, self.layout)  # [seq_local]

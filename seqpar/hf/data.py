@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.data import DistributedSampler, IterableDataset, default_collate
 
@@ -18,7 +16,7 @@ from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
 from ..schedule.plan import MaskPlanner
 from ..strategies import resolve
-from .batch import PLANNED, mask_and_length, shard_batch, shard_for_rank
+from .batch import PLANNED, checksum, mask_and_length, shard_batch, shard_for_rank
 from .state import patch_of
 
 
@@ -87,8 +85,8 @@ class ShardedLoader:
         def load() -> _NextBatch:
             nonlocal batch
             batch = next(batches, None)
-            compare = is_first and batch is not None and size_of(self.dp_group) > 1
-            return _NextBatch(batch is not None, Fingerprint(_checksum(batch) if compare else 0))
+            compare = is_first and isinstance(batch, Mapping) and size_of(self.dp_group) > 1
+            return _NextBatch(batch is not None, Fingerprint(checksum(batch) if compare else 0))
 
         def load_on_each_dp_rank() -> _NextBatch:
             if not self._loads:
@@ -177,15 +175,6 @@ def _check_split(loader: Any, size: int, rank: int) -> None:
             f"loader: its {name}={found[0]}, rank={found[1]}, but the mesh has dp={size} and this is dp rank {rank}; "
             f"make it with {sizes}={size}, rank={rank}"
         )
-
-
-def _checksum(batch: Any) -> int:
-    value = 0
-    for _, x in sorted(batch.items()) if isinstance(batch, Mapping) else ():
-        if isinstance(x, Tensor):
-            data: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            value = zlib.crc32(data, value)
-    return value
 
 
 class ShardCollator:

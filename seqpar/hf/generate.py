@@ -14,7 +14,6 @@ head (h / n), d head_dim.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +30,7 @@ from ..kernels import select
 from ..kernels.base import Carry, Score, empty_carry, finish, merge_
 from ..mask import Mask
 from ..schedule.rows import KeyIntervals
+from .batch import checksum
 from .full_batch import shard_call
 from .key_values import storing_layer
 from .state import DecodeShard, FullCall, Patch
@@ -111,8 +111,7 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
             is_token = attention_mask != 0
             if attention_mask.dim() == 2 and bool((is_token[:, :-1] & ~is_token[:, 1:]).any()):
                 raise ValueError("attention_mask: it has padding after tokens; put a prompt's padding on the left")
-        data = tokens.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _TokensHeader(past, Fingerprint(zlib.crc32(data)))
+        return _TokensHeader(past, Fingerprint(checksum({"tokens": tokens})))
 
     if len(set(all_gather_header(header, patch.group))) > 1:
         raise ValueError(

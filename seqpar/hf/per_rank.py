@@ -15,7 +15,7 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ _PARTIAL_SUMS = ("loss", "aux_loss")
 _PLAIN = (bool, int, float, str)
 # The method of ``nn.Module`` that runs the hooks and the forward. ``nn.Module.__call__`` looks it up in the instance.
 _CALL = "_call_impl"
+_IMPLEMENTATION = "_attn_implementation_internal"  # set directly, because the property sets the sub-configs too
 
 
 def wrap_call(model: nn.Module) -> None:
@@ -81,7 +82,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     original_call = type(model)._call_impl
     kwargs = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
     if generates(kwargs):
-        with _one_device(patch):
+        with on_this_rank(patch):
             return original_call(model, **kwargs)
     group = patch.group
     assert group is not None  # ``parallelize`` does not wrap the calls of a model on one rank
@@ -104,24 +105,22 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _one_device(patch: Patch) -> Iterator[None]:
-    """In the block, the model attends on this rank alone, with a transformers attention function."""
-    patch.sharded = False
-    latent_layers = [module for module in patch.modules if has_latent_kv(module)]
-    for layer in latent_layers:
-        disable_latent_kv(layer)
-    before = [(ours, ours._attn_implementation) for _, ours, _ in patch.config_copies]
-    for original, ours, _ in patch.config_copies:
-        implementation = original._attn_implementation
-        ours._attn_implementation = "sdpa" if implementation == NAME else implementation
-    try:
+def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[None]:
+    """In the block, the model runs on this rank alone, as without ``parallelize``.
+
+    ``implementation`` is the name of its attention function, by default the one that it had before ``parallelize``.
+    """
+    with ExitStack() as stack:
+        patch.sharded = False
+        stack.callback(setattr, patch, "sharded", True)
+        for layer in filter(has_latent_kv, patch.modules):
+            disable_latent_kv(layer)
+            stack.callback(enable_latent_kv, layer)
+        for original, ours, _ in patch.config_copies:
+            stack.callback(setattr, ours, _IMPLEMENTATION, getattr(ours, _IMPLEMENTATION))
+            before = original._attn_implementation
+            setattr(ours, _IMPLEMENTATION, implementation or ("sdpa" if before == NAME else before))
         yield
-    finally:
-        for ours, implementation in before:
-            ours._attn_implementation = implementation
-        for layer in latent_layers:
-            enable_latent_kv(layer)
-        patch.sharded = True
 
 
 class _Header(NamedTuple):

@@ -1,4 +1,4 @@
-"""The two runs that ``verify`` compares: their states of the model and its process groups, and what is recorded."""
+"""How ``verify`` runs a model: what it records, and the states of the model and of its process groups."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -24,13 +25,19 @@ from transformers.masking_utils import (
 )
 
 from ...comm.communicator import existing_communicators
+from ...layers.wrappers import outermost
 from ...rendezvous import group_timeout
-from ..key_values import disable_latent_kv, enable_latent_kv, has_latent_kv, recorded_expansion
+from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
+from ..per_rank import on_this_rank
 from ..state import Patch
 from ..support import attention_layers, parameters_of, text_model
 from ..trial import replaced_interface
 
+# The libraries whose modules are known to work with this package.
+LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
+# The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _INPUTS = ("input_ids", "position_ids", "labels")
 
 Attend = Callable[..., tuple[Tensor, Any]]
@@ -53,14 +60,14 @@ class Call(NamedTuple):
 
 
 class PinnedExperts(TorchFunctionMode):
-    """Records which experts each token is routed to in one run of a model, and routes it to the same ones in another.
+    """Records to which experts one run routes each token, and routes it to the same experts in another run (``pins``).
 
-    Otherwise rounding could route a token to another expert in half precision. Its output would then differ by far more
+    Otherwise rounding could route a token to another expert in half precision, and its output would differ by far more
     than rounding error. The experts are the result of ``torch.topk``, as in the routers of transformers.
 
     Args:
         pins: whether the topk of this run returns the recorded ``experts``, or records them.
-        experts: the indices of each call, ``[rows * seq, k]`` or ``[rows, seq, k]``, in the order of the calls.
+        experts: for each call the indices, ``[rows * seq, k]`` or ``[rows, seq, k]``.
         positions: int64 ``[seq_local]``, the tokens that this run computes.
         seq_len: the number of tokens of the recorded run.
     """
@@ -89,6 +96,9 @@ class Recording:
     """Copies on the CPU of what one forward and backward of a model computed, in the order of the forward."""
 
     def __init__(self, root: PreTrainedModel) -> None:
+        self.root = root
+        self.loss = float("nan")
+        self.parameter_gradients: dict[str, Tensor] = {}
         # input_ids, position_ids and labels, as the model's forward received them. With a tower, position_ids are the
         # ones that the text model received.
         self.inputs: dict[str, Tensor] = {}
@@ -107,10 +117,7 @@ class Recording:
         self, implementation: str, function: Attend, substitute: Attend | None, module: nn.Module, q: Tensor, k: Tensor,
         v: Tensor, *args: Any, **kwargs: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Call the attention function ``function``, or its ``substitute``, and record the call.
-
-        Calls by vision and audio towers are not recorded.
-        """
+        """Record a call of the attention function ``function``, and call it or its ``substitute``."""
         if module in self._in_towers:
             return function(module, q, k, v, *args, **kwargs)
         layer = self._names.get(module, type(module).__name__)
@@ -131,7 +138,6 @@ class Recording:
         return out, weights
 
     def record_latents(self, layer: nn.Module, latents: Tensor, rotated: Tensor) -> None:
-        """Record the latents and rotated keys that a layer with latent attention expands to keys and values."""
         self._record(self._names[layer], "latents", latents, token_dim=2)
         self._record(self._names[layer], "rotated keys", rotated, token_dim=2)
 
@@ -175,23 +181,23 @@ class Recording:
 
 
 def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
-    """A copy of ``x`` on the CPU, in float32 or float64, with the tokens along dimension 1."""
+    """``x [batch, seq, ...]`` on the CPU, in float32 or float64."""
     x = x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
     return x.transpose(1, token_dim)
 
 
 def _hidden_states(values: Sequence[Any]) -> Tensor | None:
-    """The first floating-point tensor with three dimensions, ``[batch, seq, hidden]``."""
+    """The first floating-point tensor ``[batch, seq, hidden]``."""
     return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
 
 
 @contextmanager
-def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[Recording]:
-    """Record what ``root`` computes in the block.
+def recording(record: Recording, attend: Attend | None = None) -> Iterator[None]:
+    """Record what the model computes in the block.
 
     ``attend`` is called instead of the model's attention functions, except in vision and audio towers.
     """
-    record = Recording(root)
+    root = record.root
 
     def record_calls(implementation: str, function: Attend) -> Attend:
         return partial(record.attend, implementation, function, attend)
@@ -211,7 +217,7 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
             stack.enter_context(replaced_interface(record_calls))
             for layer in layers:
                 stack.enter_context(recorded_expansion(layer, record.record_latents))
-            yield record
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -222,42 +228,25 @@ _FIND_DOCUMENTS = "find_packed_sequence_indices"
 
 @contextmanager
 def one_device(
-    model: nn.Module, root: PreTrainedModel, patch: Patch, prepare: Callable[[dict[str, Any]], dict[str, Any]],
-    documents: Tensor | None,
-) -> Iterator[None]:  # fmt: skip
-    """In the block, ``model`` runs as without ``parallelize``, with transformers' eager attention and masks.
-
-    Args:
-        model: ``root``, or a module that contains it.
-        root: a parallelized model.
-        patch: the model's ``Patch``.
-        prepare: makes the arguments of the forward of ``root`` from the arguments of the call.
-        documents: int ``[batch, seq]``, the index of each token's document, or None: only some models of transformers
-            look for documents in ``position_ids``.
-    """
+    root: PreTrainedModel,
+    patch: Patch,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]],  # the arguments of a call to those of the forward of ``root``
+    documents: Tensor | None,  # int [batch, seq], the index of each token's document
+) -> Iterator[None]:
+    """In the block, ``root`` runs as without ``parallelize``, with transformers' eager attention and masks."""
 
     def before_forward(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return (), prepare({**dict(zip(parameters_of(root), args, strict=False)), **kwargs})
 
     with ExitStack() as stack:
-        stack.enter_context(_without_hooks(patch.handles))
+        # Where the layers' ``is_causal`` differs from the model's mask, SDPA and eager attention differ too.
+        implementation = "sdpa" if patch.disputed and patch.implementation == "sdpa" else "eager"
+        stack.enter_context(on_this_rank(patch, implementation))
         stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
-        for layer in filter(has_latent_kv, patch.modules):
-            disable_latent_kv(layer)
-            stack.callback(enable_latent_kv, layer)
         for module in patch.loss_functions:
             if (ours := restore_loss_function(module)) is not None:
                 stack.callback(vars(module).__setitem__, "_loss_function", ours)
-        # Where the layers' ``is_causal`` differs from the model's mask, SDPA and eager attention differ too.
-        implementation = "sdpa" if patch.disputed and patch.implementation == "sdpa" else "eager"
-        configs = {
-            id(x): x for module in model.modules() for x in vars(module).values() if isinstance(x, PreTrainedConfig)
-        }
-        for config in configs.values():
-            before = config._attn_implementation_internal
-            stack.callback(setattr, config, "_attn_implementation_internal", before)
-            config._attn_implementation_internal = implementation
-        # transformers would find documents in ``position_ids`` in a way of its own.
+        # Only some models look for documents in ``position_ids``, and not in the way of ``shard_batch``.
         stack.callback(setattr, masking_utils, _FIND_DOCUMENTS, getattr(masking_utils, _FIND_DOCUMENTS))
         setattr(masking_utils, _FIND_DOCUMENTS, lambda position_ids: documents)
         if documents is not None:
@@ -270,7 +259,7 @@ def one_device(
 def _mask_of_documents(
     documents: Tensor, *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
 ) -> Tensor:
-    """transformers' eager mask, in which a token sees no token of another document."""
+    """transformers' eager mask, with documents."""
     kwargs["allow_is_bidirectional_skip"] = False
     same_document = packed_sequence_mask_function(documents.to(kwargs.get("device", "cpu")))
     mask: Tensor = eager_mask(*args, mask_function=and_masks(mask_function, same_document), **kwargs)
@@ -278,55 +267,32 @@ def _mask_of_documents(
 
 
 @contextmanager
-def _without_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
-    """In the block, modules do not have the hooks of ``handles``. Afterwards they have them in the former order."""
-    before = []
-    for handle in handles:
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None and handle.id in hooks:
-            before.append((hooks, list(hooks.items())))
-            del hooks[handle.id]
-    try:
-        yield
-    finally:
-        for hooks, items in reversed(before):
-            hooks.clear()
-            hooks.update(items)
-
-
-@contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """In the block, ``model`` is in evaluation mode and not compiled.
-
-    Afterwards its gradients, buffers and modes, and the random number generators, are restored.
-    """
-    gradients = [(p, p.grad) for p in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(m, name, b, None if b is None else b.detach().clone()) for m in model.modules()
-               for name, b in m._buffers.items()]  # fmt: skip
-    # Rotary embeddings of the type "dynamic" store the length of the longest sequence so far.
-    lengths = [(m, vars(m)["max_seq_len_cached"]) for m in model.modules() if "max_seq_len_cached" in vars(m)]
+    """In the block, ``model`` is in evaluation mode and not compiled. Afterwards its state is restored."""
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
     on_cuda = any(p.is_cuda for p in model.parameters())
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if on_cuda else []))
-            if compiled:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            model.eval()
-            yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient
-        for module, mode in modes:
-            module.training = mode
-        for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                with torch.no_grad():
-                    buffer.copy_(value)
-        for module, length in lengths:
-            module.max_seq_len_cached = length
+    with ExitStack() as stack:
+        for p in model.parameters():
+            stack.callback(setattr, p, "grad", p.grad)
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+            for name, buffer in module._buffers.items():
+                value = None if buffer is None else buffer.detach().clone()
+                stack.callback(_restore_buffer, module, name, buffer, value)
+            if "max_seq_len_cached" in vars(module):  # of rotary embeddings of the type "dynamic"
+                stack.callback(setattr, module, "max_seq_len_cached", module.max_seq_len_cached)
+        stack.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if on_cuda else []))
+        if compiled:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        model.eval()
+        yield
+
+
+@torch.no_grad()
+def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, value: Tensor | None) -> None:
+    module._buffers[name] = buffer
+    if buffer is not None and value is not None:
+        buffer.copy_(value)
 
 
 @contextmanager
@@ -355,3 +321,22 @@ def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
             backend._set_default_timeout(timeout)
         if hasattr(backend, "options") and hasattr(backend.options, "_timeout"):
             backend.options._timeout = timeout
+
+
+def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
+    """Whether ``root`` is inside a module of a class that is not of transformers, peft, accelerate, TRL or torch."""
+    name = next(name for name, module in model.named_modules() if module is root)
+    parts = name.split(".") if name else []
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
+    return any(type(module).__module__.split(".")[0] not in LIBRARIES for module in around)
+
+
+def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that every rank of the sequence holds in full, by name."""
+    if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
+        return {}
+    return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
+
+
+def lowest_dtype(root: nn.Module) -> torch.dtype:
+    return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])

@@ -1,9 +1,8 @@
 """``verify``: checks that a parallelized model computes what it would compute on one device.
 
-The model runs twice on the same batch: sharded over the ranks as in training, and on each rank alone with transformers'
-own attention and masks. Before that, the ranks compare their batches, models and weights, and in a dry run the calls of
-the attention function. If a rank would run something else than the others, the report says so. Every wait has a
-deadline, so that no rank waits forever.
+The ranks compare their batches, models and weights, and in a dry run their calls of the attention function. Then the
+model runs twice on the same batch: on each rank alone, with transformers' own attention and masks, and sharded over the
+ranks as in training. Every wait has a deadline, so that no rank waits forever.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from math import inf, isnan
@@ -20,33 +19,39 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...checks import check_number
 from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
 from ...layers.gradients import sync_gradients
-from ...layers.wrappers import gradient_wrappers, outermost
+from ...layers.wrappers import gradient_wrappers
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
+from ..batch import checksum
 from ..loss import reduce_over_ranks
 from ..per_rank import shared_batches
 from ..state import NAME, Patch, patch_of
 from ..support import attention_layers
 from ..trial import attend_to_own_token
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
-from .recording import PinnedExperts, Recording, deadline, one_device, recording, unchanged
-
-# The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+from .recording import (
+    TOLERANCE,
+    PinnedExperts,
+    Recording,
+    deadline,
+    foreign_wrappers,
+    lowest_dtype,
+    one_device,
+    recording,
+    unchanged,
+    unsharded_parameters,
+)
 
 Batch = Mapping[str, Any]
 Shard = Callable[[Batch], dict[str, Any]]
 Sync = Callable[[nn.Module], object]
 DEADLINE_S = 120.0
-# The libraries whose modules are known to work with this package.
-LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
 _NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
 
 
@@ -55,8 +60,7 @@ class VerificationReport:
     """The result of ``verify``, the same on every rank of the sequence.
 
     Attributes:
-        differences: the differences from one device, in the order of a training step: the path, the inputs, the first
-            layer, the loss, the first gradient. Empty if there are none.
+        differences: the differences from one device, in the order of a training step.
         loss: the loss of the parallelized model; NaN if it was not computed.
         expected_loss: the loss of the model on one device; NaN if it was not computed.
         layers: the number of attention layers that were compared.
@@ -76,7 +80,7 @@ class VerificationReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the model computes what one device would."""
+        """Whether there are no differences."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -113,10 +117,10 @@ def verify(
 ) -> VerificationReport:
     """Compare a parallelized model with itself on one device, on one batch.
 
-    All ranks of the sequence call it with the same short batch. Each rank also runs the full batch by itself, without
-    the hooks of ``parallelize`` and with transformers' eager attention, which has a dense mask. ``verify`` compares the
-    inputs of the model (tokens, positions, labels); for each attention layer the length, input, queries, keys, values,
-    attention, output and their gradients; the loss; and the gradient of every parameter.
+    All ranks of the sequence call it with the same short batch. Each rank also runs the full batch by itself, with
+    transformers' eager attention, which has a dense mask. ``verify`` compares the model's inputs (tokens, positions,
+    labels); for each attention layer the length, input, queries, keys, values, attention, output and their gradients;
+    the loss; and the gradient of every parameter.
 
     The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. A model with
     ``batches="per_rank"`` runs as if its ranks shared a batch. Gradients, random number generators, buffers and modes
@@ -166,7 +170,7 @@ def verify(
 
 
 class _Header(NamedTuple):
-    """The values that the ranks compare before anything runs."""
+    """What the ranks compare before anything runs."""
 
     seq_len: int
     batch: Fingerprint
@@ -174,20 +178,10 @@ class _Header(NamedTuple):
     weights: Fingerprint
 
 
-@dataclass
-class _Run:
-    """One forward and backward: its recording, its loss and the gradients of the parameters."""
-
-    record: Recording
-    loss: float = float("nan")
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-
-
 class _Verification:
     """One call of ``verify``.
 
-    ``report`` runs the stages in order: the comparison of the ranks, the dry run, the run on one device, and the
-    parallelized run. It stops after a stage whose differences would make the next stages fail or hang.
+    ``report`` stops after a stage whose differences would make the next stages fail or hang.
     """
 
     def __init__(
@@ -203,16 +197,15 @@ class _Verification:
             self.batch = FullBatch(batch, patch, root)
             self.path = _static_path(root, patch, self.layers)
             self.weights = _weight_sums(root)
-            checksum = Fingerprint(self.batch.checksum)
-            return _Header(self.batch.seq_len, checksum, fingerprint(*self.path), fingerprint(*self.weights.items()))
+            batch_sum = Fingerprint(checksum(self.batch.for_parallelized))
+            return _Header(self.batch.seq_len, batch_sum, fingerprint(*self.path), fingerprint(*self.weights.items()))
 
         self.headers = all_gather_header(header, patch.group)
         self.unsharded = unsharded_parameters(root)
         self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
 
     def report(self, shard: Shard | None, sync: Sync | None) -> VerificationReport:
-        """Run all stages."""
-        dry, theirs, ours = (_Run(Recording(self.root)) for _ in range(3))
+        dry, theirs, ours = (Recording(self.root) for _ in range(3))
         local: dict[str, Any] = {}
         not_in_dry_run = () if foreign_wrappers(self.model, self.root) else _NOT_IN_DRY_RUN
         pinned = partial(PinnedExperts, experts=[], positions=self.batch.positions, seq_len=self.batch.seq_len)
@@ -223,11 +216,11 @@ class _Verification:
 
         def shard_and_dry_run() -> None:
             local.update(self.batch.for_parallelized if shard is None else shard(self.batch.for_parallelized))
-            with torch.no_grad(), recording(self.root, attend_to_own_token) as dry.record:
+            with torch.no_grad(), recording(dry, attend_to_own_token):
                 self.model(**{name: x for name, x in local.items() if name not in not_in_dry_run})
 
         def run_alone() -> None:
-            with one_device(self.model, self.root, self.patch, full_call, self.batch.documents), pinned(pins=False):
+            with one_device(self.root, self.patch, full_call, self.batch.documents), pinned(pins=False):
                 self._run(theirs, self.batch.for_parallelized, None, alone=True)
 
         def run_sharded() -> None:
@@ -237,7 +230,7 @@ class _Verification:
         stages: tuple[Callable[[], list[Difference]], ...] = (
             self._compare_ranks,
             lambda: self._compare_calls(shard_and_dry_run, dry, "run"),
-            lambda: self._compare_lengths(dry.record),
+            lambda: self._compare_lengths(dry),
             lambda: self._compare_calls(run_alone, theirs, "run on one device"),
             lambda: self._compare_calls(run_sharded, ours, "run"),
             lambda: self._compare(ours, theirs),
@@ -252,7 +245,6 @@ class _Verification:
         return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
 
     def _compare_ranks(self) -> list[Difference]:
-        """The differences between the ranks' batches, models and weights."""
         batches, paths, weights = ([h[i] for h in self.headers] for i in (1, 2, 3))
         if len(set(batches)) > 1:
             return [Difference("batch", "batch", ranks=_minority(batches), explanation="the ranks' batches differ")]
@@ -268,10 +260,10 @@ class _Verification:
             return [Difference("weights", name, ranks=ranks, explanation=why, stops=True)]
         return []
 
-    def _compare_calls(self, call: Callable[[], None], run: _Run, name: str) -> list[Difference]:
-        """Call the model on every rank, and compare the ranks' calls of the attention function, which ``run`` records.
+    def _compare_calls(self, call: Callable[[], None], run: Recording, name: str) -> list[Difference]:
+        """Run ``call``, and compare the ranks' calls of the attention function, which ``run`` records.
 
-        Returns the first call that differs between the ranks, or the error that a rank raised.
+        The difference is the first call that differs between the ranks, or the error that a rank raised.
         """
         message = ""
         try:
@@ -280,19 +272,18 @@ class _Verification:
             if self.patch.ranks == 1:
                 raise
             message = f"{type(error).__name__}: {error}"
-        calls = [f"{call.layer} by {call.implementation!r} on {call.description}" for call in run.record.calls]
+        calls = [f"{call.layer} by {call.implementation!r} on {call.description}" for call in run.calls]
         by_rank = self._exchange([message, *calls])
         for i in range(1, max(map(len, by_rank))):
             ith_calls = [rank[i] if i < len(rank) else f"no {i}-th attention layer" for rank in by_rank]
-            # A rank that raised an error has made fewer calls. This alone is not another path: another rank may have
-            # caused the error, by not sending its message.
+            # A rank that raised an error has made fewer calls. That alone is not another path.
             if len({call for call, rank in zip(ith_calls, by_rank, strict=True) if not rank[0] or i < len(rank)}) > 1:
                 return [_other_path(ith_calls)]
         failed = tuple(rank for rank, (error, *_) in enumerate(by_rank) if error)
         return [Difference("path", name, ranks=failed, explanation=by_rank[failed[0]][0], stops=True)] if failed else []
 
     def _compare_lengths(self, dry: Recording) -> list[Difference]:
-        """The layers that do not attend over the sharded sequence with this rank's queries."""
+        """The layers whose attention is not sharded, or whose queries are of other tokens than this rank's."""
         differences = []
         for call in dry.calls:
             if call.implementation != NAME:
@@ -306,15 +297,11 @@ class _Verification:
             differences.append(Difference("layer", quantity, call.layer, explanation=why, error=inf))
         return self._merge(differences)
 
-    def _run(self, run: _Run, arguments: Mapping[str, Any], sync: Sync | None, alone: bool = False) -> None:
-        """Run a forward and backward, and store the results in ``run``.
-
-        ``alone``: the model runs on this rank alone, on the full batch.
-        """
+    def _run(self, run: Recording, arguments: Mapping[str, Any], sync: Sync | None, alone: bool = False) -> None:
+        """Run a forward and backward. ``alone``: on this rank alone, with the full batch."""
         for p in self.model.parameters():
             p.grad = None
-        with torch.enable_grad(), recording(self.root) as record:
-            run.record = record
+        with torch.enable_grad(), recording(run):
             output = self.model(**arguments)
             loss = _loss_of(output)
             if loss is None:
@@ -328,7 +315,7 @@ class _Verification:
             elif not gradient_wrappers(self.model, self.patch.group):
                 module = self.model if foreign_wrappers(self.model, self.root) else self.root
                 sync_gradients(module, mesh=self.patch.mesh, group=self.patch.given_group)
-        run.gradients = {
+        run.parameter_gradients = {
             name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach().cpu()
             for name, p in self.model.named_parameters()
             if p.grad is not None
@@ -354,20 +341,21 @@ class _Verification:
         total = (x.float() * weight.to(x.device) * valid[..., None]).sum() / x[..., 0, :].numel()
         return total if alone else reduce_over_ranks(total, self.patch, self.root)
 
-    def _compare(self, ours: _Run, theirs: _Run) -> list[Difference]:
+    def _compare(self, ours: Recording, theirs: Recording) -> list[Difference]:
         tolerance = self.tolerance
-        found = compare_inputs(ours.record, theirs.record, self.batch, self.patch)
-        found += compare_tensors(ours.record, theirs.record, self.batch, tolerance, self.patch.ranks)
+        found = compare_inputs(ours, theirs, self.batch, self.patch)
+        found += compare_tensors(ours, theirs, self.batch, tolerance, self.patch.ranks)
         error = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), 1e-6)
         if not error <= tolerance and not (isnan(ours.loss) and isnan(theirs.loss)):  # NaN: no label counts
             why = f"{ours.loss:.6f}, on one device {theirs.loss:.6f}"
             found.append(Difference("loss", "loss", error=error, tolerance=tolerance, explanation=why))
-        return self._merge(found) + self._compare_gradients(ours.gradients, theirs.gradients)
+        return self._merge(found) + self._compare_gradients(ours.parameter_gradients, theirs.parameter_gradients)
 
     def _compare_gradients(self, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Difference]:
         """The first parameter whose gradient differs on some rank."""
         local = parameter_differences(ours, theirs, self.tolerance, self.patch.ranks)
-        by_rank = [{name: (e, w) for name, e, w in x} for x in self._exchange([_short(d) for d in local])]
+        found = self._exchange([(d.quantity, d.error, d.explanation) for d in local])
+        by_rank = [{name: (error, why) for name, error, why in rank} for rank in found]
         names = {name for rank in by_rank for name in rank}
         if not names:
             return []
@@ -400,8 +388,8 @@ class _Verification:
         return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
 
     def _merge(self, found: list[Difference]) -> list[Difference]:
-        """All ranks' differences, the same on every rank. In forward and in backward, only the first difference."""
-        by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(d.values()) for d in found])]
+        """The differences on all ranks. In forward and in backward, only the first one."""
+        by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(astuple(d)) for d in found])]
         by_place: dict[tuple[int, int, str, str, str], dict[int, Difference]] = {}
         for i, rank in enumerate(by_rank):
             for d in rank:
@@ -420,15 +408,8 @@ class _Verification:
         return exchange(self.patch, value, self.limit)
 
 
-def _short(difference: Difference) -> list[Any]:
-    return [difference.quantity, difference.error, difference.explanation]
-
-
 def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
-    """Each rank's ``value``, which JSON can represent, by rank in the sequence.
-
-    The ranks exchange the values through the store, which also works after a message between ranks has failed.
-    """
+    """Each rank's ``value``, which JSON can represent, by rank. The store works even after a message has failed."""
     if patch.group is None or patch.ranks == 1:
         return [json.loads(json.dumps(value))]
     met = store_all_gather("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
@@ -436,29 +417,20 @@ def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
 
 
 def _values(output: Any) -> list[Tensor]:
-    """The tensors of a tensor, sequence or mapping."""
     values = [output] if isinstance(output, Tensor) else output.values() if hasattr(output, "values") else output
     return [x for x in values if isinstance(x, Tensor)] if isinstance(values, Iterable) else []
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """The loss that a model or a module around it returns: an entry "loss", or a scalar that is the first value."""
+    """The entry "loss" of an output, or its first value if that is a scalar."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor | tuple):
         loss = next((x for x in _values(output)[:1] if x.dim() == 0), None)
     return loss if isinstance(loss, Tensor) else None
 
 
-def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
-    """Whether ``root`` is inside a module of a class that is not of transformers, peft, accelerate, TRL or torch."""
-    name = next(name for name, module in model.named_modules() if module is root)
-    parts = name.split(".") if name else []
-    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
-    return any(type(module).__module__.split(".")[0] not in LIBRARIES for module in around)
-
-
 def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
-    """Everything that decides which messages a rank sends, as lines of text."""
+    """What decides which messages a rank sends, as lines of text."""
 
     def of(patch: Any) -> str:
         if not isinstance(patch, Patch):
@@ -474,15 +446,7 @@ def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Modul
     return lines
 
 
-def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not sharded, by name. Every rank of the sequence holds them in full."""
-    if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
-        return {}
-    return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
-
-
 def _weight_sums(root: nn.Module) -> dict[str, float]:
-    """A checksum of each parameter that is not sharded, by name."""
     full = {n: p for n, p in unsharded_parameters(root).items() if p.is_floating_point()}
     sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
             for p in full.values()]  # fmt: skip
@@ -490,7 +454,7 @@ def _weight_sums(root: nn.Module) -> dict[str, float]:
 
 
 def _other_path(descriptions: list[str]) -> Difference:
-    """The difference between ranks that run different things, as described by ``descriptions``, one for each rank."""
+    """``descriptions[rank]`` says what a rank runs."""
     ranks = _minority(descriptions)
     here = descriptions[ranks[0]]
     elsewhere = next(x for rank, x in enumerate(descriptions) if rank not in ranks)
@@ -499,11 +463,6 @@ def _other_path(descriptions: list[str]) -> Difference:
 
 
 def _minority(values: list[Any]) -> tuple[int, ...]:
-    """The ranks whose value is not the most frequent one. Among equally frequent values, the first one counts."""
+    """The ranks whose value is not the most frequent one (the first of equally frequent values)."""
     majority = max(dict.fromkeys(values), key=values.count)
     return tuple(rank for rank, value in enumerate(values) if value != majority)
-
-
-def lowest_dtype(root: nn.Module) -> torch.dtype:
-    """The dtype of lowest precision among the dtypes of the parameters."""
-    return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])
