@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .checks import check_choice, check_head_vector, check_inputs, check_int, has_length, no_compile
+from .checks import check_head_vector, check_inputs, check_int, has_length, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
-from .layout import LAYOUTS, Layout, TokenLayout, check_lengths
+from .layout import Layout, check_lengths
 from .mask import Mask
 from .mesh import sequence_group
 from .planner.rules import named
 from .schedule.plan import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
-from .strategies import StrategyName, resolve
+from .strategies import StrategyName
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
 from .strategies.operators import attend, draw_seed, traced_seed
 
@@ -274,15 +274,11 @@ def _agree_and_attend(
         if sharding is not None:
             check_sharding(sharding)
             sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len)
-            mesh, group, layout, seq_len = sharding.mesh, sharding.group, sharding.layout, sharding.seq_len
-        if layout is not None:
-            check_choice("layout", layout, LAYOUTS)
-        groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
-        layout = require_layout(layout, sequence)
-        if sharding is not None:
-            sharding.check_ranks(groups.sequence)
-        if seq_len is not None:
-            check_int("seq_len", seq_len, 0)
+            seq_len = sharding.seq_len
+        else:  # of no tokens, as long as their number is not known
+            make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)
+            sharding = make_sharding(0 if seq_len is None else seq_len, require_layout(layout, sequence))
+        placement = sharding.place(spec)
         if dropout_seed is not None:
             _check_seed(dropout_seed)
         q, k, v, sinks, _, latent_weight = _checked(mask, *tensors)
@@ -290,7 +286,8 @@ def _agree_and_attend(
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     joins_backward = True
     if needs_handshake:
-        degrees = spec.strategy, groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks, layout
+        tokens = placement.tokens
+        degrees = spec.strategy, tokens.ring, tokens.ulysses, placement.gather, placement.chunks, tokens.layout
         numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse
         expanded = None if latent_weight is None else tuple(latent_weight.shape)
         header = _AttentionHeader(
@@ -309,12 +306,11 @@ def _agree_and_attend(
         check_same(headers, "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "mask_or_options")
         if not needs_seed:
             check_same(headers, "dropout_seed")
-        seq_len = check_lengths([header.length for header in headers], layout, seq_len)
+        total = check_lengths([header.length for header in headers], tokens.layout, seq_len)
+        if seq_len is None:
+            sharding = make_sharding(total, tokens.layout)
         dropout_seed = headers[0].dropout_seed
         joins_backward = any_needs_gradient([header.gradient for header in headers])
-    if sharding is None:
-        assert seq_len is not None
-        sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy="local" if alone else None)
     return _attend(tensors, make_spec, mask, sharding, dropout_seed, joins_backward)
 
 
@@ -342,9 +338,7 @@ def mask_planner(
     check_sharding(sharding)
     if strategy == "auto":
         raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
-    groups = resolve(strategy, sharding.mesh, sharding.group, strategy_options)
-    spread = TokenLayout(sharding.seq_len, sharding.layout, groups.ring_size, groups.ulysses_size)
-    return MaskPlanner(spread, groups.ring_rank, groups.gathers, groups.per_host)
+    return MaskPlanner(*sharding.place(attention_spec(strategy, strategy_options)).of_plan)
 
 
 class FixedAttention(Protocol):

@@ -260,6 +260,7 @@ class TokenLayout:
         seq_len: tokens of the full sequence.
         layout: which positions each rank holds: "contiguous", "zigzag" or "striped".
         ring, ulysses, tensor: ranks along each dimension.
+        replicated: whether every rank of the ring holds the keys of all its ranks, so that none are sent.
     """
 
     seq_len: int
@@ -267,6 +268,7 @@ class TokenLayout:
     ring: int = 1
     ulysses: int = 1
     tensor: int = 1
+    replicated: bool = False
 
     @property
     def ranks(self) -> int:

@@ -308,6 +308,10 @@ class ParallelContext(Opaque):
         return self
 
 
+# Instead of the ranks of a layer, for a call that is no layer's: the ranks are then the sharding's.
+ANY_RANKS = ParallelContext(None, None)
+
+
 @dataclass(frozen=True)
 class Subgroup:
     """Some of a ProcessGroup's ranks. ``comm.communicator`` makes the process group in which they exchange messages.
@@ -341,85 +345,12 @@ def global_ranks(ranks: Ranks) -> tuple[int, ...]:
     return tuple(of_parent[rank] for rank in ranks.ranks) if isinstance(ranks, Subgroup) else tuple(of_parent)
 
 
-@dataclass(frozen=True)
-class AttentionGroups:
-    """The ranks that take part in one attention call. None is this rank alone.
-
-    Attributes:
-        sequence: the ranks that the sequence is sharded over.
-        ring: the ranks that send keys and values to one another.
-        ulysses: the ranks among which an all-to-all turns sequence shards into head shards.
-        gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
-        chunks: with ``gather``, in how many chunks of heads they are received; None decides by their size.
-    """
-
-    sequence: ProcessGroup | None = None
-    ring: Ranks | None = None
-    ulysses: Ranks | None = None
-    gather: bool | None = False
-    chunks: int | None = None
-
-    @property
-    def ring_size(self) -> int:
-        return size_of(self.ring)
-
-    @property
-    def ring_rank(self) -> int:
-        return rank_in(self.ring)
-
-    @property
-    def ulysses_size(self) -> int:
-        return size_of(self.ulysses)
-
-    @cached_property
-    def hosts(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of the ring, host by host. May be collective, see ``ranks_by_host``."""
-        return ((0,),) if self.ring is None else ranks_by_host(self.ring)
-
-    @property
-    def gathers(self) -> bool:
-        """``gather``; if it is None, whether the ring has one host. The same on every rank.
-
-        A ring and an all-gather send the same bytes between hosts, where transfers take long. In a ring, the transfer
-        of a step overlaps with the kernels of the steps before it. In an all-gather, it overlaps with the kernels of
-        other heads at most. May be collective, see ``ranks_by_host``: read it after the ranks have checked their input.
-        """
-        return len(self.hosts) == 1 if self.gather is None else self.gather
-
-    @cached_property
-    def per_host(self) -> int:
-        """How many consecutive ranks of the ring share a host (see ``ranks_per_host``). If hosts have different numbers
-        of ranks, messages are sent as inside one host. May be collective, see ``ranks_by_host``."""
-        return ranks_per_host(self.hosts)
-
-    @cached_property
-    def within(self) -> Ranks | None:
-        """The ranks of the ring on this rank's host."""
-        first = self.ring_rank // self.per_host * self.per_host
-        return _some_of(self.ring, range(first, first + self.per_host))
-
-    @cached_property
-    def across(self) -> Ranks | None:
-        """The ranks of the ring with this rank's index on each host; None if the ring has one host."""
-        if self.per_host == self.ring_size:
-            return None
-        return _some_of(self.ring, range(self.ring_rank % self.per_host, self.ring_size, self.per_host))
-
-
 def ranks_per_host(hosts: Sequence[tuple[int, ...]]) -> int:
     """How many consecutive ranks share a host, if there are several and the same number on each of ``hosts``; otherwise
     the number of all ranks."""
     size = len(hosts[0])
     regular = all(host == tuple(range(i * size, (i + 1) * size)) for i, host in enumerate(hosts))
     return size if regular and size > 1 else sum(map(len, hosts))
-
-
-def _some_of(ranks: Ranks | None, indices: range) -> Ranks | None:
-    if ranks is None or len(indices) == ranks.size():
-        return ranks
-    if isinstance(ranks, Subgroup):
-        return Subgroup(ranks.parent, tuple(ranks.ranks[i] for i in indices))
-    return Subgroup(ranks, tuple(indices))
 
 
 def size_of(group: Ranks | None) -> int:

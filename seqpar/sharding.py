@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,10 +22,29 @@ from .checks import check_bool, check_choice, check_int, no_compile
 from .comm.collectives import all_gather
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from .compile_types import Opaque, register_reference_type
-from .layout import LAYOUTS, Layout, check_length, check_lengths, shard_length, shard_positions, shard_ranges
-from .mesh import check_mesh_and_group, known_per_host, rank_in, sequence_group, size_of
+from .layout import (
+    LAYOUTS,
+    Layout,
+    TokenLayout,
+    check_length,
+    check_lengths,
+    shard_length,
+    shard_positions,
+    shard_ranges,
+)
+from .mesh import (
+    ANY_RANKS,
+    ParallelContext,
+    check_mesh_and_group,
+    known_per_host,
+    rank_in,
+    sequence_group,
+    size_of,
+)
+from .placement import Placement
 from .reductions import factor_at, mark, note_frozen
-from .strategies import STRATEGIES, StrategyName
+from .spec import AttentionSpec
+from .strategies import STRATEGIES, StrategyName, resolve
 
 
 # A compiled function depends on the ranks, and with them on their hosts, and on the layout, but not on the length.
@@ -73,7 +93,7 @@ class Sharding(Opaque):
         # Without a mesh, compare the resolved group, because the default group may change later.
         self._key = seq_len, layout, strategy == "tp_sp", self._sequence_group if mesh is None else mesh
         self._hash = hash(self._key)
-        self.placements: dict[Any, Any] = {}  # what ``strategies.operators.placement`` has found
+        self._placements: dict[Any, Placement] = {}
 
     @property
     def seq_len(self) -> int:
@@ -268,6 +288,41 @@ class Sharding(Opaque):
                 raise ValueError(
                     f"group: its ranks are {_short(given)}, but the sharding's are {_short(ranks)}; leave group out"
                 )
+
+    def place(self, spec: AttentionSpec, ranks: ParallelContext = ANY_RANKS) -> Placement:
+        """Who takes part in attention with ``spec``, and which positions they hold. Found once.
+
+        Args:
+            spec: the constants of the call.
+            ranks: the mesh or the group that a layer was made with; by default those of the sharding.
+
+        Raises:
+            ValueError: ``ranks`` are not the ranks of the sharding.
+        """
+        key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel, spec.replicated
+        placement = self._placements.get(key)
+        if placement is None:
+            placement = self._placements[key] = self._place(spec, ranks)
+        return placement
+
+    def _place(self, spec: AttentionSpec, ranks: ParallelContext) -> Placement:
+        own = ranks.mesh is not None or ranks.group is not None
+        mesh, group = (ranks.mesh, ranks.group) if own else (self._mesh, self._group)
+        tensor_size = 1
+        if spec.tensor_parallel:
+            self.check_ranks(sequence_group(mesh, group, "tp_sp"))
+            tensor_size, group = size_of(ranks.tensor), None
+        if spec.tensor_parallel and spec.strategy == "local":
+            placement = Placement()
+        else:
+            placement = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
+        if not spec.tensor_parallel:
+            self.check_ranks(placement.sequence)
+        degrees = size_of(placement.ring), size_of(placement.ulysses), tensor_size
+        tokens = TokenLayout(self._seq_len, self._layout, *degrees, spec.replicated)
+        if spec.replicated:  # nothing is sent
+            return Placement(placement.sequence, tokens=tokens)
+        return replace(placement, tokens=tokens)
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Sharding) else NotImplemented

@@ -11,11 +11,11 @@ from torch.utils.data import DistributedSampler, IterableDataset, default_collat
 
 from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
-from ..layout import LAYOUTS, Layout, TokenLayout
+from ..functional import mask_planner
+from ..layout import LAYOUTS, Layout
 from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
-from ..schedule.plan import MaskPlanner
-from ..strategies import resolve
+from ..sharding import Sharding
 from .batch import PLANNED, checksum, mask_and_length, shard_batch, shard_for_rank
 from .state import patch_of
 
@@ -240,10 +240,9 @@ class PlanCollator:
                 "model: with strategy='auto' the strategy is chosen in each call; call parallelize with the name of a "
                 "strategy"
             )
-        groups = resolve(patch.strategy, patch.mesh, patch.given_group, patch.options)
-        sharding = TokenLayout(patch.ranks, patch.layout, groups.ring_size, groups.ulysses_size)
+        sharding = Sharding(patch.ranks, patch.layout, mesh=patch.mesh, group=patch.given_group)
         self.collate = collate
-        self.planner = MaskPlanner(sharding, groups.ring_rank, groups.gathers, groups.per_host)
+        self.planner = mask_planner(sharding, patch.strategy, **patch.options)
         self.layer_masks = tuple(patch.layer_masks)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from ..checks import check_choice, check_int, check_options
 from ..kernels import BackendName, check_backend
 from ..layout import LAYOUTS, Layout
+from ..mesh import size_of
 from ..strategies import STRATEGIES, StrategyName, StrategyOptions, resolve, strategy_options
 from . import forward
 from .attention import attention_forward
@@ -137,7 +138,7 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
     check_arguments(strategy, layout, backend, gradients, loss_chunk, outputs, batches, **options)
-    groups = resolve(strategy, mesh, group, options)
+    placement = resolve(strategy, mesh, group, options)
     if any(hasattr(m, "_seqpar") for m in model.modules()):
         raise ValueError("model: it is parallelized already; call seqpar.hf.restore(model) first")
     roots = _root_models(model)
@@ -146,9 +147,9 @@ def parallelize(
     check_adapters(model.modules())
     layers = attention_layers(model)
     trials = {root: check_model(root, layers) for root in roots}
-    sequence = groups.sequence
+    sequence = placement.sequence
     patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk, outputs, batches)
-    patch.ulysses_ranks = groups.ulysses_size
+    patch.ulysses_ranks = size_of(placement.ulysses)
     for root, trial in trials.items():
         _compare_masks(root, trial, patch)
     texts = [text_model(root) for root in roots]

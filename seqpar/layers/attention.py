@@ -30,9 +30,10 @@ from ..checks import (
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
-from ..layout import LAYOUTS, Layout, TokenLayout, check_length, check_lengths
+from ..layout import LAYOUTS, Layout, check_length, check_lengths
 from ..mask import Mask
-from ..mesh import AttentionGroups, ParallelContext, known_per_host, rank_in, sequence_group, size_of
+from ..mesh import ParallelContext, known_per_host, rank_in, sequence_group, size_of
+from ..placement import Placement
 from ..planner.rules import named
 from ..schedule.plan import MaskPlanner
 from ..sharding import Sharding, check_sharding, require_layout
@@ -42,9 +43,7 @@ from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradi
 from ..strategies.operators import (
     attend,
     draw_seed,
-    placement,
-    plan_arguments,
-    positions_op,
+    global_positions,
     traced_seed,
 )
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
@@ -79,8 +78,7 @@ class LayerCall(NamedTuple):
     spec: AttentionSpec
     mask: Mask
     sharding: Sharding
-    groups: AttentionGroups
-    sequence: TokenLayout
+    placement: Placement
     positions: Tensor | None
     rotary_length: int
     seed: int
@@ -260,7 +258,7 @@ class AttentionLayer(nn.Module):
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
-                positions = positions_op(q, sharding, ranks, spec)
+                positions = global_positions(q, sharding, ranks, spec)
             q, k = self.rope(q, k, positions, length)
         out = self._traced_attention(q, k, v, mask, sharding, spec)
         return self._output(out.flatten(2), chunks)
@@ -297,7 +295,7 @@ class AttentionLayer(nn.Module):
         rope_positions = positions if self.rope is not None and self.rope.needs_length else None
         sequence = self._sequence_group(known)
         with propagate_errors(sequence if needs_handshake or rope_positions is not None else None):
-            groups = self._groups(known)
+            placement = self._placement(known)
             self._check_sharding(sharding, sequence, seq_len)
             self._check_input(x_local, mask, positions, seq_len)
             layout = known.layout if known is not None else self._layout(sequence)
@@ -307,7 +305,7 @@ class AttentionLayer(nn.Module):
         total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
         seed, joins_backward = 0, torch.is_grad_enabled()
         if needs_handshake:
-            same = self._constants(groups, layout, dropout_p)
+            same = self._constants(placement, layout, dropout_p)
             headers = all_gather_header(lambda: self._header(x_local, mask, same), sequence)
             check_same(headers, "batch", "dtype", "mask_or_options")
             total = check_lengths([header.length for header in headers], layout, total)
@@ -324,7 +322,7 @@ class AttentionLayer(nn.Module):
         if known is None:
             strategy: Any = self.strategy if self.strategy in ("tp_sp", "local") else None
             known = Sharding(total, layout, mesh=self.mesh, group=self.group, strategy=strategy)
-        call = LayerCall(spec, mask, known, *placement(known, ranks, spec), positions, length, seed, joins_backward)
+        call = LayerCall(spec, mask, known, known.place(spec, ranks), positions, length, seed, joins_backward)
         return self._compute(x_local, call)
 
     def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
@@ -336,7 +334,7 @@ class AttentionLayer(nn.Module):
         q, k, v = self._heads_of(self._project(x, chunks))
         if self.rope is not None:
             if positions is None:
-                positions = call.sequence.rank_positions(rank_in(call.groups.sequence), x.device)
+                positions = call.placement.tokens.rank_positions(call.placement.rank, x.device)
             elif chunks is not None:
                 positions = all_gather_positions(positions, *chunks[1:])
             q, k = self.rope(q, k, positions, call.rotary_length)
@@ -359,10 +357,7 @@ class AttentionLayer(nn.Module):
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
         check_sharding(sharding)
-        groups = self._groups(sharding)
-        degrees = groups.ring_size, groups.ulysses_size, self._tensor_size
-        sequence = TokenLayout(sharding.seq_len, sharding.layout, *degrees)
-        return MaskPlanner(sequence, *plan_arguments(groups, self._spec(0.0).replicated))
+        return MaskPlanner(*sharding.place(self._spec(0.0), self._parallel_context).of_plan)
 
     def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """The projections ``[b, s, h * d]`` split into heads, ``[b, s, h, d]``, with q and k normalised."""
@@ -417,17 +412,12 @@ class AttentionLayer(nn.Module):
         """The strategy of the attention between the projections."""
         return self.strategy
 
-    @property
-    def _tensor_size(self) -> int:
-        """The number of ranks that all-gather their tokens before attention."""
-        return 1
-
     def _ranks(self, sharding: Sharding | None) -> AttentionLayer | Sharding:
         """The object whose mesh or group is used: the layer, or the sharding if the layer was made without them."""
         own = self.mesh is not None or self.group is not None
         return self if own or sharding is None else sharding
 
-    def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
+    def _placement(self, sharding: Sharding | None = None) -> Placement:
         """The ranks that take part in the attention between the projections: the layer's own, or the sharding's."""
         ranks = self._ranks(sharding)
         return resolve(self.strategy, ranks.mesh, ranks.group, self.strategy_options)
@@ -441,9 +431,9 @@ class AttentionLayer(nn.Module):
         """How the tokens are sharded, if ``forward`` is given no sharding."""
         return require_layout(self.layout, sequence)
 
-    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
+    def _constants(self, placement: Placement, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
         """The values that must be the same on all ranks, besides their inputs."""
-        degrees = groups.ring_size, groups.ulysses_size, groups.gather, groups.chunks
+        degrees = size_of(placement.ring), size_of(placement.ulysses), placement.gather, placement.chunks
         return (self.strategy, *degrees, layout, self.softcap, dropout_p)
 
     def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..checks import check_choice, check_hidden
 from ..layout import Layout
 from ..mask import Mask
-from ..mesh import AttentionGroups, rank_in
+from ..placement import Placement
 from ..spec import AttentionSpec
 from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.gathered_activations import (
@@ -26,8 +26,8 @@ from ..strategies.gathered_activations import (
     start_gather,
 )
 from ..strategies.operators import (
+    global_positions,
     make_call,
-    positions_op,
     seen_by_dispatch_mode,
 )
 from ..strategies.sequence_chunks import SequenceChunks
@@ -75,8 +75,8 @@ class ContextParallelAttention(AttentionLayer):
         self.gather: Gather = gather
         super().__init__(*args, **options)
 
-    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
-        return (*super()._constants(groups, layout, dropout_p), self.gather)
+    def _constants(self, placement: Placement, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
+        return (*super()._constants(placement, layout, dropout_p), self.gather)
 
     def _spec(self, dropout_p: float, draws_seed: bool = False) -> AttentionSpec:
         return super()._spec(dropout_p, draws_seed).having(replicated=self.gather == "activations")
@@ -99,30 +99,30 @@ class ContextParallelAttention(AttentionLayer):
                 )
 
     def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
-        sequence, group = call.sequence, call.groups.sequence
-        if self.gather == "kv" or sequence.ring == 1:
+        tokens = call.placement.tokens
+        if self.gather == "kv" or tokens.ring == 1:
             return super()._compute(x, call)
         hidden, k_weight, v_weight = to_autocast_dtype(x, self.k_proj.weight, self.v_proj.weight)
-        chunks = SequenceChunks.of_context(group, sequence, x.device)
+        chunks = SequenceChunks.of_context(call.placement.sequence, tokens, x.device)
         hidden = (with_gradient(hidden) if call.joins_backward else hidden).contiguous()
         q_positions, k_positions = call.positions, call.positions
         if self.rope is not None:
             if call.positions is None:
-                q_positions = sequence.rank_positions(rank_in(group), x.device)
-                k_positions = sequence.together().rank_positions(0, x.device)
+                q_positions = tokens.rank_positions(call.placement.rank, x.device)
+                k_positions = tokens.together().rank_positions(0, x.device)
             else:
                 k_positions = chunks.all_gather(torch.atleast_2d(call.positions))
         finish, parameters = self._finish_keys(hidden.dtype, x.device, k_positions, call.rotary_length)
         if seen_by_dispatch_mode():  # the mode must see the projections and attention as separate operators
             options = ChunkOptions("ring", call.spec)
-            tokens = ShardedTokens(x.shape[1], call.sharding, self._parallel_context, options)
-            k, v = finish(*gather_and_project(hidden, [k_weight, v_weight], tokens), *parameters)
+            where = ShardedTokens(x.shape[1], call.sharding, self._parallel_context, options)
+            k, v = finish(*gather_and_project(hidden, [k_weight, v_weight], where), *parameters)
             out = self._attend(self._queries(x, q_positions, call.rotary_length), k, v, call)
         else:
             arriving = start_gather(hidden.detach(), chunks)
             q = self._queries(x, q_positions, call.rotary_length)
             attention_call = make_call(
-                self.head_dim, self._heads, self.sinks, None, call.seed, call.mask, call.groups, sequence, call.spec
+                self.head_dim, self._heads, self.sinks, None, call.seed, call.mask, call.placement, call.spec
             )
             tensors = q, hidden, k_weight, v_weight, self.sinks
             out = GatheredAttention.apply(*tensors, arriving, chunks, finish, attention_call, *parameters)
@@ -141,8 +141,8 @@ class ContextParallelAttention(AttentionLayer):
             k_positions = all_gather_positions(positions, *chunks[1:])
         k, v = gather_and_project(x, [self.k_proj.weight, self.v_proj.weight], chunks)
         if self.rope is not None and positions is None:
-            q_positions = positions_op(x, sharding, ranks, spec.having(replicated=False))
-            k_positions = positions_op(k, sharding, ranks, spec)
+            q_positions = global_positions(x, sharding, ranks, spec.having(replicated=False))
+            k_positions = global_positions(k, sharding, ranks, spec)
         finish, parameters = self._finish_keys(k.dtype, x.device, k_positions, length)
         k, v = finish(k, v, *parameters)
         q = self._queries(x, q_positions, length)

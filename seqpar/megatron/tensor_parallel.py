@@ -24,7 +24,8 @@ from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
 from ..layers.attention import NORM_EPS, AttentionLayer
 from ..layout import Layout
-from ..mesh import AttentionGroups, ParallelContext, context_group, rank_in, sequence_group, size_of
+from ..mesh import ParallelContext, context_group, rank_in, sequence_group, size_of
+from ..placement import Placement
 from ..sharding import Sharding, check_sharding
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
@@ -80,7 +81,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         self._context_is_one_rank = _default_context(mesh) == "local"
         self.overlap = overlap
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
-        self._groups()  # raises here, not at the first forward
+        self._placement()  # raises here, not at the first forward
 
     def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
@@ -119,19 +120,15 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     def _attention_strategy(self) -> str:
         return "local" if self._context_is_one_rank else self.context
 
-    @property
-    def _tensor_size(self) -> int:
-        return self._tensor_ranks
-
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
 
-    def _groups(self, sharding: Sharding | None = None) -> AttentionGroups:
+    def _placement(self, sharding: Sharding | None = None) -> Placement:
         if self.context == "local" or self.mesh is None:
-            return AttentionGroups()
+            return Placement()
         if self._context_is_one_rank:  # ``resolve`` with the mesh would shard the sequence over tp
             resolve(self.context, None, context_group(self.mesh), self.strategy_options)  # raises if options do not fit
-            return AttentionGroups()
+            return Placement()
         return resolve(self.context, self.mesh, None, self.strategy_options)
 
     def _sequence_group(self, sharding: Sharding | None) -> ProcessGroup | None:
@@ -140,8 +137,8 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     def _layout(self, sequence: ProcessGroup | None) -> Layout:
         return "contiguous" if self.layout is None and self._context_is_one_rank else super()._layout(sequence)
 
-    def _constants(self, groups: AttentionGroups, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
-        return (*super()._constants(groups, layout, dropout_p), self._attention_strategy, self.overlap)
+    def _constants(self, placement: Placement, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
+        return (*super()._constants(placement, layout, dropout_p), self._attention_strategy, self.overlap)
 
     def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
         if self._tensor_ranks == 1:

@@ -22,7 +22,7 @@ from ..heads import Heads
 from ..kernels.base import OutputGrad
 from ..kernels.cpu import computed_pairs as pairs_computed_on_cpu
 from ..layout import CPU
-from ..mesh import AttentionGroups
+from ..placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Step
 from ..strategies.call import AttentionCall, Carries, Run
@@ -51,9 +51,11 @@ class AttentionTimeline:
         self._plan = AttentionPlan(s.mask, s.sharding, place.ring, s.gather, per_host)
         self._heads = Heads.of_model(s.model.heads, s.model.kv_heads).split(s.tensor)[place.tensor]
         self._rate = s.hardware.rate(s.kernel)
-        groups = AttentionGroups(gather=s.gather)
+        ulysses: Any = SimulatedRanks(s.ulysses, place.ulysses)
+        ring: Any = SimulatedRanks(s.ring, place.ring)
+        self._placement = Placement(None, ring, ulysses, s.gather, tokens=s.sharding)
         score: Any = None  # only a kernel would read it
-        self._call = AttentionCall(groups, s.sharding, self._plan, score, "auto", False, self._heads, False)
+        self._call = AttentionCall(self._placement, self._plan, score, "auto", False, self._heads, False)
         # Under tensor parallelism, each rank attends with some of the heads to the tokens of all tensor-parallel ranks.
         first_rank = (place.ring * s.ulysses + place.ulysses) * s.tensor
         self._tokens = len(s.sharding._positions(first_rank, s.tensor))
@@ -151,11 +153,7 @@ class AttentionTimeline:
         ulysses_backward(exchange, attend_backward, saved, dout, None, q.shape, k.shape, v.shape)
 
     def _head_exchange(self, timeline: Timeline, max_chunks: int) -> RecordedHeadExchange:
-        s, place = self._setting, self._place
-        ranks: Any = SimulatedRanks(s.ulysses, place.ulysses)
-        return RecordedHeadExchange(
-            ranks, s.sharding, place.ring, self._heads, max_chunks, timeline=timeline, place=place
-        )
+        return RecordedHeadExchange(self._placement, self._heads, max_chunks, timeline=timeline, place=self._place)
 
 
 class _NoGradient:

@@ -88,7 +88,7 @@ class Setting:
         return ((ring * self.ulysses + ulysses) * self.tensor + tensor) // self.hardware.gpus_per_host
 
     def ring_per_host(self, ulysses: int = 0, tensor: int = 0) -> int:
-        """How many consecutive ranks of a ring share a host, as in ``AttentionGroups.per_host``."""
+        """How many consecutive ranks of a ring share a host, as in ``Placement.per_host``."""
         hosts: dict[int, list[int]] = {}
         for rank in range(self.ring):
             hosts.setdefault(self.host(rank, ulysses, tensor), []).append(rank)

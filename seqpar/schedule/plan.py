@@ -83,7 +83,6 @@ class AttentionPlan:
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
-        replicated: every rank holds the keys of all ranks, so there is one step, and nothing is sent.
     """
 
     def __init__(
@@ -93,13 +92,11 @@ class AttentionPlan:
         rank: int,
         gather: bool = False,
         per_host: int | None = None,
-        replicated: bool = False,
     ) -> None:
         self.sharding = sharding
         self.rank = rank
         self.gather = gather
-        self.per_host = sharding.ring if per_host is None or replicated else per_host
-        self.replicated = replicated
+        self.per_host = sharding.ring if per_host is None else per_host
         self._runs = mask.runs(sharding.seq_len)
         self._steps: dict[int, Step] = {}
         self._inter_host_hops: dict[int, Hop] = {}
@@ -109,7 +106,7 @@ class AttentionPlan:
         self._token = object()  # the plan's key in caches, which must not hold a reference to the plan
 
     def __len__(self) -> int:
-        if self.replicated:
+        if self.sharding.replicated:
             return 1
         return min(2, self.sharding.ring) if self.gather else self.sharding.ring
 
@@ -280,7 +277,7 @@ class AttentionPlan:
         return 0, index - inter_host_steps
 
     def _local_step(self) -> Step:
-        shard = self.sharding.together().ring_positions(0) if self.replicated else self._queries
+        shard = self.sharding.together().ring_positions(0) if self.sharding.replicated else self._queries
         rows = rows_in(self._visible(self.rank), shard)
         everything = RowSpans(((0, len(shard)),))
         return Step(0, ShardRows(shard, everything) if len(rows) else None)
@@ -377,7 +374,6 @@ def attention_plan(
     rank: int,
     gather: bool = False,
     per_host: int | None = None,
-    replicated: bool = False,
 ) -> AttentionPlan:
     """The plan of one ring rank. It is cached in ``mask.plans``.
 
@@ -387,12 +383,11 @@ def attention_plan(
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
-        replicated: every rank holds the keys of all ranks.
     """
-    key: Hashable = sharding, rank, gather, per_host or sharding.ring, replicated
+    key: Hashable = sharding, rank, gather, per_host or sharding.ring
     plan: AttentionPlan | None = mask.plans.get(key)
     if plan is None:
-        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host, replicated))
+        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host))
         while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length
             mask.plans.pop(next(iter(mask.plans)), None)
         mask.plans[key] = plan
@@ -410,14 +405,12 @@ class MaskPlanner:
         rank: this rank in the ring.
         gather: whether K/V are received in one step.
         per_host: how many consecutive ranks of the ring share a host. None: all.
-        replicated: whether every rank holds the keys of all ranks.
     """
 
     sharding: TokenLayout
     rank: int
     gather: bool
     per_host: int | None = None
-    replicated: bool = False
 
     def __call__(self, mask: Mask, seq_len: int | None = None) -> Mask:
         """Plan attention under ``mask``, and return the mask. The mask then holds the plan, also when it is pickled.
@@ -429,5 +422,5 @@ class MaskPlanner:
         if not isinstance(mask, Mask):
             raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.documents(...)")
         sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
-        attention_plan(mask, sharding, self.rank, self.gather, self.per_host, self.replicated).prepare()
+        attention_plan(mask, sharding, self.rank, self.gather, self.per_host).prepare()
         return mask

@@ -20,7 +20,8 @@ from typing import Any, Literal, TypedDict, get_args
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice, check_int, check_options
-from ..mesh import AttentionGroups, ring_and_ulysses_ranks, sequence_group, size_of
+from ..mesh import ring_and_ulysses_ranks, sequence_group, size_of
+from ..placement import Placement
 
 StrategyName = Literal["local", "ring", "ulysses", "context_parallel", "hybrid", "auto"]
 Comm = Literal["all_gather", "p2p", "a2a", "a2a+p2p"]
@@ -45,7 +46,7 @@ class Strategy:
     """One row of the table.
 
     Attributes:
-        groups: makes the groups of one call from ``(mesh, group, **options)``.
+        place: says who takes part in a call, from ``(mesh, group, **options)``.
         options: the names of the options that the strategy takes.
         paper: where the strategy was published.
         bytes_sent: bytes that each rank sends in the forward pass under a full mask. N is tokens times batch, d is
@@ -56,15 +57,15 @@ class Strategy:
             sent (8 for float64).
     """
 
-    groups: Callable[..., AttentionGroups]
+    place: Callable[..., Placement]
     paper: str
     bytes_sent: str
     bytes_sent_backward: str
     options: tuple[str, ...] = ()
 
 
-def _local_groups(mesh: DeviceMesh | None, group: ProcessGroup | None) -> AttentionGroups:
-    """No groups. Raises an error for several ranks, because with this strategy no rank sees another rank's tokens."""
+def _local_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
+    """This rank alone. Raises an error for several ranks, which would not see one another's tokens."""
     if mesh is not None or group is not None:
         ranks = size_of(sequence_group(mesh, group))
         if ranks > 1:
@@ -72,38 +73,36 @@ def _local_groups(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Attent
                 f"strategy='local' with a sequence group of {ranks} ranks: it attends within one rank; "
                 "choose ring, ulysses, context_parallel or hybrid, or leave group and mesh out"
             )
-    return AttentionGroups()
+    return Placement()
 
 
-def _ring_groups(mesh: DeviceMesh | None, group: ProcessGroup | None) -> AttentionGroups:
+def _ring_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
     """All ranks of the sequence form one ring."""
     group = sequence_group(mesh, group)
-    return AttentionGroups(sequence=group, ring=group)
+    return Placement(sequence=group, ring=group)
 
 
-def _ulysses_groups(mesh: DeviceMesh | None, group: ProcessGroup | None) -> AttentionGroups:
+def _ulysses_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
     """All ranks of the sequence take part in one all-to-all."""
     group = sequence_group(mesh, group)
-    return AttentionGroups(sequence=group, ulysses=group)
+    return Placement(sequence=group, ulysses=group)
 
 
-def _hybrid_groups(
-    mesh: DeviceMesh | None, group: ProcessGroup | None, ulysses_size: int | None = None
-) -> AttentionGroups:
+def _hybrid_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, ulysses_size: int | None = None) -> Placement:
     """The mesh's ring and ulysses dimensions. A plain group is divided into subgroups of ``ulysses_size`` ranks, by
     default the largest divisor of its size up to the square root."""
     ring, ulysses = ring_and_ulysses_ranks(mesh, group, ulysses_size)
-    return AttentionGroups(sequence=sequence_group(mesh, group), ring=ring, ulysses=ulysses)
+    return Placement(sequence=sequence_group(mesh, group), ring=ring, ulysses=ulysses)
 
 
-def _context_parallel_groups(
+def _context_parallel_ranks(
     mesh: DeviceMesh | None,
     group: ProcessGroup | None,
     comm: str | None = None,
     ulysses_size: int | None = None,
     chunks: int | None = None,
-) -> AttentionGroups:
-    """The groups for ``comm``. ``ulysses_size`` is an option of "a2a+p2p" only. ``chunks`` is an option of "all_gather"
+) -> Placement:
+    """The ranks for ``comm``. ``ulysses_size`` is an option of "a2a+p2p" only. ``chunks`` is an option of "all_gather"
     only, and implies it. With neither ``comm`` nor ``chunks``, the number of hosts decides."""
     if comm is not None:
         check_choice("comm", comm, COMMS)
@@ -113,35 +112,35 @@ def _context_parallel_groups(
             raise TypeError(f"chunks={chunks}: an option of comm='all_gather'; leave it out with comm={comm!r}")
         comm = "all_gather"
     if comm == "a2a+p2p":
-        return _hybrid_groups(mesh, group, ulysses_size)
+        return _hybrid_ranks(mesh, group, ulysses_size)
     if ulysses_size is not None:
         raise TypeError(
             f"ulysses_size={ulysses_size}: not an option of strategy 'context_parallel' with comm={comm!r}; "
             "leave it out, or use comm='a2a+p2p'"
         )
     if comm == "a2a":
-        return _ulysses_groups(mesh, group)
+        return _ulysses_ranks(mesh, group)
     gather = None if comm is None else comm == "all_gather"
-    return replace(_ring_groups(mesh, group), gather=gather, chunks=chunks)
+    return replace(_ring_ranks(mesh, group), gather=gather, chunks=chunks)
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "local": Strategy(_local_groups, paper="one device", bytes_sent="0", bytes_sent_backward="0"),
+    "local": Strategy(_local_ranks, paper="one device", bytes_sent="0", bytes_sent_backward="0"),
     "ring": Strategy(
-        _ring_groups,
+        _ring_ranks,
         paper="Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, 2023",
         bytes_sent="(P-1)/P * N * 2 d_kv * e",
         bytes_sent_backward="(P-1)/P * N * 2 d_kv * (e + 4)",
     ),
     "ulysses": Strategy(
-        _ulysses_groups,
+        _ulysses_ranks,
         paper="Jacobs et al., DeepSpeed Ulysses, 2023",
         bytes_sent="(P-1)/P^2 * N * (2 d + 2 r d_kv) * e, each KV head being read by r ranks",
         bytes_sent_backward="(P-1)/P^2 * N * (2 d + 2 d_kv) * e for r = 1, "
         "(P-1)/P^2 * N * (2 d * e + 2 r d_kv * (e + 4)) for r > 1",
     ),
     "context_parallel": Strategy(
-        _context_parallel_groups,
+        _context_parallel_ranks,
         paper="Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.2 (all_gather); "
         "NVIDIA TransformerEngine (the names of comm)",
         bytes_sent="(P-1)/P * N * 2 d_kv * e for all_gather and p2p; a2a as ulysses, a2a+p2p as hybrid",
@@ -149,15 +148,15 @@ STRATEGIES: dict[str, Strategy] = {
         options=("comm", "ulysses_size", "chunks"),
     ),
     "hybrid": Strategy(
-        _hybrid_groups,
+        _hybrid_ranks,
         paper="Fang and Zhao, USP, 2024; Gu et al., LoongTrain, 2024",
         bytes_sent="(U-1)/(U*P) * N * (2 d + 2 d_kv) * e + (R-1)/P * N * 2 d_kv * e for P = R * U ranks",
         bytes_sent_backward="(U-1)/(U*P) * N * (2 d + 2 d_kv) * e + (R-1)/P * N * 2 d_kv * (e + 4)",
         options=("ulysses_size",),
     ),
-    # The ranks of the sequence. ``planner/rules.py`` names the strategy of each call, whose groups replace these.
+    # The ranks of the sequence. ``planner/rules.py`` names the strategy of each call, whose ranks replace these.
     "auto": Strategy(
-        _ring_groups,
+        _ring_ranks,
         paper="the strategy that should be the fastest",
         bytes_sent="as the strategy that the rule names",
         bytes_sent_backward="as the strategy that the rule names",
@@ -187,12 +186,12 @@ def check_strategy(strategy: object) -> None:
 
 def resolve(
     strategy: str, mesh: DeviceMesh | None, group: ProcessGroup | None, options: StrategyOptions | dict[str, Any]
-) -> AttentionGroups:
-    """The groups of a strategy.
+) -> Placement:
+    """Who takes part in attention with a strategy. ``Sharding.place`` adds the tokens that each rank holds.
 
     Raises:
-        TypeError, ValueError: unknown strategy or option (with the nearest valid name), or groups that do not fit.
+        TypeError, ValueError: unknown strategy or option (with the nearest valid name), or ranks that do not fit.
     """
     check_strategy(strategy)
     check_options(strategy, options, strategy_options(strategy))
-    return STRATEGIES[strategy].groups(mesh, group, **options)
+    return STRATEGIES[strategy].place(mesh, group, **options)

@@ -18,8 +18,7 @@ from ..comm.p2p import make_ready
 from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import TokenLayout
-from ..mesh import AttentionGroups
+from ..placement import Placement
 from .call import AttentionCall, Run
 from .head_exchange import HeadExchange, chunk_limit
 from .latent import LatentKeys
@@ -42,7 +41,7 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
         ``out [b, s, h, e]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
         ``lse`` is an empty tensor unless ``call.return_lse``.
     """
-    if call.groups.gather is None and call.groups.ring_size > 1:
+    if call.placement.gather is None and call.placement.tokens.ring > 1:
         count_choice("all_gather" if call.plan.gather else "p2p")
     exchange = head_exchange(call, q.shape, q.device)
     with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
@@ -168,13 +167,13 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    shares_memory = make_ready(call.groups.ulysses, device)
-    chunks = 1 if shares_memory else chunk_limit(call.sharding, q_shape, device.type)
-    return head_exchange_of(call.groups, call.sharding, call.heads, chunks)
+    shares_memory = make_ready(call.placement.ulysses, device)
+    chunks = 1 if shares_memory else chunk_limit(call.placement.tokens, q_shape, device.type)
+    return head_exchange_of(call.placement, call.heads, chunks)
 
 
-def head_exchange_of(groups: AttentionGroups, sharding: TokenLayout, heads: Heads, chunks: int) -> HeadExchange | None:
+def head_exchange_of(placement: Placement, heads: Heads, chunks: int) -> HeadExchange | None:
     """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
-    if groups.ulysses is None or groups.ulysses_size == 1 or not heads.queries:
+    if placement.ulysses is None or placement.tokens.ulysses == 1 or not heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks without heads
-    return HeadExchange(groups.ulysses, sharding, groups.ring_rank, heads, chunks)
+    return HeadExchange(placement, heads, chunks)

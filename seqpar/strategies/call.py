@@ -15,8 +15,7 @@ from ..heads import Heads
 from ..kernels import select
 from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
 from ..kernels.expansion import Expansion, RepeatedHeads
-from ..layout import TokenLayout
-from ..mesh import AttentionGroups
+from ..placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
 from ..schedule.rows import KeyIntervals
@@ -41,8 +40,7 @@ class AttentionCall:
     """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Built by ``operators.make_call``.
 
     Attributes:
-        groups: the ranks of the ring and of the all-to-all.
-        sharding: which positions each rank holds.
+        placement: who takes part in it, and which positions these ranks hold.
         plan: which K/V rows are sent when, and which keys each query sees.
         score: how scores are computed, for all of ``heads``.
         backend: the name of an attention backend, or "auto".
@@ -53,8 +51,7 @@ class AttentionCall:
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
     """
 
-    groups: AttentionGroups
-    sharding: TokenLayout
+    placement: Placement
     plan: AttentionPlan
     score: Score
     backend: str
@@ -75,8 +72,8 @@ class AttentionCall:
 
         The number of chunks is the same on all ranks, whatever the lengths of their shards.
         """
-        plan, chunks = self.plan, self.groups.chunks
-        saves_memory = chunks is not None or (plan.gather and plan.per_host < self.sharding.ring)
+        plan, chunks = self.plan, self.placement.chunks
+        saves_memory = chunks is not None or (plan.gather and plan.hosts > 1)
         remote_steps = len(plan) - 1
         if chunks is None and (shares_memory or not remote_steps):
             chunks = 1
@@ -108,13 +105,13 @@ class Run:
         self, call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor, *, lse_gradient: bool = False
     ) -> None:
         plan = call.plan
-        shares_memory = connect(call.groups, q.device)
+        shares_memory = connect(call.placement, q.device)
         self.call, self.plan, self.heads = call, plan, heads
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
         self.steps = self.program.steps  # of forward, own keys first
         # Ranks that share memory read one another's messages in place. An all-gather would copy them.
         collective = plan.dense and len(plan) > 1 and not shares_memory
-        self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.groups)
+        self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.placement)
         self.score = call.score
         if heads != call.heads:
             at = heads.q_range(within=call.heads)
@@ -233,12 +230,12 @@ class Run:
 Carries = list[Carry | None]  # one for each chunk of heads
 
 
-def connect(groups: AttentionGroups, device: torch.device) -> bool:
+def connect(placement: Placement, device: torch.device) -> bool:
     """Connect the ranks of the ring for messages on ``device``, at the first call. All of them must call this.
 
     Returns:
         Whether they read one another's messages in shared memory.
     """
-    shares_memory = make_ready(groups.within, device)
-    make_ready(groups.across, device)
-    return shares_memory and groups.across is None
+    shares_memory = make_ready(placement.within, device)
+    make_ready(placement.across, device)
+    return shares_memory and placement.across is None

@@ -29,6 +29,7 @@ from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import TokenLayout, split_range
 from ..mesh import Ranks
+from ..placement import Placement
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
 MAX_CHUNKS = 8
@@ -218,18 +219,20 @@ class HeadExchange:
     The tokens of a head shard are sorted by position.
 
     Attributes:
-        group: the ranks of the all-to-all.
-        sharding: which positions each rank holds.
-        ring_rank: the rank of this process in the ring across ulysses groups.
+        placement: the ranks of the all-to-all, and which positions each rank holds.
         heads: the heads of a sequence shard.
         max_chunks: the largest number of chunks (see ``chunk_limit``).
     """
 
-    group: Ranks
-    sharding: TokenLayout
-    ring_rank: int
+    placement: Placement
     heads: Heads
     max_chunks: int
+
+    @cached_property
+    def group(self) -> Ranks:
+        """The ranks of the all-to-all."""
+        assert self.placement.ulysses is not None
+        return self.placement.ulysses
 
     @cached_property
     def rank(self) -> int:
@@ -238,7 +241,7 @@ class HeadExchange:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank's sequence shard."""
-        return _lengths(self.sharding, self.ring_rank)
+        return _lengths(self.placement.tokens, self.placement.ring_rank)
 
     @property
     def tokens(self) -> int:
@@ -264,7 +267,7 @@ class HeadExchange:
         of KV heads. If the heads cannot be divided like this, there is one chunk. A chunk may reuse the KV heads of the
         previous chunk (``has_kv`` is False), but not in a hybrid, where a chunk's K/V are sent around the ring as well.
         """
-        return _chunks(self.heads, self.group.size(), self.rank, self.max_chunks, self.sharding.ring > 1)
+        return _chunks(self.heads, self.group.size(), self.rank, self.max_chunks, self.placement.tokens.ring > 1)
 
     def head_shards(self, x: Tensor, *kv: Tensor) -> Iterator[tuple[HeadChunk, Tensor]]:
         """Yields each chunk with its head shard (see ``to_heads``) while the next chunks are being received."""
@@ -332,14 +335,14 @@ class HeadExchange:
 
     def _by_position(self, shards: list[Tensor]) -> Tensor:
         """The rows of all ranks' ``shards [s, b, w]`` in the order of positions, ``[t, b, w]``."""
-        pieces = self.sharding.ulysses_pieces(self.ring_rank)
+        pieces = self.placement.tokens.ulysses_pieces(self.placement.ring_rank)
         if not pieces:
             return torch.cat(shards).index_select(0, self._orders(shards[0].device)[1])
         return torch.cat([shards[rank][tokens] for rank, tokens in pieces])
 
     def _by_rank(self, rows: Tensor, out: Tensor) -> None:
         """Write ``rows [t, b, w]``, in the order of positions, to ``out`` in the order of ranks."""
-        pieces = self.sharding.ulysses_pieces(self.ring_rank)
+        pieces = self.placement.tokens.ulysses_pieces(self.placement.ring_rank)
         if not pieces:
             out.copy_(rows.index_select(0, self._orders(rows.device)[0]))
             return
@@ -348,11 +351,13 @@ class HeadExchange:
         torch.cat([by_position[i] for i in order], out=out)
 
     def _orders(self, device: torch.device) -> tuple[Tensor, ...]:
+        tokens, ring_rank = self.placement.tokens, self.placement.ring_rank
+
         def make() -> tuple[Tensor, ...]:
-            by_rank = torch.cat(self.sharding.ulysses_rows(self.ring_rank, device))
+            by_rank = torch.cat(tokens.ulysses_rows(ring_rank, device))
             return by_rank, by_rank.argsort()
 
-        return cached_tensors(("token orders", self.sharding, self.ring_rank), device, make)
+        return cached_tensors(("token orders", tokens, ring_rank), device, make)
 
     def lse_to_sequence(self, lse: Tensor) -> Tensor:
         """The head shard ``lse [b, h, t]`` as a sequence shard ``[b, h, s]``: an all-to-all with a head_dim of 1."""

@@ -29,14 +29,15 @@ from ..comm.handshake import all_gather_header
 from ..compile_types import unwrap
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
-from ..layout import TokenLayout, check_length
+from ..layout import check_length
 from ..library import operator
 from ..mask import Mask, layer_mask
-from ..mesh import AttentionGroups, ParallelContext, rank_in, sequence_group, size_of
+from ..mesh import ANY_RANKS, ParallelContext
+from ..placement import Placement
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..spec import AttentionSpec
-from . import autograd, resolve
+from . import autograd
 from .autograd import (
     gradient_state,
     head_exchange,
@@ -48,9 +49,6 @@ from .autograd import (
 from .call import AttentionCall
 from .head_exchange import MAX_CHUNKS, HeadExchange
 from .ulysses import saved_shapes
-
-# Passed as ``ranks`` for a call that has none of its own. The ranks are then those of the sharding.
-ANY_RANKS = ParallelContext(None, None)
 
 
 def draw_seed() -> Tensor:
@@ -89,45 +87,6 @@ class _SeedHeader(NamedTuple):
     seed: int
 
 
-def placement(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> tuple[AttentionGroups, TokenLayout]:
-    """The groups of a call, and which positions their ranks hold. Found once for each sharding.
-
-    Raises:
-        ValueError: the sharding is for other ranks.
-    """
-    key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel, spec.replicated
-    found: tuple[AttentionGroups, TokenLayout] | None = sharding.placements.get(key)
-    if found is None:
-        found = sharding.placements[key] = _place(sharding, ranks, spec)
-    return found
-
-
-def _place(sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> tuple[AttentionGroups, TokenLayout]:
-    own = ranks.mesh is not None or ranks.group is not None
-    mesh, group = (ranks.mesh, ranks.group) if own else (sharding.mesh, sharding.group)
-    tensor_size = 1
-    if spec.tensor_parallel:
-        sharding.check_ranks(sequence_group(mesh, group, "tp_sp"))
-        tensor_size, group = size_of(ranks.tensor), None
-    if spec.tensor_parallel and spec.strategy == "local":
-        groups = AttentionGroups()
-    else:
-        groups = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
-    if not spec.tensor_parallel:
-        sharding.check_ranks(groups.sequence)
-    ring, ulysses = groups.ring_size, groups.ulysses_size
-    if spec.replicated:
-        groups = AttentionGroups(sequence=groups.sequence)  # nothing is sent
-    return groups, TokenLayout(sharding.seq_len, sharding.layout, ring, ulysses, tensor_size)
-
-
-def plan_arguments(groups: AttentionGroups, replicated: bool) -> tuple[int, bool, int | None, bool]:
-    """The arguments of ``AttentionPlan`` besides the mask and the sharding."""
-    if replicated:
-        return rank_in(groups.sequence), False, None, True
-    return groups.ring_rank, groups.gathers, groups.per_host, False
-
-
 def make_call(
     head_dim: int,
     heads: Heads,
@@ -135,17 +94,15 @@ def make_call(
     alibi_slopes: Tensor | None,
     dropout_seed: int,
     mask: Mask,
-    groups: AttentionGroups,
-    sharding: TokenLayout,
+    placement: Placement,
     spec: AttentionSpec,
 ) -> AttentionCall:
     """The call for checked and resolved arguments. Every attention call of the package is made here."""
     if spec.layer_mask is not None:
         mask = layer_mask(mask, *spec.layer_mask)
     return AttentionCall(
-        groups=groups,
-        sharding=sharding,
-        plan=attention_plan(mask, sharding, *plan_arguments(groups, spec.replicated)),
+        placement=placement,
+        plan=attention_plan(mask, *placement.of_plan),
         score=Score(
             softmax_scale=head_dim**-0.5 if spec.softmax_scale is None else spec.softmax_scale,
             softcap=spec.softcap,
@@ -167,21 +124,20 @@ def _check(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    groups: AttentionGroups,
-    sharding: Sharding,
+    placement: Placement,
     spec: AttentionSpec,
 ) -> None:
     """Raise unless the tensors, which fit together, fit the mask and the sharding."""
-    if spec.replicated:
-        keys = f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {sharding.seq_len} of the sequence"
-        if not k.shape[1] == v.shape[1] == sharding.seq_len:
-            raise ValueError(keys)
+    tokens = placement.tokens
+    if tokens.replicated and not k.shape[1] == v.shape[1] == tokens.seq_len:
+        raise ValueError(
+            f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {tokens.seq_len} of the sequence"
+        )
     if mask.batch not in (1, q.shape[0]):
         raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-    mask.check_length(sharding.seq_len)
+    mask.check_length(tokens.seq_len)
     if not spec.tensor_parallel:  # otherwise q holds the tokens of several ranks, each of which has checked its own
-        group = groups.sequence
-        check_length(q.shape[1], sharding.seq_len, size_of(group), rank_in(group), sharding.layout, q.shape[2])
+        check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
 
 
 class _Attention(torch.autograd.Function):
@@ -240,15 +196,15 @@ def _call(
     ranks: ParallelContext,
 ) -> AttentionCall:
     """The call of an operator whose tensors fit. With ``spec.draws_seed`` all ranks take rank 0's seed."""
-    groups, sequence = placement(sharding, ranks, spec)
+    placement = sharding.place(spec, ranks)
 
     def header() -> _SeedHeader:
-        _check(q, k, v, mask, groups, sharding, spec)
+        _check(q, k, v, mask, placement, spec)
         return _SeedHeader(_number(seed))
 
     agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
     heads = spec.heads(q.shape, k.shape)
-    return make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, groups, sequence, spec)
+    return make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec)
 
 
 def _fake_attention(
@@ -264,11 +220,11 @@ def _fake_attention(
     sharding: Sharding,
     ranks: ParallelContext,
 ) -> list[Tensor]:
-    groups, sequence = placement(unwrap(sharding), unwrap(ranks), spec)
+    placement = unwrap(sharding).place(spec, unwrap(ranks))
     batch, length, heads, dim = q.shape
     out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
-    kept_dtypes = _kept_dtypes(q, k, groups, sequence, spec)
-    in_heads = head_exchange_of(groups, sequence, spec.heads(q.shape, k.shape), 1) is not None
+    kept_dtypes = _kept_dtypes(q, k, placement, spec)
+    in_heads = head_exchange_of(placement, spec.heads(q.shape, k.shape), 1) is not None
     lse_shape = (0,) if in_heads and not spec.return_lse else (batch, heads, length)
     results = [q.new_empty(batch, length, heads, out_dim), q.new_empty(lse_shape, dtype=accumulator(q.dtype))]
     results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
@@ -315,16 +271,14 @@ def attention(
         kept = _to_keep(saved, exchange)
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
-        dtypes = _kept_dtypes(q, k, call.groups, call.sharding, spec)
+        dtypes = _kept_dtypes(q, k, call.placement, spec)
         results += [q.new_empty(0, dtype=dtype) for dtype in dtypes[len(kept) :]]
     if spec.draws_seed:
         results.append(torch.tensor(call.score.dropout_seed, device="cpu"))
     return [x.contiguous() for x in results]
 
 
-def _kept_dtypes(
-    q: Tensor, k: Tensor, groups: AttentionGroups, sequence: TokenLayout, spec: AttentionSpec
-) -> list[torch.dtype]:
+def _kept_dtypes(q: Tensor, k: Tensor, placement: Placement, spec: AttentionSpec) -> list[torch.dtype]:
     """The dtypes of the tensors that the operator returns for its backward: none for a ring.
 
     With an all-to-all these are head shards, whose number and sizes depend on the length. They are returned flat, as a
@@ -333,7 +287,7 @@ def _kept_dtypes(
 
     As an operator must not return its arguments, sequence shards of k and v are copied, and nothing else is.
     """
-    exchange = head_exchange_of(groups, sequence, spec.heads(q.shape, k.shape), MAX_CHUNKS)
+    exchange = head_exchange_of(placement, spec.heads(q.shape, k.shape), MAX_CHUNKS)
     if exchange is None or not spec.returns_saved:
         return []
     return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * len(exchange.chunks)
@@ -394,9 +348,9 @@ def attention_backward(
         sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks: the forward's.
         needs_weight_gradient: whether the weight's gradient is returned.
     """
-    groups, sequence = placement(sharding, ranks, spec)
+    placement = sharding.place(spec, ranks)
     heads = spec.heads(q_shape, k_shape)
-    call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, groups, sequence, spec)
+    call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, placement, spec)
     d_weight = new_weight_gradient(latent_weight, needs_weight_gradient)
     call = with_latents(call, latent_weight, q_shape, v_shape, d_weight)
     exchange = head_exchange(call, q_shape, saved[0].device)
@@ -408,22 +362,17 @@ def attention_backward(
     return [x.contiguous() for x in (*gradients, of_weight) if x is not None]
 
 
-@torch.library.custom_op("seqpar::positions", mutates_args=())
-def positions_op(like: Tensor, sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> Tensor:
+@operator(fake=lambda like, *_: torch.empty(like.shape[1], dtype=torch.int64, device="cpu"))
+def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> Tensor:
     """Global positions of the tokens of ``like [b, s, ...]``, int64 ``[s]`` on the host. With replicated keys, the
     positions of all tokens.
 
     The result is cached, and must not be written to. Rotary embeddings recognise it by identity.
     """
-    groups, sequence = placement(sharding, ranks, spec)
+    placement = sharding.place(spec, ranks)
     if spec.replicated:
-        return sequence.together().rank_positions(0)
-    return sequence.rank_positions(rank_in(groups.sequence))
-
-
-@positions_op.register_fake
-def _(like: Tensor, sharding: Sharding, ranks: ParallelContext, spec: AttentionSpec) -> Tensor:
-    return torch.empty(like.shape[1], dtype=torch.int64, device="cpu")
+        return placement.tokens.together().rank_positions(0)
+    return placement.tokens.rank_positions(placement.rank)
 
 
 def _number(seed: Tensor | None) -> int:
@@ -457,11 +406,10 @@ def attend(
     ``joins_backward`` is False if it is known that no rank's inputs require gradients.
     """
     tensors = q, k, v, sinks, latent_weight
-    if joins_backward and not torch.compiler.is_compiling() and gradient_state(*tensors) == 1:
-        groups, _ = placement(sharding, ranks, spec)
-        if groups.ring_size * groups.ulysses_size > 1:
-            q = with_gradient(q)
-    if torch.compiler.is_compiling() or seen_by_dispatch_mode():
+    compiling = torch.compiler.is_compiling()
+    if joins_backward and not compiling and gradient_state(*tensors) == 1 and sharding.place(spec, ranks).sends:
+        q = with_gradient(q)
+    if compiling or seen_by_dispatch_mode():
         spec = spec.having(returns_saved=True)
     results = attention(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
     return results[0], results[1]

@@ -24,12 +24,11 @@ from torch.distributed import ProcessGroup
 from ..comm.p2p import make_ready
 from ..compile_types import Opaque, register_constant_type
 from ..library import operator
-from ..mesh import ParallelContext, rank_in
+from ..mesh import ParallelContext
 from ..sharding import Sharding
 from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence
 from .autograd import to_autocast_dtype
-from .operators import placement
 from .sequence_chunks import SequenceChunks
 
 # By overlap: the module whose functions compute.
@@ -81,11 +80,11 @@ def chunks_of(
         lengths = lengths_of(tokens, sharding, ranks.tensor, options)
         return SequenceChunks.in_rank_order(ranks.tensor, lengths, options.overlap, device)
     sharding.check_local(tokens)
-    groups, sequence = placement(sharding, ranks, options.attention)
+    placement = sharding.place(options.attention, ranks)
     if options.attention.replicated:
-        return SequenceChunks.of_context(groups.sequence, sequence, device)
+        return SequenceChunks.of_context(placement.sequence, placement.tokens, device)
     assert ranks.tensor is not None
-    return SequenceChunks.of_sharding(ranks.tensor, sequence, rank_in(groups.sequence), options.overlap, device)
+    return SequenceChunks.of_sharding(ranks.tensor, placement.tokens, placement.rank, options.overlap, device)
 
 
 def gather_and_project(x: Tensor, weights: Sequence[Tensor], tokens: ShardedTokens) -> list[Tensor]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Pending, exchange, new_message
-from ..mesh import AttentionGroups, Ranks
+from ..mesh import Ranks
+from ..placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step, Transfer
 from ..schedule.rows import GatheredRows, RowSpans
@@ -86,8 +87,8 @@ class KeyValues:
 class PeerToPeer:
     """Messages between pairs of ranks, each with only the rows that the receiver needs."""
 
-    def __init__(self, plan: AttentionPlan, groups: AttentionGroups) -> None:
-        self._plan, self.ranks, self._across = plan, groups.within, groups.across
+    def __init__(self, plan: AttentionPlan, placement: Placement) -> None:
+        self._plan, self.ranks, self._across = plan, placement.within, placement.across
 
     def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:
         """Send this rank's rows ``local`` to other hosts. The function returns what ``send_intra_host`` needs."""
@@ -209,9 +210,9 @@ class PeerToPeer:
 class Collectives:
     """All-gathers of all rows and reduce-scatters of all gradients, padded to the longest shard."""
 
-    def __init__(self, plan: AttentionPlan, groups: AttentionGroups) -> None:
-        assert groups.within is not None
-        self._plan, self.ranks, self._across = plan, groups.within, groups.across
+    def __init__(self, plan: AttentionPlan, placement: Placement) -> None:
+        assert placement.within is not None
+        self._plan, self.ranks, self._across = plan, placement.within, placement.across
 
     def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:
         assert self._across is not None

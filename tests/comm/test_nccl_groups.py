@@ -41,8 +41,8 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     within = range(first, first + plan.per_host)
     across = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
     call: Any = AttentionCall(
-        groups=SimpleNamespace(within=within, across=across, gather=plan.gather, chunks=None),
-        sharding=plan.sharding, plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
+        placement=SimpleNamespace(within=within, across=across, gather=plan.gather, chunks=None, tokens=plan.sharding),
+        plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
         return_lse=False,
     )  # fmt: skip
     tokens = len(plan.sharding.ring_positions(plan.rank))

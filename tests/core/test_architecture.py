@@ -17,6 +17,7 @@ FLOORS = (
         "heads",
         "mask",
         "mesh",
+        "placement",
         "compile_types",
         "reductions",
         "rendezvous",

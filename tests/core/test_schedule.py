@@ -15,6 +15,7 @@ from seqpar import Mask
 from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
 from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
+from seqpar.placement import Placement
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.schedule.program import Hop
 from seqpar.schedule.rows import KeyIntervals, RowSpans
@@ -264,7 +265,7 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
     heads = Heads.of_model(kv_heads * q_per_kv, kv_heads).split(tensor)[-1]
     sharding = TokenLayout(ranks * ring, "contiguous", ring, ranks)
     subgroup: Any = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
-    exchange = HeadExchange(subgroup, sharding, 0, heads, MAX_CHUNKS)
+    exchange = HeadExchange(Placement(ulysses=subgroup, tokens=sharding), heads, MAX_CHUNKS)
     full, chunks = exchange.full_chunk, exchange.chunks
     for rank in range(ranks):
         assert [h for chunk in chunks for h in chunk.by_rank[rank].queries] == list(full.by_rank[rank].queries)

@@ -24,9 +24,9 @@ from seqpar.megatron.sharded_vocab import (
     vocab_embedding,
     vocab_linear_cross_entropy,
 )
-from seqpar.mesh import ParallelContext
+from seqpar.mesh import ANY_RANKS, ParallelContext
 from seqpar.spec import AttentionSpec
-from seqpar.strategies.operators import ANY_RANKS, attention
+from seqpar.strategies.operators import attention
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, linear_reduce_scatter
 
 from ..models import HEAD_DIM, HIDDEN, attention_layer, full, randomize

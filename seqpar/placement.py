@@ -1,0 +1,93 @@
+"""``Placement``: who takes part in one attention call, and which positions each rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.distributed import ProcessGroup
+
+from .layout import TokenLayout
+from .mesh import Ranks, Subgroup, rank_in, ranks_by_host, ranks_per_host, size_of
+
+_NO_TOKENS = TokenLayout(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Who takes part in one attention call, and which positions each rank holds. Made once, by ``Sharding.place``.
+
+    Attributes:
+        sequence: the ranks that attend to one sequence; None is this rank alone.
+        ring: the ranks that send keys and values to one another, or None.
+        ulysses: the ranks among which an all-to-all turns sequence shards into head shards, or None.
+        gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
+        chunks: with ``gather``, in how many chunks of heads they are received; None decides by their size.
+        tokens: which positions each rank holds. A strategy's row in ``STRATEGIES`` leaves it to ``Sharding.place``.
+    """
+
+    sequence: ProcessGroup | None = None
+    ring: Ranks | None = None
+    ulysses: Ranks | None = None
+    gather: bool | None = False
+    chunks: int | None = None
+    tokens: TokenLayout = _NO_TOKENS
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank among the ranks of the sequence."""
+        return rank_in(self.sequence)
+
+    @cached_property
+    def ring_rank(self) -> int:
+        """This rank in the ring. Where k and v are replicated there is no ring, and it is the rank in the sequence."""
+        return self.rank if self.tokens.replicated else rank_in(self.ring)
+
+    @cached_property
+    def sends(self) -> bool:
+        """Whether attention sends messages."""
+        return size_of(self.ring) > 1 or size_of(self.ulysses) > 1
+
+    @cached_property
+    def gathers(self) -> bool:
+        """``gather``; if it is None, whether the ring has one host. The same on every rank.
+
+        A ring and an all-gather send the same bytes between hosts, where transfers take long. In a ring, the transfer
+        of a step overlaps with the kernels of the steps before it. In an all-gather, it overlaps with the kernels of
+        other heads at most. May be collective, see ``ranks_by_host``: read it after the ranks have checked their input.
+        """
+        if self.gather is None:
+            return self.ring is None or len(ranks_by_host(self.ring)) == 1
+        return self.gather
+
+    @cached_property
+    def per_host(self) -> int:
+        """How many consecutive ranks of the ring share a host (see ``ranks_per_host``). If hosts have different numbers
+        of ranks, messages are sent as inside one host. May be collective, see ``ranks_by_host``."""
+        return self.tokens.ring if self.ring is None else ranks_per_host(ranks_by_host(self.ring))
+
+    @cached_property
+    def of_plan(self) -> tuple[TokenLayout, int, bool, int]:
+        """The arguments of ``attention_plan`` besides the mask. May be collective, see ``ranks_by_host``."""
+        return self.tokens, self.ring_rank, self.gathers, self.per_host
+
+    @cached_property
+    def within(self) -> Ranks | None:
+        """The ranks of the ring on this rank's host."""
+        first = self.ring_rank // self.per_host * self.per_host
+        return _some_of(self.ring, range(first, first + self.per_host))
+
+    @cached_property
+    def across(self) -> Ranks | None:
+        """The ranks of the ring with this rank's index on each host; None if the ring has one host."""
+        if self.per_host == self.tokens.ring:
+            return None
+        return _some_of(self.ring, range(self.ring_rank % self.per_host, self.tokens.ring, self.per_host))
+
+
+def _some_of(ranks: Ranks | None, indices: range) -> Ranks | None:
+    if ranks is None or len(indices) == ranks.size():
+        return ranks
+    if isinstance(ranks, Subgroup):
+        return Subgroup(ranks.parent, tuple(ranks.ranks[i] for i in indices))
+    return Subgroup(ranks, tuple(indices))
