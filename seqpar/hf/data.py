@@ -15,16 +15,13 @@ from ..functional import mask_planner
 from ..layout import LAYOUTS, Layout
 from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
-from ..sharding import Sharding
 from .batch import PLANNED, checksum, mask_and_length, shard_batch, shard_for_rank
 from .state import patch_of
 
 
 class _NextBatch(NamedTuple):
-    """What a rank tells the others: whether its loader has another batch, and a checksum of an epoch's first batch."""
-
-    follows: bool
-    first: Fingerprint
+    follows: bool  # whether the rank's loader has another batch
+    first: Fingerprint  # of an epoch's first batch
 
 
 class ShardedLoader:
@@ -162,7 +159,7 @@ class ShardedLoader:
 
 
 def _check_split(loader: Any, size: int, rank: int) -> None:
-    """Raise if the loader's sampler, or the stream that it reads, is split for other ranks than dp has."""
+    """Raise an error if the loader's sampler or stream is split for other ranks than dp has."""
     sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
     if isinstance(sampler, DistributedSampler):
         name, sizes, found = "DistributedSampler has num_replicas", "num_replicas", (sampler.num_replicas, sampler.rank)
@@ -240,9 +237,8 @@ class PlanCollator:
                 "model: with strategy='auto' the strategy is chosen in each call; call parallelize with the name of a "
                 "strategy"
             )
-        sharding = Sharding(patch.ranks, patch.layout, mesh=patch.mesh, group=patch.given_group)
         self.collate = collate
-        self.planner = mask_planner(sharding, patch.strategy, **patch.options)
+        self.planner = mask_planner(patch.sharding(patch.ranks), patch.strategy, **patch.options)
         self.layer_masks = tuple(patch.layer_masks)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""The hooks of a parallelized model: around its forward, its output embedding, its rotary embeddings and its router.
+"""The hooks of a parallelized model: around its forward, its output embedding and its rotary embeddings.
 
-The hooks of the forward store a ``Forward``, which the other hooks read. Model code need not change.
+The hooks of the forward store a ``Forward``, which the other hooks read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any, cast
 
@@ -47,14 +48,13 @@ def wrap_forward(model: nn.Module) -> None:
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Undo ``wrap_forward``."""
     if getattr(vars(model).get("forward"), "__module__", None) == __name__:
         del vars(model)["forward"]
 
 
 @no_compile
 def _is_direct_call(model: nn.Module) -> bool:
-    """Whether the forward of ``model`` was called without its hooks, although it has them."""
+    """Whether ``model.forward`` was called directly, although ``model`` has hooks."""
     forward = current_forward()
     if before_forward not in model._forward_pre_hooks.values() or not cast(Patch, model._seqpar).sharded:
         return False
@@ -100,7 +100,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wants_log_probs: bool) -> None:
-    """Prepare the arguments of a forward on a sharded sequence, and set ``forward`` accordingly."""
+    """Change the arguments of a forward on a sharded sequence, in place, and set ``forward`` accordingly."""
     model, patch, shard, labels = forward.model, forward.patch, kwargs["seqpar"], kwargs.get("labels")
     forward.wants_loss = labels is not None
     if shard.jump is not None and "use_cache" in parameters and not _caches(model, kwargs):
@@ -116,7 +116,7 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
             raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
         if shard.in_place is not None and predicts_in_place(model):
             labels = kwargs["labels"] = shard.in_place[0].to(labels.device)
-            kwargs["seqpar"] = forward.shard = shard.for_in_place_labels()
+            kwargs["seqpar"] = forward.shard = replace(shard, num_items=shard.in_place[1])
         if wants_log_probs:
             forward.targets, kwargs["return_dict"] = labels, True
         if computes_cross_entropy(model):
@@ -132,10 +132,7 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
 
 
 def _check_wrapper(model: nn.Module, patch: Patch) -> None:
-    """Raise an error if a ``ParallelismConfig`` parallelized a model that is trained without a wrapper.
-
-    Nothing would sum the ranks' partial gradients, and the weights of the ranks would drift apart.
-    """
+    """Raise an error if a ``ParallelismConfig`` parallelized a model that is trained without a wrapper."""
     trains = model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     if not patch.needs_wrapper or not trains:
         return
@@ -149,10 +146,10 @@ def _check_wrapper(model: nn.Module, patch: Patch) -> None:
 
 
 def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
-    """Give the noise of NEFTune the magnitude that it has on one device, until the forward ends.
+    """Give the noise of NEFTune its magnitude on one device, until the forward ends.
 
-    Its hook on the embedding divides ``neftune_noise_alpha`` by the square root of the size of one row of embeddings,
-    which has this rank's tokens only.
+    Its hook on the embedding divides ``neftune_noise_alpha`` by the square root of the size of a row of embeddings, and
+    a rank has only a part of the row.
     """
     tokens, shard = kwargs.get("input_ids"), forward.batch_shard
     if forward.cut is not None or tokens is None or shard is None:
@@ -168,7 +165,6 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
 
 
 def _check_unchanged(model: nn.Module) -> None:
-    """Raise an error if what ``parallelize`` has set was changed since."""
     implementation = cast(Any, model.config).get_text_config()._attn_implementation
     if implementation != NAME:
         raise ValueError(
@@ -179,7 +175,6 @@ def _check_unchanged(model: nn.Module) -> None:
 
 
 def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether transformers would use a cache in a call with these arguments."""
     if kwargs.get("past_key_values") is not None:
         return True
     default = getattr(cast(Any, model.config).get_text_config(), "use_cache", False)
@@ -189,17 +184,14 @@ def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 @no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """End the ``Forward``, and return the output that the caller asked for.
-
-    ``output`` is None if the model's forward raised.
-    """
+    """End the ``Forward``, and return the output that the caller asked for. None: the model's forward has raised."""
     forward = current_forward()
     if forward is None or forward.model is not model:
         return None
     if forward.noise is not None:
         setattr(forward.noise[0], _NOISE, forward.noise[1])
     try:
-        # This happens before pop_forward, because the loss looks up the wrappers around the current forward's model.
+        # Before pop_forward, because the loss looks up the wrappers around the current forward's model.
         if output is not None:
             output = _with_loss(output, forward, bool(kwargs.get(FUSED)))
             if forward.full_call is not None:
@@ -219,7 +211,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
     """``output`` with the loss, log-probabilities or scores that the model's forward did not compute.
 
-    A loss that it did compute is checked, unless TRL's ``fused`` head computed it.
+    A loss that the forward did compute is checked, unless TRL's ``fused`` head computed it.
     """
     patch = forward.patch
     if forward.targets is not None:
@@ -244,10 +236,9 @@ def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
 
 
 def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the scores of all of this rank's tokens, ``[batch, seq_local, num_labels]``.
+    """Keep the scores of all tokens of this rank, ``[batch, seq_local, num_labels]``.
 
-    The model itself returns the scores of the last token that this rank holds, which is not the last token of the
-    sequence on every rank.
+    The model itself returns the scores of this rank's last token, which may not be the last token of the sequence.
     """
     forward = current_forward()
     if forward is not None and forward.batch_shard is not None:
@@ -258,8 +249,8 @@ def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
 def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Replace the input ``[..., seq, hidden]`` of the output embedding.
 
-    If the model computes a loss, store the input in ``Forward.hidden`` and pass on an input with no tokens, so that the
-    output embedding computes no logits. If the caller asked for the logits of some tokens, pass on these tokens.
+    In a call with labels, store the input in ``Forward.hidden`` and pass on an input without tokens, so that no logits
+    are computed. If the caller asked for the logits of some tokens, pass on these tokens.
     """
     forward = current_forward()
     if forward is None:
@@ -293,8 +284,7 @@ def depends_on_length(module: nn.Module) -> bool:
 def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Append the batch's largest position to this rank's ``position_ids [..., batch, seq_local]``.
 
-    The rotary embedding then computes the frequencies for the length of the full sequence. ``after_rope`` removes the
-    values of the appended position.
+    The rotary embedding then computes the frequencies for the length of the full sequence.
     """
     forward = current_forward()
     if forward is None or (shard := forward.batch_shard) is None:

@@ -2,14 +2,13 @@
 
 All ranks of the sequence call the model with the same batch. After the all-gather, every rank has the outputs of all
 tokens, in the order of the sequence. A loss that every rank computes from these outputs is the one-device loss. In
-backward, each rank keeps the gradients of its own tokens' outputs. The partial gradients of the ranks therefore sum to
-the one-device gradient, as with the model's own loss.
+backward, each rank keeps the gradients of its own tokens' outputs, so that the partial gradients of the ranks sum to
+the one-device gradient.
 
-A multimodal model, which merges the output of a vision or audio tower into the embeddings of a text model, runs on the
-full batch on every rank. Before its text model runs, ``before_text_model`` shards the merged embeddings, the positions,
-and all other tensors with a value for each token. The labels are sharded before the multimodal model runs. Each rank
-therefore computes the gradients of the towers and embeddings from its own tokens: they are partial gradients too. A
-batch without images is sharded before the multimodal model runs, as for any other model.
+With images or sound, a multimodal model runs on the full batch on every rank, and merges the output of its towers into
+the embeddings of its text model. ``before_text_model`` then shards the merged embeddings, the positions, and all other
+tensors with a value for each token. The labels are sharded earlier. Each rank computes the gradients of the towers and
+embeddings from its own tokens: they are partial gradients too.
 
 Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
 """
@@ -113,7 +112,7 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
 
 
 def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
-    """For each row, the last token that is not padding, found in the same way as in transformers; int64 ``[batch]``."""
+    """For each row, the last token that is not padding, found as in transformers: int64 ``[batch]``."""
     pad, ids = model.config.get_text_config().pad_token_id, batch.get("input_ids")
     if pad is None or ids is None:
         rows, seq_len = batch["inputs_embeds" if ids is None else "input_ids"].shape[:2]
@@ -123,10 +122,7 @@ def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
-    """This rank's part of ``batch``. In some calls the ranks compare their batches and agree on a seed.
-
-    In which calls must not depend on the batch: a rank with a different batch might then skip the comparison.
-    """
+    """This rank's part of ``batch``. In some calls, whatever the batch, the ranks compare their batches."""
     call, patch.calls = patch.calls, patch.calls + 1
     every = check_every()
     if every is None:
@@ -179,10 +175,7 @@ def finish(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, 
 
 
 def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> Any:
-    """Replace the loss of this rank's tokens by the loss of the full sequence.
-
-    The loss of the tokens is the negative sum of ``log_probs [batch, seq_local]``, divided by ``num_items``.
-    """
+    """Replace the loss of this rank's tokens, ``-log_probs.sum() / num_items``, by the loss of the full sequence."""
     if getattr(output, "loss", None) is None or getattr(output, "log_probs", None) is None:
         return output
     local_loss = -output.log_probs.sum() / full_call.num_items
@@ -192,15 +185,13 @@ def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> An
 
 
 class _Gather:
-    """All-gathers the outputs of a forward that have a value for each token."""
-
     def __init__(self, forward: Forward, full_call: FullCall) -> None:
         patch = self.patch = forward.patch
         self.full_call = full_call
         self.scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
 
     def __call__(self, name: str, x: Any) -> Any:
-        """The output ``x``, all-gathered if the output called ``name`` has a value for each token."""
+        """The output ``x`` called ``name``, all-gathered if it has a value for each token."""
         if self.patch.ranks == 1:
             return x.materialize() if isinstance(x, LazyLogits) else x
         if isinstance(x, tuple | list):
@@ -269,7 +260,7 @@ def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | Non
 
 @no_compile
 def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The hook before the text model's forward: shard its arguments, unless the batch was sharded before."""
+    """The hook before the text model's forward: shard its arguments, unless the batch is sharded already."""
     forward = current_forward()
     if forward is None or forward.shard is None:
         return None
@@ -286,9 +277,9 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _shard_text_inputs(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: Tensor) -> dict[str, Any]:
-    """This rank's part of the text model's arguments: the tokens at ``positions``, int64 ``[seq_local]``.
+    """The text model's arguments for the tokens at ``positions``, int64 ``[seq_local]``.
 
-    The masks of images and the largest position are added to ``forward.shard``.
+    ``forward.shard`` gets the masks of images and the largest position.
     """
     shard, embeds = forward.batch_shard, kwargs.get("inputs_embeds")
     if shard is None or embeds is None:

@@ -1,7 +1,7 @@
 """Generation with a sharded key/value cache: each rank caches the keys and values of some of the tokens.
 
-``model.generate`` runs on every rank with the same full prompt. The first forward, the prefill, is sharded as in
-training: each rank computes its tokens of the prompt, and caches their keys and values.
+``model.generate`` runs on every rank with the same full prompt. The first forward, the prefill, is a call with a full
+batch: each rank computes its tokens of the prompt, and caches their keys and values.
 
 Each later forward is a decoding step. Every rank computes all new tokens, but only rank ``position % ranks`` caches the
 keys and values of the new token at ``position``. In each attention layer, every rank attends with the new queries to
@@ -43,11 +43,9 @@ _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image,
 def shard_generation(
     model: nn.Module, kwargs: dict[str, Any], has_images: bool
 ) -> tuple[dict[str, Any], FullCall | None, Tensor | None]:
-    """Prepare a forward of ``generate``. The arguments hold all new tokens, the same on every rank.
+    """Prepare a forward of ``generate``, as ``shard_call`` does. ``kwargs`` hold all new tokens on every rank.
 
-    Returns:
-        What ``shard_call`` returns. In a decoding step the arguments still hold all new tokens, the entry ``seqpar`` is
-        a ``DecodeShard``, and there is no ``FullCall``.
+    In a decoding step the result holds all new tokens too, and a ``DecodeShard``, but no ``FullCall``.
     """
     patch = cast(Patch, model._seqpar)
     cache = kwargs.get("past_key_values")
@@ -100,10 +98,7 @@ class _TokensHeader(NamedTuple):
 
 
 def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
-    """Check that all ranks pass the same tokens, and that a prompt has padding only on the left.
-
-    Different tokens would lead to wrong results, or to ranks that wait for one another forever.
-    """
+    """Raise an error unless all ranks pass the same tokens, and a prompt has padding only on the left."""
 
     def header() -> _TokensHeader:
         # A forward that adds a single token to the cache adds no padding, so its mask need not be copied to the host.
@@ -121,7 +116,7 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
 
 
 def _left_padding(attention_mask: Tensor | None) -> Mask:
-    """The mask that hides the padding at the start of each row of ``attention_mask [b, total]``."""
+    """Hides the padding at the start of each row of ``attention_mask [b, total]``."""
     if attention_mask is None or attention_mask.dim() != 2:
         return Mask.full()
     starts = (attention_mask != 0).int().argmax(1).tolist()
@@ -131,7 +126,7 @@ def _left_padding(attention_mask: Tensor | None) -> Mask:
 
 
 class _GrowingBuffer:
-    """A buffer that is longer than the cached tensor along ``dim``, so that an append copies only the new tokens."""
+    """Longer than the cached tensor along ``dim``, so that an append copies only the new tokens."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -152,10 +147,7 @@ class _GrowingBuffer:
         return buffer.narrow(self.dim, start, length + added)
 
     def _start_of(self, cached: Tensor) -> int | None:
-        """The index along ``dim`` at which ``cached`` starts in the buffer; None if ``cached`` is not a view of it.
-
-        For example, beam search replaces the cached tensors by reordered copies.
-        """
+        """Where ``cached`` starts in the buffer. None if it is no view of it: beam search makes reordered copies."""
         buffer, dim = self.buffer, self.dim
         if buffer is None or cached.shape[:dim] != buffer.shape[:dim] or cached.stride() != buffer.stride():
             return None
@@ -167,10 +159,9 @@ class _GrowingBuffer:
 
 
 class ShardedCacheLayer(DynamicLayer):
-    """This rank's part of one layer's cache.
+    """This rank's part of one layer's cache. Its lengths and offsets count the tokens of the full sequence.
 
-    The methods that transformers calls for lengths and offsets speak of the full sequence. Keys that have left the
-    sliding ``window`` are dropped, unless ``record_past`` keeps them for a crop that makes them visible again.
+    Keys that have left the sliding ``window`` are dropped, unless ``record_past`` keeps them for a crop.
     """
 
     keys: Any  # [b, n, cached, d]
@@ -194,8 +185,8 @@ class ShardedCacheLayer(DynamicLayer):
     def expect(self, positions: Tensor, select_new: Tensor | None, total: int) -> None:
         """Set which tokens the next ``update`` appends, after which the full sequence has ``total`` tokens.
 
-        ``positions`` are their global positions, int64. ``select_new`` are their indices among the tokens passed to
-        ``update``, int64; None: all of them.
+        ``positions`` are the tokens' global positions, int64. ``select_new`` are their indices among the tokens that
+        ``update`` gets, int64; None: all of them.
         """
         self._incoming = positions, select_new, total
 
@@ -248,10 +239,7 @@ class ShardedCacheLayer(DynamicLayer):
         self._make_buffers()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of the full sequence, such as rejected candidates of assisted generation.
-
-        transformers passes the negative of their number.
-        """
+        """Remove the last ``-tokens_to_remove`` tokens of the full sequence, as transformers does."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop: got {tokens_to_remove}; expected zero or the negative of the number of tokens to remove"
@@ -293,7 +281,7 @@ def _shard_cache(cache: Any, layers: int) -> None:
 
 
 def _is_shared(layer: Any) -> bool:
-    """Whether the cache layer holds no keys, because its attention layer reads the keys of another cache layer."""
+    """Whether the cache layer holds no keys, because its attention layer reads another layer's keys."""
     return type(layer).__name__ == "DummyLayer"
 
 
@@ -343,7 +331,7 @@ def _key_intervals(
 ) -> KeyIntervals | None:
     """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``q_per_kv`` times.
 
-    None if no query sees any of them. Layers with equal masks share the result, which ``shard`` caches.
+    None if no query sees a key. Layers with equal masks share the result, which ``shard`` caches.
     """
     # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
     key = mask, queries, q_per_kv, len(positions), device
@@ -366,10 +354,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Sco
 
 
 def _merge_over_ranks(acc: Tensor, lse: Tensor, patch: Patch) -> Carry:
-    """All-gather the partial results of all ranks and merge them.
-
-    Every rank merges them in the order of the ranks, so that the result is bitwise equal on all ranks.
-    """
+    """Merge the partial results of all ranks, in the order of the ranks: the result is bitwise equal on all ranks."""
     if patch.group is None or patch.ranks == 1:
         return acc, lse
     packed = torch.cat([acc.flatten(), lse.flatten()])

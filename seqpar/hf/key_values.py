@@ -44,24 +44,23 @@ def _unchanged(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def enable_latent_kv(layer: nn.Module) -> None:
-    """Make ``layer`` pass latents to the attention function, if it is a layer of latent attention."""
+    """Make ``layer`` pass latents to the attention function, if it has latent attention."""
     has_method = callable(getattr(layer, _METHOD, None)) and all(hasattr(layer, name) for name in _SIZES)
     if has_method and isinstance(getattr(layer, "kv_b_proj", None), nn.Module):
         setattr(layer, _METHOD, _unchanged)
 
 
 def disable_latent_kv(layer: nn.Module) -> None:
-    """Make ``layer`` pass keys and values again."""
     vars(layer).pop(_METHOD, None)
 
 
 def has_latent_kv(layer: nn.Module) -> bool:
-    """Whether ``layer`` passes latents and rotated keys to the attention function instead of keys and values."""
+    """Whether ``layer`` passes latents and rotated keys to the attention function."""
     return vars(layer).get(_METHOD) is _unchanged
 
 
 def expand(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values, each ``[batch, heads, seq, head_dim]``, by the layer's original method."""
+    """The layer's keys and values, each ``[batch, heads, seq, head_dim]``."""
     method: Any = getattr(type(layer), _METHOD)
     keys, values = method(layer, latents, rotated)
     return keys, values
@@ -118,13 +117,7 @@ def storing_layer(module: nn.Module) -> int:
 
 
 def gathers_shared_keys(module: nn.Module, patch: Patch, mask: Mask) -> bool:
-    """Whether several layers share the keys of ``module``, and ``attend_to_shared_keys`` should all-gather them once.
-
-    Args:
-        module: an attention layer.
-        patch: the model's ``Patch``.
-        mask: the mask of the layer.
-    """
+    """Whether several layers share the keys of ``module``, and should all-gather them once."""
     modes = getattr(getattr(module, "config", None), "kv_sharing_modes", None)
     if modes is None or patch.ranks == 1 or patch.strategy != "context_parallel":
         return False
@@ -137,32 +130,17 @@ def gathers_shared_keys(module: nn.Module, patch: Patch, mask: Mask) -> bool:
 
 
 def attend_to_shared_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shared: Tensor,
-    sinks: Tensor | None,
-    mask: Mask,
+    q: Tensor,  # [b, s, h, d]
+    k: Tensor,  # [b, s, n, d]
+    v: Tensor,  # [b, s, n, d]
+    shared: Tensor,  # the key tensor that the layers share; the all-gathered keys and values are its attribute
+    sinks: Tensor | None,  # [h]
+    mask: Mask,  # the documents and padding of the batch
     sharding: Sharding,
-    spec: AttentionSpec,
-    seed: Tensor | None,
+    spec: AttentionSpec,  # with the layer's causality and window
+    seed: Tensor | None,  # of attention dropout, int64 [] on the CPU
 ) -> Tensor:
-    """Attention over the keys of all ranks. The first layer that attends to these keys all-gathers them.
-
-    Args:
-        q: ``[b, s, h, d]``.
-        k, v: ``[b, s, n, d]``.
-        shared: the key tensor that the layers share, as the model computed it. The all-gathered keys and values are
-            stored as an attribute of it.
-        sinks: ``[h]``, or None.
-        mask: the documents and padding of the batch.
-        sharding: the sharding of the sequence.
-        spec: the spec of the attention, with the layer's causality and window.
-        seed: the seed of attention dropout, int64 ``[]`` on the CPU, or None.
-
-    Returns:
-        ``[b, s, h, d]``.
-    """
+    """Attention over the keys of all ranks: ``[b, s, h, d]``. The first layer that attends to them all-gathers them."""
     gathered: tuple[Tensor, Tensor] | None = getattr(shared, _GATHERED, None)
     if gathered is None or gathered[0].dtype != k.dtype:
         gathered = _AllGatherKeys.apply(k, sharding), _AllGatherKeys.apply(v, sharding)  # [b, t, n, d] each

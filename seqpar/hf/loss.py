@@ -1,9 +1,7 @@
-"""The loss of a sharded sequence, and the log-probabilities of its tokens.
+"""The loss of a sharded sequence, the log-probabilities of its tokens, and the loss of its routers.
 
-The loss has its one-device value on every rank. Its backward computes this rank's partial gradients. The sum of the
+A loss has its one-device value on every rank. Its backward computes this rank's partial gradients. The sum of the
 partial gradients of all ranks is the one-device gradient.
-
-Shapes: tokens of this rank, hidden, vocabulary.
 """
 
 from __future__ import annotations
@@ -42,14 +40,9 @@ _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the 
 class TokenLoss:
     """The loss function of a parallelized model: cross-entropy over the tokens of the full sequence.
 
-    The model's forward calls it as it calls transformers' own loss functions. Unlike these it does not shift the
-    labels, because ``shard_batch`` has shifted them.
-
-    Args:
-        patch: the model's ``Patch``.
-        model: the parallelized model.
-        user_loss: the loss function that the user has set by ``model.loss_function = ...``; None for the model's
-            default. It is called with the logits and the unshifted labels of the full sequence on every rank.
+    Unlike transformers' loss functions it does not shift the labels, because ``shard_batch`` has shifted them. A
+    ``user_loss``, set by ``model.loss_function = ...``, is called instead on every rank, with the logits and the
+    unshifted labels of the full sequence.
     """
 
     def __init__(self, patch: Patch, model: nn.Module, user_loss: Callable[..., Tensor] | None = None) -> None:
@@ -67,11 +60,11 @@ class TokenLoss:
     def _call_user_loss(
         self, user_loss: Callable[..., Tensor], *args: Any, seqpar: BatchShard | None = None, **kwargs: Any
     ) -> Tensor:
-        """``user_loss`` of the logits and labels of the full sequence, the same on every rank.
+        """``user_loss`` of the logits and labels of the full sequence.
 
-        Every rank computes the loss L of all P ranks, and adds L / P to their sum. The gradient of the logits is
-        multiplied by P, and each rank keeps the part of its own tokens. What L depends on besides the logits (an L2
-        penalty, the parameters of ``user_loss``) gets 1 / P of its gradient on each rank.
+        Each of P ranks computes the loss L and adds L / P to the sum over the ranks. The gradient of the logits is
+        multiplied by P, and each rank keeps the part of its own tokens. What else L depends on (an L2 penalty, the
+        parameters of ``user_loss``) gets 1 / P of its gradient on each rank.
         """
         shard = seqpar or _current_shard()
         if shard is None or shard.in_place is None:
@@ -105,10 +98,10 @@ class TokenLoss:
         seqpar: BatchShard | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The sum of the cross-entropy of all ranks' tokens, divided by ``num_items_in_batch``: float32, on every rank.
+        """The cross-entropy summed over all ranks' tokens, divided by ``num_items_in_batch``: float32, on every rank.
 
-        The divisor is by default the number of labels in the full batch. The ``BatchShard`` is only needed if the loss
-        is computed outside of the model's forward, as in a pipeline.
+        The divisor is by default the number of labels in the full batch. Outside of the model's forward, as in a
+        pipeline, ``seqpar`` must be given.
         """
         forward = current_forward()
         if forward is not None and forward.targets is not None:
@@ -151,8 +144,7 @@ def _divide(total: Tensor, num_items: Any) -> Tensor:
 def replace_loss_function(module: Any, patch: Patch, model: nn.Module) -> None:
     """Replace the loss function of ``module``, which is ``model`` or a transformers model in it, by a ``TokenLoss``.
 
-    The ``TokenLoss`` hides a loss function that is a module and thus registered in ``module``: its parameters stay
-    parameters of ``module``.
+    The ``TokenLoss`` hides a loss function that is registered as a submodule and keeps its parameters.
     """
     user_loss = getattr(module, "_loss_function", None)
     if not isinstance(user_loss, TokenLoss):
@@ -160,10 +152,10 @@ def replace_loss_function(module: Any, patch: Patch, model: nn.Module) -> None:
 
 
 def restore_loss_function(module: nn.Module) -> TokenLoss | None:
-    """Undo ``replace_loss_function``, and return the ``TokenLoss``."""
+    """Undo ``replace_loss_function``. Returns the ``TokenLoss``, or None if the user has replaced it."""
     ours = vars(module).get("_loss_function")
     if not isinstance(ours, TokenLoss):
-        return None  # the user has set another loss function since
+        return None
     del vars(module)["_loss_function"]
     if ours.user_loss is not None and "_loss_function" not in module._modules:
         vars(module)["_loss_function"] = ours.user_loss
@@ -171,7 +163,7 @@ def restore_loss_function(module: nn.Module) -> TokenLoss | None:
 
 
 def _check_labels(labels: Tensor, original: Tensor, forward: Forward) -> None:
-    """Raise an error if the model's forward has changed its ``original`` labels, which ``num_items`` counts."""
+    """Raise an error if the model's forward has changed the labels, which ``num_items`` counts."""
     changed = version_of(original) != forward.labels_version
     if not changed and labels is not original:
         changed = labels.shape != original.shape or not torch.equal(labels.to(original.device), original)
@@ -192,9 +184,9 @@ def version_of(x: Tensor) -> int:
 def check_loss(loss: Any, forward: Forward) -> None:
     """Raise an error if ``loss``, which the model's forward has returned, was not reduced over the ranks.
 
-    ``reduce_over_ranks`` has recorded the terms that were: the loss of ``TokenLoss`` and the router's loss. Their
-    gradients are partial, and so is the gradient of every function of them. The loss must therefore depend on no other
-    tensor that requires gradients. Without gradients, a loss of one term must have the value of the term.
+    ``reduce_over_ranks`` has recorded the reduced terms: the loss of ``TokenLoss`` and the router's loss. The loss may
+    be any function of these terms, but must depend on no other tensor that requires gradients. Without gradients, a
+    loss of one term must have the value of the term.
     """
     nodes = {id(node) for node, _ in forward.reduced}
     if isinstance(loss, Tensor) and loss.grad_fn is not None:
@@ -231,8 +223,7 @@ def _depends_only_on(node: Any, nodes: set[int]) -> bool:
 def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Tensor:
     """The sum of ``local_loss`` over the ranks. Its backward computes this rank's partial gradients.
 
-    Inside a wrapper that averages gradients over the ranks of the sequence, the backward multiplies the gradients by
-    the number of these ranks.
+    Inside a wrapper that averages gradients over the ranks, backward multiplies them by the number of ranks.
     """
     loss = local_loss
     # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
@@ -311,7 +302,7 @@ LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks 
 
 @dataclass
 class LogProbsOutput(ModelOutput):
-    """The output of a forward that was asked for log-probabilities."""
+    """What a forward returns if it is asked for log-probabilities."""
 
     log_probs: Tensor | None = None  # float32 [batch, seq]
 
@@ -363,10 +354,9 @@ def _labels(batch: dict[str, Any]) -> Tensor:
     return labels
 
 
-# The load-balancing loss of the routers in mixture-of-experts models. transformers' ``load_balancing_loss_func``
-# multiplies two means over tokens. The means must be taken over the tokens of all ranks, because a sum of such products
-# over the ranks is another number. Each model file has the function as a global name. This name is bound to a
-# replacement, which calls the original function except during a forward on a sharded sequence.
+# transformers' ``load_balancing_loss_func``, the loss of the routers in mixture-of-experts models, multiplies two means
+# over tokens, which must be taken over the tokens of all ranks. Each model file has the function as a global name. The
+# name is bound to a replacement, which calls the original function except during a forward on a sharded sequence.
 _original_losses: dict[str, Callable[..., Any]] = {}  # by the name of the Python module
 _patched_models: dict[str, set[int]] = {}  # by the name of the Python module: the ids of its parallelized models
 
@@ -397,8 +387,6 @@ def unpatch_router_loss(model: nn.Module) -> None:
 
 
 def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The router loss of the full sequence, as a replacement of ``original``."""
-
     def load_balancing_loss(
         gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
     ) -> Any:
@@ -428,8 +416,7 @@ def _router_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over this rank's tokens and all layers, in float32.
 
-    How often each expert was chosen, [num_experts]; the sum of each expert's probabilities, [num_experts]; and the
-    number of tokens times the number of layers, [1].
+    How often each expert is chosen, [num_experts]; each expert's probabilities, [num_experts]; the tokens, [1].
     """
     device = gate_logits[0].device
     counts, probability = (torch.zeros(num_experts, device=device) for _ in range(2))

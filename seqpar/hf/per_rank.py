@@ -53,7 +53,6 @@ def wrap_call(model: nn.Module) -> None:
 
 
 def unwrap_call(model: nn.Module) -> None:
-    """Undo ``wrap_call``."""
     vars(model).pop(_CALL, None)
 
 
@@ -124,7 +123,7 @@ def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[No
 
 
 class _Header(NamedTuple):
-    """What the other ranks must know about a rank's batch, ``rows`` rows of ``seq_len`` tokens."""
+    """A rank's batch, ``rows`` rows of ``seq_len`` tokens."""
 
     arguments: Fingerprint
     gradients: bool  # whether gradients are enabled
@@ -135,7 +134,7 @@ class _Header(NamedTuple):
 
 
 def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup) -> list[tuple[dict[str, Any], int]]:
-    """For each rank, by rank: the arguments of its call, and the seed of attention dropout for its batch."""
+    """For each rank the arguments of its call, and the seed of attention dropout for its batch."""
     patch: Patch = model._seqpar
     prepared: list[_Arguments] = []
 
@@ -164,10 +163,10 @@ def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup)
 
 
 class _Arguments:
-    """The arguments of one rank's call, in a form that can be all-gathered: ``tensors`` and plain ``values`` by name.
+    """The arguments of one rank's call: ``tensors`` and plain ``values``, by name.
 
-    The ranks' tensors have the same names, dtypes and dimensions, except that rows and seq may differ. A rank can
-    therefore compute the shapes of another rank's tensors from that rank's rows and seq.
+    The ranks' tensors have the same names and dtypes, and the same shapes except for rows and seq. A rank can therefore
+    compute the shapes of another rank's tensors from that rank's rows and seq.
     """
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
@@ -212,12 +211,12 @@ class _Arguments:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """A fingerprint of everything that must be the same on every rank."""
+        """Of everything that must be the same on every rank."""
         dtypes = tuple((name, str(x.dtype)) for name, x in self.tensors.items())
         return fingerprint(dtypes, tuple(self.shapes.items()), tuple(self.values.items()))
 
     def specs(self, rows: int, seq_len: int) -> list[TensorSpec]:
-        """The tensors of a rank whose batch has ``rows`` rows of ``seq_len`` tokens."""
+        """Of the tensors of a rank whose batch has ``rows`` rows of ``seq_len`` tokens."""
         sizes = {"rows": rows, "seq": seq_len}
         return [
             ([sizes[d] if isinstance(d, str) else d for d in self.shapes[name]], x.dtype)
@@ -236,7 +235,6 @@ def _pack(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Inverse of ``_pack``."""
     parts = packed.split([_nbytes([spec]) for spec in specs])
     # a copy is aligned for any dtype
     return [x.clone().view(dtype).view(tuple(shape)) for x, (shape, dtype) in zip(parts, specs, strict=True)]
@@ -245,7 +243,7 @@ def _unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
 def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any) -> Any:
     """The output of this rank's batch for all tokens.
 
-    ``outputs[i]`` is the output on this rank's tokens of rank i's batch, and ``full_calls[i]`` that forward.
+    ``outputs[i]`` is the output for this rank's tokens of rank i's batch, and ``full_calls[i]`` describes that call.
     """
     patch: Patch = model._seqpar
     local_output = outputs[patch.rank]
@@ -272,7 +270,7 @@ def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any
 
 
 def _tensor_keys(output: Any) -> Iterator[tuple[str, int | None]]:
-    """For each tensor to exchange: the name of the output, and the tensor's index if the output is a tuple."""
+    """The name of each output to exchange, and an index if the output is a tuple."""
     for name, x in output.items():
         if name in PER_TOKEN or name in _PARTIAL_SUMS:
             if isinstance(x, Tensor) and not isinstance(x, MissingLogits):
@@ -337,9 +335,9 @@ class _ExchangeOutputs(torch.autograd.Function):
 def _all_to_all(
     sends: Sequence[Sequence[Tensor]], specs: Sequence[Sequence[TensorSpec]], group: ProcessGroup
 ) -> list[list[Tensor]]:
-    """Send the tensors ``sends[peer]`` to each rank, in one message, and return what each rank has sent.
+    """Send the tensors ``sends[peer]`` to each rank, in one message, and return the tensors of each rank.
 
-    ``specs[peer]`` are the tensors that ``peer`` sends to this rank. This rank's own tensors are not copied.
+    ``specs[peer]`` describes the tensors that ``peer`` sends. This rank's own tensors are not copied.
     """
     rank = group.rank()
     device = next((x.device for tensors in sends for x in tensors), torch.device("cpu"))

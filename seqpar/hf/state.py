@@ -79,6 +79,11 @@ class Patch:
         """This rank, among the ranks of the sequence."""
         return rank_in(self.group)
 
+    def sharding(self, seq_len: int) -> Sharding:
+        """The sharding of a sequence of ``seq_len`` tokens."""
+        strategy: Literal["local"] | None = "local" if self.group is None else None
+        return Sharding(seq_len, self.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
+
     def place(self, shard: BatchShard) -> None:
         """Set ``shard.sharding`` and ``shard.seed_on_host``, which the attention layers read."""
         if (shard.layout, shard.ranks) != (self.layout, self.ranks):
@@ -87,9 +92,7 @@ class Patch:
                 f"parallelized with layout={self.layout!r} over {self.ranks}; give shard_batch and parallelize the same"
             )
         if shard.sharding is None:
-            strategy: Literal["local"] | None = "local" if self.group is None else None
-            mesh, group = self.mesh, self.given_group
-            shard.sharding = Sharding(shard.seq_len, shard.layout, mesh=mesh, group=group, strategy=strategy)
+            shard.sharding = self.sharding(shard.seq_len)
             shard.seed_on_host = torch.tensor(shard.seed, dtype=torch.int64, device="cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:

@@ -1,13 +1,12 @@
 """Finds the layers of a transformers model in which a token's output depends on other tokens, by a trial run.
 
 In the trial run, the attention function that transformers' ``AttentionInterface`` returns is replaced by one in which
-each token attends to itself only. The run is repeated with one token of the input changed. If an output of another
-token then changes, a layer mixes tokens without using the interface, whatever the class of the layer is called.
+each token attends to itself only. The rows of the batch differ in one token. If the outputs of another token differ
+too, a layer mixes tokens without using the interface, whatever its class is called.
 
-The trial run does not read or move the model's weights, so that they may be on a GPU, on the meta device, quantized or
-sharded. Instead, each parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace the
-linear layers and embeddings, which are most of a model. The cost of the run therefore does not depend on the size of
-the weights. Of several layers of the same kind, only the first one runs.
+The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded. Instead, each
+parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace linear layers and
+embeddings. Of several layers of the same kind, only the first one runs.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from .key_values import expand, has_latent_kv
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
-# The batch has the first number of rows, and the sequence the first length, that is neither the size of a parameter's
-# dimension nor a number in a config. The dimensions of rows and of tokens can then be recognized by their sizes.
+# The dimensions of rows and of tokens are recognized by their sizes. These are the first numbers that are neither the
+# size of a parameter's dimension nor a number in a config.
 _ROWS = (4, 5, 7, 9, 10)
 _LENGTHS = (11, 13, 17, 19, 23, 29)
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
@@ -46,7 +45,7 @@ MaskedLayer = tuple[nn.Module, bool | None, int | None]  # an attention layer, i
 
 @dataclass
 class Trial:
-    """The results of a trial run. A module is reported by its name and class."""
+    """The results of a trial run. ``mixes`` and ``pools`` are a module's name and class."""
 
     attends: list[nn.Module] = field(default_factory=list)  # the modules that called the attention function
     masked: list[MaskedLayer] = field(default_factory=list)
@@ -63,7 +62,6 @@ def attend_to_own_token(
     """An attention function for transformers in which each token attends to itself only.
 
     The result depends on the token's query, key and value, so that any mixing in one of these is visible in it.
-    Shapes are transformers' ``[batch, heads, seq, head_dim]``; the result is ``[batch, seq, heads, v_head_dim]``.
     """
     if has_latent_kv(module):
         k, v = expand(module, k, v)
@@ -75,10 +73,7 @@ def attend_to_own_token(
 
 @torch.no_grad()
 def run_trial(root: PreTrainedModel) -> Trial:
-    """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards.
-
-    If the run fails, the result has the ``error``.
-    """
+    """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards."""
     tracer = _Tracer(root)
     trial = tracer.trial
     with ExitStack() as stack:
@@ -108,7 +103,7 @@ def run_trial(root: PreTrainedModel) -> Trial:
 
 
 class _Tracer:
-    """The hooks and the attention function of a trial run, which write its results to ``trial``."""
+    """The hooks and the attention function of a trial run."""
 
     def __init__(self, root: PreTrainedModel) -> None:
         self.trial = Trial()
@@ -122,7 +117,7 @@ class _Tracer:
         self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # If the arguments are mixed already, the module whose forward calls this one has mixed them.
+        # The module whose forward calls this one may have mixed the arguments.
         self._check((*args, *kwargs.values()), self._running[-1] if self._running else self.root)
         self._running.append(module)
 
@@ -140,7 +135,6 @@ class _Tracer:
         return attend_to_own_token(module, q, k, v)
 
     def check_output(self, output: Any) -> None:
-        """Check the output of the model for mixed and pooled tokens, and for values that are not finite."""
         self._check(output, self.root)
         for x in _tensors(output):
             module = next((module for y, module in self._pooled if y is x), None)
@@ -157,9 +151,8 @@ class _Tracer:
 def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Replace the forward of layers in lists, so that only the first layer of each kind runs.
 
-    The other layers of that kind return the first one's result for arguments of the same shapes (0.6 s instead of
-    20 s for a model of 80 layers). Returns each of them with the first layer of its kind. ``_substitutes`` restores the
-    forwards.
+    The other layers return its results (0.6 s instead of 20 s for a model of 80 layers). Returns each of them with the
+    first layer of its kind. ``_substitutes`` restores the forwards.
     """
     same_kind = []
     lists = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.ModuleList)]
@@ -186,7 +179,7 @@ def _memoized(forward: Callable[..., Any], results: dict[Any, Any]) -> Callable[
 
 
 def _kind(layer: nn.Module) -> Any:
-    """A key that is equal for layers which differ only in their index and in the values of their weights."""
+    """Equal for layers that differ only in their index and in the values of their weights."""
     kind = []
     for name, module in layer.named_modules():
         properties = {"type": type(module), "name": name}
@@ -208,7 +201,7 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _function_key(x: Any) -> Any:
-    """A key that is equal for the same function with the same options, to whatever module it is bound."""
+    """Equal for the same function with the same options, to whatever module it is bound."""
     if isinstance(x, partial):
         return _function_key(x.func), str(x.keywords)
     return id(getattr(x, "__func__", x))
@@ -247,8 +240,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _depends_on_others(x: Tensor, rows: int, length: int) -> bool:
     """Whether changing one token of the input has changed another token in ``x [rows, ..., length, ...]``.
 
-    It is False for any other shape, because it is not known which values belong to which token. For example, the inputs
-    of experts have the tokens in another order.
+    False for any other shape, such as the inputs of experts: it is not known which values belong to which token.
     """
     if x.dim() < 2 or x.shape[0] != rows or list(x.shape[1:]).count(length) != 1:
         return False
@@ -279,7 +271,7 @@ def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Iterator[None]:
-    """In the block, small tensors on the CPU replace the parameters and buffers, and the model has no hooks.
+    """In the block, small tensors on the CPU replace the weights, and the model has no hooks.
 
     The mask interface returns no mask, and appends the arguments of its calls to ``mask_calls``.
     """
@@ -338,15 +330,13 @@ _PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul
 
 
 def _overlaps(x: Any) -> bool:
-    """Whether ``x`` is the substitute of a large parameter, or a view of one."""
     return isinstance(x, Tensor) and x.dim() > 1 and x.untyped_storage().nbytes() < x.numel() * x.element_size()
 
 
 class _TokenwiseFunctions(TorchFunctionMode):
     """Replaces linear layers, products with large weights, and embeddings by cheap functions of each token.
 
-    All outputs of a linear layer with at least ``vocabulary`` features have the same value, because computing a
-    different value for each logit would take too long.
+    All logits, the outputs of a linear layer with at least ``vocabulary`` features, have the same value.
     """
 
     def __init__(self, vocabulary: int) -> None:

@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ...layers.wrappers import outermost
-from ...sharding import Sharding
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of
@@ -133,7 +132,7 @@ class _Monitor:
             full["shift_labels"] = full.pop("labels")
         if shard.valid is not None:
             full["attention_mask"] = shard.valid.int()
-        sharding = Sharding(shard.seq_len, shard.layout, mesh=self.patch.mesh, group=self.patch.given_group)
+        sharding = self.patch.sharding(shard.seq_len)
         local = sharding.lengths[self.patch.rank]
         return {
             name: sharding.unshard(x) if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == local else x
