@@ -169,7 +169,7 @@ def shard_for_rank(
     shift_labels: bool | None = None,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """What ``shard_batch`` returns on rank ``rank`` of ``ranks``. The dropout seed is by default a checksum of the batch."""
+    """What ``shard_batch`` returns on rank ``rank`` of ``ranks``. ``seed`` defaults to a checksum."""
     return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
 
 

@@ -115,7 +115,7 @@ def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[No
         for layer in filter(has_latent_kv, patch.modules):
             disable_latent_kv(layer)
             stack.callback(enable_latent_kv, layer)
-        for original, ours, _ in patch.config_copies:
+        for original, ours in patch.config_copies:
             stack.callback(setattr, ours, _IMPLEMENTATION, getattr(ours, _IMPLEMENTATION))
             before = original._attn_implementation
             setattr(ours, _IMPLEMENTATION, implementation or ("sdpa" if before == NAME else before))

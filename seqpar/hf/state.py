@@ -6,6 +6,7 @@ The hooks write this state. The attention function and the loss function, which 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 from ..kernels import BackendName
@@ -33,10 +33,7 @@ Batches = Literal["shared", "per_rank"]
 
 @dataclass(eq=False)
 class Patch:
-    """How a model is parallelized, and what ``restore`` needs to undo that.
-
-    The parallelized model and its attention layers refer to it by their attribute ``_seqpar``.
-    """
+    """How a model is parallelized. The model and its attention layers refer to it by their attribute ``_seqpar``."""
 
     # as given to ``parallelize``
     mesh: DeviceMesh | None
@@ -61,13 +58,10 @@ class Patch:
     seed: int = 0  # of attention dropout in these calls, the same on every rank
     depends_on_length: bool = False  # whether the largest position changes the frequencies of a rotary embedding
     needs_wrapper: bool = False  # whether a Trainer must wrap the model, and no forward has yet found the wrapper
-    # what ``restore`` undoes
-    handles: list[RemovableHandle] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)  # those that refer to this object
-    configs: list[tuple[nn.Module, str, PreTrainedConfig]] = field(default_factory=list)  # module, attribute, original
-    # original, copy, and the copy's first values
-    config_copies: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = field(default_factory=list)
+    undo: ExitStack = field(default_factory=ExitStack)  # undoes each change of the model
+    modules: list[nn.Module] = field(default_factory=list)  # the modules that refer to this object
     loss_functions: list[nn.Module] = field(default_factory=list)  # the models whose loss function was replaced
+    config_copies: list[tuple[PreTrainedConfig, PreTrainedConfig]] = field(default_factory=list)  # original and copy
 
     @property
     def ranks(self) -> int:

@@ -42,7 +42,8 @@ class _Monitor:
             root.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
             register_optimizer_step_pre_hook(self.before_step),
         ]
-        patch.handles += self.handles
+        for handle in self.handles:
+            patch.undo.callback(handle.remove)
         self.batch: dict[str, Any] | None = None
 
     def before_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
