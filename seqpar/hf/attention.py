@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_inputs, no_compile
+from ..checks import check_inputs
 from ..kernels.base import Score
 from ..mask import layer_mask
 from ..planner.rules import named
@@ -54,10 +54,10 @@ def attention_forward(
     name = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
     if not isinstance(patch, Patch):
         raise ValueError(f"{name}: attn_implementation 'seqpar' is set by seqpar.hf.parallelize(model); call that")
-    for what, given in (("attention_mask", attention_mask), ("position_bias", position_bias)):
-        if given is not None:
+    for argument, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
+        if x is not None:
             raise ValueError(
-                f"{name}: {what} of shape {tuple(given.shape)} is given; dense score terms are not supported"
+                f"{name}: {argument} of shape {tuple(x.shape)} is given; dense score terms are not supported"
             )
     if seqpar is None and (forward := current_forward()) is not None:  # the layer does not pass its **kwargs on
         seqpar = forward.shard
@@ -82,10 +82,10 @@ def attention_forward(
     with torch.autocast(query.device.type, enabled=False):
         if isinstance(seqpar, DecodeShard):
             score = Score(scale, softcap or 0.0, sinks=s_aux)
-            return decode(module, q, k, v, seqpar, patch, layer_mask(mask, *in_layer), score, name), None
+            return decode(module, q, k, v, seqpar, patch, in_layer, score, name), None
         _check_tuning(module, seqpar, name)
-        if seqpar.sharding is None:
-            _place(patch, seqpar)
+        if seqpar.sharding is None:  # the forward runs without the hooks, as in a pipeline stage
+            patch.place(seqpar)
         sharding, seed = seqpar.sharding, None
         assert sharding is not None and seqpar.seed_on_host is not None
         if dropout:
@@ -108,12 +108,6 @@ def attention_forward(
         return attend(q, k, v, s_aux, None, seed, weight, spec, mask, sharding)[0], None
 
 
-@no_compile
-def _place(patch: Patch, shard: BatchShard) -> None:
-    """Prepare a shard for a part of a model whose forward runs without the hooks, such as a pipeline stage."""
-    patch.place(shard)
-
-
 def _check_tuning(module: nn.Module, shard: BatchShard, name: str) -> None:
     tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False)
     if tuned and shard.seq_len >= (floor_scale := int(getattr(module, "floor_scale", 0))):
@@ -129,7 +123,7 @@ def _layer_seed(module: nn.Module) -> int:
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast all tensors to autocast's dtype, or to that of the values: rotations and norms may return float32."""
+    """Cast all tensors to autocast's dtype, or to the dtype of the values: rotations and norms may return float32."""
     device_type = tensors[0].device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else tensors[-1].dtype

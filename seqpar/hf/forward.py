@@ -85,11 +85,11 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 "are sharded; call it with the full batch, without shard_batch"
             )
     elif generates(kwargs):
-        kwargs, forward.full_call, forward.keep = shard_generation(model, kwargs, has_images)
+        kwargs, forward.full_call, forward.logit_index = shard_generation(model, kwargs, has_images)
     else:
-        kwargs, forward.full_call, forward.keep = shard_call(model, kwargs, has_images)
+        kwargs, forward.full_call, forward.logit_index = shard_call(model, kwargs, has_images)
     if has_images and forward.full_call is not None:
-        forward.cut = forward.full_call.tokens[patch.rank]
+        forward.positions = forward.full_call.tokens[patch.rank]
     forward.shard = kwargs["seqpar"]
     if forward.batch_shard is not None:
         _prepare(forward, kwargs, parameters, wants_log_probs)
@@ -152,7 +152,7 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
     a rank has only a part of the row.
     """
     tokens, shard = kwargs.get("input_ids"), forward.batch_shard
-    if forward.cut is not None or tokens is None or shard is None:
+    if forward.positions is not None or tokens is None or shard is None:
         return  # the embedding gets all tokens, or none
     try:
         embedding = cast(Any, forward.model).get_input_embeddings()
@@ -255,8 +255,8 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
     forward = current_forward()
     if forward is None:
         return None
-    if forward.keep is not None:
-        return (args[0].index_select(-2, forward.keep.to(args[0].device)), *args[1:])
+    if forward.logit_index is not None:
+        return (args[0].index_select(-2, forward.logit_index.to(args[0].device)), *args[1:])
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     if not forward.wants_loss or not is_plain or not keeps_weight(cast(nn.Linear, head), forward.model):
         return None

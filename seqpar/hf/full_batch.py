@@ -268,9 +268,9 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     if "use_cache" in parameters and kwargs.get("past_key_values") is None:
         kwargs["use_cache"] = False
-    if forward.cut is not None:
-        kwargs = _shard_text_inputs(text, kwargs, forward, forward.cut)
-        forward.cut = None
+    if forward.positions is not None:
+        kwargs = _shard_text_inputs(text, kwargs, forward, forward.positions)
+        forward.positions = None
         shards_text_model[0] = False
     kwargs["seqpar"] = forward.shard
     return (), kwargs

@@ -28,7 +28,7 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.trace import count_sent
 from ..kernels import select
 from ..kernels.base import Carry, Score, empty_carry, finish, merge_
-from ..mask import Mask
+from ..mask import LayerMask, Mask, layer_mask
 from ..schedule.rows import KeyIntervals
 from .batch import checksum
 from .full_batch import shard_call
@@ -300,7 +300,7 @@ def decode(
     v: Tensor,  # [b, cached, n, v_head_dim], of this rank
     shard: DecodeShard,
     patch: Patch,
-    mask: Mask,  # of the layer, in global positions
+    in_layer: LayerMask,  # what the layer adds to the mask
     score: Score,
     name: str,
 ) -> Tensor:
@@ -311,6 +311,7 @@ def decode(
     positions = shard.cache.layers[storing_layer(module)].attended
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
+    mask = layer_mask(shard.mask, *in_layer)
     # Split a long prompt, so that the float32 partial results of all ranks take at most _GATHERED_BYTES at a time.
     new = q.shape[1]
     bytes_per_token = patch.ranks * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4

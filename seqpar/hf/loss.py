@@ -188,12 +188,12 @@ def check_loss(loss: Any, forward: Forward) -> None:
     be any function of these terms, but must depend on no other tensor that requires gradients. Without gradients, a
     loss of one term must have the value of the term.
     """
-    nodes = {id(node) for node, _ in forward.reduced}
+    nodes = {id(node) for node, _ in forward.loss_terms}
     if isinstance(loss, Tensor) and loss.grad_fn is not None:
         if nodes and _depends_only_on(loss.grad_fn, nodes):
             return
     elif isinstance(loss, Tensor):
-        values = [value for _, value in forward.reduced]
+        values = [value for _, value in forward.loss_terms]
         if len(values) > 1 or (values and torch.allclose(loss.to(values[0]), values[0], equal_nan=True)):
             return
     name = type(forward.model).__name__
@@ -231,7 +231,7 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
         loss = all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
     forward = current_forward()
     if forward is not None and forward.model is model:
-        forward.reduced.append((loss.grad_fn, loss.detach().clone()))
+        forward.loss_terms.append((loss.grad_fn, loss.detach().clone()))
     return loss
 
 

@@ -90,7 +90,7 @@ def compare_masks(
     names: dict[LayerMask, str] = {}
     for name, claim in layers:
         names.setdefault(claim, name)
-    disputed: dict[LayerMask, bool] = {}
+    conflicts: dict[LayerMask, bool] = {}
     for claim, name in names.items() if masks else ():
         if any(_is_layer_mask(mask.function, claim, tokens) for mask in masks):
             continue
@@ -102,8 +102,8 @@ def compare_masks(
                 "asks transformers for is that mask; seqpar can shard causal or full attention, with a sliding window "
                 "or chunks, where the layer and a mask agree on the window and the chunks"
             )
-        disputed[claim] = matching.optional
-    return disputed
+        conflicts[claim] = matching.optional
+    return conflicts
 
 
 def _description(claim: LayerMask) -> str:
@@ -224,7 +224,7 @@ def _mask_of_call(
     function: MaskFunction | None, rows: int, length: int, attention_mask: Tensor | None, device: torch.device | None
 ) -> Mask | None:
     forward = current_forward()
-    if forward is None or forward.cut is None:  # the text model runs, on its part
+    if forward is None or forward.positions is None:  # the text model runs, on its part
         return None
     if function is None or _is_known(function, forward) or length < 2:
         return None
@@ -264,7 +264,7 @@ def mask_in_layer(
         mask = shard.block_masks.get(_layer_type(module) or "", shard.block_masks.get(""))
         if mask is not None:
             return mask, _COMPLETE
-    if claim in patch.disputed and _is_masked(claim, shard, patch):
+    if claim in patch.causality_conflicts and _is_masked(claim, shard, patch):
         claim = (not claim[0], *claim[1:])
     return shard.mask, claim
 
@@ -273,7 +273,7 @@ def _is_masked(claim: LayerMask, shard: BatchShard | DecodeShard, patch: Patch) 
     """Whether transformers' attention of the model would get a mask, instead of reading the layer's ``is_causal``."""
     if patch.implementation.startswith("flash"):
         return False
-    if patch.implementation != "sdpa" or not patch.disputed[claim]:
+    if patch.implementation != "sdpa" or not patch.causality_conflicts[claim]:
         return True
     if isinstance(shard, DecodeShard):
         return shard.start > 0 or shard.mask != Mask.full()

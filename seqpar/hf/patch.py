@@ -188,12 +188,12 @@ def _compare_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
     if trial.error is not None:
         return
     names = {module: name for name, module in root.named_modules()}
-    claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trial.masked]
+    claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trial.attention_calls]
     masks = [model_mask(**arguments) for arguments in trial.mask_calls]
-    disputed = compare_masks(masks, claims, trial.tokens, type(root).__name__)
-    patch.disputed.update(disputed)
+    conflicts = compare_masks(masks, claims, trial.tokens, type(root).__name__)
+    patch.causality_conflicts.update(conflicts)
     patch.known_masks.update(structure(mask.function) for mask in masks)
-    patch.layer_masks.update((not x[0], *x[1:]) if x in disputed else x for _, x in claims)
+    patch.layer_masks.update((not x[0], *x[1:]) if x in conflicts else x for _, x in claims)
 
 
 def _root_models(model: nn.Module) -> list[PreTrainedModel]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
 
+from ..checks import no_compile
 from ..kernels import BackendName
 from ..layout import Layout
 from ..mask import LayerMask, Mask
@@ -51,7 +52,7 @@ class Patch:
     sharded: bool = True  # False while the model runs on this rank alone
     # what the trial run found
     layer_masks: set[LayerMask] = field(default_factory=set)
-    disputed: dict[LayerMask, bool] = field(default_factory=dict)  # as ``compare_masks`` returns it
+    causality_conflicts: dict[LayerMask, bool] = field(default_factory=dict)  # as ``compare_masks`` returns it
     known_masks: set[Any] = field(default_factory=set)  # the structures of the mask functions
     implementation: str = ""  # the attention implementation of the model before ``parallelize``
     calls: int = 0  # with a full batch, the same on every rank
@@ -78,6 +79,7 @@ class Patch:
         strategy: Literal["local"] | None = "local" if self.group is None else None
         return Sharding(seq_len, self.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
 
+    @no_compile
     def place(self, shard: BatchShard) -> None:
         """Set ``shard.sharding`` and ``shard.seed_on_host``, which the attention layers read."""
         if (shard.layout, shard.ranks) != (self.layout, self.ranks):
@@ -144,14 +146,14 @@ class Forward:
     shard: BatchShard | DecodeShard | None  # None until a hook has set it
     wants_loss: bool = False  # whether the caller passed labels
     full_call: FullCall | None = None  # if the caller passed a full batch
-    cut: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
-    keep: Tensor | None = None  # int64, the indices of this rank's tokens that get logits; None: all
+    positions: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
+    logit_index: Tensor | None = None  # int64, the indices of this rank's tokens that get logits; None: all
     hidden: Tensor | None = None  # [batch, seq, hidden], input of the output embedding, until logits are made of it
     scores: Tensor | None = None  # [batch, seq_local, num_labels], in a sequence classifier
     labels: Tensor | None = None  # removed from a call, because the model would compute a cross-entropy itself
     local_labels: Tensor | None = None  # the labels that the model's forward got, and their version (``version_of``)
     labels_version: int = 0
-    reduced: list[tuple[Any, Tensor]] = field(default_factory=list)  # node and value of each reduced term of the loss
+    loss_terms: list[tuple[Any, Tensor]] = field(default_factory=list)  # node and value of each reduced term
     noise: tuple[nn.Module, float] | None = None  # the embedding that adds NEFTune's noise, and its alpha
     targets: Tensor | None = None  # this rank's shifted labels, if the caller wants log-probabilities, not a loss
 
@@ -165,8 +167,8 @@ class Forward:
 _forwards: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", default=())
 
 
-# Whether ``cut`` of the innermost forward is set. It is stored in a list, because torch.compile can trace a read of a
-# list, but not of ``_forwards``.
+# Whether ``positions`` of the innermost forward is set. torch.compile can trace a read of a list, but not of
+# ``_forwards``.
 shards_text_model = [False]
 
 
@@ -179,11 +181,11 @@ def current_forward() -> Forward | None:
 def push_forward(forward: Forward) -> None:
     """Make ``forward`` the innermost current forward."""
     _forwards.set((*_forwards.get(), forward))
-    shards_text_model[0] = forward.cut is not None
+    shards_text_model[0] = forward.positions is not None
 
 
 def pop_forward() -> None:
     """Remove the innermost current forward."""
     _forwards.set(_forwards.get()[:-1])
     forward = current_forward()
-    shards_text_model[0] = forward is not None and forward.cut is not None
+    shards_text_model[0] = forward is not None and forward.positions is not None

@@ -133,8 +133,8 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
             stacklevel=3,
         )
     else:
-        ids = set(map(id, layers.values()))
-        layers.update({name: m for name, m in model.named_modules() if m in trial.attends and id(m) not in ids})
+        unnamed = set(trial.attention_modules) - set(layers.values())
+        layers.update({name: m for name, m in model.named_modules() if m in unnamed})
     return trial
 
 
@@ -181,15 +181,15 @@ def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[s
 
 
 def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
-    if trial.mixes is not None:
-        name, class_name = trial.mixes
+    if trial.mixer is not None:
+        name, class_name = trial.mixer
         yield (
             f"layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its output for a token "
             "depended on other tokens, and not through transformers' AttentionInterface; such a layer cannot be "
             "sharded along the sequence"
         )
-    if trial.pools is not None and not pools_last_token(model):
-        yield f"{_pools(*trial.pools)}; use the model without this layer"
+    if trial.pooler is not None and not pools_last_token(model):
+        yield f"{_pools(*trial.pooler)}; use the model without this layer"
 
 
 def _pools(name: str, class_name: str) -> str:

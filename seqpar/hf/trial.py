@@ -45,14 +45,14 @@ MaskedLayer = tuple[nn.Module, bool | None, int | None]  # an attention layer, i
 
 @dataclass
 class Trial:
-    """The results of a trial run. ``mixes`` and ``pools`` are a module's name and class."""
+    """The results of a trial run. ``mixer`` and ``pooler`` are the name and the class of a module."""
 
-    attends: list[nn.Module] = field(default_factory=list)  # the modules that called the attention function
-    masked: list[MaskedLayer] = field(default_factory=list)
+    attention_modules: list[nn.Module] = field(default_factory=list)  # the modules that called the attention function
+    attention_calls: list[MaskedLayer] = field(default_factory=list)
     mask_calls: list[dict[str, Any]] = field(default_factory=list)  # arguments of the calls of the mask interface
     tokens: int = 0
-    mixes: tuple[str, str] | None = None  # the innermost module whose output for a token depends on other tokens
-    pools: tuple[str, str] | None = None  # the innermost module that returns one vector per sequence
+    mixer: tuple[str, str] | None = None  # the innermost module whose output for a token depends on other tokens
+    pooler: tuple[str, str] | None = None  # the innermost module that returns one vector per sequence
     error: Exception | None = None  # what ended the trial run
 
 
@@ -92,10 +92,10 @@ def run_trial(root: PreTrainedModel) -> Trial:
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
             positions = torch.arange(tracer.length)[None].expand(tracer.rows, -1)
             output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
-            attends = set(trial.attends)
+            attends = set(trial.attention_modules)
             for layer, first in same_kind:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
-                trial.attends += [m for m, of_first in pairs if of_first in attends and m not in attends]
+                trial.attention_modules += [m for m, of_first in pairs if of_first in attends and m not in attends]
             tracer.check_output(output)
         except Exception as error:
             trial.error = error
@@ -129,8 +129,8 @@ class _Tracer:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        self.trial.attends.append(module)
-        self.trial.masked.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
+        self.trial.attention_modules.append(module)
+        self.trial.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
         self._check([x.transpose(1, 2) for x in (q, k, v)], module)
         return attend_to_own_token(module, q, k, v)
 
@@ -138,14 +138,14 @@ class _Tracer:
         self._check(output, self.root)
         for x in _tensors(output):
             module = next((module for y, module in self._pooled if y is x), None)
-            if module is not None and self.trial.pools is None:
-                self.trial.pools = self._names[module], type(module).__name__
+            if module is not None and self.trial.pooler is None:
+                self.trial.pooler = self._names[module], type(module).__name__
         if not any(bool(x.isfinite().all()) for x in _tensors(output)):
             raise ValueError("its outputs are not finite")
 
     def _check(self, values: Any, module: nn.Module) -> None:
-        if self.trial.mixes is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
-            self.trial.mixes = self._names.get(module, ""), type(module).__name__
+        if self.trial.mixer is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
+            self.trial.mixer = self._names.get(module, ""), type(module).__name__
 
 
 def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:

@@ -29,7 +29,7 @@ from seqpar.strategies.operators import attend
 from ..pool import Pool, on_ranks
 from .test_multimodal import make_batch as with_images
 from .test_multimodal import tiny as tiny_wrapper
-from .workers import BATCHES, MECHANISMS, cut, gradients, make_batch, parallel, report_on, tiny
+from .workers import BATCHES, MECHANISMS, gradients, make_batch, parallel, report_on, shard_function, tiny
 
 pytestmark = pytest.mark.slow
 RING: dict[str, Any] = {}
@@ -219,10 +219,10 @@ def _same(a: Any, b: Any) -> bool:
 def in_loops(group: ProcessGroup) -> None:
     """Reports on a loop that shards batches itself, without labels, and on a model that returns this rank's outputs."""
     model = parallel(group)
-    assert seqpar.hf.verify(model, make_batch("left"), shard=cut(group)).ok
+    assert seqpar.hf.verify(model, make_batch("left"), shard=shard_function(group)).ok
     batch = make_batch("left")
     del batch["labels"]
-    assert seqpar.hf.verify(model, batch, shard=cut(group)).ok
+    assert seqpar.hf.verify(model, batch, shard=shard_function(group)).ok
     assert seqpar.hf.verify(model, {**batch, "use_cache": True}).ok
     assert seqpar.hf.verify(parallel(group, outputs="local"), batch).ok
 

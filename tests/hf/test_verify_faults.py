@@ -34,7 +34,7 @@ from seqpar.strategies.operators import attend
 from ..pool import Pool, on_ranks
 from .test_multimodal import make_batch as with_images
 from .test_multimodal import tiny as tiny_wrapper
-from .workers import cut, make_batch, parallel, report_on, tiny
+from .workers import make_batch, parallel, report_on, shard_function, tiny
 
 pytestmark = pytest.mark.slow
 LAYER = "model.layers.{}.self_attn"
@@ -87,7 +87,7 @@ def sum_of_all(model: Any, group: ProcessGroup) -> None:
 
 
 def shifted_labels(group: ProcessGroup) -> VerificationReport:
-    shift = cut(group, labels=lambda x: F.pad(x, (0, 1), value=-100)[:, 1:])
+    shift = shard_function(group, labels=lambda x: F.pad(x, (0, 1), value=-100)[:, 1:])
     return report_on(parallel(group), shard=shift)
 
 
@@ -113,7 +113,7 @@ def one_document(group: ProcessGroup) -> VerificationReport:
         shard.mask = Mask.full()
         return shard
 
-    return report_on(parallel(group), "packed", shard=cut(group, seqpar=drop))
+    return report_on(parallel(group), "packed", shard=shard_function(group, seqpar=drop))
 
 
 def ignored_in_ddp(group: ProcessGroup) -> VerificationReport:
@@ -313,7 +313,7 @@ FAULTS: dict[str, Fault] = {
     "wrong positions": (
         lambda group: report_on(
             parallel(group),
-            shard=cut(group, position_ids=lambda x: torch.arange(x.shape[1]).expand(x.shape)),
+            shard=shard_function(group, position_ids=lambda x: torch.arange(x.shape[1]).expand(x.shape)),
         ),
         ("input", "", "position_ids"), "they count this rank's tokens",
     ),

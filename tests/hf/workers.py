@@ -283,8 +283,8 @@ def parallel(group: ProcessGroup, kind: str = "llama", **options: Any) -> Any:
     return seqpar.hf.parallelize(tiny(kind), group=group, **options)
 
 
-def cut(group: ProcessGroup, **changes: Any) -> Any:
-    """A function with which a training loop shards a batch: ``shard_batch`` with a fault."""
+def shard_function(group: ProcessGroup, **changes: Any) -> Any:
+    """A function with which a training loop shards a batch: ``shard_batch``, with changes of its results."""
 
     def shard(batch: Any) -> dict[str, Any]:
         local = seqpar.hf.shard_batch(batch, group=group)

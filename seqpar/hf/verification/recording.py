@@ -230,7 +230,7 @@ _FIND_DOCUMENTS = "find_packed_sequence_indices"
 def one_device(
     root: PreTrainedModel,
     patch: Patch,
-    prepare: Callable[[dict[str, Any]], dict[str, Any]],  # the arguments of a call to those of the forward of ``root``
+    prepare: Callable[[dict[str, Any]], dict[str, Any]],  # the arguments of a call to the arguments of the forward
     documents: Tensor | None,  # int [batch, seq], the index of each token's document
 ) -> Iterator[None]:
     """In the block, ``root`` runs as without ``parallelize``, with transformers' eager attention and masks."""
@@ -240,7 +240,7 @@ def one_device(
 
     with ExitStack() as stack:
         # Where the layers' ``is_causal`` differs from the model's mask, SDPA and eager attention differ too.
-        implementation = "sdpa" if patch.disputed and patch.implementation == "sdpa" else "eager"
+        implementation = "sdpa" if patch.causality_conflicts and patch.implementation == "sdpa" else "eager"
         stack.enter_context(on_this_rank(patch, implementation))
         stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
         for module in patch.loss_functions:

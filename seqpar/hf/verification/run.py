@@ -8,11 +8,12 @@ ranks as in training. Every wait has a deadline, so that no rank waits forever.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from math import inf, isnan
 from typing import Any, NamedTuple
 
@@ -23,14 +24,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...checks import check_number
-from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
+from ...comm.handshake import all_gather_header
 from ...layers.gradients import sync_gradients
 from ...layers.wrappers import gradient_wrappers
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
 from ..batch import checksum
 from ..loss import reduce_over_ranks
-from ..per_rank import shared_batches
 from ..state import NAME, Patch, patch_of
 from ..support import attention_layers
 from ..trial import attend_to_own_token
@@ -160,9 +160,9 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
         stack.enter_context(unchanged(model))
-        stack.callback(patch.__setattr__, "calls", patch.calls)
-        stack.callback(patch.__setattr__, "seed", patch.seed)
-        stack.enter_context(shared_batches(root, patch))
+        for name in ("calls", "seed", "batches"):
+            stack.callback(setattr, patch, name, getattr(patch, name))
+        patch.batches = "shared"
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
@@ -170,12 +170,7 @@ def verify(
 
 
 class _Header(NamedTuple):
-    """What the ranks compare before anything runs."""
-
     seq_len: int
-    batch: Fingerprint
-    path: Fingerprint
-    weights: Fingerprint
 
 
 class _Verification:
@@ -190,17 +185,12 @@ class _Verification:
         self.model, self.root, self.patch = model, root, patch
         self.layers = attention_layers(root)
         self.limit = timedelta(seconds=limit)
-        self.weights: dict[str, float] = {}
-        self.path: list[str] = []
 
         def header() -> _Header:
             self.batch = FullBatch(batch, patch, root)
-            self.path = _static_path(root, patch, self.layers)
-            self.weights = _weight_sums(root)
-            batch_sum = Fingerprint(checksum(self.batch.for_parallelized))
-            return _Header(self.batch.seq_len, batch_sum, fingerprint(*self.path), fingerprint(*self.weights.items()))
+            return _Header(self.batch.seq_len)
 
-        self.headers = all_gather_header(header, patch.group)
+        all_gather_header(header, patch.group)  # raises on every rank if the batch of one rank has an error
         self.unsharded = unsharded_parameters(root)
         self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
 
@@ -245,19 +235,18 @@ class _Verification:
         return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
 
     def _compare_ranks(self) -> list[Difference]:
-        batches, paths, weights = ([h[i] for h in self.headers] for i in (1, 2, 3))
+        path = _static_path(self.root, self.patch, self.layers)
+        by_rank = self._exchange([checksum(self.batch.for_parallelized), path, _weight_sums(self.unsharded)])
+        batches, paths, weights = zip(*by_rank, strict=True)
         if len(set(batches)) > 1:
             return [Difference("batch", "batch", ranks=_minority(batches), explanation="the ranks' batches differ")]
-        if len(set(paths)) > 1:
-            lines = self._exchange(self.path)
-            at = next((i for i, by_rank in enumerate(zip(*lines, strict=False)) if len(set(by_rank)) > 1), None)
-            return [_other_path([f"{len(x)} parameters and layers" if at is None else x[at] for x in lines])]
-        if len(set(weights)) > 1:
-            sums = [dict(rank) for rank in self._exchange(list(self.weights.items()))]
-            name = next(n for n in sums[0] if len({rank.get(n) for rank in sums}) > 1)
-            ranks = _minority([rank[name] for rank in sums])
-            why = "the ranks hold different weights; load the same checkpoint, or make the model from the same seed"
-            return [Difference("weights", name, ranks=ranks, explanation=why, stops=True)]
+        for lines in zip_longest(*paths, fillvalue="no such parameter or layer"):
+            if len(set(lines)) > 1:
+                return [_other_path(lines)]
+        for name in weights[0]:
+            if len(set(sums := [rank.get(name) for rank in weights])) > 1:
+                why = "the ranks hold different weights; load the same checkpoint, or make the model from the same seed"
+                return [Difference("weights", name, ranks=_minority(sums), explanation=why, stops=True)]
         return []
 
     def _compare_calls(self, call: Callable[[], None], run: Recording, name: str) -> list[Difference]:
@@ -446,14 +435,15 @@ def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Modul
     return lines
 
 
-def _weight_sums(root: nn.Module) -> dict[str, float]:
-    full = {n: p for n, p in unsharded_parameters(root).items() if p.is_floating_point()}
+def _weight_sums(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """A checksum of each parameter, as text, by name."""
+    full = {n: p for n, p in parameters.items() if p.is_floating_point()}
     sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
             for p in full.values()]  # fmt: skip
-    return dict(zip(full, torch.stack(sums).tolist() if sums else (), strict=True))
+    return dict(zip(full, map(str, torch.stack(sums).tolist() if sums else ()), strict=True))
 
 
-def _other_path(descriptions: list[str]) -> Difference:
+def _other_path(descriptions: Sequence[str]) -> Difference:
     """``descriptions[rank]`` says what a rank runs."""
     ranks = _minority(descriptions)
     here = descriptions[ranks[0]]
@@ -462,7 +452,7 @@ def _other_path(descriptions: list[str]) -> Difference:
     return Difference("path", "path", ranks=ranks, explanation=why, stops=True)
 
 
-def _minority(values: list[Any]) -> tuple[int, ...]:
+def _minority(values: Sequence[Any]) -> tuple[int, ...]:
     """The ranks whose value is not the most frequent one (the first of equally frequent values)."""
     majority = max(dict.fromkeys(values), key=values.count)
     return tuple(rank for rank, value in enumerate(values) if value != majority)
