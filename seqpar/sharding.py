@@ -94,6 +94,7 @@ class Sharding(Opaque):
         self._key = seq_len, layout, strategy == "tp_sp", self._sequence_group if mesh is None else mesh
         self._hash = hash(self._key)
         self._placements: dict[Any, Placement] = {}
+        self.chunks: dict[Any, Any] = {}  # what ``strategies.tensor_operators.chunks_of`` has made
 
     @property
     def seq_len(self) -> int:
@@ -146,10 +147,11 @@ class Sharding(Opaque):
         """A key that is equal for shardings over the same ranks, whatever their lengths and layouts."""
         return size_of(self._sequence_group), id(self._key[3])
 
-    @property
+    @cached_property
     def seq_local(self) -> int:
         """The number of tokens of this rank."""
-        return self.lengths[rank_in(self._sequence_group)]
+        group = self._sequence_group
+        return shard_length(self._seq_len, size_of(group), rank_in(group), self._layout)
 
     @no_compile
     def positions(self) -> Tensor:
@@ -248,6 +250,8 @@ class Sharding(Opaque):
 
     def check_local(self, length: int) -> None:
         """Raise a ValueError if this rank does not hold ``length`` tokens."""
+        if length == self.seq_local:
+            return
         group = self._sequence_group
         check_length(length, self._seq_len, size_of(group), rank_in(group), self._layout)
 
@@ -400,7 +404,7 @@ def shard(
     """
     if sharding is None:
         axis = _check_dim("x", x, dim)
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
         sharding = Sharding(x.shape[axis], layout, mesh=mesh, group=group, strategy=strategy)
     else:
         check_sharding(sharding)
@@ -448,7 +452,7 @@ def unshard(
         return sharding.unshard(x_local, dim)
     sequence = resolve_sequence_group(mesh, group, strategy)
     with propagate_errors(sequence):
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
 
     def header() -> _ShardHeader:
         axis = _check_dim("x_local", x_local, dim)  # if it raises, all ranks raise
@@ -497,7 +501,7 @@ def positions(
     if sharding is None:
         if seq_len is None:
             raise TypeError("seq_len=None: expected the length of the full sequence, or a sharding")
-        layout = _layout_of(layout, mesh, group, strategy)
+        layout = layout_of(layout, mesh, group, strategy)
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
     else:
         check_sharding(sharding)
@@ -572,7 +576,7 @@ def resolve_sequence_group(
     return sequence_group(mesh, group, strategy)
 
 
-def _layout_of(
+def layout_of(
     layout: Layout | None, mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None
 ) -> Layout:
     """``layout``, as ``shard`` takes it."""

@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
-from ..layers.wrappers import deepspeed_error
+from ..wrappers import deepspeed_error
 from .patch import Arguments, check_arguments, parallelize
 from .state import Batches, Patch, patch_of
 from .support import ignores_num_items

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import no_compile
-from ..layers.wrappers import averaging_wrappers, keeps_weight
+from ..wrappers import averaging_wrappers, keeps_weight
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
 from .logits import LazyLogits, MissingLogits, label_log_probs

@@ -25,9 +25,9 @@ from transformers.utils import ModelOutput
 from ..checks import no_compile
 from ..comm.collectives import all_gather
 from ..layers.loss import all_reduce_loss
-from ..layers.wrappers import averaging_wrappers
 from ..layout import shard_positions
 from ..reductions import factor_at, mark, note_frozen
+from ..wrappers import averaging_wrappers
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, fused_cross_entropy
 from .state import Forward, Patch, current_forward, patch_of

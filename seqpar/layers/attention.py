@@ -1,14 +1,15 @@
 """Attention layers: projections and rotary embeddings around sequence-parallel attention.
 
-``AttentionLayer.forward`` checks its input and calls ``_project``, the rotary embedding, ``_attend`` and ``_output`` in
-this order. Subclasses in other files override the methods that differ for their strategy.
+``AttentionLayer._compute`` is the layer. Tensor parallelism overrides how it projects, and ``gather="activations"``, in
+which keys are projected from all ranks' hidden states, all of it.
 
 Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 """
 
 from __future__ import annotations
 
-from operator import index
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -28,26 +29,19 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
-from ..heads import Heads
 from ..kernels import BACKENDS, BackendName, check_backend
-from ..layout import LAYOUTS, Layout, check_length, check_lengths
+from ..layout import LAYOUTS, Layout, check_lengths
 from ..mask import Mask
-from ..mesh import ParallelContext, known_per_host, rank_in, sequence_group, size_of
-from ..placement import Placement
+from ..mesh import ParallelContext
 from ..planner.rules import named
 from ..schedule.plan import MaskPlanner
-from ..sharding import Sharding, check_sharding, require_layout
-from ..spec import AttentionSpec, constant_float, constants
-from ..strategies import COMMS, resolve, strategy_options
+from ..sharding import Sharding, check_sharding, layout_of, require_layout, resolve_sequence_group
+from ..spec import AttentionSpec, constants
+from ..strategies import COMMS, operators, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
-from ..strategies.operators import (
-    attend,
-    draw_seed,
-    global_positions,
-    traced_seed,
-)
+from ..strategies.operators import attend, draw_seed, traced_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
-from .rotary import RotaryEmbedding, largest_length, rotary_length
+from .rotary import RotaryEmbedding, rotary_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,31 +52,14 @@ NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 
 
 class _LayerHeader(NamedTuple):
-    """A rank's input, for the handshake. ``length`` is added up over the ranks, ``dropout_seed`` is taken from rank 0,
-    ``gradient`` is the rank's ``gradient_state``, and the other fields must be the same on all ranks."""
+    """A rank's input, for the handshake. ``length`` is added up over the ranks, ``gradient`` is the rank's
+    ``gradient_state``, and the other fields must be the same on all ranks."""
 
     length: int
     batch: int
     dtype: torch.dtype
     mask_or_options: Fingerprint
-    dropout_seed: int
     gradient: int
-
-
-class LayerCall(NamedTuple):
-    """The checked arguments of one ``AttentionLayer.forward`` outside of torch.compile, and what follows from them.
-
-    ``rotary_length`` is the ``length`` of ``RotaryEmbedding.forward``.
-    """
-
-    spec: AttentionSpec
-    mask: Mask
-    sharding: Sharding
-    placement: Placement
-    positions: Tensor | None
-    rotary_length: int
-    seed: int
-    joins_backward: bool
 
 
 class AttentionLayer(nn.Module):
@@ -94,31 +71,7 @@ class AttentionLayer(nn.Module):
     strategy therefore loads under every other. After ``backward``, each rank has the partial gradient of the weights
     from its own tokens; ``seqpar.sync_gradients`` sums the partial gradients.
 
-    The options of a strategy are documented in its subclass.
-
-    Args:
-        hidden_size: width of the hidden states.
-        num_heads: query heads.
-        num_kv_heads: KV heads, a divisor of ``num_heads``; by default ``num_heads`` (multi-head attention).
-        head_dim: by default ``hidden_size // num_heads``.
-        mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
-        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
-            that ``forward`` is given, or the default group.
-        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default the layout of the
-            ``sharding`` that ``forward`` is given. Over several ranks one of the two must be given.
-        bias: whether the q, k and v projections have biases (Qwen 2).
-        out_bias: whether ``o_proj`` has a bias; the same as ``bias`` by default.
-        qk_norm: RMS-normalise each head of q and k before the rotation (Qwen 3, Gemma 3).
-        rope: a ``seqpar.RotaryEmbedding``, or None for no rotation. Layers may share one.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
-        sinks: whether each head has a learned logit in the denominator of the softmax, initially 0 (gpt-oss).
-        dropout_p: probability of dropping an attention weight, in training mode only.
-        backend: "auto" or one of ``seqpar.backends()``.
-        device: the device of the weights.
-        dtype: the dtype of the weights.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit, with the value and what is allowed.
+    The subclasses document the options of their strategies, and ``ParallelAttention`` all other arguments.
     """
 
     strategy: ClassVar[str]
@@ -163,26 +116,32 @@ class AttentionLayer(nn.Module):
         self.num_kv_heads = kv_heads
         self.head_dim = head_dim
         self.layout: Layout | None = layout
-        self.softcap = float(softcap)
-        self.dropout_p = check_dropout(dropout_p)
-        self.backend: BackendName = backend
         self.strategy_options: StrategyOptions = strategy_options
+        self.spec = AttentionSpec(
+            strategy=self.strategy,
+            strategy_options=constants(strategy_options),
+            softcap=float(softcap),
+            dropout_p=check_dropout(dropout_p),
+            backend=backend,
+            q_per_kv=num_heads // kv_heads,
+            draws_seed=dropout_p > 0,
+        )
         self._parallel_context = ParallelContext(mesh, group)
-        factory_kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._build(bias, bias if out_bias is None else out_bias, sinks, factory_kwargs)
-        self.q_norm = self._norm(factory_kwargs) if qk_norm else None
-        self.k_norm = self._norm(factory_kwargs) if qk_norm else None
         self.rope = rope
+        out_bias = bias if out_bias is None else out_bias
+        self._build(bias, out_bias, qk_norm, sinks, {"device": device, "dtype": dtype})
         self.reset_parameters()
 
-    def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
-        """Make the projections and the sinks."""
+    def _build(self, bias: bool, out_bias: bool, qk_norm: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
+        """Make the projections, the norms of the heads and the sinks."""
         hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, queries, bias=bias, **factory_kwargs)
         self.k_proj = nn.Linear(hidden, keys, bias=bias, **factory_kwargs)
         self.v_proj = nn.Linear(hidden, keys, bias=bias, **factory_kwargs)
         self.o_proj = nn.Linear(queries, hidden, bias=out_bias, **factory_kwargs)
         self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
+        norm = partial(nn.RMSNorm, self.head_dim, eps=NORM_EPS, **factory_kwargs)
+        self.q_norm, self.k_norm = (norm() if qk_norm else None for _ in range(2))
 
     def reset_parameters(self) -> None:
         """Initialise the parameters that belong to no submodule, as FSDP requires of modules made on "meta"."""
@@ -233,214 +192,121 @@ class AttentionLayer(nn.Module):
         ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding``. Otherwise the
         layer is one graph break in the code around it.
         """
-        if torch.compiler.is_compiling() and self._is_traceable(sharding, positions, seq_len):
-            return self._traced(x_local, mask, sharding, positions)
-        return self._eager(x_local, mask, sharding, positions, seq_len)
+        if isinstance(sharding, Sharding) and seq_len is None and self.layout in (None, sharding.layout):
+            return self._compute(x_local, mask, sharding, positions)
+        return self._agree_and_compute(x_local, mask, sharding, positions, seq_len)
 
-    def _is_traceable(self, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None) -> bool:
-        """Whether torch.compile can trace the layer: only operators communicate, and the traced code does not depend on
-        the mask or on lengths."""
-        if not isinstance(sharding, Sharding) or seq_len is not None:
-            return False
-        return self.layout in (None, sharding.layout)
+    @no_compile
+    def _agree_and_compute(
+        self, x: Tensor, mask: Mask, sharding: Sharding | None, positions: Tensor | None, seq_len: int | None
+    ) -> Tensor:
+        """``forward`` that makes a sharding, or compares the given one with the layout and ``seq_len``.
 
-    def _traced(self, x: Tensor, mask: Mask, sharding: Any, positions: Tensor | None) -> Tensor:
-        """``forward`` while torch.compile traces it."""
-        check_hidden(x, self.hidden_size, self.q_proj)
-        if positions is not None:
-            _check_positions(positions, x)
-        ranks = self._parallel_context
-        spec = self._named(self._traced_spec(), mask, sharding.layout, sharding.ranks, sharding.per_host, x)
-        length = self._traced_length(x, positions, sharding)
-        chunks = self._tokens(x.shape[1], sharding)
-        if positions is not None and chunks is not None:
-            positions = all_gather_positions(positions, *chunks[1:])
-        q, k, v = self._heads_of(self._project(x, chunks))
+        If the length is not known, the ranks tell each other in a handshake, and compare their arguments.
+        """
+        check_sharding(sharding)
+        if sharding is not None:
+            sharding.check_arguments(seq_len=seq_len)
+            if self.layout not in (None, sharding.layout):
+                raise ValueError(
+                    f"sharding: its layout is {sharding.layout!r}, but the layer was made with layout={self.layout!r}; "
+                    "leave the layer's layout out, or make both alike"
+                )
+            return self._compute(x, mask, sharding, positions)
+        where: dict[str, Any] = {"mesh": self.mesh, "group": self.group, "strategy": self.strategy}
+        group = resolve_sequence_group(**where)
+        needs_handshake = not has_length(seq_len)
+        with propagate_errors(group if needs_handshake else None):
+            if seq_len is not None:
+                check_int("seq_len", seq_len, 0)
+            check_backend(self.spec.backend)
+            self._check_input(x, mask, positions)
+            layout = layout_of(self.layout, **where) if self.strategy == "tp_sp" else require_layout(self.layout, group)
+            Sharding(0, layout, **where).place(self.spec, self._parallel_context)  # raises if the options do not fit
+        joins_backward = True
+        if needs_handshake:
+            options = self.extra_repr(), layout, self.spec.softcap, self.spec.dropout_p * self.training
+            gradient = gradient_state(x, *self.parameters())
+            header = _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask, *options), gradient)
+            headers = all_gather_header(lambda: header, group)
+            check_same(headers, "batch", "dtype", "mask_or_options")
+            seq_len = check_lengths([header.length for header in headers], layout)
+            joins_backward = any_needs_gradient([header.gradient for header in headers])
+        assert seq_len is not None
+        return self._compute(x, mask, Sharding(seq_len, layout, **where), positions, joins_backward)
+
+    def _compute(
+        self, x: Tensor, mask: Mask, sharding: Sharding, positions: Tensor | None, joins_backward: bool = True
+    ) -> Tensor:
+        """``forward`` with a sharding, in eager and in compiled code. ``joins_backward`` as in ``operators.attend``."""
+        self._check_input(x, mask, positions, sharding)
+        ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
+        length = self._rotary_length(x, positions, sharding)
+        tokens = self._gathered_tokens(x, sharding, spec)
+        if tokens is not None:  # the projections communicate
+            if joins_backward and not torch.compiler.is_compiling():
+                x = with_gradient(x)
+            if positions is not None:
+                positions = all_gather_positions(positions, *tokens[1:])
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self._project(x, tokens))  # [b, s, h or n, d]
+        q, k = normalized(q, self.q_norm), normalized(k, self.k_norm)
         if self.rope is not None:
-            if positions is None:
-                positions = global_positions(q, sharding, ranks, spec)
+            positions = operators.global_positions(q, sharding, ranks, spec) if positions is None else positions
             q, k = self.rope(q, k, positions, length)
-        out = self._traced_attention(q, k, v, mask, sharding, spec)
-        return self._output(out.flatten(2), chunks)
+        out = self._attend(q, k, v, mask, sharding, spec, joins_backward)
+        return self._output(out, tokens)
 
-    def _traced_length(self, x: Tensor, positions: Tensor | None, sharding: Any) -> Tensor | None:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        sharding: Sharding,
+        spec: AttentionSpec,
+        joins_backward: bool,
+    ) -> Tensor:
+        """Attention of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, d]``: ``[b, s, h * d]``."""
+        seed = None
+        if spec.draws_seed:
+            seed = traced_seed() if torch.compiler.is_compiling() else draw_seed()
+        tensors = q, k, v, self.local_weight("sinks"), None, seed, None
+        where = spec, mask, sharding, self._parallel_context
+        return attend(*tensors, *where, joins_backward=joins_backward)[0].flatten(2)
+
+    def _rotary_length(self, x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor | None:
         """The ``length`` of the rotary embedding, int64 ``[]`` on the host; None if it does not need it."""
         if self.rope is None or not self.rope.needs_length:
             return None
         length: Tensor = rotary_length(x, positions, sharding)
         return length
 
-    def _traced_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, sharding: Any, spec: AttentionSpec
-    ) -> Tensor:
-        """``_attend`` while torch.compile traces it."""
-        seed = traced_seed() if self._dropout_p else None
-        tensors = q, k, v, self._local_sinks, None, seed, None
-        return attend(*tensors, spec, mask, sharding, self._parallel_context)[0]
-
-    @no_compile
-    def _eager(
-        self,
-        x_local: Tensor,
-        mask: Mask,
-        sharding: Sharding | None,
-        positions: Tensor | None,
-        seq_len: int | None,
-    ) -> Tensor:
-        """``forward`` outside of torch.compile."""
-        # A sharding of another type raises in the check below, on all ranks if there is a handshake.
-        known = sharding if isinstance(sharding, Sharding) else None
-        dropout_p, ranks = self._dropout_p, self._parallel_context
-        needs_handshake = bool(dropout_p or (sharding is None and not has_length(seq_len)))
-        rope_positions = positions if self.rope is not None and self.rope.needs_length else None
-        sequence = self._sequence_group(known)
-        with propagate_errors(sequence if needs_handshake or rope_positions is not None else None):
-            placement = self._placement(known)
-            self._check_sharding(sharding, sequence, seq_len)
-            self._check_input(x_local, mask, positions, seq_len)
-            layout = known.layout if known is not None else self._layout(sequence)
-            spec = self._spec(dropout_p)
-            if spec.strategy == "auto":
-                spec = self._named(spec, mask, layout, size_of(sequence), known_per_host(sequence), x_local)
-        total = known.seq_len if known is not None else seq_len  # tokens of the full sequence
-        seed, joins_backward = 0, torch.is_grad_enabled()
-        if needs_handshake:
-            same = self._constants(placement, layout, dropout_p)
-            headers = all_gather_header(lambda: self._header(x_local, mask, same), sequence)
-            check_same(headers, "batch", "dtype", "mask_or_options")
-            total = check_lengths([header.length for header in headers], layout, total)
-            seed = headers[0].dropout_seed
-            joins_backward = any_needs_gradient([header.gradient for header in headers])
-        else:
-            assert total is not None
-            with propagate_errors(None if rope_positions is None else sequence):
-                check_length(x_local.shape[1], total, size_of(sequence), rank_in(sequence), layout)
-        mask.check_length(total)
-        length = total
-        if rope_positions is not None:  # the same handshake as in compiled code
-            length = largest_length(rope_positions, sequence if known is None else known.sequence_group)
-        if known is None:
-            strategy: Any = self.strategy if self.strategy in ("tp_sp", "local") else None
-            known = Sharding(total, layout, mesh=self.mesh, group=self.group, strategy=strategy)
-        call = LayerCall(spec, mask, known, known.place(spec, ranks), positions, length, seed, joins_backward)
-        return self._compute(x_local, call)
-
-    def _compute(self, x: Tensor, call: LayerCall) -> Tensor:
-        """``forward`` of a checked ``x [b, s, hidden]``."""
-        positions = call.positions
-        chunks = self._tokens(x.shape[1], call.sharding)
-        if call.joins_backward and chunks is not None:  # the projections communicate
-            x = with_gradient(x)
-        q, k, v = self._heads_of(self._project(x, chunks))
-        if self.rope is not None:
-            if positions is None:
-                positions = call.placement.tokens.rank_positions(call.placement.rank, x.device)
-            elif chunks is not None:
-                positions = all_gather_positions(positions, *chunks[1:])
-            q, k = self.rope(q, k, positions, call.rotary_length)
-        return self._output(self._attend(q, k, v, call).flatten(2), chunks)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        """Attention of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, d]``: ``[b, s, h, d]``."""
-        seed = torch.tensor(call.seed, device="cpu") if call.spec.dropout_p else None
-        tensors = q, k, v, self._local_sinks, None, seed, None
-        where = call.spec, call.mask, call.sharding, self._parallel_context
-        out, _ = attend(*tensors, *where, joins_backward=call.joins_backward)
-        return out
-
-    def _named(
-        self, spec: AttentionSpec, mask: Mask, layout: Layout, ranks: int, per_host: int, x: Tensor
-    ) -> AttentionSpec:
-        """``spec`` with the name of a strategy in place of "auto"."""
-        return named(spec, mask, self.num_heads, self.num_kv_heads, layout, ranks, per_host, x.device.type)
+    def _call_spec(self, x: Tensor, mask: Mask, sharding: Sharding) -> AttentionSpec:
+        """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto"."""
+        spec = self.spec
+        if spec.dropout_p and not self.training:
+            spec = spec.having(dropout_p=0.0, draws_seed=False)
+        if spec.strategy == "auto":
+            cluster = sharding.layout, sharding.ranks, sharding.per_host, x.device.type
+            spec = named(spec, mask, self.num_heads, self.num_kv_heads, *cluster)
+        return spec
 
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
         check_sharding(sharding)
-        return MaskPlanner(*sharding.place(self._spec(0.0), self._parallel_context).of_plan)
+        return MaskPlanner(*sharding.place(self.spec, self._parallel_context).of_plan)
 
-    def _heads_of(self, qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The projections ``[b, s, h * d]`` split into heads, ``[b, s, h, d]``, with q and k normalised."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            # Under autocast the weights are float32, and so is the norm.
-            dtype = self.q_norm.weight.dtype
-            q, k = self.q_norm(q.to(dtype)).to(v.dtype), self.k_norm(k.to(dtype)).to(v.dtype)
-        return q, k, v
+    # Tensor parallelism overrides the methods below, and ``_build``.
 
-    @property
-    def _dropout_p(self) -> float:
-        """The probability of dropping an attention weight in the current mode, training or evaluation."""
-        return self.dropout_p if self.training else 0.0
+    def local_weight(self, name: str) -> Any:
+        """The part of parameter ``name`` that this rank computes with; None if there is no such parameter."""
+        return getattr(self, name)
 
-    def _traced_spec(self) -> AttentionSpec:
-        """``_spec`` while torch.compile traces the layer."""
-        dropout_p = constant_float(self._dropout_p)
-        return self._spec(dropout_p, draws_seed=dropout_p > 0)
-
-    def _spec(self, dropout_p: float, draws_seed: bool = False) -> AttentionSpec:
-        """The constants of the layer's attention; ``draws_seed`` as in ``AttentionSpec``."""
-        return AttentionSpec(
-            strategy=self._attention_strategy,
-            strategy_options=constants(self.strategy_options),
-            tensor_parallel=self.strategy == "tp_sp",
-            first_head=index(self._heads.queries.start),
-            q_per_kv=index(self._heads.q_per_kv),
-            softcap=constant_float(self.softcap),
-            dropout_p=constant_float(dropout_p),
-            backend=self.backend,
-            draws_seed=draws_seed,
-        )
-
-    # Tensor parallelism overrides the methods below.
-
-    def _norm(self, factory_kwargs: dict[str, Any]) -> nn.RMSNorm:
-        return nn.RMSNorm(self.head_dim, eps=NORM_EPS, **factory_kwargs)
-
-    @property
-    def _local_sinks(self) -> Tensor | None:
-        """The sinks of this rank's heads."""
-        return self.sinks
-
-    @property
-    def _heads(self) -> Heads:
-        """The heads of this rank's projections."""
-        return Heads.of_model(self.num_heads, self.num_kv_heads)
-
-    @property
-    def _attention_strategy(self) -> str:
-        """The strategy of the attention between the projections."""
-        return self.strategy
-
-    def _ranks(self, sharding: Sharding | None) -> AttentionLayer | Sharding:
-        """The object whose mesh or group is used: the layer, or the sharding if the layer was made without them."""
-        own = self.mesh is not None or self.group is not None
-        return self if own or sharding is None else sharding
-
-    def _placement(self, sharding: Sharding | None = None) -> Placement:
-        """The ranks that take part in the attention between the projections: the layer's own, or the sharding's."""
-        ranks = self._ranks(sharding)
-        return resolve(self.strategy, ranks.mesh, ranks.group, self.strategy_options)
-
-    def _sequence_group(self, sharding: Sharding | None) -> ProcessGroup | None:
-        """The ranks that the sequence is sharded over outside the layer."""
-        ranks = self._ranks(sharding)
-        return None if self.strategy == "local" else sequence_group(ranks.mesh, ranks.group)
-
-    def _layout(self, sequence: ProcessGroup | None) -> Layout:
-        """How the tokens are sharded, if ``forward`` is given no sharding."""
-        return require_layout(self.layout, sequence)
-
-    def _constants(self, placement: Placement, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
-        """The values that must be the same on all ranks, besides their inputs."""
-        degrees = size_of(placement.ring), size_of(placement.ulysses), placement.gather, placement.chunks
-        return (self.strategy, *degrees, layout, self.softcap, dropout_p)
-
-    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
+    def _gathered_tokens(self, x: Tensor, sharding: Sharding, spec: AttentionSpec) -> ShardedTokens | None:
         """The tokens that are all-gathered before the projections; None if the layer does not all-gather."""
         return None
 
-    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> Sequence[Tensor]:
         """q ``[b, s, h * d]``, k and v ``[b, s, n * d]`` of the tokens that this rank attends with."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
@@ -449,38 +315,19 @@ class AttentionLayer(nn.Module):
         y: Tensor = self.o_proj(out)
         return y
 
-    def _check_sharding(self, sharding: Sharding | None, sequence: ProcessGroup | None, seq_len: int | None) -> None:
-        """Raise if the sharding does not fit the layer or ``seq_len``."""
-        check_sharding(sharding)
-        if sharding is None:
-            return
-        if self.layout not in (None, sharding.layout):
-            raise ValueError(
-                f"sharding: its layout is {sharding.layout!r}, but the layer was made with layout={self.layout!r}; "
-                "leave the layer's layout out, or make both alike"
-            )
-        sharding.check_arguments(seq_len=seq_len)
-        sharding.check_ranks(sequence)
-
-    def _check_input(self, x: Tensor, mask: Mask, positions: Tensor | None, seq_len: int | None) -> None:
-        """Check this rank's input."""
-        if seq_len is not None:
-            check_int("seq_len", seq_len, 0)
-        check_backend(self.backend)
+    def _check_input(self, x: Tensor, mask: Mask, positions: Tensor | None, sharding: Sharding | None = None) -> None:
         check_hidden(x, self.hidden_size, self.q_proj)
         if not isinstance(mask, Mask):
             raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
-        if mask.batch not in (1, x.shape[0]):
-            raise ValueError(f"mask: made for {mask.batch} batch rows, but x_local has {x.shape[0]}")
         if positions is not None:
             _check_positions(positions, x)
-
-    def _header(self, x: Tensor, mask: Mask, same: tuple[Any, ...]) -> _LayerHeader:
-        """The header of this rank's input, which has been checked."""
-        seed = int(draw_seed().item()) if self._dropout_p else 0
-        gradient = gradient_state(x, *self.parameters())
-        agreed = fingerprint(mask, *same)
-        return _LayerHeader(x.shape[1], x.shape[0], x.dtype, agreed, seed, gradient)
+        if torch.compiler.is_compiling():  # the operators check the length and the mask when they run
+            return
+        if mask.batch not in (1, x.shape[0]):
+            raise ValueError(f"mask: made for {mask.batch} batch rows, but x_local has {x.shape[0]}")
+        if sharding is not None:
+            sharding.check_local(x.shape[1])
+            mask.check_length(sharding.seq_len)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. Values that depend on the group are checked in ``forward``."""
@@ -499,7 +346,7 @@ class AttentionLayer(nn.Module):
 
 
 class LocalAttention(AttentionLayer):
-    """Attention on one rank, which holds the full sequence. No options. See ``AttentionLayer`` for the arguments."""
+    """Attention on one rank, which holds the full sequence. No options."""
 
     strategy = "local"
 
@@ -507,8 +354,7 @@ class LocalAttention(AttentionLayer):
 class RingAttention(AttentionLayer):
     """Ring attention: K/V rows are sent from rank to rank, step by step. No options.
 
-    Under a causal mask, use the layout "zigzag" or "striped", with which all ranks have the same work. See
-    ``AttentionLayer`` for the arguments.
+    Under a causal mask, use the layout "zigzag" or "striped", with which all ranks have the same work.
     """
 
     strategy = "ring"
@@ -517,14 +363,14 @@ class RingAttention(AttentionLayer):
 class UlyssesAttention(AttentionLayer):
     """Ulysses: all-to-all from sequence shards to head shards and back. No options.
 
-    With more ranks than heads, some ranks have no work. See ``AttentionLayer`` for the arguments.
+    With more ranks than heads, some ranks have no work.
     """
 
     strategy = "ulysses"
 
 
 class HybridAttention(AttentionLayer):
-    """A hybrid: all-to-all in subgroups, ring across them. See ``AttentionLayer`` for the other arguments.
+    """A hybrid: all-to-all in subgroups, ring across them.
 
     Args:
         ulysses_size: on a plain group, the size of the subgroups, a divisor of the group's size; by default the largest
@@ -535,15 +381,17 @@ class HybridAttention(AttentionLayer):
 
 
 class AutoAttention(AttentionLayer):
-    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options.
-
-    See ``AttentionLayer`` for the arguments.
-    """
+    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options."""
 
     strategy = "auto"
 
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
+
+
+def normalized(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+    """``norm(x)`` in the dtype of ``x [b, s, h, d]``. Under autocast the norm is computed in float32."""
+    return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:

@@ -94,12 +94,12 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default the layout of the
             ``sharding`` that the layer is called with. Over several ranks one of the two must be given, except for
             "tp_sp" over the tensor-parallel ranks alone, whose layout is then "contiguous".
-        bias: whether the q, k and v projections have biases.
+        bias: whether the q, k and v projections have biases (Qwen 2).
         out_bias: whether the output projection has a bias; the same as ``bias`` by default.
-        qk_norm: RMS-normalise each head of q and k before the rotary embedding.
-        rope: a rotary embedding, or None.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none.
-        sinks: whether each head has a learned logit in the denominator of the softmax.
+        qk_norm: RMS-normalise each head of q and k before the rotary embedding (Qwen 3, Gemma 3).
+        rope: a ``seqpar.RotaryEmbedding``, or None. Layers may share one.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
+        sinks: whether each head has a learned logit in the denominator of the softmax, initially 0 (gpt-oss).
         dropout_p: the probability of dropping an attention weight, in training mode only.
         backend: "auto" or one of ``seqpar.backends()``.
         device: the device of the weights.

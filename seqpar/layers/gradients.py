@@ -16,7 +16,9 @@ from ..checks import check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..mesh import context_group, sequence_group
-from ..reductions import Reduction, gradient_kinds, owners
+from ..reductions import gradient_kinds
+from ..strategies.gemm import sum_dtype
+from ..wrappers import Reduction, owners
 
 _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in which they are sent
 
@@ -169,9 +171,9 @@ def _sharded_over(p: nn.Parameter) -> tuple[ProcessGroup, ...]:
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=_sum_dtype(like.dtype), device=like.device)
+    total = torch.zeros((), dtype=sum_dtype(like), device=like.device)
     for x in tensors:
-        norm = torch.linalg.vector_norm(x, dtype=_sum_dtype(x.dtype))
+        norm = torch.linalg.vector_norm(x, dtype=sum_dtype(x))
         total = total + norm.to(total.device).square()
     return total
 
@@ -326,11 +328,11 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for g in gradients:
         alike.setdefault((g.dtype, g.device), []).append(g)
-    for (dtype, _), tensors in alike.items():
+    for tensors in alike.values():
         bucket: list[Tensor] = []
         size = 0
         for g in tensors:
-            nbytes = g.numel() * _sum_dtype(dtype).itemsize
+            nbytes = g.numel() * sum_dtype(g).itemsize
             if bucket and size + nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
@@ -339,12 +341,8 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> list[Tensor]:
     """The sums of the gradients in ``bucket`` over the ranks, new tensors, by one all-reduce."""
-    flat = torch.cat([g.reshape(-1) for g in bucket]).to(_sum_dtype(bucket[0].dtype))  # [elements of the bucket]
+    flat = torch.cat([g.reshape(-1) for g in bucket]).to(sum_dtype(bucket[0]))  # [elements of the bucket]
     all_reduce(flat, group)
     return [total.view_as(g) for g, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True)]

@@ -20,6 +20,7 @@ from ..mesh import size_of
 from ..reductions import Gradients, reduction_behind
 from ..sharding import Sharding, check_sharding
 from ..strategies import StrategyName
+from ..strategies.gemm import sum_dtype
 
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
@@ -86,35 +87,32 @@ def token_loss(
         _check(losses, labels, ignore_index, gradients)
         loss: Tensor = mean_over_tokens(losses, labels, sharding, True, ignore_index, gradients)[0]
         return loss
-    return _checked(losses, labels, mesh, group, sharding, ignore_index, strategy, gradients)
+    where = {"mesh": mesh, "group": group, "strategy": strategy}
+    return _agree_on_loss(losses, labels, sharding, ignore_index, gradients, where)
 
 
 @no_compile
-def _checked(
+def _agree_on_loss(
     losses: Tensor,
     labels: Tensor,
-    mesh: DeviceMesh | None,
-    group: ProcessGroup | None,
     sharding: Sharding | None,
     ignore_index: int,
-    strategy: StrategyName | Literal["tp_sp"] | None,
     gradients: Gradients,
+    where: dict[str, Any],
 ) -> Tensor:
-    """``token_loss`` after a handshake, or after comparing the sharding with the other arguments."""
+    """``token_loss`` after a handshake, or after comparing the sharding with ``where``: mesh, group and strategy."""
     check_sharding(sharding)
-    fits_sharding = sharding is not None
     if sharding is not None:
-        sharding.check_arguments(mesh=mesh, group=group, strategy=strategy)
+        sharding.check_arguments(**where)
+        return token_loss(losses, labels, sharding=sharding, ignore_index=ignore_index, gradients=gradients)
+    ranks = Sharding(0, "contiguous", **where)  # names the ranks only
+
+    def header() -> _LossHeader:
         _check(losses, labels, ignore_index, gradients)
-    else:
-        sharding = Sharding(0, "contiguous", mesh=mesh, group=group, strategy=strategy)  # names the ranks only
+        return _LossHeader(losses.shape[0], losses.dtype, ignore_index)
 
-        def header() -> _LossHeader:
-            _check(losses, labels, ignore_index, gradients)
-            return _LossHeader(losses.shape[0], losses.dtype, ignore_index)
-
-        check_same(all_gather_header(header, sharding.sequence_group), "batch", "dtype", "ignore_index")
-    loss: Tensor = mean_over_tokens(losses, labels, sharding, fits_sharding, ignore_index, gradients)[0]
+    check_same(all_gather_header(header, ranks.sequence_group), "batch", "dtype", "ignore_index")
+    loss: Tensor = mean_over_tokens(losses, labels, ranks, False, ignore_index, gradients)[0]
     return loss
 
 
@@ -134,12 +132,8 @@ def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str) ->
     check_choice("gradients", gradients, GRADIENTS)
 
 
-def _sum_dtype(losses: Tensor) -> torch.dtype:
-    return torch.promote_types(losses.dtype, torch.float32)
-
-
 @operator(
-    fake=lambda losses, *_: tuple(losses.new_empty((), dtype=_sum_dtype(losses)) for _ in range(2)),
+    fake=lambda losses, *_: tuple(losses.new_empty((), dtype=sum_dtype(losses)) for _ in range(2)),
     autograd=lambda *args: _MeanOverTokens.apply(*args),
 )
 def mean_over_tokens(
@@ -153,7 +147,7 @@ def mean_over_tokens(
         sharding.check_local(losses.shape[1])
     sequence, counts = sharding.sequence_group, labels != ignore_index  # [b, s]
     # The loss of an ignored label may be NaN or infinite, so it is masked instead of multiplied by 0.
-    local_sum = losses.masked_fill(~counts, 0.0).to(_sum_dtype(losses)).sum()
+    local_sum = losses.masked_fill(~counts, 0.0).to(sum_dtype(losses)).sum()
     count = counts.sum().to(local_sum.dtype)
     if size_of(sequence) > 1:
         dist.all_reduce(count, group=sequence)

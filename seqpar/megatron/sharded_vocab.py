@@ -39,13 +39,6 @@ from ..strategies.tensor_operators import LEAST_TOKENS, ChunkOptions, chunks_of,
 IGNORE_INDEX = -100
 
 
-def check_id_tensor(name: str, ids: Tensor) -> None:
-    """Raise unless ``ids`` have the type of ids. Their values are not looked at, so that torch.compile can trace it."""
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
-        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"{name}: expected an int64 tensor [batch, seq], got {got}")
-
-
 def check_float_tensor(name: str, x: Tensor, shape: str) -> None:
     """Raise unless ``x`` is a tensor of a dtype with gradients."""
     if not isinstance(x, Tensor) or x.dtype not in DTYPES:
@@ -56,9 +49,14 @@ def check_float_tensor(name: str, x: Tensor, shape: str) -> None:
 def check_ids(name: str, ids: Tensor, num_embeddings: int, ignore_index: int | None = None) -> None:
     """Raise unless ``ids`` are ids of the vocabulary.
 
-    Values on a GPU are checked by an assertion on the GPU, because reading them would make the host wait.
+    Values on a GPU are checked by an assertion on the GPU, because reading them would make the host wait. While
+    torch.compile traces, values are not checked: the operators check them when they run.
     """
-    check_id_tensor(name, ids)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"{name}: expected an int64 tensor [batch, seq], got {got}")
+    if torch.compiler.is_compiling():
+        return
     allowed = f"0 to {num_embeddings - 1}"
     outside = (ids < 0) | (ids >= num_embeddings)
     if ignore_index is not None:
@@ -83,7 +81,6 @@ def check_labels(labels: Tensor, x: Tensor, num_embeddings: int, ignore_index: i
 
 def check_logits(logits: Tensor, labels: Tensor, part: VocabPart) -> None:
     """Raise unless ``logits [b, t, v]`` fit this part of the vocabulary and the batch size of the labels."""
-    check_float_tensor("logits", logits, f"[batch, tokens, {part.size}]")
     if logits.dim() != 3 or logits.shape[2] != part.size:
         raise ValueError(
             f"logits: shape {tuple(logits.shape)}; expected [batch, tokens, {part.size}], this rank's part "

@@ -23,10 +23,9 @@ from ..checks import check_choice, check_hidden, check_int, check_options, no_co
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
 from ..layers.attention import NORM_EPS, AttentionLayer
-from ..layout import Layout
-from ..mesh import ParallelContext, context_group, rank_in, sequence_group, size_of
-from ..placement import Placement
+from ..mesh import ParallelContext, context_group, rank_in, size_of
 from ..sharding import Sharding, check_sharding
+from ..spec import AttentionSpec
 from ..strategies import STRATEGIES, resolve, strategy_options
 from ..strategies.autograd import with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
@@ -44,13 +43,13 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
 
     On a mesh with ring or ulysses dimensions, the sequence is sharded over ring x ulysses x tp (tp fastest), as
     ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does. Every rank of ``tp`` must compute the same
-    loss. See ``AttentionLayer`` for the other arguments.
+    loss.
 
     Args:
         overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
         context: the strategy of attention over the ring and ulysses dimensions: "ring", "ulysses", "hybrid" or
             "context_parallel"; by default it follows from the sizes of the two dimensions.
-        options: the options of that strategy, and the arguments of ``AttentionLayer``.
+        options: the options of that strategy, and the arguments of ``ParallelAttention``.
     """
 
     strategy = "tp_sp"
@@ -77,17 +76,22 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
             check_choice("context", context, [name for name in STRATEGIES if name not in ("local", "auto")])
             if mesh is None or mesh.ndim == 1:
                 raise ValueError(f"context={context!r}: it needs a mesh with ring or ulysses beside tp; see init_mesh")
+        one_rank = _default_context(mesh) == "local"
         self.context = context or _default_context(mesh)
-        self._context_is_one_rank = _default_context(mesh) == "local"
-        self.overlap = overlap
+        self.overlap: Overlap = overlap
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
-        self._placement()  # raises here, not at the first forward
+        if one_rank and mesh is not None:  # the options are checked here; nothing is sent over the one rank
+            resolve(self.context, None, context_group(mesh), self.strategy_options)
+        strategy, heads = "local" if one_rank else self.context, self._heads
+        self.spec = self.spec.having(strategy=strategy, tensor_parallel=True, first_head=heads.queries.start)
+        ranks = Sharding(0, mesh=mesh, group=group, strategy="tp_sp")
+        ranks.place(self.spec, self._parallel_context)  # raises here, not at the first forward
 
-    def _build(self, bias: bool, out_bias: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
+    def _build(self, bias: bool, out_bias: bool, qk_norm: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
         self._tensor_ranks = size_of(ranks.tensor)
         by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
-        local = self._local_heads = by_rank[rank_in(ranks.tensor)]
+        local = self._heads = by_rank[rank_in(ranks.tensor)]
 
         def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | Part:
             """How a weight with ``rows`` rows of each of ``heads`` is distributed along ``dim``."""
@@ -103,55 +107,25 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, local.queries))
         self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
         self.distribute(ranks, sinks=split(0, self.num_heads, local.queries, 1))
-
-    def _norm(self, factory_kwargs: dict[str, Any]) -> nn.RMSNorm:
-        return ReplicatedNorm(self.head_dim, self._parallel_context, eps=NORM_EPS, **factory_kwargs)
-
-    @property
-    def _local_sinks(self) -> Tensor | None:
-        sinks: Tensor | None = self.local_weight("sinks")
-        return sinks
-
-    @property
-    def _heads(self) -> Heads:
-        return self._local_heads
-
-    @property
-    def _attention_strategy(self) -> str:
-        return "local" if self._context_is_one_rank else self.context
+        norm = partial(ReplicatedNorm, d, ranks, eps=NORM_EPS, **factory_kwargs)
+        self.q_norm, self.k_norm = (norm() if qk_norm else None for _ in range(2))
 
     def _check_options(self, options: dict[str, Any]) -> None:
         check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
 
-    def _placement(self, sharding: Sharding | None = None) -> Placement:
-        if self.context == "local" or self.mesh is None:
-            return Placement()
-        if self._context_is_one_rank:  # ``resolve`` with the mesh would shard the sequence over tp
-            resolve(self.context, None, context_group(self.mesh), self.strategy_options)  # raises if options do not fit
-            return Placement()
-        return resolve(self.context, self.mesh, None, self.strategy_options)
-
-    def _sequence_group(self, sharding: Sharding | None) -> ProcessGroup | None:
-        return sequence_group(self.mesh, self.group, "tp_sp")
-
-    def _layout(self, sequence: ProcessGroup | None) -> Layout:
-        return "contiguous" if self.layout is None and self._context_is_one_rank else super()._layout(sequence)
-
-    def _constants(self, placement: Placement, layout: Layout, dropout_p: float) -> tuple[Any, ...]:
-        return (*super()._constants(placement, layout, dropout_p), self._attention_strategy, self.overlap)
-
-    def _tokens(self, tokens: int, sharding: Any) -> ShardedTokens | None:
+    def _gathered_tokens(self, x: Tensor, sharding: Sharding, spec: AttentionSpec) -> ShardedTokens | None:
         if self._tensor_ranks == 1:
             return None
-        options = ChunkOptions(self.overlap, self._spec(0.0))
-        return ShardedTokens(tokens, sharding, self._parallel_context, options)
+        return ShardedTokens(x.shape[1], sharding, self._parallel_context, ChunkOptions(self.overlap, spec))
 
-    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = column_linear(x, (self.q_proj, self.k_proj, self.v_proj), tokens)
-        return q, k, v
+    def _project(self, x: Tensor, tokens: ShardedTokens | None) -> list[Tensor]:
+        return column_linear(x, (self.q_proj, self.k_proj, self.v_proj), tokens)
 
     def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
         return row_linear(out, self.o_proj, tokens)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + f", context={self.context!r}, overlap={self.overlap!r}"
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -216,24 +190,15 @@ class MegatronMLP(nn.Module):
             sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
                 their lengths in a handshake, which is a graph break under ``torch.compile``.
         """
-        if not isinstance(sharding, Sharding):
-            return self._after_handshake(x_local, sharding)
-        check_hidden(x_local, self.hidden_size, self.up_proj)
-        return self._compute(with_gradient_on_all_ranks(x_local), sharding, None)
-
-    @no_compile
-    def _after_handshake(self, x_local: Tensor, sharding: None) -> Tensor:
-        check_sharding(sharding)
 
         def header() -> HiddenHeader:
             check_hidden(x_local, self.hidden_size, self.up_proj)
             return HiddenHeader.of(x_local)
 
-        tp = self._parallel_context.tensor
-        return self._compute(x_local, *sharding_by_handshake(header, tp, "batch", "dtype", "requires_gradient"))
+        return with_sharding(partial(self._compute, x_local), sharding, header, self._parallel_context)
 
     def _compute(self, x_local: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
-        tokens = None
+        x_local, tokens = with_gradient_on_all_ranks(x_local, lengths), None
         if self._tensor_ranks > 1:
             options = ChunkOptions(self.overlap, lengths=lengths)
             tokens = ShardedTokens(x_local.shape[1], sharding, self._parallel_context, options)
@@ -260,30 +225,49 @@ class HiddenHeader(NamedTuple):
         return HiddenHeader(x.shape[1], x.shape[0], x.dtype, x.requires_grad and torch.is_grad_enabled())
 
 
-def sharding_by_handshake(
-    make_header: Callable[[], Any], tp: ProcessGroup | None, *same: str
-) -> tuple[Sharding, tuple[int, ...]]:
-    """A sharding over the ranks of ``tp``, and the number of tokens that each rank says it holds.
+def with_sharding(
+    compute: Callable[[Sharding, tuple[int, ...] | None], Tensor],
+    sharding: Sharding | None,
+    make_header: Callable[[], Any],
+    ranks: ParallelContext,
+) -> Tensor:
+    """``compute(sharding, lengths)``. Without a sharding, the ranks make one in a handshake.
 
     For modules in which tokens do not interact: their order is the order of the ranks, and any lengths will do.
 
     Args:
-        make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens.
-        tp: the tensor-parallel ranks.
-        same: the fields of the header that must be the same on every rank.
+        compute: takes the sharding, and the number of tokens of each rank, or None if the sharding says it.
+        sharding: the caller's.
+        make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens, and its other
+            fields must be the same on every rank.
+        ranks: those of the module.
     """
-    headers = all_gather_header(make_header, tp)
-    check_same(headers, *same)
+    if not isinstance(sharding, Sharding):
+        return _agree_and_compute(compute, sharding, make_header, ranks)
+    make_header()
+    return compute(sharding, None)
+
+
+@no_compile
+def _agree_and_compute(
+    compute: Callable[[Sharding, tuple[int, ...] | None], Tensor],
+    sharding: None,
+    make_header: Callable[[], Any],
+    ranks: ParallelContext,
+) -> Tensor:
+    check_sharding(sharding)
+    headers = all_gather_header(make_header, ranks.tensor)
+    check_same(headers, *(name for name in headers[0]._fields if name != "length"))
     lengths = tuple(header.length for header in headers)
-    return Sharding(sum(lengths), "contiguous", group=tp), lengths
+    return compute(Sharding(sum(lengths), "contiguous", group=ranks.tensor), lengths)
 
 
-def with_gradient_on_all_ranks(x: Tensor) -> Tensor:
+def with_gradient_on_all_ranks(x: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
     """``x``, or an alias that requires a gradient if gradients are on, because backward sends its gradient.
 
-    Without a handshake, no rank knows whether another rank's ``x`` requires one.
+    After a handshake, which exchanges ``lengths``, the ranks know that every ``x`` requires a gradient or none does.
     """
-    return x if torch.compiler.is_compiling() else with_gradient(x)
+    return x if torch.compiler.is_compiling() or lengths is not None else with_gradient(x)
 
 
 def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: ShardedTokens | None) -> list[Tensor]:
@@ -291,8 +275,8 @@ def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: Sharded
     if tokens is None:
         return [F.linear(x, linear.weight, linear.bias) for linear in linears]
     outs = gather_and_project(x, [linear.local_weight("weight") for linear in linears], tokens)
-    biases = [linear.local_weight("bias") for linear in linears]
-    return [y if bias is None else y + bias for y, bias in zip(outs, biases, strict=True)]
+    pairs = zip(outs, linears, strict=True)
+    return [y if linear.bias is None else y + linear.local_weight("bias") for y, linear in pairs]
 
 
 def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -> Tensor:
@@ -301,8 +285,7 @@ def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -
         local: Tensor = linear(x)
         return local
     y = project_and_scatter(x, linear.local_weight("weight"), tokens)
-    bias: Tensor | None = linear.local_weight("bias")
-    return y if bias is None else y + bias
+    return y if linear.bias is None else y.add(linear.local_weight("bias"))
 
 
 def _default_context(mesh: DeviceMesh | None) -> str:

@@ -6,6 +6,7 @@ operators are in ``sharded_vocab.py``.
 
 from __future__ import annotations
 
+from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice, check_hidden, check_int, no_compile
-from ..mesh import ParallelContext, size_of, tensor_group
+from ..mesh import ANY_RANKS, ParallelContext, size_of
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
@@ -23,7 +24,6 @@ from .sharded_vocab import (
     IGNORE_INDEX,
     VocabPart,
     check_float_tensor,
-    check_id_tensor,
     check_ids,
     check_labels,
     check_logits,
@@ -32,7 +32,7 @@ from .sharded_vocab import (
     vocab_linear_cross_entropy,
 )
 from .sharded_weights import ShardedLinear, ShardedWeights
-from .tensor_parallel import HiddenHeader, column_linear, sharding_by_handshake, with_gradient_on_all_ranks
+from .tensor_parallel import HiddenHeader, column_linear, with_gradient_on_all_ranks, with_sharding
 
 _CHUNK_BYTES = 128 << 20  # of the float32 logits that exist at a time, by default
 
@@ -42,15 +42,11 @@ class VocabParallelEmbedding(ShardedWeights):
 
     Each rank holds the embeddings of a part of the vocabulary, whose size need not divide by the number of ranks. The
     ranks all-gather the ids (8 bytes per token), each rank looks up the ids in its part, and a reduce-scatter sums the
-    results.
+    results. See ``MegatronMLP`` for the other arguments.
 
     Args:
         num_embeddings: the size of the full vocabulary.
         embedding_dim: the hidden size.
-        mesh: the vocabulary and the tokens are sharded over its tp dimension.
-        group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
-        device: the device of the weight.
-        dtype: the dtype of the weight.
     """
 
     def __init__(
@@ -79,27 +75,18 @@ class VocabParallelEmbedding(ShardedWeights):
         self.copy_parameters(nn.Embedding(self.num_embeddings, self.embedding_dim, **factory_kwargs))
 
     def forward(self, ids: Tensor, sharding: Sharding | None = None) -> Tensor:
-        """Embeddings ``[batch, seq, hidden]`` of ``ids``, int64 ``[batch, seq]``.
+        """The embeddings of this rank's tokens, ``[batch, seq, hidden]``.
 
         Args:
-            ids: of this rank's tokens.
-            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it, the ranks exchange
-                their lengths in a handshake, which is a graph break under ``torch.compile``.
+            ids: int64 ``[batch, seq]``, of this rank's tokens.
+            sharding: as for ``MegatronMLP.forward``.
         """
-        if not isinstance(sharding, Sharding):
-            return self._after_handshake(ids, sharding)
-        check_id_tensor("ids", ids)
-        return self._embed(ids, sharding, None)
-
-    @no_compile
-    def _after_handshake(self, ids: Tensor, sharding: None) -> Tensor:
-        check_sharding(sharding)
 
         def header() -> _IdsHeader:
             check_ids("ids", ids, self.num_embeddings)
             return _IdsHeader(ids.shape[1], ids.shape[0])
 
-        return self._embed(ids, *sharding_by_handshake(header, self._parallel_context.tensor, "batch"))
+        return with_sharding(partial(self._embed, ids), sharding, header, self._parallel_context)
 
     def _embed(self, ids: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
         weight, options = self.local_weight("weight"), ChunkOptions("none", lengths=lengths)
@@ -112,11 +99,11 @@ class VocabParallelHead(ShardedLinear):
 
     The input is ``[batch, seq, hidden]``. The output is ``[batch, tokens, vocab_local]``, with the tokens in the order
     of the ranks, as ``vocab_parallel_cross_entropy`` takes them. Given labels, the head returns the loss instead, and
-    never holds the logits of all tokens. See ``VocabParallelEmbedding`` for the other arguments.
+    never holds the logits of all tokens. See ``MegatronMLP`` for the other arguments.
 
     Args:
+        num_embeddings: the size of the full vocabulary.
         bias: whether the logits have a bias.
-        overlap: "auto", "ring", "symm_mem" or "none": how the all-gather overlaps with the GEMM.
     """
 
     def __init__(
@@ -159,7 +146,7 @@ class VocabParallelHead(ShardedLinear):
         Args:
             x_local: ``[batch, seq, hidden]``, of this rank's tokens.
             labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
-            sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``. Without it there is a handshake.
+            sharding: as for ``MegatronMLP.forward``.
             ignore_index: the label of tokens without loss.
             chunk_tokens: with labels, how many tokens have logits at a time; by default as many as fit into 128 MiB in
                 float32.
@@ -168,19 +155,6 @@ class VocabParallelHead(ShardedLinear):
             The logits, ``[batch, tokens, vocab_local]``. With labels, the loss of each of the group's tokens as
             ``vocab_parallel_cross_entropy`` returns it: ``[batch, tokens]``, float32 (float64 for float64).
         """
-        if not isinstance(sharding, Sharding):
-            return self._after_handshake(x_local, labels, sharding, ignore_index, chunk_tokens)
-        check_hidden(x_local, self.in_features, self)
-        if labels is not None:
-            check_id_tensor("labels", labels)
-        x_local = with_gradient_on_all_ranks(x_local)
-        return self._compute(x_local, labels, ignore_index, chunk_tokens, sharding, None)
-
-    @no_compile
-    def _after_handshake(
-        self, x_local: Tensor, labels: Tensor | None, sharding: None, ignore_index: int, chunk_tokens: int | None
-    ) -> Tensor:
-        check_sharding(sharding)
 
         def header() -> HiddenHeader:
             check_hidden(x_local, self.in_features, self)
@@ -189,8 +163,8 @@ class VocabParallelHead(ShardedLinear):
                 self._tokens_at_a_time(chunk_tokens)
             return HiddenHeader.of(x_local)
 
-        agreed = sharding_by_handshake(header, self._parallel_context.tensor, "batch", "dtype", "requires_gradient")
-        return self._compute(x_local, labels, ignore_index, chunk_tokens, *agreed)
+        compute = partial(self._compute, x_local, labels, ignore_index, chunk_tokens)
+        return with_sharding(compute, sharding, header, self._parallel_context)
 
     def _compute(
         self,
@@ -201,6 +175,7 @@ class VocabParallelHead(ShardedLinear):
         sharding: Sharding,
         lengths: tuple[int, ...] | None,
     ) -> Tensor:
+        x = with_gradient_on_all_ranks(x, lengths)
         ranks = self._parallel_context
         if labels is None:
             tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions(self.overlap, lengths=lengths))
@@ -256,50 +231,29 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes that do not fit together, or a label outside the vocabulary.
         RuntimeError: another rank raised an error on its own input.
     """
-    if isinstance(sharding, Sharding) and mesh is None and group is None:
-        return _cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, None)
-    return _checked_cross_entropy(logits, labels, num_embeddings, ignore_index, mesh, group, sharding)
+    if sharding is not None and (mesh is not None or group is not None):
+        _check_arguments(sharding, mesh, group)
+    ranks = ParallelContext(mesh, group) if sharding is None else ANY_RANKS
 
+    def header() -> _LogitsHeader:
+        check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
+        check_ids("labels", labels, num_embeddings, ignore_index)
+        if sharding is None:  # otherwise the operator checks it, which knows the ranks
+            check_logits(logits, labels, VocabPart.of_rank(num_embeddings, ranks.tensor, ignore_index))
+        return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
 
-def _cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    num_embeddings: int,
-    ignore_index: int,
-    sharding: Sharding,
-    lengths: tuple[int, ...] | None,
-) -> Tensor:
-    check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
-    check_id_tensor("labels", labels)
-    options = ChunkOptions("none", lengths=lengths)
-    loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
-    return loss
+    def compute(sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
+        options = ChunkOptions("none", lengths=lengths)
+        loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
+        return loss
+
+    return with_sharding(compute, sharding, header, ranks)
 
 
 @no_compile
-def _checked_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    num_embeddings: int,
-    ignore_index: int,
-    mesh: DeviceMesh | None,
-    group: ProcessGroup | None,
-    sharding: Sharding | None,
-) -> Tensor:
-    """``vocab_parallel_cross_entropy`` after a handshake, or after comparing the sharding with mesh and group."""
+def _check_arguments(sharding: Sharding, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
     check_sharding(sharding)
-    if sharding is not None:
-        sharding.check_arguments(mesh=mesh, group=group)
-        return _cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, None)
-    tp = tensor_group(mesh, group)
-
-    def header() -> _LogitsHeader:
-        check_ids("labels", labels, num_embeddings, ignore_index)
-        check_logits(logits, labels, VocabPart.of_rank(num_embeddings, tp, ignore_index))
-        return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
-
-    agreed = sharding_by_handshake(header, tp, "tokens_of_logits", "batch", "dtype_of_logits")
-    return _cross_entropy(logits, labels, num_embeddings, ignore_index, *agreed)
+    sharding.check_arguments(mesh=mesh, group=group)
 
 
 class _IdsHeader(NamedTuple):

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..comm.p2p import make_ready
 from .autograd import attention_backward, attention_forward
-from .call import AttentionCall
+from .operators import new_call
 from .sequence_chunks import Piece, SequenceChunks
 from .tensor_sequence import all_gather_linear_backward, project
 
@@ -70,20 +70,23 @@ class GatheredAttention(torch.autograd.Function):
         k_weight: Tensor,
         v_weight: Tensor,
         sinks: Tensor | None,
+        seed: Tensor | None,
         arriving: Iterator[Iterator[Piece]],
         chunks: SequenceChunks,
         finish: FinishKeys,
-        call: AttentionCall,
+        where: tuple[Any, ...],
         *parameters: Tensor,
     ) -> Tensor:
         """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``.
 
-        ``arriving`` is what ``start_gather(x)`` returned; ``finish`` takes ``parameters``.
+        ``arriving`` is what ``start_gather(x)`` returned, ``finish`` takes ``parameters``. ``seed`` and ``where`` are
+        arguments of the operator ``attention``: ``where`` is the spec, the mask, the sharding and the ranks.
         """
-        ctx.chunks, ctx.finish, ctx.call = chunks, finish, call
+        ctx.chunks, ctx.finish = chunks, finish
         with torch.autocast(x.device.type, enabled=False):
             k, v = finish(*project(arriving, x, (k_weight, v_weight), chunks), *parameters)
-        out, _, q, _, _, _, lse = attention_forward(call, q, k, v)
+        ctx.call = new_call(q, k, v, sinks, None, seed, None, *where)
+        out, _, q, _, _, _, lse = attention_forward(ctx.call, q, k, v)
         ctx.save_for_backward(q, x, k_weight, v_weight, out, lse, *parameters)
         return out
 
@@ -106,7 +109,7 @@ class GatheredAttention(torch.autograd.Function):
             douts = gradients(dk, dv)
             del dk, dv, gradients
             dx, dweights = all_gather_linear_backward(douts[:2], x, weights, chunks, need_x, need_weights, full)
-        return dq, dx, *dweights, dsinks, *[None] * 4, *douts[2:]
+        return dq, dx, *dweights, dsinks, *[None] * 5, *douts[2:]
 
 
 def differentiable(

@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.shapes, ctx.call = (spec, *where), (q.shape, k.shape, v.shape), None
         if not spec.returns_saved:  # the body of the operator: it keeps its call for backward
-            ctx.call = _call(q, k, v, *args)
+            ctx.call = new_call(q, k, v, *args)
             results = autograd.attention_forward(with_latents(ctx.call, latent_weight, q.shape, v.shape), q, k, v)
             results, saved = results[:2], results[2:]
         else:
@@ -182,7 +182,7 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, dsinks, None, None, d_weight, *[None] * 4
 
 
-def _call(
+def new_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -263,7 +263,7 @@ def attention(
         ``out [b, s, h, e]``; ``lse [b, h, s]``, which is empty unless ``spec.return_lse`` if the strategy has an
         all-to-all; the tensors of ``_kept_dtypes``; and with ``spec.draws_seed`` rank 0's seed.
     """
-    call = _call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
+    call = new_call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
     out, lse, *saved = autograd.attention_forward(with_latents(call, latent_weight, q.shape, v.shape), q, k, v)
     results = [out, lse]
     exchange = head_exchange(call, q.shape, q.device)

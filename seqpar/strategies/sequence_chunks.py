@@ -78,7 +78,7 @@ class ChunkRows:
         return [rows.length for rows in self.chunks]
 
 
-def _rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) -> ChunkRows:
+def rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) -> ChunkRows:
     """The rows of the tensor-parallel ranks that attention treats as its single rank ``rank``. Cached."""
 
     def make() -> ChunkRows:
@@ -111,7 +111,8 @@ def _rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) ->
 
 
 @lru_cache(maxsize=8)
-def _rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
+def rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
+    """The rows of ranks that hold ``lengths`` tokens, where the full sequence is one rank's tokens after another's."""
     return _cut(lengths, lambda span: Rows(span.start, len(span)), None)
 
 
@@ -140,27 +141,6 @@ class SequenceChunks:
     overlap: str = "ring"  # or "symm_mem" or "none"
     float32_gradients: bool = False  # with "ring": half-precision gradients of the input are summed and sent in float32
 
-    @staticmethod
-    def of_sharding(
-        group: ProcessGroup, sharding: TokenLayout, rank: int, overlap: str, device: torch.device
-    ) -> SequenceChunks:
-        """The chunks of the tensor-parallel ranks that attention treats as its single rank ``rank``."""
-        rows = _rows_of_sharding(sharding, rank, device)
-        return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
-
-    @staticmethod
-    def of_context(group: ProcessGroup | None, sharding: TokenLayout, device: torch.device) -> SequenceChunks:
-        """The chunks of all ranks of attention, each of which will hold the full sequence."""
-        return SequenceChunks(group, _rows_of_sharding(sharding.together(), 0, device), float32_gradients=True)
-
-    @staticmethod
-    def in_rank_order(
-        group: ProcessGroup | None, lengths: Sequence[int], overlap: str, device: torch.device
-    ) -> SequenceChunks:
-        """Chunks of ``lengths`` tokens, where the full sequence is the chunks of all ranks one after another."""
-        rows = _rows_in_rank_order(tuple(lengths))
-        return SequenceChunks(group, rows, _resolve_overlap(overlap, group, rows, device))
-
     @cached_property
     def size(self) -> int:
         return size_of(self.group)
@@ -169,7 +149,7 @@ class SequenceChunks:
     def rank(self) -> int:
         return rank_in(self.group)
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Tokens of the full sequence."""
         return sum(self.rows.lengths)
@@ -296,7 +276,7 @@ class PartialSums:
         return total.to(self._local.dtype)
 
 
-def _resolve_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> str:
+def resolve_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> str:
     """``overlap`` with "auto" resolved. Raises a ValueError if "symm_mem" cannot run."""
     if overlap == "symm_mem" and group is not None:
         even = rows.order is None and len(set(rows.lengths)) == 1

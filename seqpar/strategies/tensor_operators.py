@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from ..cache import context_of
 from ..comm.p2p import make_ready
 from ..compile_types import Opaque, register_constant_type
 from ..library import operator
@@ -29,7 +30,7 @@ from ..sharding import Sharding
 from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence
 from .autograd import to_autocast_dtype
-from .sequence_chunks import SequenceChunks
+from .sequence_chunks import SequenceChunks, resolve_overlap, rows_in_rank_order, rows_of_sharding
 
 # By overlap: the module whose functions compute.
 _ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_mem": one_gemm}
@@ -75,16 +76,29 @@ class ShardedTokens(NamedTuple):
 def chunks_of(
     tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
 ) -> SequenceChunks:
-    """The chunks of a layer whose rank holds ``tokens`` tokens."""
-    if options.attention is None:
-        lengths = lengths_of(tokens, sharding, ranks.tensor, options)
-        return SequenceChunks.in_rank_order(ranks.tensor, lengths, options.overlap, device)
-    sharding.check_local(tokens)
-    placement = sharding.place(options.attention, ranks)
-    if options.attention.replicated:
-        return SequenceChunks.of_context(placement.sequence, placement.tokens, device)
-    assert ranks.tensor is not None
-    return SequenceChunks.of_sharding(ranks.tensor, placement.tokens, placement.rank, options.overlap, device)
+    """The chunks of a layer whose rank holds ``tokens`` tokens. Made once for a sharding."""
+    key = tokens, ranks, options, *context_of(device)
+    chunks: SequenceChunks | None = sharding.chunks.get(key)
+    if chunks is None:
+        chunks = sharding.chunks[key] = _make_chunks(tokens, sharding, ranks, options, device)
+    return chunks
+
+
+def _make_chunks(
+    tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
+) -> SequenceChunks:
+    attention, group = options.attention, ranks.tensor
+    if attention is None:
+        rows = rows_in_rank_order(lengths_of(tokens, sharding, group, options))
+    else:
+        sharding.check_local(tokens)
+        placement = sharding.place(attention, ranks)
+        layout, rank = placement.tokens, placement.rank
+        if attention.replicated:
+            group, layout, rank = placement.sequence, layout.together(), 0
+        rows = rows_of_sharding(layout, rank, device)
+    overlap = resolve_overlap(options.overlap, group, rows, device)
+    return SequenceChunks(group, rows, overlap, float32_gradients=attention is not None and attention.replicated)
 
 
 def gather_and_project(x: Tensor, weights: Sequence[Tensor], tokens: ShardedTokens) -> list[Tensor]:

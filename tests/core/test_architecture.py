@@ -24,6 +24,7 @@ FLOORS = (
         "runs",
         "startup",
         "triton_kernels",
+        "wrappers",
     ),
     ("schedule", "comm", "kernels"),
     ("strategies", "planner", "functional", "sharding", "spec"),

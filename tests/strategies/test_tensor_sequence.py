@@ -18,7 +18,7 @@ from seqpar.layout import LAYOUTS, Layout
 from seqpar.mesh import ParallelContext
 from seqpar.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
-from seqpar.strategies.sequence_chunks import SequenceChunks
+from seqpar.strategies.sequence_chunks import resolve_overlap, rows_in_rank_order
 from seqpar.strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 
 from ..live_bytes import LiveBytes
@@ -143,4 +143,4 @@ def test_gradients_of_joined_projections(pool: Pool, overlap: str, frozen: bool)
 def test_auto_is_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the fused operators could run, which have not been measured."""
     monkeypatch.setattr(sequence_chunks, "symmetric_memory_reason", lambda *args: None)
-    assert SequenceChunks.in_rank_order(None, [4], "auto", CPU).overlap == "ring"
+    assert resolve_overlap("auto", None, rows_in_rank_order((4,)), CPU) == "ring"

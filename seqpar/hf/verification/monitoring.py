@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from ...layers.wrappers import outermost
+from ...wrappers import outermost
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of

@@ -25,8 +25,8 @@ from transformers.masking_utils import (
 )
 
 from ...comm.communicator import existing_communicators
-from ...layers.wrappers import outermost
 from ...rendezvous import group_timeout
+from ...wrappers import outermost
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
 from ..per_rank import on_this_rank

@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 from ...checks import check_number
 from ...comm.handshake import all_gather_header
 from ...layers.gradients import sync_gradients
-from ...layers.wrappers import gradient_wrappers
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
+from ...wrappers import gradient_wrappers
 from ..batch import checksum
 from ..loss import reduce_over_ranks
 from ..state import NAME, Patch, patch_of

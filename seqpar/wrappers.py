@@ -1,0 +1,241 @@
+"""The wrappers that reduce a model's gradients over ranks: DDP, FSDP1, ``fully_shard`` and DeepSpeed.
+
+``owners`` says what they do to the gradient of each parameter. The functions after it find the wrappers of one model.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from .checks import no_compile
+
+_DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine"  # recognized by name, because it may not be installed
+
+_wrappers: WeakSet[nn.Module] = WeakSet()  # every DDP, FSDP1 and DeepSpeed wrapper known in this process
+_searched = [False]  # whether the process has been searched for wrappers that were made before this file was imported
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a wrapper does to the gradients of its parameters: the sum over ``ranks``, divided by ``divisor``."""
+
+    ranks: frozenset[int]  # global ranks
+    divisor: float | None  # None if it is not known, as for DeepSpeed
+    name: str = field(compare=False)  # of the wrapper's class
+    groups: tuple[ProcessGroup, ...] = field(compare=False)  # a sum over one after another is a sum over ``ranks``
+
+
+class Owners(NamedTuple):
+    """Who reduces the gradients of which parameters in this process."""
+
+    # By the ``id`` of a parameter, or of the tensor that is in autograd's graph in its place.
+    reductions: dict[int, tuple[Reduction, ...]]
+    # By the ``id`` of such a tensor: the parameters that it stands for.
+    parameters: dict[int, tuple[nn.Parameter, ...]]
+
+
+def owners() -> Owners:
+    """The owners of all parameters. This runs in every backward, so it creates few objects."""
+    owned = Owners({}, {})
+    for wrapper in known_wrappers():
+        if isinstance(wrapper, FSDPModule):
+            for reduction, group in zip(reductions(wrapper), parameter_groups(wrapper), strict=True):
+                for p in group.fsdp_params:
+                    _add(owned, (reduction,), (p.sharded_param,), getattr(p, "_unsharded_param", None))
+            continue
+        in_graph: Any = None
+        # A wrapper whose constructor has raised an error may lack its attributes.
+        if isinstance(wrapper, DistributedDataParallel):
+            parameters = tuple(vars(wrapper).get("_module_parameters", ()))
+        elif isinstance(wrapper, FullyShardedDataParallel):
+            in_graph = getattr(vars(wrapper).get("_handle"), "flat_param", None)
+            parameters = () if in_graph is None else tuple(in_graph._params or [in_graph])
+        else:
+            parameters = tuple(wrapper.parameters())
+        if parameters:
+            _add(owned, tuple(reductions(wrapper)), parameters, in_graph)
+    return owned
+
+
+def _add(owned: Owners, found: tuple[Reduction, ...], parameters: Sequence[nn.Parameter], in_graph: Any) -> None:
+    """Add the owners of some parameters. ``in_graph`` stands for all of them in autograd's graph, unless it is None."""
+    for p in parameters:
+        owned.reductions[id(p)] = owned.reductions[id(p)] + found if id(p) in owned.reductions else found
+    if in_graph is not None:
+        owned.reductions[id(in_graph)] = found
+        owned.parameters[id(in_graph)] = tuple(parameters)
+
+
+def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
+    """What a wrapper does to gradients: one reduction, or one for each group of parameters of ``fully_shard``."""
+    if isinstance(wrapper, DistributedDataParallel):
+        yield _average("DistributedDataParallel", [wrapper.process_group])
+    elif isinstance(wrapper, FullyShardedDataParallel):
+        groups = [wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)]
+        yield _average("FullyShardedDataParallel", groups, _hybrid_ranks(wrapper))
+    elif isinstance(wrapper, FSDPModule):
+        for group in parameter_groups(wrapper):
+            info = group.mesh_info
+            groups = [getattr(info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
+            hybrid = None not in groups
+            found = _average("fully_shard", groups, frozenset(info.mesh.mesh.flatten().tolist()) if hybrid else None)
+            by_hand = group.gradient_divide_factor
+            yield found if by_hand is None else replace(found, divisor=by_hand)
+    else:
+        yield Reduction(frozenset(range(dist.get_world_size())), None, type(wrapper).__name__, ())
+
+
+def _average(name: str, groups: Iterable[ProcessGroup | None], ranks: frozenset[int] | None = None) -> Reduction:
+    present = tuple(group for group in groups if group is not None)
+    ranks = ranks or frozenset(dist.get_process_group_ranks(present[0]))
+    return Reduction(ranks, len(ranks), name, present)
+
+
+def _hybrid_ranks(wrapper: Any) -> frozenset[int] | None:
+    """With hybrid sharding, the ranks of an FSDP1 wrapper's shards and replicas together."""
+    if wrapper._device_mesh is not None:
+        return frozenset(wrapper._device_mesh.mesh.flatten().tolist())
+    replicas = getattr(wrapper, "_inter_node_pg", None)
+    if replicas is None:
+        return None
+    if wrapper.process_group.size() * replicas.size() == dist.get_world_size():
+        return frozenset(range(dist.get_world_size()))
+    return frozenset(chain(*map(dist.get_process_group_ranks, (wrapper.process_group, replicas))))
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that ``fully_shard`` made for ``module`` itself."""
+    state = module._get_fsdp_state()
+    # In torch 2.13 a module may have several parameter groups; in earlier versions it has at most one.
+    several = getattr(state, "_fsdp_param_groups", None)
+    single = getattr(state, "_fsdp_param_group", None)
+    return list(several) if several else [single] if single is not None else []
+
+
+def known_wrappers() -> list[nn.Module]:
+    """Every DDP, FSDP1 and DeepSpeed wrapper and every module of ``fully_shard`` in this process.
+
+    The first call also searches the process for wrappers that were created before this file was imported.
+    """
+    if not _searched[0]:
+        _wrappers.update(x for x in gc.get_objects() if issubclass(type(x), nn.Module) and _is_wrapper(type(x)))
+        _searched[0] = True
+    return [*_wrappers, *(m for m in list(_module_state_mapping) if isinstance(m, FSDPModule))]
+
+
+def _is_wrapper(cls: type[nn.Module]) -> bool:
+    if issubclass(cls, DistributedDataParallel | FullyShardedDataParallel):
+        return True
+    return any(f"{base.__module__}.{base.__qualname__}" == _DEEPSPEED for base in cls.__mro__)
+
+
+def _remember(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Add ``module`` to the known wrappers if it is one. torch calls this hook when a module registers a submodule."""
+    if _is_wrapper(type(module)):
+        _wrappers.add(module)
+
+
+register_module_module_registration_hook(_remember)
+
+
+_collected: WeakSet[nn.Module] = WeakSet()  # the models for which unused wrappers have been freed
+
+
+class Averaging(NamedTuple):
+    """A wrapper that averages the gradients of a model."""
+
+    name: str  # of its class, for error messages
+    ranks: frozenset[int]  # the global ranks that it averages over
+
+
+@no_compile
+def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Averaging]:
+    """The wrappers in and around ``model`` that average gradients of its parameters.
+
+    A wrapper counts if it holds any part of the model, as a pipeline stage may. With ``fully_shard``, groups of
+    parameters whose ``gradient_divide_factor`` was set by hand do not count. DDP reduces only the gradients of forwards
+    that were called through it: ``in_forward``, in the model's forward, only the DDP that is running counts.
+
+    Raises:
+        ValueError: one of the wrappers is DeepSpeed, whose configuration decides what it divides by.
+    """
+    found = _known_wrappers(model)
+    if found:
+        parts = {id(x) for x in chain(model.modules(), model.parameters())}
+        found = [w for w in found if any(id(x) in parts for x in chain(w.modules(), w.parameters()))]
+    if in_forward:
+        active = DistributedDataParallel._active_ddp_module
+        found = [w for w in found if not isinstance(w, DistributedDataParallel) or w is active or _in_python(w)]
+    return {averaging for wrapper in found for averaging in _averaging(wrapper)}
+
+
+def gradient_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> list[Averaging]:
+    """The DDP, FSDP1 and ``fully_shard`` modules in ``model``, or ``model`` itself, that average over all ``group``."""
+    if group is None:
+        return []
+    sequence = frozenset(dist.get_process_group_ranks(group))
+    types = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    found = {averaging for m in model.modules() if isinstance(m, types) for averaging in _averaging(m)}
+    return [averaging for averaging in found if sequence <= averaging.ranks]
+
+
+def outermost(model: nn.Module) -> nn.Module:
+    """The outermost DDP, FSDP or DeepSpeed engine around ``model``, or ``model`` itself."""
+    around = [w for w in _known_wrappers(model) if any(m is model for m in w.modules())]
+    return max([model, *around], key=lambda m: sum(1 for _ in m.modules()))
+
+
+def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:
+    """Whether the full weight of ``head`` is available until the forward of ``model`` ends.
+
+    A wrapper that shards ``head`` by itself gathers its weight only for the forward of ``head``.
+    """
+    if isinstance(head, FSDPModule) or isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id"):
+        return False  # DeepSpeed's ZeRO-3 marks the parameters that it partitions by ds_id
+    if any(isinstance(w, FullyShardedDataParallel) and w.module is head for w in _known_wrappers(model)):
+        return False
+    return tuple(head.weight.shape) == (head.out_features, head.in_features)
+
+
+def _averaging(wrapper: nn.Module) -> Iterator[Averaging]:
+    for reduction in reductions(wrapper):
+        if reduction.divisor is None:
+            raise deepspeed_error(f"the model is inside a {reduction.name}")
+        if reduction.divisor == len(reduction.ranks):
+            yield Averaging(reduction.name, reduction.ranks)
+
+
+def deepspeed_error(found: str) -> ValueError:
+    """The error for ``gradients="auto"`` with DeepSpeed. ``found`` says where DeepSpeed was found."""
+    return ValueError(
+        f"gradients='auto': {found}, and DeepSpeed's configuration decides what it divides gradients by; call "
+        "parallelize with gradients='mean' if it averages over all ranks of the sequence (its default), or "
+        "gradients='partial' if it averages over dp only"
+    )
+
+
+def _in_python(wrapper: DistributedDataParallel) -> bool:
+    """Whether the DDP reduces gradients in any backward, by hooks on parameters (``optimize_ddp="python_reducer"``)."""
+    return bool(getattr(wrapper, "_use_python_reducer", False))
+
+
+def _known_wrappers(model: nn.Module) -> list[nn.Module]:
+    """Every wrapper in this process. The first call for a model frees the wrappers that are no longer used."""
+    if model not in _collected:
+        gc.collect()
+        _collected.add(model)
+    return known_wrappers()
