@@ -29,6 +29,7 @@ from ..checks import no_compile
 from ..comm.collectives import all_gather
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..comm.trace import count_sent
+from ..reductions import factor_at, mark
 from .batch import BOUNDARY_NAMES, tokens_of
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
 from .key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
@@ -287,6 +288,7 @@ class _ExchangeOutputs(torch.autograd.Function):
             for peer in range(ranks)
         ]
         by_peer = _all_to_all(by_batch, specs, group)
+        mark(ctx, group, "partial")
         ctx.places, ctx.rank, ctx.group = places, rank, group
         ctx.specs = [[(tuple(x.shape), x.dtype) for x in batch] for batch in by_batch]
         outputs = []
@@ -305,6 +307,7 @@ class _ExchangeOutputs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        factor_at(ctx, "sum")  # notes that the model's gradients are partial
         ranks, differentiable = len(ctx.places), ctx.differentiable
         sends: list[list[Tensor]] = [[] for _ in range(ranks)]
         for i in differentiable:
