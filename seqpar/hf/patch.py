@@ -190,7 +190,7 @@ def _compare_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
     names = {module: name for name, module in root.named_modules()}
     claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trial.attention_calls]
     masks = [model_mask(**arguments) for arguments in trial.mask_calls]
-    conflicts = compare_masks(masks, claims, trial.tokens, type(root).__name__)
+    conflicts = compare_masks(masks, claims, trial.length, type(root).__name__)
     patch.causality_conflicts.update(conflicts)
     patch.known_masks.update(structure(mask.function) for mask in masks)
     patch.layer_masks.update((not x[0], *x[1:]) if x in conflicts else x for _, x in claims)

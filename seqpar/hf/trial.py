@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,20 +39,65 @@ _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SMALL = 1 << 16  # parameters of at most so many elements are replaced by contiguous tensors
 
-MaskedLayer = tuple[nn.Module, bool | None, int | None]  # an attention layer, its is_causal and its sliding_window
 
-
-@dataclass
 class Trial:
-    """The results of a trial run. ``mixer`` and ``pooler`` are the name and the class of a module."""
+    """The results of a trial run of ``root``, and its hooks, which write the results.
 
-    attention_modules: list[nn.Module] = field(default_factory=list)  # the modules that called the attention function
-    attention_calls: list[MaskedLayer] = field(default_factory=list)
-    mask_calls: list[dict[str, Any]] = field(default_factory=list)  # arguments of the calls of the mask interface
-    tokens: int = 0
-    mixer: tuple[str, str] | None = None  # the innermost module whose output for a token depends on other tokens
-    pooler: tuple[str, str] | None = None  # the innermost module that returns one vector per sequence
-    error: Exception | None = None  # what ended the trial run
+    Attributes:
+        attention_modules: the modules that called the attention function.
+        attention_calls: these modules, each with its ``is_causal`` and ``sliding_window``.
+        mask_calls: the arguments of the calls of the mask interface.
+        length: the number of tokens.
+        mixer: name and class of the innermost module whose output for a token depends on other tokens.
+        pooler: name and class of the innermost module that returns one vector per sequence.
+        error: what ended the trial run.
+    """
+
+    def __init__(self, root: PreTrainedModel) -> None:
+        self.attention_modules: list[nn.Module] = []
+        self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []
+        self.mask_calls: list[dict[str, Any]] = []
+        self.mixer: tuple[str, str] | None = None
+        self.pooler: tuple[str, str] | None = None
+        self.error: Exception | None = None
+        sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
+        sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
+        self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
+        self._root = root
+        self._names = {module: name for name, module in root.named_modules()}
+        self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
+        self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # The module whose forward calls this one may have mixed the arguments.
+        self._check((*args, *kwargs.values()), self._running[-1] if self._running else self._root)
+        self._running.append(module)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
+        self._check(output, module)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        self.attention_modules.append(module)
+        self.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
+        self._check([x.transpose(1, 2) for x in (q, k, v)], module)
+        return attend_to_own_token(module, q, k, v)
+
+    def check_output(self, output: Any) -> None:
+        self._check(output, self._root)
+        for x in _tensors(output):
+            module = next((module for y, module in self._pooled if y is x), None)
+            if module is not None and self.pooler is None:
+                self.pooler = self._names[module], type(module).__name__
+        if not any(bool(x.isfinite().all()) for x in _tensors(output)):
+            raise ValueError("its outputs are not finite")
+
+    def _check(self, values: Any, module: nn.Module) -> None:
+        if self.mixer is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
+            self.mixer = self._names.get(module, ""), type(module).__name__
 
 
 def attend_to_own_token(
@@ -74,8 +118,7 @@ def attend_to_own_token(
 @torch.no_grad()
 def run_trial(root: PreTrainedModel) -> Trial:
     """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards."""
-    tracer = _Tracer(root)
-    trial = tracer.trial
+    trial = Trial(root)
     with ExitStack() as stack:
         try:
             stack.enter_context(_substitutes(root, trial.mask_calls))
@@ -83,69 +126,23 @@ def run_trial(root: PreTrainedModel) -> Trial:
             # With so few tokens, several threads would be slower than one.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-            ids = _token_ids(root, tracer.rows, tracer.length)
+            ids = _token_ids(root, trial.rows, trial.length)
             for module in root.modules():
-                stack.callback(module.register_forward_pre_hook(tracer.before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(tracer.after).remove)
+                stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(trial.after).remove)
             same_kind = _run_one_of_each_kind(root)
-            stack.enter_context(replaced_interface(lambda name, default: tracer.attend))
+            stack.enter_context(replaced_interface(lambda name, default: trial.attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
-            positions = torch.arange(tracer.length)[None].expand(tracer.rows, -1)
+            positions = torch.arange(trial.length)[None].expand(trial.rows, -1)
             output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
-            attends = set(trial.attention_modules)
+            callers = set(trial.attention_modules)
             for layer, first in same_kind:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
-                trial.attention_modules += [m for m, of_first in pairs if of_first in attends and m not in attends]
-            tracer.check_output(output)
+                trial.attention_modules += [m for m, first_m in pairs if first_m in callers and m not in callers]
+            trial.check_output(output)
         except Exception as error:
             trial.error = error
     return trial
-
-
-class _Tracer:
-    """The hooks and the attention function of a trial run."""
-
-    def __init__(self, root: PreTrainedModel) -> None:
-        self.trial = Trial()
-        self.root = root
-        sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
-        sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
-        self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
-        self.trial.tokens = self.length
-        self._names = {module: name for name, module in root.named_modules()}
-        self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
-        self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # The module whose forward calls this one may have mixed the arguments.
-        self._check((*args, *kwargs.values()), self._running[-1] if self._running else self.root)
-        self._running.append(module)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
-        self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
-        self._check(output, module)
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        self.trial.attention_modules.append(module)
-        self.trial.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
-        self._check([x.transpose(1, 2) for x in (q, k, v)], module)
-        return attend_to_own_token(module, q, k, v)
-
-    def check_output(self, output: Any) -> None:
-        self._check(output, self.root)
-        for x in _tensors(output):
-            module = next((module for y, module in self._pooled if y is x), None)
-            if module is not None and self.trial.pooler is None:
-                self.trial.pooler = self._names[module], type(module).__name__
-        if not any(bool(x.isfinite().all()) for x in _tensors(output)):
-            raise ValueError("its outputs are not finite")
-
-    def _check(self, values: Any, module: nn.Module) -> None:
-        if self.trial.mixer is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
-            self.trial.mixer = self._names.get(module, ""), type(module).__name__
 
 
 def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
