@@ -77,20 +77,15 @@ def context_of(device: torch.device) -> tuple[Hashable, ...]:
     stream = 0
     if device.type == "cuda" and torch.cuda.is_initialized():
         stream = torch.cuda.current_stream(device).cuda_stream
-    return device, stream, _fake_mode()
+    return device, stream, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
     """``x`` on ``device``. Copies from the host to a GPU go through pinned memory, so that the host does not wait."""
     if device.type == x.device.type == "cpu":
         return x
-    if _fake_mode() is not None:  # a fake tensor has no values
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # a fake tensor has no values
         return torch.empty_like(x, device=device)
     if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
-
-
-def _fake_mode() -> Hashable:
-    mode: Hashable = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return mode

@@ -126,20 +126,26 @@ def check_dropout(value: object) -> float:
     return p
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None, all_heads: bool = True) -> None:
-    """Raise unless one rank's tensors fit together; with a ``latent_weight``, k and v are latents and rotated keys.
-
-    Without ``all_heads``, as under tensor parallelism, the first and the last KV head may be read by fewer query heads
-    than the others.
-    """
-    if latent_weight is None:
-        check_qkv(q, k, v, all_heads)
-    else:
-        check_latents(q, k, v, latent_weight)
-
-
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, all_heads: bool = True) -> None:
-    _check_tensors(q=q, k=k, v=v)
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None) -> None:
+    """Raise unless one rank's tensors fit together; with a ``latent_weight``, k and v are latents and rotated keys."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name}: shape {tuple(x.shape)} has {x.dim()} dimensions; expected [batch, seq, heads, head_dim]"
+            )
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
+        if x.device.type == "meta":
+            raise ValueError(f"{name}: device meta holds no data; move the tensors to cpu or cuda")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}; convert them to the same")
+        if x.device != q.device:
+            raise ValueError(f"{name}: device {x.device} differs from q's {q.device}; move them to the same")
+    if latent_weight is not None:
+        _check_latents(q, k, v, latent_weight)
+        return
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"v: shape {tuple(v.shape)} does not fit k's {tuple(k.shape)}; they may differ in the last dimension only "
@@ -155,7 +161,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, all_heads: bool = True) -> None:
     if q.shape[2] > max(_MOST_HEADS, q.shape[1]):
         raise ValueError(f"q: shape {tuple(q.shape)} has {q.shape[2]} heads of {q.shape[1]} tokens; {TRANSPOSE}")
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
-    if all_heads and (heads < 1 or kv_heads < 1 or heads % kv_heads):
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(
             f"heads={heads}, kv_heads={kv_heads}: the number of heads of q must be a multiple of the number of heads "
             "of k and v (grouped-query attention)"
@@ -165,12 +171,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, all_heads: bool = True) -> None:
             raise ValueError(f"{name}={size}: expected at least 1")
 
 
-def check_latents(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> None:
+def _check_latents(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> None:
     """Raise unless the tensors of one rank's latent attention fit together.
 
     Shapes: ``q [batch, seq, heads, nope + rope]``, ``latent [batch, seq, 1, width]``, ``k_rope [batch, seq, 1, rope]``.
     """
-    _check_tensors(q=q, k=latent, v=k_rope)
     for name, x in (("k", latent), ("v", k_rope)):
         if x.shape[:3] != (*q.shape[:2], 1):
             raise ValueError(
@@ -197,25 +202,6 @@ def check_latents(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) -> 
             f"latent_weight: shape {tuple(weight.shape)}; q's head_dim is {q.shape[3]} and v, the rotated keys, has "
             f"{k_rope.shape[3]} elements, so the second dimension must be larger than {nope}"
         )
-
-
-def _check_tensors(**tensors: Tensor) -> None:
-    q = tensors["q"]
-    for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name}: shape {tuple(x.shape)} has {x.dim()} dimensions; expected [batch, seq, heads, head_dim]"
-            )
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
-        if x.device.type == "meta":
-            raise ValueError(f"{name}: device meta holds no data; move the tensors to cpu or cuda")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}; convert them to the same")
-        if x.device != q.device:
-            raise ValueError(f"{name}: device {x.device} differs from q's {q.device}; move them to the same")
 
 
 def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:

@@ -18,14 +18,14 @@ from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerpr
 from .kernels import BackendName
 from .layout import Layout, check_lengths
 from .mask import Mask
-from .mesh import sequence_group
+from .mesh import ANY_RANKS, sequence_group
 from .planner.rules import named
 from .schedule.plan import MaskPlanner
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
-from .strategies import StrategyName
+from .strategies import StrategyName, operators
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
-from .strategies.operators import attend, draw_seed, traced_seed
+from .strategies.operators import draw_seed, join_backward, traced_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -176,30 +176,16 @@ def attention(
     make_spec = partial(attention_spec, strategy, strategy_options, *constants)
     tensors, where = (q, k, v, sinks, alibi_slopes, latent_weight), (mesh, group, layout, seq_len)
     needs_seed = bool(dropout_p) and dropout_seed is None
+    joins_backward = True
     if (
-        isinstance(sharding, Sharding)
-        and all(x is None for x in where)
-        and (torch.compiler.is_compiling() or not needs_seed)
+        not isinstance(sharding, Sharding)
+        or any(x is not None for x in where)
+        or (needs_seed and not torch.compiler.is_compiling())
     ):
-        out, lse = _attend(tensors, make_spec, mask, sharding, dropout_seed)
-    else:
         alone = strategy == "local" and mesh is None and group is None
-        out, lse = _agree_and_attend(tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone)
-    return (out, lse) if return_lse else out
-
-
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _attend(
-    tensors: Inputs,
-    make_spec: Callable[[], AttentionSpec],
-    mask: Mask,
-    sharding: Sharding,
-    dropout_seed: int | None,
-    joins_backward: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """A call whose sharding is known, in eager and in compiled code; ``joins_backward`` as in ``attend``."""
+        sharding, dropout_seed, joins_backward = _agree(
+            tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone
+        )
     spec = make_spec()
     q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, *tensors)
     if spec.strategy == "auto":
@@ -211,8 +197,14 @@ def _attend(
         seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu") if spec.dropout_p else None
     elif spec.dropout_p:  # only in compiled code, where the operator asks rank 0 for its seed
         seed, spec = traced_seed(), spec.having(draws_seed=True)
-    call = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding
-    return attend(*call, joins_backward=joins_backward)
+    if joins_backward and torch.is_grad_enabled():
+        q = join_backward(q, (k, v, sinks, latent_weight), spec, sharding, ANY_RANKS)
+    call = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ANY_RANKS
+    out, lse, *_ = operators.attention(*call)
+    return (out, lse) if return_lse else out
+
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _checked(
@@ -232,8 +224,10 @@ def _checked(
         if isinstance(latent_weight, Tensor):
             (latent_weight,) = to_autocast_dtype(latent_weight)
     check_inputs(q, k, v, latent_weight)
-    check_head_vector("sinks", sinks, q, batched=False)
-    check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
+    if sinks is not None:
+        check_head_vector("sinks", sinks, q, batched=False)
+    if alibi_slopes is not None:
+        check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
     return q, k, v, sinks, alibi_slopes, latent_weight
 
 
@@ -246,7 +240,7 @@ def _check_seed(dropout_seed: object) -> None:
 
 
 @no_compile
-def _agree_and_attend(
+def _agree(
     tensors: Inputs,
     make_spec: Callable[[], AttentionSpec],
     mask: Mask,
@@ -255,11 +249,14 @@ def _agree_and_attend(
     where: tuple[DeviceMesh | None, ProcessGroup | None, Layout | None, int | None],
     needs_seed: bool,
     alone: bool,
-) -> tuple[Tensor, Tensor]:
-    """A call that makes a sharding or checks its own against ``where``: mesh, group, layout and seq_len.
+) -> tuple[Sharding, int | None, bool]:
+    """Make a sharding, or check the given one against ``where``: mesh, group, layout and seq_len.
 
     If the length or the dropout seed is not known, the ranks tell each other in a handshake, and compare their
     arguments. ``alone`` says that this rank attends by itself, whatever the default group.
+
+    Returns:
+        The sharding, the dropout seed, and whether a backward may run.
     """
     mesh, group, layout, seq_len = where
     needs_handshake = needs_seed or (sharding is None and not has_length(seq_len))
@@ -311,7 +308,7 @@ def _agree_and_attend(
             sharding = make_sharding(total, tokens.layout)
         dropout_seed = headers[0].dropout_seed
         joins_backward = any_needs_gradient([header.gradient for header in headers])
-    return _attend(tensors, make_spec, mask, sharding, dropout_seed, joins_backward)
+    return sharding, dropout_seed, joins_backward
 
 
 def mask_planner(
@@ -338,7 +335,7 @@ def mask_planner(
     check_sharding(sharding)
     if strategy == "auto":
         raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
-    return MaskPlanner(*sharding.place(attention_spec(strategy, strategy_options)).of_plan)
+    return MaskPlanner(*sharding.place(attention_spec(strategy, strategy_options)).plan_arguments)
 
 
 class FixedAttention(Protocol):

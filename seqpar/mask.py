@@ -360,7 +360,7 @@ class Mask(Opaque):
             raise ValueError(f"masks for {self.batch} and {other.batch} batch rows cannot be combined")
         return Mask(self.rules + tuple(rule for rule in other.rules if rule not in self.rules))
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """The number of batch rows with masks of their own; 1 if all rows share one."""
         return max((rule.batch for rule in self.rules), default=1)

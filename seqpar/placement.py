@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -24,6 +25,7 @@ class Placement:
         gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
         chunks: with ``gather``, in how many chunks of heads they are received; None decides by their size.
         tokens: which positions each rank holds. A strategy's row in ``STRATEGIES`` leaves it to ``Sharding.place``.
+        kept: what calls with this placement keep for later calls: the links of its ranks, and its all-to-alls.
     """
 
     sequence: ProcessGroup | None = None
@@ -32,6 +34,7 @@ class Placement:
     gather: bool | None = False
     chunks: int | None = None
     tokens: TokenLayout = _NO_TOKENS
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def rank(self) -> int:
@@ -47,6 +50,11 @@ class Placement:
     def sends(self) -> bool:
         """Whether attention sends messages."""
         return size_of(self.ring) > 1 or size_of(self.ulysses) > 1
+
+    @cached_property
+    def length(self) -> int:
+        """The number of tokens that this rank attends with."""
+        return len(self.tokens.tensor_positions(self.rank)[0])
 
     @cached_property
     def gathers(self) -> bool:
@@ -67,7 +75,7 @@ class Placement:
         return self.tokens.ring if self.ring is None else ranks_per_host(ranks_by_host(self.ring))
 
     @cached_property
-    def of_plan(self) -> tuple[TokenLayout, int, bool, int]:
+    def plan_arguments(self) -> tuple[TokenLayout, int, bool, int]:
         """The arguments of ``attention_plan`` besides the mask. May be collective, see ``ranks_by_host``."""
         return self.tokens, self.ring_rank, self.gathers, self.per_host
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -49,6 +49,7 @@ from .strategies import STRATEGIES, StrategyName, resolve
 
 # A compiled function depends on the ranks, and with them on their hosts, and on the layout, but not on the length.
 @register_reference_type(lambda sharding: [*sharding.ranks_key, sharding.layout], reads=["layout", "ranks", "per_host"])
+@dataclass(frozen=True, eq=False, repr=False)
 class Sharding(Opaque):
     """How one sequence is divided over ranks: its length, its layout, and the ranks.
 
@@ -66,6 +67,9 @@ class Sharding(Opaque):
         strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
             difference: where ring and ulysses are 1, it is sharded over tp anyway.
 
+    Attributes:
+        sequence_group: the ranks that the sequence is sharded over; None in a process without torch.distributed.
+
     Raises:
         TypeError: an argument has another type.
         ValueError: a negative ``seq_len``, an unknown layout or strategy, a mesh without the dimensions, or both a mesh
@@ -77,88 +81,60 @@ class Sharding(Opaque):
         ((8,), [0, 1, 2, 3, 4, 5, 6, 7])
     """
 
-    def __init__(
-        self,
-        seq_len: int,
-        layout: Layout = "zigzag",
-        *,
-        mesh: DeviceMesh | None = None,
-        group: ProcessGroup | None = None,
-        strategy: StrategyName | Literal["tp_sp"] | None = None,
-    ) -> None:
-        check_int("seq_len", seq_len, 0)
-        check_choice("layout", layout, LAYOUTS)
-        self._seq_len, self._layout, self._mesh, self._group, self._strategy = seq_len, layout, mesh, group, strategy
-        self._sequence_group = resolve_sequence_group(mesh, group, strategy)
+    seq_len: int
+    layout: Layout = "zigzag"
+    _: KW_ONLY
+    mesh: DeviceMesh | None = None
+    group: ProcessGroup | None = None
+    strategy: StrategyName | Literal["tp_sp"] | None = None
+    sequence_group: ProcessGroup | None = field(init=False)
+    _key: tuple[Any, ...] = field(init=False)
+    _hash: int = field(init=False)
+    _placements: dict[Any, Placement] = field(init=False, default_factory=dict)
+    chunks: dict[Any, Any] = field(init=False, default_factory=dict)  # of ``strategies.tensor_operators.chunks_of``
+
+    def __post_init__(self) -> None:
+        check_int("seq_len", self.seq_len, 0)
+        check_choice("layout", self.layout, LAYOUTS)
+        group = resolve_sequence_group(self.mesh, self.group, self.strategy)
         # Without a mesh, compare the resolved group, because the default group may change later.
-        self._key = seq_len, layout, strategy == "tp_sp", self._sequence_group if mesh is None else mesh
-        self._hash = hash(self._key)
-        self._placements: dict[Any, Placement] = {}
-        self.chunks: dict[Any, Any] = {}  # what ``strategies.tensor_operators.chunks_of`` has made
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of the full sequence."""
-        return self._seq_len
-
-    @property
-    def layout(self) -> Layout:
-        """Which tokens each rank holds."""
-        return self._layout
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh it was made with."""
-        return self._mesh
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """The group it was made with."""
-        return self._group
-
-    @property
-    def strategy(self) -> StrategyName | Literal["tp_sp"] | None:
-        """The strategy it was made with."""
-        return self._strategy
-
-    @property
-    def sequence_group(self) -> ProcessGroup | None:
-        """The ranks the sequence is sharded over; None in a process without torch.distributed."""
-        return self._sequence_group
+        key = self.seq_len, self.layout, self.strategy == "tp_sp", group if self.mesh is None else self.mesh
+        for name, value in (("sequence_group", group), ("_key", key), ("_hash", hash(key))):
+            object.__setattr__(self, name, value)
 
     @property
     def ranks(self) -> int:
         """The number of ranks."""
-        return size_of(self._sequence_group)
+        return size_of(self.sequence_group)
 
     @property
     def per_host(self) -> int:
         """How many consecutive ranks share a host (see ``mesh.known_per_host``)."""
-        return known_per_host(self._sequence_group)
+        return known_per_host(self.sequence_group)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens of each rank, by rank."""
-        ranks = size_of(self._sequence_group)
-        return tuple(shard_length(self._seq_len, ranks, rank, self._layout) for rank in range(ranks))
+        ranks = size_of(self.sequence_group)
+        return tuple(shard_length(self.seq_len, ranks, rank, self.layout) for rank in range(ranks))
 
     @property
     def ranks_key(self) -> tuple[int, ...]:
         """A key that is equal for shardings over the same ranks, whatever their lengths and layouts."""
-        return size_of(self._sequence_group), id(self._key[3])
+        return size_of(self.sequence_group), id(self._key[3])
 
     @cached_property
     def seq_local(self) -> int:
         """The number of tokens of this rank."""
-        group = self._sequence_group
-        return shard_length(self._seq_len, size_of(group), rank_in(group), self._layout)
+        group = self.sequence_group
+        return shard_length(self.seq_len, size_of(group), rank_in(group), self.layout)
 
     @no_compile
     def positions(self) -> Tensor:
         """Global positions of this rank's tokens: int64 ``[seq_local]`` on the CPU, increasing."""
-        group = self._sequence_group
+        group = self.sequence_group
         # A copy: the cached tensor must not be written to.
-        return shard_positions(self._seq_len, size_of(group), rank_in(group), self._layout).clone()
+        return shard_positions(self.seq_len, size_of(group), rank_in(group), self.layout).clone()
 
     @no_compile
     def shard(self, x: Tensor, dim: int = 1, *, check: bool = False) -> Tensor:
@@ -184,12 +160,12 @@ class Sharding(Opaque):
             RuntimeError: the ranks compared their ``x``, and another rank raised an error on its own.
         """
         check_bool("check", check)
-        if _compares_now(self._sequence_group) or check:
-            _compare(x, lambda: self._check_full(x, dim), self._sequence_group)
+        if _compares_now(self.sequence_group) or check:
+            _compare(x, lambda: self._check_full(x, dim), self.sequence_group)
         dim = self._check_full(x, dim)
-        if self._sequence_group is None:
+        if self.sequence_group is None:
             return x
-        out: Tensor = _Shard.apply(x, dim, self, self._sequence_group)
+        out: Tensor = _Shard.apply(x, dim, self, self.sequence_group)
         return out
 
     @no_compile
@@ -218,19 +194,19 @@ class Sharding(Opaque):
         """
         dim = _check_dim("x_local", x_local, dim)
         self.check_local(x_local.shape[dim])
-        if self._sequence_group is None:
+        if self.sequence_group is None:
             return x_local
-        note_frozen(x_local, self._sequence_group)
-        out: Tensor = _Unshard.apply(x_local, dim, self, self._sequence_group)
+        note_frozen(x_local, self.sequence_group)
+        out: Tensor = _Unshard.apply(x_local, dim, self, self.sequence_group)
         return out
 
     def _check_full(self, x: Tensor, dim: int) -> int:
         """``dim`` counted from the front, after checking that ``x`` holds the full sequence."""
         dim = _check_dim("x", x, dim)
-        if x.shape[dim] != self._seq_len:
+        if x.shape[dim] != self.seq_len:
             raise ValueError(
                 f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
-                f"seq_len={self._seq_len}; make a Sharding of that length, or name the dimension of the sequence"
+                f"seq_len={self.seq_len}; make a Sharding of that length, or name the dimension of the sequence"
             )
         return dim
 
@@ -240,7 +216,7 @@ class Sharding(Opaque):
         Raises:
             ValueError: a rank of ``group`` is not one over which the sequence is sharded.
         """
-        ranks, members = _global_ranks(self._sequence_group), _global_ranks(group)
+        ranks, members = _global_ranks(self.sequence_group), _global_ranks(group)
         if not {*members} <= {*ranks}:
             raise ValueError(
                 f"sharding: the sequence is sharded over the ranks {_short(ranks)}, but the layer's are "
@@ -252,14 +228,14 @@ class Sharding(Opaque):
         """Raise a ValueError if this rank does not hold ``length`` tokens."""
         if length == self.seq_local:
             return
-        group = self._sequence_group
-        check_length(length, self._seq_len, size_of(group), rank_in(group), self._layout)
+        group = self.sequence_group
+        check_length(length, self.seq_len, size_of(group), rank_in(group), self.layout)
 
     def check_ranks(self, group: ProcessGroup | None) -> None:
         """Raise a ValueError if the ranks of ``group`` are not those that the sequence is sharded over."""
-        if group is self._sequence_group:
+        if group is self.sequence_group:
             return
-        ranks, others = _global_ranks(self._sequence_group), _global_ranks(group)
+        ranks, others = _global_ranks(self.sequence_group), _global_ranks(group)
         if ranks != others:
             raise ValueError(
                 f"sharding: the sequence is sharded over the ranks {_short(ranks)}, but this call is for the ranks "
@@ -279,15 +255,15 @@ class Sharding(Opaque):
         """Raise if an argument that is given beside the sharding differs from it."""
         check_mesh_and_group(mesh, group)
         own: object
-        for name, value, own in (("layout", layout, self._layout), ("seq_len", seq_len, self._seq_len)):
+        for name, value, own in (("layout", layout, self.layout), ("seq_len", seq_len, self.seq_len)):
             if value is not None and value != own:
                 raise ValueError(f"{name}={value!r}: the sharding has {name}={own!r}; leave {name} out")
-        if strategy is not None and (strategy == "tp_sp") != (self._strategy == "tp_sp"):
-            raise ValueError(f"strategy={strategy!r}: the sharding has strategy={self._strategy!r}; leave strategy out")
-        if mesh is not None and mesh != self._mesh:
-            raise ValueError(f"mesh={mesh}: the sharding was made with mesh={self._mesh}; leave mesh out")
+        if strategy is not None and (strategy == "tp_sp") != (self.strategy == "tp_sp"):
+            raise ValueError(f"strategy={strategy!r}: the sharding has strategy={self.strategy!r}; leave strategy out")
+        if mesh is not None and mesh != self.mesh:
+            raise ValueError(f"mesh={mesh}: the sharding was made with mesh={self.mesh}; leave mesh out")
         if group is not None:
-            given, ranks = _global_ranks(group), _global_ranks(self._sequence_group)
+            given, ranks = _global_ranks(group), _global_ranks(self.sequence_group)
             if given != ranks:
                 raise ValueError(
                     f"group: its ranks are {_short(given)}, but the sharding's are {_short(ranks)}; leave group out"
@@ -311,7 +287,7 @@ class Sharding(Opaque):
 
     def _place(self, spec: AttentionSpec, ranks: ParallelContext) -> Placement:
         own = ranks.mesh is not None or ranks.group is not None
-        mesh, group = (ranks.mesh, ranks.group) if own else (self._mesh, self._group)
+        mesh, group = (ranks.mesh, ranks.group) if own else (self.mesh, self.group)
         tensor_size = 1
         if spec.tensor_parallel:
             self.check_ranks(sequence_group(mesh, group, "tp_sp"))
@@ -323,7 +299,7 @@ class Sharding(Opaque):
         if not spec.tensor_parallel:
             self.check_ranks(placement.sequence)
         degrees = size_of(placement.ring), size_of(placement.ulysses), tensor_size
-        tokens = TokenLayout(self._seq_len, self._layout, *degrees, spec.replicated)
+        tokens = TokenLayout(self.seq_len, self.layout, *degrees, spec.replicated)
         if spec.replicated:  # nothing is sent
             return Placement(placement.sequence, tokens=tokens)
         return replace(placement, tokens=tokens)
@@ -339,8 +315,8 @@ class Sharding(Opaque):
 
     def __repr__(self) -> str:
         lengths = _short(self.lengths)
-        strategy = f", strategy={self._strategy!r}" if self._strategy is not None else ""
-        return f"Sharding({self._seq_len}, {self._layout!r}{strategy}, lengths={lengths})"
+        strategy = f", strategy={self.strategy!r}" if self.strategy is not None else ""
+        return f"Sharding({self.seq_len}, {self.layout!r}{strategy}, lengths={lengths})"
 
 
 def require_layout(layout: Layout | None, group: ProcessGroup | None) -> Layout:

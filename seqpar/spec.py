@@ -34,8 +34,8 @@ class AttentionSpec(Opaque):
         layer_mask: causality, window and chunk that a layer adds to the mask (see ``mask.layer_mask``).
         replicated: whether k and v hold the tokens of all ranks (see ``gathered_activations.py``).
         draws_seed: whether each rank has drawn a dropout seed of its own. All ranks then use rank 0's seed.
-        returns_saved: whether the operator returns the tensors that its backward needs, as compiled code and selective
-            checkpoints expect. Otherwise it keeps them.
+        returns_saved: whether the operator returns the tensors that its backward needs, as in compiled code. Otherwise
+            it keeps them, except under a selective checkpoint.
     """
 
     strategy: str = "ring"
@@ -80,12 +80,13 @@ def attention_spec(
     Raises:
         TypeError, ValueError: an argument of the wrong type or with a wrong value.
     """
-    options = constants(strategy_options)
+    options = constants(strategy_options) if strategy_options else ()
     numbers = softmax_scale, softcap, dropout_p
     if torch.compiler.is_compiling():  # torch.compile may have turned numbers into variables
         scale = None if softmax_scale is None else constant_float(softmax_scale)
         numbers = scale, constant_float(softcap), constant_float(dropout_p)
-        return _checked(strategy, options, *numbers, deterministic, backend, return_lse)
+        spec = _checked(strategy, options, *numbers, deterministic, backend, return_lse)
+        return spec.having(returns_saved=True)
     make = _checked if any(isinstance(x, bool) for _, x in options) else _cached  # True == 1, also in a cache
     try:
         return make(strategy, options, *numbers, deterministic, backend, return_lse)

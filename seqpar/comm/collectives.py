@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..mesh import Ranks
-from .communicator import communicator
-from .p2p import Pending, sends_messages
-from .shared_memory import shared_memory
+from .p2p import Link, Pending, connect, sends_messages
 from .trace import count_sent
 
 # torch.distributed wraps its collectives in a logger of errors. It looks up the group's backend in torch's table
@@ -79,43 +77,48 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     return total[:, : like.shape[1]].contiguous()
 
 
-def start_all_gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
+def start_all_gather(x: Tensor, ranks: Ranks | Link) -> tuple[Tensor, Pending]:
     """Start to all-gather ``x``, contiguous and of the same shape on every rank; returns ``[ranks, *x.shape]``.
 
     It uses attention's own communicator, like the messages of ``p2p.exchange``.
     """
+    link = connect(ranks, x.device)
+    assert link is not None
+    ranks = link.ranks
     gathered = x.new_empty(ranks.size(), *x.shape)
     count_sent(x.nbytes * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
     if not x.numel() or not sends_messages():
         return gathered, Pending()
-    if (memory := shared_memory(ranks, x.device)) is not None:
+    if (memory := link.memory) is not None:
         x, peers = memory.share(x), _peers(ranks)
         works = memory.exchange([(peer, x) for peer in peers], [(peer, gathered[peer]) for peer in peers], "copy")
         gathered[ranks.rank()].copy_(x)
         return gathered, Pending(works, [x, gathered])
     # As bytes, which every backend accepts.
     sent, received = (y.view(-1).view(torch.uint8) for y in (x, gathered))
-    work = all_gather_single(received, sent, group=communicator(ranks, x.device), async_op=True)
+    work = all_gather_single(received, sent, group=link.group, async_op=True)
     return gathered, Pending([work], [x, gathered])
 
 
-def start_reduce_scatter(x: Tensor, ranks: Ranks) -> tuple[Tensor, Pending]:
+def start_reduce_scatter(x: Tensor, ranks: Ranks | Link) -> tuple[Tensor, Pending]:
     """Start to sum ``x [ranks, ...]``, contiguous, over the ranks; returns this rank's ``x[rank]`` of the sum."""
-    total = torch.empty_like(x[0])
+    link = connect(ranks, x.device)
+    assert link is not None
+    ranks, total = link.ranks, torch.empty_like(x[0])
     count_sent(total.nbytes * (ranks.size() - 1), ranks, messages=ranks.size() - 1)
     if not x.numel() or not sends_messages():
         return total, Pending()
-    if (memory := shared_memory(ranks, x.device)) is not None:
+    if (memory := link.memory) is not None:
         peers = _peers(ranks)
         works = memory.exchange([(peer, x[peer]) for peer in peers], [(peer, total) for peer in peers], "add")
         total.copy_(x[ranks.rank()])
         return total, Pending(works, [x, total])
-    work = reduce_scatter_single(total.view(-1), x.view(-1), group=communicator(ranks, x.device), async_op=True)
+    work = reduce_scatter_single(total.view(-1), x.view(-1), group=link.group, async_op=True)
     return total, Pending([work], [x, total])
 
 
 def start_all_to_all(
-    x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Ranks
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], ranks: Ranks | Link | None
 ) -> tuple[list[Tensor], Pending]:
     """Start to send each rank its part of ``x``.
 
@@ -123,35 +126,35 @@ def start_all_to_all(
         x: the parts, one after another; contiguous. In shared memory if ``new_message`` made it.
         sends: for each rank, the number of elements of its part.
         receives: for each rank, the number of elements that it sends to this rank.
-        ranks: the ranks.
+        ranks: the ranks, or their link.
 
     Returns:
         The part that each rank sends to this rank, in one dimension. Make views of it after the wait.
     """
-    rank = ranks.rank()
-    parts = list(x.view(-1).split_with_sizes(list(sends)))
-    for peer in _peers(ranks):
+    link, parts = connect(ranks, x.device), list(x.view(-1).split_with_sizes(list(sends)))
+    if link is None:
+        return parts, Pending()
+    ranks, rank, size = link.ranks, link.ranks.rank(), len(parts)
+    peers = [peer for peer in range(size) if peer != rank]
+    for peer in peers:
         if sends[peer]:
             count_sent(parts[peer].nbytes, ranks, peer)
-    if ranks.size() > 1 and sends_messages() and (memory := shared_memory(ranks, x.device)) is not None:
-        received = [parts[rank] if peer == rank else x.new_empty(receives[peer]) for peer in range(ranks.size())]
+    if (memory := link.memory) is not None and sends_messages():
+        received = [parts[rank] if peer == rank else x.new_empty(receives[peer]) for peer in range(size)]
         works = memory.exchange(
-            [(peer, parts[peer]) for peer in _peers(ranks) if sends[peer]],
-            [(peer, received[peer]) for peer in _peers(ranks) if receives[peer]],
+            [(peer, parts[peer]) for peer in peers if sends[peer]],
+            [(peer, received[peer]) for peer in peers if receives[peer]],
             "alias",
         )
         return received, Pending(works, [x, *received])
     buffer = x.new_empty(sum(receives))
     received = list(buffer.split_with_sizes(list(receives)))
-    if ranks.size() == 1:
-        return parts, Pending()
     if not sends_messages():
         return received, Pending()
     # As bytes, which every backend accepts.
     into, sent = buffer.view(torch.uint8), x.view(-1).view(torch.uint8)
     into_sizes, sent_sizes = ([elements * x.element_size() for elements in counts] for counts in (receives, sends))
-    group = communicator(ranks, x.device)
-    work = all_to_all_single(into, sent, into_sizes, sent_sizes, group=group, async_op=True)
+    work = all_to_all_single(into, sent, into_sizes, sent_sizes, group=link.group, async_op=True)
     return received, Pending([work], [x, buffer])
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..mesh import Ranks
+from ..placement import Placement
 from ..rendezvous import ADVICE
 from .communicator import communicator
-from .shared_memory import shared_memory
+from .shared_memory import SharedMemoryTransport, shared_memory
 from .streams import posting_stream
 from .trace import count_sent
 
@@ -82,31 +84,66 @@ def sends_messages() -> bool:
     return _sends_messages
 
 
-def make_ready(ranks: Ranks | None, device: torch.device) -> bool:
-    """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this.
+class Link(NamedTuple):
+    """Ranks that are connected for messages on one device. ``connect`` makes it.
+
+    Attributes:
+        ranks: the ranks.
+        memory: their shared memory; None if they do not share any.
+        group: the process group in which they exchange messages; None if they share memory.
+    """
+
+    ranks: Ranks
+    memory: SharedMemoryTransport | None
+    group: ProcessGroup | None
+
+
+def connect(ranks: Ranks | Link | None, device: torch.device) -> Link | None:
+    """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this. None for one rank.
 
     NCCL connects ranks at the first operation of their group, in which every rank must take part. A step of a schedule
     may leave some ranks out, so it cannot be the first operation.
-
-    Returns:
-        Whether they read one another's messages in shared memory, so that nothing is transferred.
     """
+    if isinstance(ranks, Link):
+        return ranks
     if ranks is None or ranks.size() == 1:
-        return False
-    shares_memory = shared_memory(ranks, device) is not None
-    if _sends_messages and not shares_memory:
-        communicator(ranks, device)
-    return shares_memory
+        return None
+    memory = shared_memory(ranks, device)
+    return Link(ranks, memory, communicator(ranks, device) if _sends_messages and memory is None else None)
 
 
-def new_message(numel: int, like: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty message to ``ranks``, ``[numel]``. Do not write to it after it has been sent."""
-    dtype = dtype or like.dtype
-    memory = shared_memory(ranks, like.device)
-    return like.new_empty(numel, dtype=dtype) if memory is None else memory.empty(numel, dtype)
+class Links(NamedTuple):
+    """The links of an attention call. None where there are no other ranks."""
+
+    ulysses: Link | None  # of the all-to-all
+    within: Link | None  # of the ring, inside this host
+    across: Link | None  # of the ring, between hosts
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether the ranks of the ring read one another's messages in shared memory."""
+        return self.within is not None and self.within.memory is not None and self.across is None
 
 
-def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | None) -> Pending:
+def links_of(placement: Placement, device: torch.device) -> Links:
+    """Connect the ranks of an attention call, at the first call. All of them must call this."""
+    links: Links | None = placement.kept.get(device)
+    if links is None:
+        ranks = placement.ulysses, placement.within, placement.across
+        links = Links(*(connect(x, device) for x in ranks))
+        if _sends_messages:
+            placement.kept[device] = links
+    return links
+
+
+def new_message(numel: int, like: Tensor, link: Link | None) -> Tensor:
+    """An empty message, ``[numel]``, to be sent over ``link``. Do not write to it after it has been sent."""
+    if link is None or link.memory is None:
+        return like.new_empty(numel)
+    return link.memory.empty(numel, like.dtype)
+
+
+def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | Link | None) -> Pending:
     """Start sending and receiving messages, and return at once.
 
     Args:
@@ -114,7 +151,7 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
         receives: ``(peer, receive buffer)`` pairs. The sender and the receiver must list the messages between them in
             the same order. Make views of a receive buffer after the wait: between processes that share memory, the
             wait replaces its memory by the memory that the sender wrote.
-        ranks: the ranks that exchange messages; None if there are none.
+        ranks: the ranks that exchange messages, or their link; None if there are none.
 
     The messages form one group of NCCL's, which must be small and complete: at most 32 messages, and the peers' groups
     hold their other ends (see ``schedule.rounds``). On CUDA the transfers start when the work already queued
@@ -124,16 +161,16 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
     receives = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
     if not sends and not receives:
         return Pending()
-    assert ranks is not None
-    for peer, tensor in sends:
-        count_sent(tensor.nbytes, ranks, peer)
     buffers = [tensor for _, tensor in (*sends, *receives)]
-    device = buffers[0].device
+    link = connect(ranks, buffers[0].device)
+    assert link is not None
+    for peer, tensor in sends:
+        count_sent(tensor.nbytes, link.ranks, peer)
     if not _sends_messages:
         return Pending()
-    if (memory := shared_memory(ranks, device)) is not None:
-        return Pending(memory.exchange(sends, receives, "alias"), buffers)
-    group = communicator(ranks, device)
+    if link.memory is not None:
+        return Pending(link.memory.exchange(sends, receives, "alias"), buffers)
+    group = link.group
     ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
     ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
     return Pending(dist.batch_isend_irecv(ops), buffers)

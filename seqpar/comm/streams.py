@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -70,12 +70,12 @@ class TransferStream:
         if self._stream is not None and ready is not None:
             self._stream.wait_event(ready.event(*tensors))
 
-    @contextmanager
-    def posting(self) -> Iterator[None]:
+    def posting(self) -> AbstractContextManager[None]:
         """Within the block, tensors are made and transfers are posted on this stream."""
-        if self._stream is None:
-            yield
-            return
+        return nullcontext() if self._stream is None else self._posting()
+
+    @contextmanager
+    def _posting(self) -> Iterator[None]:
         outer, _posting.on = posting_stream(), self
         try:
             with torch.cuda.stream(self._stream):

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from ..checks import check_inputs
 from ..kernels.base import Score
 from ..mask import layer_mask
+from ..mesh import ANY_RANKS
 from ..planner.rules import named
 from ..spec import AttentionSpec, constant_float, constants
-from ..strategies.operators import attend
+from ..strategies.operators import attention as attention_operator
+from ..strategies.operators import join_backward
 from .batch import BatchShard
 from .generate import decode
 from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
@@ -98,6 +100,7 @@ def attention_forward(
             dropout_p=constant_float(dropout),
             backend=patch.backend,
             layer_mask=in_layer,
+            returns_saved=torch.compiler.is_compiling(),
         )
         if not torch.compiler.is_compiling() and gathers_shared_keys(module, patch, layer_mask(mask, *in_layer)):
             spec = spec.having(replicated=True)
@@ -105,7 +108,9 @@ def attention_forward(
         cluster = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
         spec = named(spec, mask, q.shape[2], k.shape[2], *cluster)
         check_inputs(q, k, v, weight)
-        return attend(q, k, v, s_aux, None, seed, weight, spec, mask, sharding)[0], None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            q = join_backward(q, (k, v, s_aux, weight), spec, sharding)
+        return attention_operator(q, k, v, s_aux, None, seed, weight, spec, mask, sharding, ANY_RANKS)[0], None
 
 
 def _check_tuning(module: nn.Module, shard: BatchShard, name: str) -> None:

@@ -30,9 +30,10 @@ from ..comm.collectives import reduce_scatter
 from ..kernels.base import accumulator
 from ..layout import shard_positions
 from ..mask import Mask
+from ..mesh import ANY_RANKS
 from ..sharding import Sharding, unshard
 from ..spec import AttentionSpec
-from ..strategies.operators import attend
+from ..strategies.operators import attention as attention_operator
 from .state import Patch
 
 _METHOD = "expand_kv"
@@ -145,7 +146,8 @@ def attend_to_shared_keys(
     if gathered is None or gathered[0].dtype != k.dtype:
         gathered = _AllGatherKeys.apply(k, sharding), _AllGatherKeys.apply(v, sharding)  # [b, t, n, d] each
         setattr(shared, _GATHERED, gathered)
-    return attend(q, *gathered, sinks, None, seed, None, spec, mask, sharding)[0]
+    out: Tensor = attention_operator(q, *gathered, sinks, None, seed, None, spec, mask, sharding, ANY_RANKS)[0]
+    return out
 
 
 class _AllGatherKeys(torch.autograd.Function):

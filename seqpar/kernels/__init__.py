@@ -136,7 +136,7 @@ def select(
         v_head_dim: the head_dim of v; by default the head_dim of q.
     """
     named = [] if name == "auto" else [name]
-    others = [other for other in order(q, carry) if not (other == "triton" and interpreted())]
+    others = [other for other in order(q, carry) if other != "triton" or q.is_cuda]
     for candidate in (*named, *others):
         backend: Backend | None = BACKENDS[candidate]
         if isinstance(backend, LibraryBackend) and backend.device_type != q.device.type:

@@ -9,8 +9,6 @@ heads before the sequence, and one head_dim: the narrower tensors get zeros, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -60,7 +58,7 @@ class CpuBackend:
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
         v_dim, width = v.shape[3], max(q.shape[3], v.shape[3])
-        q_heads, k_heads, v_heads = (_heads_first(x, width) for x in (q, k, v))
+        q_heads, k_heads, v_heads = _heads_first(width, q, k, v)
         for batch, tile in _tiles(intervals, q.shape[0]):
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
             out, out_lse = _forward(
@@ -69,7 +67,7 @@ class CpuBackend:
                 v_heads[batch, :, keys],
                 0.0,
                 tile.kind is Kind.CAUSAL,
-                attn_mask=_mask(intervals, batch, tile),
+                attn_mask=_mask(intervals, batch, tile) if tile.kind is Kind.MASKED else None,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, h, q]
             out = out.transpose(1, 2)[..., :v_dim]  # [b, q, h, e]
@@ -87,7 +85,7 @@ class CpuBackend:
     ) -> None:
         dout, out, lse, _ = output
         width = max(q.shape[3], v.shape[3])
-        dout_heads, q_heads, k_heads, v_heads, out_heads = (_heads_first(x, width) for x in (dout, q, k, v, out))
+        dout_heads, q_heads, k_heads, v_heads, out_heads = _heads_first(width, dout, q, k, v, out)
         targets = [x.transpose(1, 2) for x in grads[:3]]  # [b, h or n, q or k, d]: views
         new = list(grads.new)
         for batch, tile in _tiles(intervals, q.shape[0]):
@@ -101,7 +99,7 @@ class CpuBackend:
                 lse[batch, :, queries],
                 0.0,
                 tile.kind is Kind.CAUSAL,
-                attn_mask=_mask(intervals, batch, tile),
+                attn_mask=_mask(intervals, batch, tile) if tile.kind is Kind.MASKED else None,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
             for i, (grad, target, rows) in enumerate(zip(results, targets, (queries, keys, keys), strict=True)):
@@ -143,30 +141,24 @@ def _take(target: Tensor, value: Tensor) -> Tensor:
     return target.copy_(value)
 
 
-def _heads_first(x: Tensor, width: int) -> Tensor:
-    """``[b, s, h, d]`` as float32 ``[b, h, s, width]``, with zeros where ``x`` is narrower.
+def _heads_first(width: int, *tensors: Tensor) -> list[Tensor]:
+    """Each ``[b, s, h, d]`` as float32 ``[b, h, s, width]``, with zeros where it is narrower.
 
-    Else a view of a float32 ``x``, because the kernel takes any strides.
+    Else a view of a float32 tensor, because the kernel takes any strides.
     """
-    x = x.float()
-    return (functional.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x).transpose(1, 2)
+    padded = (x if x.shape[3] == width else functional.pad(x, (0, width - x.shape[3])) for x in tensors)
+    return [x.float().transpose(1, 2) for x in padded]
 
 
-def _tiles(intervals: KeyIntervals, batch: int) -> Iterator[tuple[slice, Tile]]:
+def _tiles(intervals: KeyIntervals, batch: int) -> list[tuple[slice, Tile]]:
     """Every tile, with the batch rows that share it."""
-    shared = intervals.lo.shape[0] == 1
-    for row in range(intervals.lo.shape[0]):
-        for tile in tiles(intervals, row):
-            yield slice(0, batch) if shared else slice(row, row + 1), tile
+    if intervals.lo.shape[0] == 1:
+        return [(slice(0, batch), tile) for tile in tiles(intervals, 0)]
+    return [(slice(row, row + 1), tile) for row in range(intervals.lo.shape[0]) for tile in tiles(intervals, row)]
 
 
-def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> Tensor | None:
-    """The additive mask of a tile, ``[1, 1, q, k]``, or None if the kernel needs none.
-
-    Every query of a masked tile sees some key of it, so no row is all -inf.
-    """
-    if tile.kind is not Kind.MASKED:
-        return None
+def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> Tensor:
+    """The additive mask of a masked tile, ``[1, 1, q, k]``. Every query sees some key, so no row is all -inf."""
     row = batch.start if intervals.lo.shape[0] > 1 else 0
     lo, hi = intervals.lo[row, tile.q0 : tile.q1], intervals.hi[row, tile.q0 : tile.q1]  # [q]
     keys = torch.arange(tile.k0, tile.k1, dtype=torch.int32, device="cpu")

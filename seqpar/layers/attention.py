@@ -39,7 +39,7 @@ from ..sharding import Sharding, check_sharding, layout_of, require_layout, reso
 from ..spec import AttentionSpec, constants
 from ..strategies import COMMS, operators, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
-from ..strategies.operators import attend, draw_seed, traced_seed
+from ..strategies.operators import draw_seed, join_backward, traced_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
 from .rotary import RotaryEmbedding, rotary_length
 
@@ -238,7 +238,10 @@ class AttentionLayer(nn.Module):
     def _compute(
         self, x: Tensor, mask: Mask, sharding: Sharding, positions: Tensor | None, joins_backward: bool = True
     ) -> Tensor:
-        """``forward`` with a sharding, in eager and in compiled code. ``joins_backward`` as in ``operators.attend``."""
+        """``forward`` with a sharding, in eager and in compiled code.
+
+        ``joins_backward`` is False if no rank's inputs require gradients.
+        """
         self._check_input(x, mask, positions, sharding)
         ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
         length = self._rotary_length(x, positions, sharding)
@@ -270,9 +273,12 @@ class AttentionLayer(nn.Module):
         seed = None
         if spec.draws_seed:
             seed = traced_seed() if torch.compiler.is_compiling() else draw_seed()
-        tensors = q, k, v, self.local_weight("sinks"), None, seed, None
-        where = spec, mask, sharding, self._parallel_context
-        return attend(*tensors, *where, joins_backward=joins_backward)[0].flatten(2)
+        sinks = self.local_weight("sinks")
+        if joins_backward and not torch.compiler.is_compiling():
+            q = join_backward(q, (k, v, sinks), spec, sharding, self._parallel_context)
+        tensors = q, k, v, sinks, None, seed, None
+        out: Tensor = operators.attention(*tensors, spec, mask, sharding, self._parallel_context)[0]
+        return out.flatten(2)
 
     def _rotary_length(self, x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor | None:
         """The ``length`` of the rotary embedding, int64 ``[]`` on the host; None if it does not need it."""
@@ -283,7 +289,7 @@ class AttentionLayer(nn.Module):
 
     def _call_spec(self, x: Tensor, mask: Mask, sharding: Sharding) -> AttentionSpec:
         """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto"."""
-        spec = self.spec
+        spec = self.spec.having(returns_saved=True) if torch.compiler.is_compiling() else self.spec
         if spec.dropout_p and not self.training:
             spec = spec.having(dropout_p=0.0, draws_seed=False)
         if spec.strategy == "auto":
@@ -294,7 +300,7 @@ class AttentionLayer(nn.Module):
     def mask_planner(self, sharding: Sharding) -> MaskPlanner:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
         check_sharding(sharding)
-        return MaskPlanner(*sharding.place(self.spec, self._parallel_context).of_plan)
+        return MaskPlanner(*sharding.place(self.spec, self._parallel_context).plan_arguments)
 
     # Tensor parallelism overrides the methods below, and ``_build``.
 

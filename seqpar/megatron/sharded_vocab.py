@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from ..checks import DTYPES
 from ..comm.collectives import all_gather, all_reduce
-from ..comm.p2p import make_ready
+from ..comm.p2p import connect
 from ..compile_types import Opaque, register_constant_type
 from ..layout import chunk_range
 from ..library import operator
@@ -314,7 +314,7 @@ def vocab_linear_cross_entropy(
     check_labels(labels, x, part.total, part.ignore_index)
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     all_labels = _gather_ids(labels, chunks.rows.lengths, chunks.group)
-    make_ready(chunks.group, x.device)
+    connect(chunks.group, x.device)
     batch, total = all_labels.shape
     statistics = x.new_empty(3 * batch, total, dtype=sum_dtype(x))  # [3 * b, t]
     for rows, piece in chain.from_iterable(chunks.receive_chunks(x.contiguous())):

@@ -25,6 +25,7 @@ from ..layout import CPU
 from ..placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Step
+from ..spec import AttentionSpec
 from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import chunk_limit
 from ..strategies.ring import ring_backward, ring_forward
@@ -55,7 +56,7 @@ class AttentionTimeline:
         ring: Any = SimulatedRanks(s.ring, place.ring)
         self._placement = Placement(None, ring, ulysses, s.gather, tokens=s.sharding)
         score: Any = None  # only a kernel would read it
-        self._call = AttentionCall(self._placement, self._plan, score, "auto", False, self._heads, False)
+        self._call = AttentionCall(self._placement, self._plan, AttentionSpec(), self._heads, score)
         # Under tensor parallelism, each rank attends with some of the heads to the tokens of all tensor-parallel ranks.
         first_rank = (place.ring * s.ulysses + place.ulysses) * s.tensor
         self._tokens = len(s.sharding._positions(first_rank, s.tensor))
@@ -66,7 +67,7 @@ class AttentionTimeline:
         if self._setting.ulysses > 1:
             self._record_ulysses(timeline, q, k, v, backward)
             return
-        run = self._run(timeline, self._heads, k, v)
+        run = self._run(timeline, self._heads, q, k, v)
         if backward:
             ring_backward(run, q, None, q, k, v, q, q)
         else:
@@ -81,7 +82,7 @@ class AttentionTimeline:
         q, k, v = (torch.empty(shape, dtype=s.dtype, device=_META) for shape in shapes)
         return q, k, v
 
-    def _run(self, timeline: Timeline, heads: Heads, k: Tensor, v: Tensor) -> RecordedRun:
+    def _run(self, timeline: Timeline, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> RecordedRun:
         transport = RecordedTransport(timeline, self._place, self._plan)
         return RecordedRun(self._call, heads, k, v, transport, partial(self._kernel, timeline))
 
@@ -127,30 +128,26 @@ class AttentionTimeline:
         The backward needs the tensors that the forward has saved. In that case the messages and kernels of the forward
         are recorded nowhere: its exchange has a timeline of its own, which is dropped.
         """
-        s = self._setting
-
-        def attend(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return ring_forward(self._run(Timeline() if backward else timeline, heads, k, v), q, k, v)
-
+        s, first = self._setting, Timeline() if backward else timeline
         max_chunks = chunk_limit(s.sharding, q.shape, s.hardware.device)
-        exchange = self._head_exchange(Timeline() if backward else timeline, max_chunks)
-        _, *saved = ulysses_forward(exchange, attend, q, k, v, v.shape[3])
+        exchange = self._head_exchange(first, max_chunks)
+        _, *saved = ulysses_forward(exchange, partial(self._run, first), q, k, v, v.shape[3])
         if not backward:
             return
 
         previous_k: Tensor | None = None
 
-        def attend_backward(heads: Heads, dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, *out: Any) -> Any:
+        def new_run(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> RecordedRun:
             nonlocal previous_k
-            dq, dk, dv, _ = ring_backward(self._run(timeline, heads, k, v), dout, dlse, q, k, v, *out)
-            shares_kv, previous_k = k is previous_k, k  # with the chunk before, whose dk and dv these are added to
-            return dq, *((_NoGradient(), _NoGradient()) if shares_kv else (dk, dv)), None
+            run = self._run(timeline, heads, q, k, v)
+            run.adds_dkv, previous_k = k is previous_k, k
+            return run
 
         exchange = self._head_exchange(timeline, max_chunks)
         if exchange.shares_kv:
             saved += [k, v]
         dout = q.new_empty(*q.shape[:3], v.shape[3])
-        ulysses_backward(exchange, attend_backward, saved, dout, None, q.shape, k.shape, v.shape)
+        ulysses_backward(exchange, new_run, saved, dout, None, q.shape, k.shape, v.shape)
 
     def _head_exchange(self, timeline: Timeline, max_chunks: int) -> RecordedHeadExchange:
         return RecordedHeadExchange(self._placement, self._heads, max_chunks, timeline=timeline, place=self._place)
@@ -176,6 +173,8 @@ class RecordedRun(Run):
         kernel: records the kernel of a step, for a number of heads.
     """
 
+    adds_dkv = False  # whether dk and dv are added to those of the chunk before, which has the same K/V
+
     def __init__(
         self,
         call: AttentionCall,
@@ -200,8 +199,9 @@ class RecordedRun(Run):
     def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
         return OutputGrad(dout, out, lse, None)
 
-    def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        return [torch.empty_like(x, dtype=torch.float32) for x in (q, k, v)]
+    def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
+        dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+        return [dq, _NoGradient(), _NoGradient()] if self.adds_dkv else [dq, dk, dv]
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, *grads: Tensor) -> None:
         if step.attends:

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..comm.p2p import Pending
-from ..placement import Placement
+from ..comm.p2p import Links, Pending
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step, Transfer
 from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_widths
@@ -105,7 +104,7 @@ class RecordedTransport(PeerToPeer):
     """
 
     def __init__(self, timeline: Timeline, place: RankPlace, plan: AttentionPlan) -> None:
-        super().__init__(plan, Placement())
+        super().__init__(plan, Links(None, None, None))
         self._timeline, self._place = timeline, place
 
     def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:

@@ -83,6 +83,7 @@ class AttentionPlan:
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
+        num_steps: the number of steps, which ``len`` returns too.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class AttentionPlan:
         self.rank = rank
         self.gather = gather
         self.per_host = sharding.ring if per_host is None else per_host
+        self.num_steps = 1 if sharding.replicated else min(2, sharding.ring) if gather else sharding.ring
         self._runs = mask.runs(sharding.seq_len)
         self._steps: dict[int, Step] = {}
         self._inter_host_hops: dict[int, Hop] = {}
@@ -106,9 +108,7 @@ class AttentionPlan:
         self._token = object()  # the plan's key in caches, which must not hold a reference to the plan
 
     def __len__(self) -> int:
-        if self.sharding.replicated:
-            return 1
-        return min(2, self.sharding.ring) if self.gather else self.sharding.ring
+        return self.num_steps
 
     def __getitem__(self, index: int) -> Step:
         if index not in self._steps:

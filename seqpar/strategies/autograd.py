@@ -1,4 +1,4 @@
-"""Forward and backward of every strategy, and the autograd.Function around them.
+"""Forward and backward of every strategy, and which ranks take part in backward.
 
 Every strategy is an all-to-all (Ulysses) around a ring. Either of the two may have a single rank.
 
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..comm.p2p import make_ready
+from ..comm.p2p import Link, links_of
 from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import accumulator
@@ -39,18 +39,18 @@ def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> t
 
     Returns:
         ``out [b, s, h, e]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
-        ``lse`` is an empty tensor unless ``call.return_lse``.
+        ``lse`` is an empty tensor unless ``call.spec.return_lse``.
     """
     if call.placement.gather is None and call.placement.tokens.ring > 1:
         count_choice("all_gather" if call.plan.gather else "p2p")
-    exchange = head_exchange(call, q.shape, q.device)
+    exchange = None if call.placement.ulysses is None else head_exchange(call, q.shape, q.device)
     with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
         if exchange is None:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            out, lse = _attend(call, call.heads, q, k, v)
+            out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
             return out, lse, q, k, v, out, lse
-        out, *saved = ulysses_forward(exchange, partial(_attend, call), q, k, v, call.v_head_dim(v.shape))
-        lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.return_lse else saved[-1].new_empty(0)
+        out, *saved = ulysses_forward(exchange, partial(Run, call), q, k, v, call.v_head_dim(v.shape))
+        lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.spec.return_lse else saved[-1].new_empty(0)
     return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
 
 
@@ -78,29 +78,20 @@ def attention_backward(
     exchange = head_exchange(call, q_shape, saved[0].device)
     like, sinks = saved[0], call.score.sinks
     dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
-    dlse = dlse if call.return_lse else None
+    dlse = dlse if call.spec.return_lse else None
     with torch.autocast(like.device.type, enabled=False):
         if exchange is None:
             q, k, v, out, lse = saved
-            dq, dk, dv, dsinks = _attend_backward(call, call.heads, dout, dlse, q, k, v, out, lse)
+            run = Run(call, call.heads, q, k, v, lse_gradient=dlse is not None)
+            dq, dk, dv, dsinks = ring_backward(run, dout, dlse, q, k, v, out, lse)
         else:
-            if call.return_lse:
+            if call.spec.return_lse:
                 dlse = exchange.lse_gradient_to_heads(dout, dlse)
-            backward = partial(_attend_backward, call)
-            dq, dk, dv, dsinks = ulysses_backward(exchange, backward, saved, dout, dlse, q_shape, k_shape, v_shape)
+            new_run = partial(Run, call, lse_gradient=dlse is not None)
+            dq, dk, dv, dsinks = ulysses_backward(exchange, new_run, saved, dout, dlse, q_shape, k_shape, v_shape)
     if dsinks is not None and sinks is not None:
         dsinks = dsinks.to(sinks.dtype)
     return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks
-
-
-def _attend(call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return ring_forward(Run(call, heads, q, k, v), q, k, v)
-
-
-def _attend_backward(
-    call: AttentionCall, heads: Heads, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *out: Tensor
-) -> Gradients:
-    return ring_backward(Run(call, heads, q, k, v, lse_gradient=dlse is not None), dout, dlse, q, k, v, *out)
 
 
 def gradient_state(*tensors: Tensor | None) -> int:
@@ -167,13 +158,19 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    shares_memory = make_ready(call.placement.ulysses, device)
-    chunks = 1 if shares_memory else chunk_limit(call.placement.tokens, q_shape, device.type)
-    return head_exchange_of(call.placement, call.heads, chunks)
+    placement, link = call.placement, links_of(call.placement, device).ulysses
+    if link is None:
+        return None
+    chunks = 1 if link.memory is not None else chunk_limit(placement.tokens, q_shape, device.type)
+    return head_exchange_of(placement, call.heads, chunks, link)
 
 
-def head_exchange_of(placement: Placement, heads: Heads, chunks: int) -> HeadExchange | None:
+def head_exchange_of(placement: Placement, heads: Heads, chunks: int, link: Link | None = None) -> HeadExchange | None:
     """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
     if placement.ulysses is None or placement.tokens.ulysses == 1 or not heads.queries:
         return None  # tensor parallelism over more ranks than heads leaves ranks without heads
-    return HeadExchange(placement, heads, chunks)
+    key = heads, chunks, link
+    exchange: HeadExchange | None = placement.kept.get(key)
+    if exchange is None:
+        exchange = placement.kept[key] = HeadExchange(placement, heads, chunks, link)
+    return exchange

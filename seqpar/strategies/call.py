@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache import cached_tensors, upload
-from ..comm.p2p import make_ready
+from ..comm.p2p import links_of
 from ..comm.streams import ReadyEvents
 from ..heads import Heads
 from ..kernels import select
@@ -19,6 +19,7 @@ from ..placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
 from ..schedule.rows import KeyIntervals
+from ..spec import AttentionSpec
 from .latent import LatentKeys
 from .transfers import GradientReduce, Transfers, take_heads
 from .transport import Collectives, PeerToPeer, Transport
@@ -37,27 +38,23 @@ _MIN_PREFETCH_STEPS = 1
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Built by ``operators.make_call``.
+    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Made by ``operators.make_call``.
 
     Attributes:
         placement: who takes part in it, and which positions these ranks hold.
         plan: which K/V rows are sent when, and which keys each query sees.
-        score: how scores are computed, for all of ``heads``.
-        backend: the name of an attention backend, or "auto".
-        deterministic: leave out backends whose gradients may differ from run to run.
+        spec: its constants.
         heads: the heads of q, k and v. Under tensor parallelism these are some of the model's heads.
-        return_lse: whether the caller gets the log-sum-exp, which is then differentiable.
+        score: how scores are computed, for all of ``heads``.
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
     """
 
     placement: Placement
     plan: AttentionPlan
-    score: Score
-    backend: str
-    deterministic: bool
+    spec: AttentionSpec
     heads: Heads
-    return_lse: bool
+    score: Score
     kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
     latent: LatentKeys | None = None
 
@@ -73,13 +70,13 @@ class AttentionCall:
         The number of chunks is the same on all ranks, whatever the lengths of their shards.
         """
         plan, chunks = self.plan, self.placement.chunks
-        saves_memory = chunks is not None or (plan.gather and plan.hosts > 1)
-        remote_steps = len(plan) - 1
-        if chunks is None and (shares_memory or not remote_steps):
+        saves_memory = chunks is not None or (plan.gather and plan.per_host < plan.sharding.ring)
+        if chunks is None and (shares_memory or plan.num_steps == 1):
             chunks = 1
         elif chunks is None:
             nbytes = k.shape[0] * plan.longest * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
-            chunks = min(-(-_MAX_CHUNKS // remote_steps), nbytes // _MIN_CHUNK_BYTES.get(k.device.type, 8 << 20))
+            most = -(-_MAX_CHUNKS // (plan.num_steps - 1))
+            chunks = min(most, nbytes // _MIN_CHUNK_BYTES.get(k.device.type, 8 << 20))
         return plan.program(
             heads,
             max(1, chunks),
@@ -105,28 +102,31 @@ class Run:
         self, call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor, *, lse_gradient: bool = False
     ) -> None:
         plan = call.plan
-        shares_memory = connect(call.placement, q.device)
+        links = links_of(call.placement, q.device)
+        shares_memory = links.share_memory
         self.call, self.plan, self.heads = call, plan, heads
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
         self.steps = self.program.steps  # of forward, own keys first
         # Ranks that share memory read one another's messages in place. An all-gather would copy them.
-        collective = plan.dense and len(plan) > 1 and not shares_memory
-        self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, call.placement)
+        collective = plan.num_steps > 1 and plan.dense and not shares_memory
+        self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, links)
         self.score = call.score
         if heads != call.heads:
             at = heads.q_range(within=call.heads)
             self.score = call.score.heads(at.start, at.stop)
         self._positions = self.score.needs_positions
-        self._v_head_dim, expansion = call.v_head_dim(v.shape), self._expansion(q.device)
+        self._v_head_dim, expansion = call.v_head_dim(v.shape), None
+        if call.latent is not None or self.program.kv_index is not None:
+            expansion = self._expansion(q.device)
         self._backend = select(
-            call.backend,
+            call.spec.backend,
             q,
             k if expansion is None else q,
             self.score,
             lse_gradient=lse_gradient,
-            deterministic=call.deterministic,
+            deterministic=call.spec.deterministic,
             expansion=expansion,
-            carry=len(plan) > 1,
+            carry=plan.num_steps > 1,
             v_head_dim=self._v_head_dim,
         )
 
@@ -213,13 +213,12 @@ class Run:
             return q, intervals, self.score
         return take_heads(q, at), intervals, self.score.heads(at.start, at.stop)
 
-    def _expansion(self, device: torch.device) -> Expansion | None:
-        """Expands the K/V that are sent to one KV head for each query head. None if kernels know the mapping."""
+    def _expansion(self, device: torch.device) -> Expansion:
+        """Expands the K/V that are sent to one KV head for each query head."""
         call, index = self.call, self.program.kv_index
         if call.latent is not None:
             return call.latent.of(self.heads.q_range(within=call.heads))
-        if index is None:
-            return None
+        assert index is not None
 
         def make() -> Tensor:
             return upload(torch.tensor(index, device="cpu"), device)
@@ -228,14 +227,3 @@ class Run:
 
 
 Carries = list[Carry | None]  # one for each chunk of heads
-
-
-def connect(placement: Placement, device: torch.device) -> bool:
-    """Connect the ranks of the ring for messages on ``device``, at the first call. All of them must call this.
-
-    Returns:
-        Whether they read one another's messages in shared memory.
-    """
-    shares_memory = make_ready(placement.within, device)
-    make_ready(placement.across, device)
-    return shares_memory and placement.across is None

@@ -37,7 +37,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..comm.p2p import make_ready
+from ..comm.p2p import connect
 from .autograd import attention_backward, attention_forward
 from .operators import new_call
 from .sequence_chunks import Piece, SequenceChunks
@@ -52,7 +52,7 @@ FinishKeys = Callable[..., tuple[Tensor, Tensor]]
 
 def start_gather(x: Tensor, chunks: SequenceChunks) -> Iterator[Iterator[Piece]]:
     """Start to gather ``x [b, s, hidden]``, contiguous, this rank's tokens."""
-    make_ready(chunks.group, x.device)
+    connect(chunks.group, x.device)
     return chunks.receive_chunks(x)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -24,11 +24,11 @@ from torch import Tensor
 from ..cache import cached_tensors
 from ..comm.collectives import start_all_to_all
 from ..comm.handshake import all_gather_header
-from ..comm.p2p import Pending, new_message
+from ..comm.p2p import Link, Pending, new_message
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import TokenLayout, split_range
-from ..mesh import Ranks
+from ..mesh import rank_in
 from ..placement import Placement
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
@@ -180,38 +180,6 @@ class Incoming:
         return self._unpack()
 
 
-@lru_cache(maxsize=256)
-def _all_heads(heads: Heads, ranks: int, rank: int) -> HeadChunk:
-    return HeadChunk(rank, heads.split(ranks), heads)
-
-
-@lru_cache(maxsize=256)
-def _chunks(heads: Heads, ranks: int, rank: int, limit: int, in_ring: bool) -> tuple[HeadChunk, ...]:
-    """``HeadExchange.chunks``, of which there are at most ``limit``."""
-    full = _all_heads(heads, ranks, rank)
-    counts = {(len(part.queries), len(part.kv)) for part in full.by_rank}
-    queries, kv = next(iter(counts))
-    if limit == 1 or len(counts) > 1:
-        return (full,)
-
-    def chunk(queries: range, has_kv: bool = True) -> HeadChunk:
-        """The chunk with the query heads ``queries`` of each rank, counted from the rank's first query head."""
-        return HeadChunk(rank, tuple(part[queries] for part in full.by_rank), heads, has_kv)
-
-    if kv > 1 and queries == kv * heads.q_per_kv:
-        cuts = [split_range(kv, min(limit, kv), i) for i in range(min(limit, kv))]  # of the KV heads
-        return tuple(chunk(range(cut.start * heads.q_per_kv, cut.stop * heads.q_per_kv)) for cut in cuts)
-    if kv == 1 and not in_ring:
-        cuts = [split_range(queries, min(limit, queries), i) for i in range(min(limit, queries))]
-        return tuple(chunk(cut, has_kv=cut.start == 0) for cut in cuts)
-    return (full,)
-
-
-@lru_cache(maxsize=256)
-def _lengths(sharding: TokenLayout, ring_rank: int) -> tuple[int, ...]:
-    return tuple(sharding.ulysses_lengths(ring_rank))
-
-
 @dataclass(frozen=True)
 class HeadExchange:
     """The all-to-all between sequence shards and head shards inside one ulysses group.
@@ -222,52 +190,65 @@ class HeadExchange:
         placement: the ranks of the all-to-all, and which positions each rank holds.
         heads: the heads of a sequence shard.
         max_chunks: the largest number of chunks (see ``chunk_limit``).
+        link: connects the ranks of the all-to-all; None if nothing is sent, as in the planner.
     """
 
     placement: Placement
     heads: Heads
     max_chunks: int
-
-    @cached_property
-    def group(self) -> Ranks:
-        """The ranks of the all-to-all."""
-        assert self.placement.ulysses is not None
-        return self.placement.ulysses
+    link: Link | None = None
 
     @cached_property
     def rank(self) -> int:
-        return self.group.rank()
+        return rank_in(self.placement.ulysses)
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each rank's sequence shard."""
-        return _lengths(self.placement.tokens, self.placement.ring_rank)
+        return tuple(self.placement.tokens.ulysses_lengths(self.placement.ring_rank))
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of this rank's sequence shard."""
         return self.lengths[self.rank]
 
-    @property
+    @cached_property
     def shares_kv(self) -> bool:
         """Whether the query heads of two ranks read the same KV head. If so, head shards of k and v are larger than
         sequence shards, and each rank has only a partial gradient of a shared KV head."""
         return self.full_chunk.kv_slices.overlap
 
-    @property
+    @cached_property
     def full_chunk(self) -> HeadChunk:
         """All heads in one chunk."""
-        return _all_heads(self.heads, self.group.size(), self.rank)
+        return HeadChunk(self.rank, self.heads.split(self.placement.tokens.ulysses), self.heads)
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[HeadChunk, ...]:
-        """All heads, divided into chunks in the same way on every rank.
+        """All heads, divided into at most ``max_chunks`` chunks in the same way on every rank.
 
         Within a chunk every KV head is read by the same number of query heads, so that attention kernels need no copies
         of KV heads. If the heads cannot be divided like this, there is one chunk. A chunk may reuse the KV heads of the
         previous chunk (``has_kv`` is False), but not in a hybrid, where a chunk's K/V are sent around the ring as well.
         """
-        return _chunks(self.heads, self.group.size(), self.rank, self.max_chunks, self.placement.tokens.ring > 1)
+        full, limit = self.full_chunk, self.max_chunks
+        counts = {(len(part.queries), len(part.kv)) for part in full.by_rank}
+        queries, kv = next(iter(counts))
+        if limit == 1 or len(counts) > 1:
+            return (full,)
+
+        def chunk(queries: range, has_kv: bool = True) -> HeadChunk:
+            """The chunk with the query heads ``queries`` of each rank, counted from the rank's first query head."""
+            return HeadChunk(self.rank, tuple(part[queries] for part in full.by_rank), self.heads, has_kv)
+
+        q_per_kv = self.heads.q_per_kv
+        if kv > 1 and queries == kv * q_per_kv:
+            cuts = [split_range(kv, min(limit, kv), i) for i in range(min(limit, kv))]  # of the KV heads
+            return tuple(chunk(range(cut.start * q_per_kv, cut.stop * q_per_kv)) for cut in cuts)
+        if kv == 1 and self.placement.tokens.ring == 1:
+            cuts = [split_range(queries, min(limit, queries), i) for i in range(min(limit, queries))]
+            return tuple(chunk(cut, has_kv=cut.start == 0) for cut in cuts)
+        return (full,)
 
     def head_shards(self, x: Tensor, *kv: Tensor) -> Iterator[tuple[HeadChunk, Tensor]]:
         """Yields each chunk with its head shard (see ``to_heads``) while the next chunks are being received."""
@@ -292,11 +273,11 @@ class HeadExchange:
         """
         parts = chunk.parts(x, *kv)
         batch, widths = x.shape[0], row_widths(parts)
-        messages = new_message(self.tokens * batch * sum(widths), x, self.group)
+        messages = new_message(self.tokens * batch * sum(widths), x, self.link)
         pack(parts, messages)
         sends = [self.tokens * batch * width for width in widths]
         receives = [length * batch * widths[self.rank] for length in self.lengths]
-        received, pending = start_all_to_all(messages, sends, receives, self.group)
+        received, pending = start_all_to_all(messages, sends, receives, self.link)
 
         def head_shard() -> Tensor:
             shards = zip(received, self.lengths, strict=True)
@@ -318,13 +299,13 @@ class HeadExchange:
         """
         columns = [x.transpose(0, 1).flatten(2) for x, _ in tensors]  # [t, b, w]
         rows, batch, widths = sum(self.lengths), columns[0].shape[1], [x.shape[2] for x in columns]
-        messages = new_message(rows * batch * sum(widths), columns[0], self.group).view(rows, batch, sum(widths))
+        messages = new_message(rows * batch * sum(widths), columns[0], self.link).view(rows, batch, sum(widths))
         for x, out in zip(columns, messages.split_with_sizes(widths, 2), strict=True):
             self._by_rank(x, out)
         parts = [(target, slices) for _, target in tensors]
         sends = [length * batch * sum(widths) for length in self.lengths]
         receives = [self.tokens * batch * width for width in row_widths(parts)]
-        received, pending = start_all_to_all(messages, sends, receives, self.group)
+        received, pending = start_all_to_all(messages, sends, receives, self.link)
 
         def sequence_shards() -> Tensor:
             unpack(parts, received)
@@ -371,7 +352,7 @@ class HeadExchange:
 
         ``like [b, s, h, d]`` gives the shape and dtype on a rank that has none.
         """
-        headers = all_gather_header(lambda: _LseGradient(dlse is not None), self.group)
+        headers = all_gather_header(lambda: _LseGradient(dlse is not None), self.placement.ulysses)
         if not any(header.has_dlse for header in headers):
             return None
         column = like.new_zeros(*like.shape[:3], 1, dtype=accumulator(like.dtype))  # [b, s, h, 1]

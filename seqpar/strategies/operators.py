@@ -102,7 +102,9 @@ def make_call(
         mask = layer_mask(mask, *spec.layer_mask)
     return AttentionCall(
         placement=placement,
-        plan=attention_plan(mask, *placement.of_plan),
+        plan=attention_plan(mask, *placement.plan_arguments),
+        spec=spec,
+        heads=heads,
         score=Score(
             softmax_scale=head_dim**-0.5 if spec.softmax_scale is None else spec.softmax_scale,
             softcap=spec.softcap,
@@ -112,32 +114,45 @@ def make_call(
             dropout_seed=dropout_seed,
             head_offset=heads.queries.start,
         ),
-        backend=spec.backend,
-        deterministic=spec.deterministic,
-        heads=heads,
-        return_lse=spec.return_lse,
     )
 
 
-def _check(
+def new_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
-    placement: Placement,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    seed: Tensor | None,
+    latent_weight: Tensor | None,
     spec: AttentionSpec,
-) -> None:
-    """Raise unless the tensors, which fit together, fit the mask and the sharding."""
-    tokens = placement.tokens
-    if tokens.replicated and not k.shape[1] == v.shape[1] == tokens.seq_len:
-        raise ValueError(
-            f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {tokens.seq_len} of the sequence"
-        )
-    if mask.batch not in (1, q.shape[0]):
-        raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
-    mask.check_length(tokens.seq_len)
-    if not spec.tensor_parallel:  # otherwise q holds the tokens of several ranks, each of which has checked its own
-        check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+) -> AttentionCall:
+    """The call of the operator, without the latent weight. With ``spec.draws_seed`` all ranks take rank 0's seed.
+
+    Raises:
+        ValueError: the tensors, which fit together, do not fit the mask or the sharding.
+    """
+    placement = sharding.place(spec, ranks)
+
+    def header() -> _SeedHeader:
+        tokens = placement.tokens
+        if tokens.replicated and not k.shape[1] == v.shape[1] == tokens.seq_len:
+            raise ValueError(
+                f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {tokens.seq_len} of the sequence"
+            )
+        if mask.batch not in (1, q.shape[0]):
+            raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
+        mask.check_length(tokens.seq_len)
+        if q.shape[1] != placement.length:
+            check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
+        return _SeedHeader(0 if seed is None else int(seed.item()))  # on the host: a GPU is not waited for
+
+    agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
+    heads = spec.heads(q.shape, k.shape)
+    return make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec)
 
 
 class _Attention(torch.autograd.Function):
@@ -148,12 +163,13 @@ class _Attention(torch.autograd.Function):
         sinks, alibi_slopes, seed, latent_weight, spec, *where = args
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.shapes, ctx.call = (spec, *where), (q.shape, k.shape, v.shape), None
-        if not spec.returns_saved:  # the body of the operator: it keeps its call for backward
+        if not spec.returns_saved and not seen_by_dispatch_mode():  # keeps its call for backward
             ctx.call = new_call(q, k, v, *args)
             results = autograd.attention_forward(with_latents(ctx.call, latent_weight, q.shape, v.shape), q, k, v)
             results, saved = results[:2], results[2:]
         else:
-            results = attention(q, k, v, *args)
+            tensors = sinks, alibi_slopes, seed, latent_weight
+            results = attention(q, k, v, *tensors, spec.having(returns_saved=True), *where)
             seed = results[-1] if spec.draws_seed else seed
             saved = results[2 : len(results) - spec.draws_seed] or (q, k, v, *results[:2])
         ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *saved)
@@ -182,44 +198,8 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, dsinks, None, None, d_weight, *[None] * 4
 
 
-def new_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    latent_weight: Tensor | None,
-    spec: AttentionSpec,
-    mask: Mask,
-    sharding: Sharding,
-    ranks: ParallelContext,
-) -> AttentionCall:
-    """The call of an operator whose tensors fit. With ``spec.draws_seed`` all ranks take rank 0's seed."""
-    placement = sharding.place(spec, ranks)
-
-    def header() -> _SeedHeader:
-        _check(q, k, v, mask, placement, spec)
-        return _SeedHeader(_number(seed))
-
-    agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
-    heads = spec.heads(q.shape, k.shape)
-    return make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec)
-
-
-def _fake_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    latent_weight: Tensor | None,
-    spec: AttentionSpec,
-    mask: Mask,
-    sharding: Sharding,
-    ranks: ParallelContext,
-) -> list[Tensor]:
+def _fake_attention(*args: Any) -> list[Tensor]:
+    q, k, v, _, _, _, latent_weight, spec, _, sharding, ranks = args
     placement = unwrap(sharding).place(spec, unwrap(ranks))
     batch, length, heads, dim = q.shape
     out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
@@ -264,10 +244,11 @@ def attention(
         all-to-all; the tensors of ``_kept_dtypes``; and with ``spec.draws_seed`` rank 0's seed.
     """
     call = new_call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
-    out, lse, *saved = autograd.attention_forward(with_latents(call, latent_weight, q.shape, v.shape), q, k, v)
+    if latent_weight is not None:
+        call = with_latents(call, latent_weight, q.shape, v.shape)
+    out, lse, *saved = autograd.attention_forward(call, q, k, v)
     results = [out, lse]
-    exchange = head_exchange(call, q.shape, q.device)
-    if exchange is not None and spec.returns_saved:
+    if spec.returns_saved and (exchange := head_exchange(call, q.shape, q.device)) is not None:
         kept = _to_keep(saved, exchange)
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
@@ -350,7 +331,9 @@ def attention_backward(
     """
     placement = sharding.place(spec, ranks)
     heads = spec.heads(q_shape, k_shape)
-    call = make_call(q_shape[3], heads, sinks, alibi_slopes, _number(seed), mask, placement, spec)
+    call = make_call(
+        q_shape[3], heads, sinks, alibi_slopes, 0 if seed is None else int(seed.item()), mask, placement, spec
+    )
     d_weight = new_weight_gradient(latent_weight, needs_weight_gradient)
     call = with_latents(call, latent_weight, q_shape, v_shape, d_weight)
     exchange = head_exchange(call, q_shape, saved[0].device)
@@ -375,41 +358,24 @@ def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, s
     return placement.tokens.rank_positions(placement.rank)
 
 
-def _number(seed: Tensor | None) -> int:
-    """The seed as an int. Its tensor is on the host, so reading it does not wait for a GPU."""
-    return 0 if seed is None else int(seed.item())
+def join_backward(
+    q: Tensor,
+    others: Sequence[Tensor | None],
+    spec: AttentionSpec,
+    sharding: Sharding,
+    ranks: ParallelContext = ANY_RANKS,
+) -> Tensor:
+    """``q``, or an alias that requires a gradient if attention sends messages and no tensor of this rank requires one.
+
+    The backward of attention communicates. A rank whose inputs require no gradient would not run it, and the ranks
+    whose inputs do would wait for it. With the alias it takes part.
+    """
+    if gradient_state(q, *others) == 1 and not spec.returns_saved and sharding.place(spec, ranks).sends:
+        return with_gradient(q)
+    return q
 
 
 def seen_by_dispatch_mode() -> bool:
     """Whether a dispatch mode is on that must see attention as one operator, such as selective checkpointing's."""
     mode = _get_current_dispatch_mode()
     return mode is not None and not isinstance(mode, FakeTensorMode)
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    latent_weight: Tensor | None,
-    spec: AttentionSpec,
-    mask: Mask,
-    sharding: Sharding,
-    ranks: ParallelContext = ANY_RANKS,
-    *,
-    joins_backward: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of checked arguments (see ``attention``), in eager and in compiled code.
-
-    ``joins_backward`` is False if it is known that no rank's inputs require gradients.
-    """
-    tensors = q, k, v, sinks, latent_weight
-    compiling = torch.compiler.is_compiling()
-    if joins_backward and not compiling and gradient_state(*tensors) == 1 and sharding.place(spec, ranks).sends:
-        q = with_gradient(q)
-    if compiling or seen_by_dispatch_mode():
-        spec = spec.having(returns_saved=True)
-    results = attention(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
-    return results[0], results[1]

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ..cache import cached_tensors
 from ..comm.collectives import all_gather, reduce_scatter
-from ..comm.p2p import Pending, exchange
+from ..comm.p2p import Pending, connect, exchange
 from ..comm.trace import count_sent
 from ..layout import TokenLayout, split_range
 from ..mesh import rank_in, size_of
@@ -187,7 +187,7 @@ class SequenceChunks:
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
         """Every rank's chunk, piece by piece, this rank's first. While the caller uses one chunk, the next is received.
 
-        The call starts the first transfers. ``make_ready`` must have been called before.
+        The call starts the first transfers. ``connect`` must have been called before.
         """
         local: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
         incoming = self._start_step(chunk, 1) if self.size > 1 else None
@@ -217,12 +217,12 @@ class SequenceChunks:
         The returned iterator waits for one piece at a time.
         """
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-        pieces = self.rows.pieces
+        link, pieces = connect(self.group, chunk.device), self.rows.pieces
         local_pieces = chunk.split([rows.length for rows in pieces[self.rank]], 1)
         started: list[tuple[Rows, Tensor, Pending]] = []
         for rows, piece in zip(pieces[source], local_pieces, strict=True):
             recv_buffer = chunk.new_empty(chunk.shape[0], rows.length, *chunk.shape[2:])
-            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], self.group)
+            pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], link)
             started.append((rows, recv_buffer, pending))
 
         def wait_in_turn() -> Iterator[Piece]:
@@ -253,12 +253,13 @@ class PartialSums:
         if step == 0:
             self._local = partial_output(rows_of.chunks[target])
             return
-        before, self._sends = self._sends, []
+        before, self._sends, link = self._sends, [], None
         buffers = []
         for rows, local_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
+            link = link or connect(chunks.group, piece.device)
             buffers.append(piece.new_empty(piece.shape[0], local_rows.length, *piece.shape[2:]))
-            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], chunks.group))
+            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], link))
         self._received.append(buffers)
         for pending in before:  # frees sent partial outputs, so that those of at most two chunks exist at a time
             pending.wait()

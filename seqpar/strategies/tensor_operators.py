@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..cache import context_of
-from ..comm.p2p import make_ready
+from ..comm.p2p import connect
 from ..compile_types import Opaque, register_constant_type
 from ..library import operator
 from ..mesh import ParallelContext
@@ -135,7 +135,7 @@ def all_gather_linear(
 ) -> list[Tensor]:
     """``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
-    make_ready(chunks.group, x.device)
+    connect(chunks.group, x.device)
     outs: list[Tensor] = _ALGORITHMS[chunks.overlap].all_gather_linear(x.contiguous(), weights, chunks)
     return outs
 
@@ -191,7 +191,7 @@ def linear_reduce_scatter(
 ) -> Tensor:
     """``x [b, t, in_local]`` and ``weight [out, in_local]`` to ``[b, tokens, out]``, summed over the ranks."""
     chunks = chunks_of(tokens, sharding, ranks, options, x.device)
-    make_ready(chunks.group, x.device)
+    connect(chunks.group, x.device)
     y: Tensor = _ALGORITHMS[chunks.overlap].linear_reduce_scatter(x.contiguous(), weight, chunks)
     return y.contiguous()
 

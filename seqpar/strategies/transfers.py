@@ -106,7 +106,7 @@ class GradientReduce:
         """Where backward puts the dk and dv of a step: this rank's own dk and dv for its own keys, else a message."""
         if step.index == 0 or step.keys is None:
             return take_kv(self._dkv, step)
-        to = None if self._gather else self._transport.ranks
+        to = None if self._gather else self._transport.link
         self._partial_dkv = [Message(part, len(step.keys), to=to) for part in self._parts(step)]
         dk, dv = (x for message in self._partial_dkv for x in message.tensors)
         return dk, dv

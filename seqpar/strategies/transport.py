@@ -18,9 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
-from ..comm.p2p import Pending, exchange, new_message
-from ..mesh import Ranks
-from ..placement import Placement
+from ..comm.p2p import Link, Links, Pending, exchange, new_message
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step, Transfer
 from ..schedule.rows import GatheredRows, RowSpans
@@ -36,11 +34,11 @@ class Message:
         like: tensors of the same shapes, except for the number of rows.
         rows: how many rows of each tensor it holds.
         flat: the buffer ``[elements]``; by default a new one.
-        to: the ranks to which a new buffer may be sent; None if it is not sent.
+        to: the link over which a new buffer may be sent; None if it is not sent.
     """
 
     def __init__(
-        self, like: Sequence[Tensor], rows: int, *, flat: Tensor | None = None, to: Ranks | None = None
+        self, like: Sequence[Tensor], rows: int, *, flat: Tensor | None = None, to: Link | None = None
     ) -> None:
         self._shapes = [(*x.shape[:-3], rows, *x.shape[-2:]) for x in like]
         self.rows = rows
@@ -72,8 +70,8 @@ class KeyValues:
         self.kv = kv  # [b, k, n, d], [b, k, n, e]
         self._message = message
 
-    def message(self, rows: RowSpans, to: Ranks | None, length: int | None = None) -> Message:
-        """A message of ``rows``, to be sent to ranks of ``to``; padded to ``length`` rows with any values."""
+    def message(self, rows: RowSpans, to: Link | None, length: int | None = None) -> Message:
+        """A message of ``rows``, to be sent over ``to``; padded to ``length`` rows with any values."""
         full = rows.count == self.kv[0].shape[1]
         if full and self._message is not None:
             return self._message
@@ -87,8 +85,8 @@ class KeyValues:
 class PeerToPeer:
     """Messages between pairs of ranks, each with only the rows that the receiver needs."""
 
-    def __init__(self, plan: AttentionPlan, placement: Placement) -> None:
-        self._plan, self.ranks, self._across = plan, placement.within, placement.across
+    def __init__(self, plan: AttentionPlan, links: Links) -> None:
+        self._plan, self.link, self._across = plan, links.within, links.across
 
     def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:
         """Send this rank's rows ``local`` to other hosts. The function returns what ``send_intra_host`` needs."""
@@ -107,7 +105,7 @@ class PeerToPeer:
         The function returns the step's K/V; ``local`` in a step without keys for this rank.
         """
         sources = {self._plan.rank: local} if step.inter_host is None else {**host_kv, self._plan.rank: local}
-        incoming, pending = self._send_rows(step.intra_host, sources, self.ranks)
+        incoming, pending = self._send_rows(step.intra_host, sources, self.link)
 
         def wait() -> KV:
             pending.wait()
@@ -132,10 +130,10 @@ class PeerToPeer:
         if partial is not None and len(hop.receives) == 1:
             outgoing[hop.receives[0].peer] = partial
         elif isinstance(step.keys, GatheredRows) and partial is not None:
-            outgoing = {peer: Message(dkv, _rows(x), to=self.ranks) for peer, x in hop.received_by_peer.items()}
+            outgoing = {peer: Message(dkv, _rows(x), to=self.link) for peer, x in hop.received_by_peer.items()}
             for i, views in enumerate(_views(hop.receives, outgoing)):
                 step.keys.gather(i, partial.tensors, views)
-        incoming, pending = self._exchange(hop, outgoing, hop.sent_by_peer, dkv, self.ranks)
+        incoming, pending = self._exchange(hop, outgoing, hop.sent_by_peer, dkv, self.link)
         host_rows = {t.owner: t.owner_rows.count for t in step.inter_host.receives} if step.inter_host else {}
 
         def accumulate() -> None:
@@ -169,18 +167,18 @@ class PeerToPeer:
         return accumulate
 
     def _send_rows(
-        self, hop: Hop, sources: dict[int, KeyValues], ranks: Ranks | None
+        self, hop: Hop, sources: dict[int, KeyValues], link: Link | None
     ) -> tuple[dict[int, Message], Pending]:
         """Start a hop whose rows are in ``sources``, by owner. Returns the received messages, by peer."""
         kv, outgoing = sources[self._plan.rank].kv, dict[int, Message]()
         for peer, transfers in hop.sent_by_peer.items():
             if len(transfers) == 1:
-                outgoing[peer] = sources[transfers[0].owner].message(transfers[0].sender_rows, ranks)
+                outgoing[peer] = sources[transfers[0].owner].message(transfers[0].sender_rows, link)
                 continue
-            outgoing[peer] = Message(kv, _rows(transfers), to=ranks)
+            outgoing[peer] = Message(kv, _rows(transfers), to=link)
             for transfer, views in zip(transfers, _views(transfers, outgoing), strict=True):
                 transfer.sender_rows.copy_to(views, sources[transfer.owner].kv)
-        return self._exchange(hop, outgoing, hop.received_by_peer, kv, ranks)
+        return self._exchange(hop, outgoing, hop.received_by_peer, kv, link)
 
     def _exchange(
         self,
@@ -188,17 +186,17 @@ class PeerToPeer:
         outgoing: dict[int, Message],
         receives: dict[int, list[Transfer]],
         like: Sequence[Tensor],
-        ranks: Ranks | None,
+        link: Link | None,
     ) -> tuple[dict[int, Message], Pending]:
         """Exchange messages in the hop's rounds of peers. A message of this rank to itself is not sent."""
         rank, size = self._plan.rank, self._plan.per_host
         incoming = {p: outgoing[p] if p == rank else Message(like, _rows(x)) for p, x in receives.items()}
-        index = mod if ranks is self.ranks else floordiv  # of a peer in ``ranks``
+        index = mod if link is self.link else floordiv  # of a peer among the ranks of ``link``
         rounds = [
             exchange(
                 [(index(peer, size), outgoing[peer].flat) for peer in peers if peer in outgoing],
                 [(index(peer, size), incoming[peer].flat) for peer in peers if peer in incoming],
-                ranks,
+                link,
             )
             for peers in hop.rounds
         ]
@@ -210,9 +208,9 @@ class PeerToPeer:
 class Collectives:
     """All-gathers of all rows and reduce-scatters of all gradients, padded to the longest shard."""
 
-    def __init__(self, plan: AttentionPlan, placement: Placement) -> None:
-        assert placement.within is not None
-        self._plan, self.ranks, self._across = plan, placement.within, placement.across
+    def __init__(self, plan: AttentionPlan, links: Links) -> None:
+        assert links.within is not None
+        self._plan, self.link, self._across = plan, links.within, links.across
 
     def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:
         assert self._across is not None
@@ -226,7 +224,7 @@ class Collectives:
 
     def send_intra_host(self, step: Step, local: KeyValues, host_kv: Any) -> Callable[[], KV]:
         by_host = self._message(local)[None] if step.inter_host is None else host_kv  # [hosts, elements]
-        gathered, pending = start_all_gather(by_host, self.ranks)  # [ranks of a host, hosts, elements]
+        gathered, pending = start_all_gather(by_host, self.link)  # [ranks of a host, hosts, elements]
         views = [self._rows_of(t, gathered, local.kv) for t in step.intra_host.receives]
         del by_host, host_kv, gathered
 
@@ -246,7 +244,7 @@ class Collectives:
         for i, transfer in enumerate(step.intra_host.receives):
             assert partial is not None and isinstance(step.keys, GatheredRows)
             step.keys.gather(i, partial.tensors, self._rows_of(transfer, by_rank, dkv))
-        total, pending = start_reduce_scatter(by_rank, self.ranks)  # [hosts, elements]
+        total, pending = start_reduce_scatter(by_rank, self.link)  # [hosts, elements]
         del by_rank
 
         def accumulate() -> None:
@@ -270,7 +268,7 @@ class Collectives:
 
     def _message(self, local: KeyValues) -> Tensor:
         """This rank's K/V, ``[elements]``."""
-        return local.message(RowSpans(((0, local.kv[0].shape[1]),)), self.ranks, self._plan.longest).flat
+        return local.message(RowSpans(((0, local.kv[0].shape[1]),)), self.link, self._plan.longest).flat
 
     def _rows_of(self, transfer: Transfer, x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """The rows of the transfer's owner in ``x [ranks of a host, hosts, elements]``."""

@@ -50,26 +50,25 @@ from torch import Tensor
 
 from ..heads import Heads
 from ..kernels.base import accumulator
+from .call import Run
 from .head_exchange import HeadExchange, Incoming
+from .ring import ring_backward, ring_forward
 
-# ``(heads, q, k, v) -> (out, lse)``: attention of one chunk's head shards.
-Attend = Callable[[Heads, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# ``(heads, dout, dlse, q, k, v, out, lse) -> (dq, dk, dv, dsinks)``: its backward, in the accumulator's dtype.
-AttendBackward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+NewRun = Callable[[Heads, Tensor, Tensor, Tensor], Run]  # (heads, q, k, v), head shards of one chunk
 
 
 def ulysses_forward(
-    exchange: HeadExchange, attend: Attend, q: Tensor, k: Tensor, v: Tensor, out_dim: int
+    exchange: HeadExchange, new_run: NewRun, q: Tensor, k: Tensor, v: Tensor, out_dim: int
 ) -> tuple[Tensor, ...]:
     """Communicate, attend, communicate back, chunk by chunk.
 
     Args:
         exchange: the all-to-all.
-        attend: attention of head shards, over the keys of this rank's group or of a ring across groups.
+        new_run: makes the run of a chunk, over the keys of this rank's group or of a ring across groups.
         q: ``[b, s, h, d]``, this rank's sequence shard of all heads.
         k: ``[b, s, n, d]``.
         v: ``[b, s, n, e]``.
-        out_dim: the head_dim of the output: e, unless ``attend`` expands k and v.
+        out_dim: the head_dim of the output: e, unless k and v are expanded.
 
     Returns:
         ``out [b, s, h, out_dim]``, followed by three tensors per chunk for ``ulysses_backward``: the chunk's head shard
@@ -83,7 +82,8 @@ def ulysses_forward(
     for chunk, shard in exchange.head_shards(q, k, v):  # [t, b, w]
         chunk_q, *new_kv = chunk.split(shard, dims)  # [b, t, h, d], [b, t, n, d], [b, t, n, e]
         chunk_kv = new_kv or chunk_kv
-        chunk_out, chunk_lse = attend(chunk.heads, chunk_q, *chunk_kv)
+        chunk_k, chunk_v = chunk_kv
+        chunk_out, chunk_lse = ring_forward(new_run(chunk.heads, chunk_q, chunk_k, chunk_v), chunk_q, chunk_k, chunk_v)
         outgoing.append(exchange.to_sequence(chunk.query_slices, (chunk_out, out)))
         if new_kv and exchange.shares_kv:
             shard = shard[:, :, : len(chunk.heads.queries) * dims[0]].contiguous()
@@ -95,7 +95,7 @@ def ulysses_forward(
 
 def ulysses_backward(
     exchange: HeadExchange,
-    attend_backward: AttendBackward,
+    new_run: NewRun,
     saved: Sequence[Tensor],
     dout: Tensor,
     dlse: Tensor | None,
@@ -107,7 +107,7 @@ def ulysses_backward(
 
     Args:
         exchange: the all-to-all.
-        attend_backward: the backward of ``attend``.
+        new_run: as in ``ulysses_forward``.
         saved: the tensors that ``ulysses_forward`` returned after ``out``; if ``exchange.shares_kv``, followed by the
             sequence shards k and v.
         dout: ``[b, s, h, e]``, this rank's sequence shard.
@@ -135,8 +135,10 @@ def ulysses_backward(
         chunk_kv = received_kv or saved_kv or chunk_kv
         at = chunk.heads.q_range(within=exchange.full_chunk.heads)
         chunk_dlse = None if dlse is None else dlse[:, at.start : at.stop]  # [b, h, t]
-        chunk_dq, *chunk_dkv, chunk_dsinks = attend_backward(
-            chunk.heads, chunk_dout, chunk_dlse, chunk_q, *chunk_kv, out, lse
+        chunk_k, chunk_v = chunk_kv
+        run = new_run(chunk.heads, chunk_q, chunk_k, chunk_v)
+        chunk_dq, *chunk_dkv, chunk_dsinks = ring_backward(
+            run, chunk_dout, chunk_dlse, chunk_q, chunk_k, chunk_v, out, lse
         )
         outgoing.append(exchange.to_sequence(chunk.query_slices, (chunk_dq.to(dq.dtype), dq)))
         # Consecutive chunks may read the same KV heads. The last of these chunks sends the sum of their gradients.

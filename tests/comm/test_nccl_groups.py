@@ -18,6 +18,7 @@ from seqpar.heads import Heads
 from seqpar.kernels.base import Score
 from seqpar.layout import LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
+from seqpar.spec import AttentionSpec
 from seqpar.strategies import call as calls
 from seqpar.strategies import ring, transport
 from seqpar.strategies.call import AttentionCall, Run
@@ -29,7 +30,8 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     """The groups of messages that ring attention starts on one rank, in forward and in backward."""
     groups: list[Group] = []
 
-    def record(sends: Sequence[Message], receives: Sequence[Message], ranks: range) -> Pending:
+    def record(sends: Sequence[Message], receives: Sequence[Message], link: p2p.Link) -> Pending:
+        ranks: Any = link.ranks
         operations = [Operation(True, ranks[peer]) for peer, _ in sends]
         groups.append(operations + [Operation(False, ranks[peer]) for peer, _ in receives])
         return Pending()
@@ -38,20 +40,19 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
     heads = Heads.of_model(number, number)
     stub = SimpleNamespace(forward=_no_forward, backward=_no_backward, reads_delta=False)
     first = plan.rank // plan.per_host * plan.per_host
-    within = range(first, first + plan.per_host)
-    across = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
+    within: Any = range(first, first + plan.per_host)
+    across: Any = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
+    links = p2p.Links(None, p2p.Link(within, None, None), p2p.Link(across, None, None))
     call: Any = AttentionCall(
-        placement=SimpleNamespace(within=within, across=across, gather=plan.gather, chunks=None, tokens=plan.sharding),
-        plan=plan, score=Score(1.0), backend="auto", deterministic=False, heads=heads,
-        return_lse=False,
+        placement=SimpleNamespace(chunks=None, tokens=plan.sharding),
+        plan=plan, spec=AttentionSpec(), heads=heads, score=Score(1.0),
     )  # fmt: skip
     tokens = len(plan.sharding.ring_positions(plan.rank))
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
         mock.patch.dict(calls._MIN_CHUNK_BYTES, cpu=1),
-        mock.patch.object(p2p, "shared_memory", return_value=None),
         mock.patch.object(transport, "exchange", record),
-        mock.patch.object(calls, "make_ready", return_value=False),
+        mock.patch.object(calls, "links_of", return_value=links),
         mock.patch.object(calls, "select", return_value=stub),
     ):
         run = Run(call, heads, x, x, x)

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar.comm import shared_memory as transports
 from seqpar.comm.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
-from seqpar.comm.p2p import exchange, new_message, without_messages
+from seqpar.comm.p2p import connect, exchange, new_message, without_messages
 from seqpar.comm.shared_memory import ReceiveMode, SharedMemoryTransport, shared_memory
 
 from ..pool import OwnPool, Pool, on_ranks, start
@@ -74,7 +74,7 @@ def random_exchanges(group: ProcessGroup, seed: int, rounds: int) -> int:
             if a == rank:
                 message = pattern(i, numel, dtype)
                 if mine.random() < 0.5:
-                    message = new_message(numel + 3, message, group)[3:].copy_(message)
+                    message = new_message(numel + 3, message, connect(group, CPU))[3:].copy_(message)
                 sends.append((b, message))
             if b == rank:
                 received.append((a, torch.empty(numel, dtype=dtype), pattern(i, numel, dtype)))

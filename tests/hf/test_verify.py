@@ -24,7 +24,7 @@ from seqpar.hf import attention as hf_attention
 from seqpar.hf.state import patch_of
 from seqpar.hf.verification import run
 from seqpar.hf.verification.recording import PinnedExperts
-from seqpar.strategies.operators import attend
+from seqpar.strategies.operators import attention
 
 from ..pool import Pool, on_ranks
 from .test_multimodal import make_batch as with_images
@@ -157,11 +157,14 @@ def in_another_collective(group: ProcessGroup) -> str:
     def without_exchange(q: Tensor, *arguments: Any) -> Any:
         calls.append(1)
         if group.rank() == 1 and len(calls) == 2:
-            return q.clone(), None
-        return attend(q, *arguments)
+            return (q.clone(),)
+        return attention(q, *arguments)
 
     calls: list[int] = []
-    with mock.patch.object(hf_attention, "attend", without_exchange), pytest.raises(VerificationError) as caught:
+    with (
+        mock.patch.object(hf_attention, "attention_operator", without_exchange),
+        pytest.raises(VerificationError) as caught,
+    ):
         seqpar.hf.verify(model, make_batch("plain"), deadline_s=3.0)
     return str(caught.value)
 
