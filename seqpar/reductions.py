@@ -107,8 +107,8 @@ def reduction_behind(node: Any, group: ProcessGroup, gradients: Gradients) -> Re
         return None
     found = _explore(node, ranks, "partial", gradients)
     if len(found) > 1:
-        shown = " and ".join(f"{r.name} over ranks {sorted(r.ranks)}" for r in found)
-        raise ValueError(f"gradients='auto': {shown} reduce gradients of one loss differently; {_EXPLICIT}")
+        names = " and ".join(f"{r.name} over ranks {sorted(r.ranks)}" for r in found)
+        raise ValueError(f"gradients='auto': {names} reduce gradients of one loss differently; {_EXPLICIT}")
     return next(iter(found), None)
 
 
@@ -119,13 +119,13 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     """
     if not _any_boundary[0] and gradients != "auto":
         return set()
-    owned = owners()
-    if not _any_boundary[0] and not owned.reductions:
+    ownership = owners()
+    if not _any_boundary[0] and not ownership.reductions:
         return set()
     task = torch._C._current_graph_task_id()
     leaves: list[tuple[Any, Region]] = []
     boundaries = [node.boundary] if hasattr(node, "boundary") else []
-    hidden = False
+    has_hidden = False
     starts = [(below, region) for below, _ in node.next_functions]
     seen: dict[Region, set[Any]] = {"whole": {None}, "partial": {None}}
     while starts:
@@ -136,24 +136,24 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
             if below in visited:
                 continue
             visited.add(below)
-            following = below.next_functions
-            if not following:
+            next_functions = below.next_functions
+            if not next_functions:
                 leaves.append((getattr(below, "variable", None), region))
             elif isinstance(below, BackwardCFunction):
-                hidden |= type(below).__name__ == "CheckpointFunctionBackward"
+                has_hidden |= type(below).__name__ == "CheckpointFunctionBackward"
                 boundary = getattr(below, "boundary", None)
                 if boundary is not None and boundary.ranks == ranks:
                     boundaries.append(boundary)
-                    starts += [(deeper, boundary.region) for deeper, _ in following]
+                    starts += [(deeper, boundary.region) for deeper, _ in next_functions]
                     continue
-            stack += [deeper for deeper, _ in following]
-    by_id = {id(of): of for leaf, _ in leaves if (of := owned.reductions.get(id(leaf)))}
+            stack += [deeper for deeper, _ in next_functions]
+    by_id = {id(of): of for leaf, _ in leaves if (of := ownership.reductions.get(id(leaf)))}
     found = {r for of in by_id.values() for r in of if len(r.ranks) > 1}
     tensor_parallel = [leaf for leaf, _ in leaves if isinstance(leaf, DTensor)]
     tensor_ranks = {rank for p in tensor_parallel for rank in p.device_mesh.mesh.flatten().tolist()}
     if gradients == "auto":
         factor = _factor(found, ranks, tensor_ranks)
-        if hidden and not found and (other := _any_wrapper()):
+        if has_hidden and not found and (other := _any_wrapper()):
             raise ValueError(
                 "gradients='auto': reentrant activation checkpointing hides the parameters, so that it is not known "
                 f"whether {other} reduces their gradients; checkpoint with use_reentrant=False, or {_EXPLICIT}"
@@ -172,14 +172,14 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     # Gradients that a wrapper averages over the sequence never reach sync_gradients.
     wrapper = next((r.name for r in found), "") if factor > 1 else ""
     for leaf, region in leaves if _any_boundary[0] or wrapper else ():
-        if isinstance(leaf, nn.Parameter) and not (wrapper and id(leaf) in owned.reductions):
-            for p in owned.parameters.get(id(leaf), (leaf,)):
+        if isinstance(leaf, nn.Parameter) and not (wrapper and id(leaf) in ownership.reductions):
+            for p in ownership.parameters.get(id(leaf), (leaf,)):
                 use = _use(p, ranks, task)
                 setattr(use, region, True)
                 use.unsharded |= unsharded
                 use.wrapper = use.wrapper or wrapper
     for leaf in _used_after_unshard(ranks) if is_open and factor == 1 else ():
-        for p in owned.parameters.get(id(leaf), (leaf,)):
+        for p in ownership.parameters.get(id(leaf), (leaf,)):
             _use(p, ranks, task).after = True
     return found
 

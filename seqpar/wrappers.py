@@ -50,12 +50,12 @@ class Owners(NamedTuple):
 
 def owners() -> Owners:
     """The owners of all parameters. This runs in every backward, so it creates few objects."""
-    owned = Owners({}, {})
+    ownership = Owners({}, {})
     for wrapper in known_wrappers():
         if isinstance(wrapper, FSDPModule):
             for reduction, group in zip(reductions(wrapper), parameter_groups(wrapper), strict=True):
                 for p in group.fsdp_params:
-                    _add(owned, (reduction,), (p.sharded_param,), getattr(p, "_unsharded_param", None))
+                    _add(ownership, (reduction,), (p.sharded_param,), getattr(p, "_unsharded_param", None))
             continue
         in_graph: Any = None
         # A wrapper whose constructor has raised an error may lack its attributes.
@@ -67,17 +67,17 @@ def owners() -> Owners:
         else:
             parameters = tuple(wrapper.parameters())
         if parameters:
-            _add(owned, tuple(reductions(wrapper)), parameters, in_graph)
-    return owned
+            _add(ownership, tuple(reductions(wrapper)), parameters, in_graph)
+    return ownership
 
 
-def _add(owned: Owners, found: tuple[Reduction, ...], parameters: Sequence[nn.Parameter], in_graph: Any) -> None:
+def _add(ownership: Owners, found: tuple[Reduction, ...], parameters: Sequence[nn.Parameter], in_graph: Any) -> None:
     """Add the owners of some parameters. ``in_graph`` stands for all of them in autograd's graph, unless it is None."""
     for p in parameters:
-        owned.reductions[id(p)] = owned.reductions[id(p)] + found if id(p) in owned.reductions else found
+        ownership.reductions[id(p)] = ownership.reductions[id(p)] + found if id(p) in ownership.reductions else found
     if in_graph is not None:
-        owned.reductions[id(in_graph)] = found
-        owned.parameters[id(in_graph)] = tuple(parameters)
+        ownership.reductions[id(in_graph)] = found
+        ownership.parameters[id(in_graph)] = tuple(parameters)
 
 
 def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
@@ -92,9 +92,11 @@ def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
             info = group.mesh_info
             groups = [getattr(info, f"{kind}_process_group", None) for kind in ("shard", "replicate")]
             hybrid = None not in groups
-            found = _average("fully_shard", groups, frozenset(info.mesh.mesh.flatten().tolist()) if hybrid else None)
+            reduction = _average(
+                "fully_shard", groups, frozenset(info.mesh.mesh.flatten().tolist()) if hybrid else None
+            )
             by_hand = group.gradient_divide_factor
-            yield found if by_hand is None else replace(found, divisor=by_hand)
+            yield reduction if by_hand is None else replace(reduction, divisor=by_hand)
     else:
         yield Reduction(frozenset(range(dist.get_world_size())), None, type(wrapper).__name__, ())
 
@@ -195,8 +197,8 @@ def gradient_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> list
 
 def outermost(model: nn.Module) -> nn.Module:
     """The outermost DDP, FSDP or DeepSpeed engine around ``model``, or ``model`` itself."""
-    around = [w for w in _known_wrappers(model) if any(m is model for m in w.modules())]
-    return max([model, *around], key=lambda m: sum(1 for _ in m.modules()))
+    enclosing = [w for w in _known_wrappers(model) if any(m is model for m in w.modules())]
+    return max([model, *enclosing], key=lambda m: sum(1 for _ in m.modules()))
 
 
 def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:

@@ -172,7 +172,7 @@ class AttentionLayer(nn.Module):
             x_local: ``[batch, seq, hidden]``, this rank's tokens.
             mask: which tokens each token sees, in global positions. The same on every rank.
             sharding: the ``Sharding`` that the tokens were sharded with. The layer need not be made with ranks and a
-                layout then; if it is, they must be those of the sharding. There is no handshake (see
+                layout then; if it is, the sharding must have the same. There is no handshake (see
                 ``seqpar.attention``), except for the seed of dropout in training mode, and for "dynamic" rotary
                 embeddings with ``positions``.
             positions: integers ``[seq]`` or ``[batch, seq]``, for the rotary embedding only; by default the global
@@ -247,9 +247,8 @@ class AttentionLayer(nn.Module):
         length = self._rotary_length(x, positions, sharding)
         tokens = self._gathered_tokens(x, sharding, spec)
         if tokens is not None:  # the projections communicate
-            if joins_backward and not torch.compiler.is_compiling():
-                x = with_gradient(x)
-            if positions is not None:
+            x = with_gradient(x) if joins_backward else x
+            if positions is not None and self.rope is not None:
                 positions = all_gather_positions(positions, *tokens[1:])
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self._project(x, tokens))  # [b, s, h or n, d]
         q, k = normalized(q, self.q_norm), normalized(k, self.k_norm)
@@ -274,7 +273,7 @@ class AttentionLayer(nn.Module):
         if spec.draws_seed:
             seed = traced_seed() if torch.compiler.is_compiling() else draw_seed()
         sinks = self.local_weight("sinks")
-        if joins_backward and not torch.compiler.is_compiling():
+        if joins_backward:
             q = join_backward(q, (k, v, sinks), spec, sharding, self._parallel_context)
         tensors = q, k, v, sinks, None, seed, None
         out: Tensor = operators.attention(*tensors, spec, mask, sharding, self._parallel_context)[0]

@@ -18,7 +18,7 @@ from ..sharding import Sharding
 from ..spec import AttentionSpec
 from ..strategies import operators
 from ..strategies.autograd import to_autocast_dtype, with_gradient
-from ..strategies.gathered_activations import GATHERS, Gather, GatheredAttention, start_gather
+from ..strategies.gathered_activations import GATHERS, Gather, GatheredAttention
 from ..strategies.operators import draw_seed, seen_by_dispatch_mode
 from ..strategies.tensor_operators import (
     ChunkOptions,
@@ -93,7 +93,9 @@ class ContextParallelAttention(AttentionLayer):
         ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
         length = self._rotary_length(x, positions, sharding)
         tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", spec))
-        k_positions = all_gather_positions(positions, *tokens[1:]) if positions is not None else None
+        k_positions = positions
+        if positions is not None and self.rope is not None:
+            k_positions = all_gather_positions(positions, *tokens[1:])
 
         def rotated(y: Tensor, spec: AttentionSpec, positions: Tensor | None) -> Tensor:
             """``y [b, s, h, d]`` rotated by ``positions``; by default, where attention with ``spec`` has its tokens."""
@@ -129,10 +131,10 @@ class ContextParallelAttention(AttentionLayer):
         hidden, *weights = to_autocast_dtype(x, *weights)
         hidden = (with_gradient(hidden) if joins_backward else hidden).contiguous()
         chunks = chunks_of(*tokens, x.device)
-        arriving = start_gather(hidden.detach(), chunks)
+        x_chunks = chunks.receive_chunks(hidden.detach())
         q = queries()
         seed = draw_seed() if spec.draws_seed else None
-        constants = arriving, chunks, finish, (spec, mask, sharding, ranks)
+        constants = x_chunks, chunks, finish, (spec, mask, sharding, ranks)
         out = GatheredAttention.apply(q, hidden, *weights, self.sinks, seed, *constants, *parameters.values())
         return self._output(out.flatten(2), None)
 

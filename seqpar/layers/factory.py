@@ -88,9 +88,9 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         num_kv_heads: KV heads, a divisor of ``num_heads``; by default ``num_heads`` (multi-head attention).
         head_dim: by default ``hidden_size // num_heads``.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
-        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, those of the ``sharding``
-            that the layer is called with, or the default group. "tp_sp" does not take them from the ``sharding``,
-            because its weights are sharded when the layer is made.
+        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the ranks of the
+            ``sharding`` that the layer is called with, or the default group. "tp_sp" does not take the sharding's
+            ranks, because its weights are sharded when the layer is made.
         layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default the layout of the
             ``sharding`` that the layer is called with. Over several ranks one of the two must be given, except for
             "tp_sp" over the tensor-parallel ranks alone, whose layout is then "contiguous".

@@ -88,19 +88,19 @@ def _groups_left(
 ) -> tuple[ProcessGroup, ...]:
     """The groups over which a gradient is still to be summed, after FSDP, in a model with tensor-parallel layers."""
     is_shard = tensor_parallel and isinstance(p, DTensor) and not p.placements[-1].is_replicate()
-    several = mesh is not None and mesh.ndim > 1
+    has_dimensions = mesh is not None and mesh.ndim > 1
     if not is_shard:
-        needed = sequence_group(mesh, group, "tp_sp")
+        summed_over = sequence_group(mesh, group, "tp_sp")
     else:
-        needed = context_group(mesh) if mesh is not None and several else None
-    if needed is None or needed.size() == 1:
+        summed_over = context_group(mesh) if mesh is not None and has_dimensions else None
+    if summed_over is None or summed_over.size() == 1:
         return ()
-    reduced = _reduced_groups(p, tensor_parallel)
-    if mesh is None or not several or not any(_shares_ranks(one, needed) for one in reduced):
-        return (needed,)
+    fsdp_groups = _reduced_groups(p, tensor_parallel)
+    if mesh is None or not has_dimensions or not any(_shares_ranks(one, summed_over) for one in fsdp_groups):
+        return (summed_over,)
     names = ("ring", "ulysses") if is_shard else ("ring", "ulysses", "tp")
     dimensions = [mesh.get_group(name) for name in names if name in (mesh.mesh_dim_names or ())]
-    return tuple(one for one in dimensions if not any(_shares_ranks(one, other) for other in reduced))
+    return tuple(one for one in dimensions if not any(_shares_ranks(one, other) for other in fsdp_groups))
 
 
 @torch.no_grad()
@@ -193,17 +193,17 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, fro
     facts: list[list[int]] = []  # for each parameter: has it a gradient, and the values of gradient_kinds
 
     def header() -> _GradientHeader:
-        owned = owners().reductions
+        reductions = owners().reductions
         for name, p in named:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
                 )
-            _check_not_reduced(name, p, group, owned.get(id(p), ()))
+            _check_not_reduced(name, p, group, reductions.get(id(p), ()))
         for (_, p), kind in zip(named, gradient_kinds(named, group, frozen), strict=True):
             facts.append([int(p.grad is not None), *map(int, kind)])
-        described = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
-        return _GradientHeader(len(named), fingerprint(described), fingerprint(str(facts)))
+        description = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
+        return _GradientHeader(len(named), fingerprint(description), fingerprint(str(facts)))
 
     headers = all_gather_header(header, group)
     if any(header[:2] != headers[0][:2] for header in headers):

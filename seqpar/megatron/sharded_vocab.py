@@ -25,7 +25,6 @@ from torch.distributed import ProcessGroup
 
 from ..checks import DTYPES
 from ..comm.collectives import all_gather, all_reduce
-from ..comm.p2p import connect
 from ..compile_types import Opaque, register_constant_type
 from ..layout import chunk_range
 from ..library import operator
@@ -33,7 +32,7 @@ from ..mesh import ParallelContext, rank_in, size_of, tensor_group
 from ..sharding import Sharding
 from ..strategies.gemm import add_weight_gradient, sum_dtype
 from ..strategies.sequence_chunks import PartialSums, Piece, Rows
-from ..strategies.tensor_operators import LEAST_TOKENS, ChunkOptions, chunks_of, lengths_of
+from ..strategies.tensor_operators import ChunkOptions, chunks_of, lengths_of, new_tokens
 
 # The label of tokens without loss, by default. No id has it.
 IGNORE_INDEX = -100
@@ -110,9 +109,9 @@ class VocabPart(Opaque):
 
     def index(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The indices of the labels in this rank's part, and whether they are in it, ``[..., 1]`` each."""
-        local = labels - self.start
-        owned = (local >= 0) & (local < self.size) & (labels != self.ignore_index)
-        return local.masked_fill(~owned, 0)[..., None], owned[..., None]
+        entries = labels - self.start
+        is_local = (entries >= 0) & (entries < self.size) & (labels != self.ignore_index)
+        return entries.masked_fill(~is_local, 0)[..., None], is_local[..., None]
 
     def statistics(self, logits: Tensor, labels: Tensor) -> list[Tensor]:
         """Row maximum, sum of ``exp(logit - maximum)`` and target logit of this rank's logits ``[..., v]``.
@@ -122,9 +121,9 @@ class VocabPart(Opaque):
         if not self.size:  # more ranks than entries
             zeros = logits.new_zeros(labels.shape)
             return [torch.full_like(zeros, -torch.inf), zeros, zeros]
-        index, owned = self.index(labels)
+        index, is_local = self.index(labels)
         row_max = logits.amax(-1)
-        target = (logits.gather(-1, index) * owned)[..., 0]
+        target = (logits.gather(-1, index) * is_local)[..., 0]
         return [row_max, logits.sub_(row_max[..., None]).exp_().sum(-1), target]
 
     def losses(self, statistics: list[Tensor], labels: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -138,17 +137,13 @@ class VocabPart(Opaque):
     def subtract_targets(self, probs: Tensor, labels: Tensor) -> None:
         """Subtract 1 from the probability of each row's label, in place."""
         if self.size:
-            index, owned = self.index(labels)
-            probs.scatter_add_(-1, index, -owned.to(probs.dtype))
+            index, is_local = self.index(labels)
+            probs.scatter_add_(-1, index, -is_local.to(probs.dtype))
 
 
 def _gather_ids(ids: Tensor, lengths: Sequence[int], group: ProcessGroup | None) -> Tensor:
     """All ranks' ids ``[b, t]``, a new tensor also where there is one rank."""
     return all_gather(ids, lengths, 1, group).clone(memory_format=torch.contiguous_format)
-
-
-def _new_tokens() -> Any:
-    return torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
 
 
 # The embedding
@@ -157,7 +152,7 @@ def _new_tokens() -> Any:
 @operator(
     fake=lambda ids, weight, *_: (
         weight.new_empty(*ids.shape, weight.shape[1]),
-        ids.new_empty(ids.shape[0], _new_tokens()),
+        ids.new_empty(ids.shape[0], new_tokens()),
     ),
     autograd=lambda *args: _Embedding.apply(*args),
 )
@@ -169,8 +164,8 @@ def vocab_embedding(
     chunks = chunks_of(ids.shape[1], sharding, ranks, options, ids.device)
     all_ids = _gather_ids(ids, chunks.rows.lengths, chunks.group)
     if part.size:
-        index, owned = part.index(all_ids)
-        partial_sum = F.embedding(index[..., 0], weight) * owned  # [b, t, d]
+        index, is_local = part.index(all_ids)
+        partial_sum = F.embedding(index[..., 0], weight) * is_local  # [b, t, d]
     else:  # more ranks than entries
         partial_sum = weight.new_zeros(*all_ids.shape, weight.shape[1])
     return chunks.reduce_scatter(partial_sum).contiguous(), all_ids
@@ -190,8 +185,8 @@ def vocab_embedding_backward(
     full = chunks_of(dout.shape[1], sharding, ranks, options, dout.device).all_gather(dout)  # [b, t, d]
     if not part.size:
         return torch.zeros_like(weight)
-    index, owned = part.index(all_ids)
-    dweight: Tensor = torch.ops.aten.embedding_dense_backward(full * owned, index[..., 0], part.size, -1, False)
+    index, is_local = part.index(all_ids)
+    dweight: Tensor = torch.ops.aten.embedding_dense_backward(full * is_local, index[..., 0], part.size, -1, False)
     return dweight
 
 
@@ -279,7 +274,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _fake_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Any, labels: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    shape = x.shape[0], _new_tokens()
+    shape = x.shape[0], new_tokens()
     losses, lse = (x.new_empty(shape, dtype=sum_dtype(x)) for _ in range(2))
     return losses, lse, labels.new_empty(shape)
 
@@ -314,38 +309,24 @@ def vocab_linear_cross_entropy(
     check_labels(labels, x, part.total, part.ignore_index)
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     all_labels = _gather_ids(labels, chunks.rows.lengths, chunks.group)
-    connect(chunks.group, x.device)
     batch, total = all_labels.shape
     statistics = x.new_empty(3 * batch, total, dtype=sum_dtype(x))  # [3 * b, t]
     for rows, piece in chain.from_iterable(chunks.receive_chunks(x.contiguous())):
-        found = [
+        statistics_of_piece = [
             torch.stack(part.statistics(_logits(hidden, weight, bias), labels_part))
             for hidden, labels_part in _split(chunk_tokens, piece, rows.take(all_labels))
         ]
-        if found:
-            rows.put(statistics, torch.cat(found, 1).view(3 * batch, rows.length))
+        if statistics_of_piece:
+            rows.put(statistics, torch.cat(statistics_of_piece, 1).view(3 * batch, rows.length))
     losses, lse = part.losses(list(statistics.view(3, batch, total)), all_labels, chunks.group)
     return losses.contiguous(), lse.contiguous(), all_labels
 
 
-def _fake_gradients(
-    dlosses: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    all_labels: Tensor,
-    lse: Tensor,
-    needed: Sequence[bool],
-    *_: Any,
-) -> list[Tensor]:
-    return [
-        like.new_empty(like.shape)
-        for like, need in zip((x, weight, bias), needed, strict=True)
-        if need and like is not None
+@operator(
+    fake=lambda dlosses, x, weight, bias, all_labels, lse, needed, *_: [
+        like.new_empty(like.shape) for like, need in zip((x, weight, bias), needed, strict=True) if need
     ]
-
-
-@operator(fake=_fake_gradients)
+)
 def vocab_linear_cross_entropy_backward(
     dlosses: Tensor,
     x: Tensor,

@@ -4,7 +4,7 @@ A weight that divides over the ranks is ``Shard(dim)``. Each rank holds one chun
 All other weights are ``Replicate()``: each rank holds the full weight. Where heads do not divide over the ranks, a rank
 computes with a part of a replicated weight, and the gradient is zero outside of this part.
 
-Names and shapes are those of the full weights. PyTorch's functions know from the DTensors which rank holds what:
+Parameters have the names and shapes of the full weights. PyTorch knows from the DTensors which rank holds what:
 ``state_dict``, ``torch.distributed.checkpoint`` with the optimizer's state, ``clip_grad_norm_`` and ``fully_shard``,
 which adds its own dimensions before the tensor-parallel one.
 """
@@ -72,12 +72,12 @@ class ShardedWeights(nn.Module):
                 f"{name}: fully_shard has sharded this weight and not gathered it; call fully_shard on the whole "
                 "tensor-parallel layer, or on a module around it, not on a projection inside"
             )
-        local = weight.to_local() if torch.compiler.is_compiling() else _ToLocal.apply(weight)
+        own = weight.to_local() if torch.compiler.is_compiling() else _ToLocal.apply(weight)
         part = self.tensor_parallel_parts[name]
-        return local if part is None else local.narrow(*part)
+        return own if part is None else own.narrow(*part)
 
     def copy_parameters(self, full: nn.Module) -> None:
-        """Set the parameters to those of the full module."""
+        """Copy the parameters of the full module."""
         with torch.no_grad():
             for name, weight in self.named_parameters(recurse=False):
                 weight.copy_(shard_like(getattr(full, name), weight))

@@ -80,8 +80,8 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         self.context = context or _default_context(mesh)
         self.overlap: Overlap = overlap
         super().__init__(hidden_size, num_heads, num_kv_heads, head_dim, mesh=mesh, group=group, **options)
-        if one_rank and mesh is not None:  # the options are checked here; nothing is sent over the one rank
-            resolve(self.context, None, context_group(mesh), self.strategy_options)
+        if one_rank and mesh is not None and context is not None:
+            resolve(context, None, context_group(mesh), self.strategy_options)  # raises if the options do not fit
         strategy, heads = "local" if one_rank else self.context, self._heads
         self.spec = self.spec.having(strategy=strategy, tensor_parallel=True, first_head=heads.queries.start)
         ranks = Sharding(0, mesh=mesh, group=group, strategy="tp_sp")
@@ -91,7 +91,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         ranks, d, hidden = self._parallel_context, self.head_dim, self.hidden_size
         self._tensor_ranks = size_of(ranks.tensor)
         by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
-        local = self._heads = by_rank[rank_in(ranks.tensor)]
+        own = self._heads = by_rank[rank_in(ranks.tensor)]
 
         def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | Part:
             """How a weight with ``rows`` rows of each of ``heads`` is distributed along ``dim``."""
@@ -99,14 +99,14 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
                 return dim
             return Part(dim, local_heads.start * rows, len(local_heads) * rows)
 
-        of_queries, of_keys = split(0, self.num_heads, local.queries), split(0, self.num_kv_heads, local.kv)
+        of_queries, of_keys = split(0, self.num_heads, own.queries), split(0, self.num_kv_heads, own.kv)
         linear = partial(ShardedLinear, ranks=ranks, factory_kwargs=factory_kwargs)
         self.q_proj = linear(hidden, self.num_heads * d, bias, split=of_queries)
         self.k_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
         self.v_proj = linear(hidden, self.num_kv_heads * d, bias, split=of_keys)
-        self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, local.queries))
+        self.o_proj = linear(self.num_heads * d, hidden, out_bias, split=split(1, self.num_heads, own.queries))
         self.sinks = nn.Parameter(torch.empty(self.num_heads, **factory_kwargs)) if sinks else None
-        self.distribute(ranks, sinks=split(0, self.num_heads, local.queries, 1))
+        self.distribute(ranks, sinks=split(0, self.num_heads, own.queries, 1))
         norm = partial(ReplicatedNorm, d, ranks, eps=NORM_EPS, **factory_kwargs)
         self.q_norm, self.k_norm = (norm() if qk_norm else None for _ in range(2))
 
@@ -198,7 +198,7 @@ class MegatronMLP(nn.Module):
         return with_sharding(partial(self._compute, x_local), sharding, header, self._parallel_context)
 
     def _compute(self, x_local: Tensor, sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
-        x_local, tokens = with_gradient_on_all_ranks(x_local, lengths), None
+        x_local, tokens = x_local if lengths else with_gradient(x_local), None
         if self._tensor_ranks > 1:
             options = ChunkOptions(self.overlap, lengths=lengths)
             tokens = ShardedTokens(x_local.shape[1], sharding, self._parallel_context, options)
@@ -236,11 +236,12 @@ def with_sharding(
     For modules in which tokens do not interact: their order is the order of the ranks, and any lengths will do.
 
     Args:
-        compute: takes the sharding, and the number of tokens of each rank, or None if the sharding says it.
+        compute: takes the sharding, and the number of tokens of each rank, or None if the sharding says it. Where it is
+            None, no rank knows whether the others' inputs require gradients, so ``compute`` calls ``with_gradient``.
         sharding: the caller's.
         make_header: checks this rank's input. The header's ``length`` is the rank's number of tokens, and its other
             fields must be the same on every rank.
-        ranks: those of the module.
+        ranks: the ranks of the module.
     """
     if not isinstance(sharding, Sharding):
         return _agree_and_compute(compute, sharding, make_header, ranks)
@@ -260,14 +261,6 @@ def _agree_and_compute(
     check_same(headers, *(name for name in headers[0]._fields if name != "length"))
     lengths = tuple(header.length for header in headers)
     return compute(Sharding(sum(lengths), "contiguous", group=ranks.tensor), lengths)
-
-
-def with_gradient_on_all_ranks(x: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
-    """``x``, or an alias that requires a gradient if gradients are on, because backward sends its gradient.
-
-    After a handshake, which exchanges ``lengths``, the ranks know that every ``x`` requires a gradient or none does.
-    """
-    return x if torch.compiler.is_compiling() or lengths is not None else with_gradient(x)
 
 
 def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: ShardedTokens | None) -> list[Tensor]:

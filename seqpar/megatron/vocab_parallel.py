@@ -17,7 +17,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice, check_hidden, check_int, no_compile
 from ..mesh import ANY_RANKS, ParallelContext, size_of
 from ..sharding import Sharding, check_sharding
-from ..strategies.autograd import to_autocast_dtype
+from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
 from ..strategies.tensor_operators import ChunkOptions, ShardedTokens
 from .sharded_vocab import (
@@ -32,7 +32,7 @@ from .sharded_vocab import (
     vocab_linear_cross_entropy,
 )
 from .sharded_weights import ShardedLinear, ShardedWeights
-from .tensor_parallel import HiddenHeader, column_linear, with_gradient_on_all_ranks, with_sharding
+from .tensor_parallel import HiddenHeader, column_linear, with_sharding
 
 _CHUNK_BYTES = 128 << 20  # of the float32 logits that exist at a time, by default
 
@@ -175,7 +175,7 @@ class VocabParallelHead(ShardedLinear):
         sharding: Sharding,
         lengths: tuple[int, ...] | None,
     ) -> Tensor:
-        x = with_gradient_on_all_ranks(x, lengths)
+        x = x if lengths else with_gradient(x)
         ranks = self._parallel_context
         if labels is None:
             tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions(self.overlap, lengths=lengths))

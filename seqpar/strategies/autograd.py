@@ -114,12 +114,14 @@ def any_needs_gradient(states: Sequence[int]) -> bool:
 
 
 def with_gradient(x: Tensor) -> Tensor:
-    """``x``, or an alias of it that requires a gradient if gradients are on.
+    """``x``, or an alias of it that requires a gradient if gradients are on. In compiled code, ``x``.
 
     The backward of attention communicates. A rank whose inputs require no gradient would not run it, and the ranks
     whose inputs do would wait for it. With the alias it takes part.
     """
-    return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
+    if x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return x
+    return x.detach().requires_grad_()
 
 
 def with_latents(

@@ -37,7 +37,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..comm.p2p import connect
 from .autograd import attention_backward, attention_forward
 from .operators import new_call
 from .sequence_chunks import Piece, SequenceChunks
@@ -48,12 +47,6 @@ GATHERS: tuple[str, ...] = get_args(Gather)
 
 # ``(k, v, *parameters) -> (k, v)``: projections ``[b, t, n * d]`` without biases to keys and values ``[b, t, n, d]``.
 FinishKeys = Callable[..., tuple[Tensor, Tensor]]
-
-
-def start_gather(x: Tensor, chunks: SequenceChunks) -> Iterator[Iterator[Piece]]:
-    """Start to gather ``x [b, s, hidden]``, contiguous, this rank's tokens."""
-    connect(chunks.group, x.device)
-    return chunks.receive_chunks(x)
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -71,7 +64,7 @@ class GatheredAttention(torch.autograd.Function):
         v_weight: Tensor,
         sinks: Tensor | None,
         seed: Tensor | None,
-        arriving: Iterator[Iterator[Piece]],
+        x_chunks: Iterator[Iterator[Piece]],
         chunks: SequenceChunks,
         finish: FinishKeys,
         where: tuple[Any, ...],
@@ -79,12 +72,12 @@ class GatheredAttention(torch.autograd.Function):
     ) -> Tensor:
         """``q [b, s, h, d]`` and ``x [b, s, hidden]`` to ``out [b, s, h, d]``.
 
-        ``arriving`` is what ``start_gather(x)`` returned, ``finish`` takes ``parameters``. ``seed`` and ``where`` are
-        arguments of the operator ``attention``: ``where`` is the spec, the mask, the sharding and the ranks.
+        ``x_chunks`` is what ``chunks.receive_chunks(x)`` returned; ``finish`` takes ``parameters``. ``where`` is the
+        spec, the mask, the sharding and the ranks; they and ``seed`` are arguments of the operator ``attention``.
         """
         ctx.chunks, ctx.finish = chunks, finish
         with torch.autocast(x.device.type, enabled=False):
-            k, v = finish(*project(arriving, x, (k_weight, v_weight), chunks), *parameters)
+            k, v = finish(*project(x_chunks, x, (k_weight, v_weight), chunks), *parameters)
         ctx.call = new_call(q, k, v, sinks, None, seed, None, *where)
         out, _, q, _, _, _, lse = attention_forward(ctx.call, q, k, v)
         ctx.save_for_backward(q, x, k_weight, v_weight, out, lse, *parameters)
@@ -99,7 +92,7 @@ class GatheredAttention(torch.autograd.Function):
         _, need_x, *need_weights = ctx.needs_input_grad[:4]
         with torch.autocast(x.device.type, enabled=False):
             full = x.new_empty(x.shape[0], chunks.total, x.shape[2])  # [b, t, hidden]
-            projections = project(start_gather(x, chunks), x, weights, chunks, full)
+            projections = project(chunks.receive_chunks(x), x, weights, chunks, full)
             k, v, gradients = differentiable(ctx.finish, *projections, *parameters)
             del projections
             dq, dk, dv, dsinks = attention_backward(
@@ -115,7 +108,7 @@ class GatheredAttention(torch.autograd.Function):
 def differentiable(
     function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
 ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Sequence[Tensor]]]:
-    """The two results of ``function(*inputs)``, and a function from the gradients of these to those of the inputs."""
+    """The two results of ``function(*inputs)``, and a function from their gradients to the gradients of the inputs."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in inputs]
         results = function(*leaves)

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ..cache import cached_tensors
 from ..comm.collectives import all_gather, reduce_scatter
-from ..comm.p2p import Pending, connect, exchange
+from ..comm.p2p import Link, Pending, connect, exchange
 from ..comm.trace import count_sent
 from ..layout import TokenLayout, split_range
 from ..mesh import rank_in, size_of
@@ -174,29 +174,30 @@ class SequenceChunks:
             assert self.group is not None
             return reduce_scatter(chunks, self.group)
         sends = torch.cat([chunk.reshape(-1) for chunk in chunks])
-        local = chunks[self.rank]
-        received = sends.new_empty(self.size, local.numel())
+        own_chunk = chunks[self.rank]
+        received = sends.new_empty(self.size, own_chunk.numel())
         sizes = [chunk.numel() for chunk in chunks]
-        dist.all_to_all_single(received.view(-1), sends, [local.numel()] * self.size, sizes, group=self.group)
+        dist.all_to_all_single(received.view(-1), sends, [own_chunk.numel()] * self.size, sizes, group=self.group)
         assert self.group is not None
         for peer, size in enumerate(sizes):
             if peer != self.rank:
                 count_sent(size * sends.element_size(), self.group, peer)
-        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(local.shape)
+        return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own_chunk.shape)
 
     def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
         """Every rank's chunk, piece by piece, this rank's first. While the caller uses one chunk, the next is received.
 
-        The call starts the first transfers. ``connect`` must have been called before.
+        The call starts the first transfers.
         """
+        link = connect(self.group, chunk.device)
         local: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
-        incoming = self._start_step(chunk, 1) if self.size > 1 else None
+        incoming = self._start_step(chunk, 1, link) if self.size > 1 else None
 
         def chunks() -> Iterator[Iterator[Piece]]:
             nonlocal incoming
             yield local
             for step in range(2, self.size):
-                current, incoming = incoming, self._start_step(chunk, step)
+                current, incoming = incoming, self._start_step(chunk, step, link)
                 assert current is not None
                 yield current
             if incoming is not None:
@@ -211,22 +212,22 @@ class SequenceChunks:
             pieces = (self.rows.chunks[source],) if step == 0 else self.rows.pieces[source]
             yield ((rows, rows.take(full)) for rows in pieces)
 
-    def _start_step(self, chunk: Tensor, step: int) -> Iterator[Piece]:
+    def _start_step(self, chunk: Tensor, step: int, link: Link | None) -> Iterator[Piece]:
         """Start receiving the chunk of rank ``rank - step``, and sending ``chunk`` to rank ``rank + step``.
 
         The returned iterator waits for one piece at a time.
         """
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-        link, pieces = connect(self.group, chunk.device), self.rows.pieces
+        pieces = self.rows.pieces
         local_pieces = chunk.split([rows.length for rows in pieces[self.rank]], 1)
-        started: list[tuple[Rows, Tensor, Pending]] = []
+        messages: list[tuple[Rows, Tensor, Pending]] = []
         for rows, piece in zip(pieces[source], local_pieces, strict=True):
             recv_buffer = chunk.new_empty(chunk.shape[0], rows.length, *chunk.shape[2:])
             pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], link)
-            started.append((rows, recv_buffer, pending))
+            messages.append((rows, recv_buffer, pending))
 
         def wait_in_turn() -> Iterator[Piece]:
-            for rows, recv_buffer, pending in started:
+            for rows, recv_buffer, pending in messages:
                 pending.wait()
                 yield rows, recv_buffer
 
@@ -238,6 +239,7 @@ class PartialSums:
 
     def __init__(self, chunks: SequenceChunks) -> None:
         self._chunks = chunks
+        self._link: Link | None = None
         self._sends: list[Pending] = []
         self._received: list[list[Tensor]] = []
         self._local: Tensor | None = None
@@ -253,15 +255,15 @@ class PartialSums:
         if step == 0:
             self._local = partial_output(rows_of.chunks[target])
             return
-        before, self._sends, link = self._sends, [], None
+        previous_sends, self._sends = self._sends, []
         buffers = []
         for rows, local_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
-            link = link or connect(chunks.group, piece.device)
             buffers.append(piece.new_empty(piece.shape[0], local_rows.length, *piece.shape[2:]))
-            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], link))
+            self._link = self._link or connect(chunks.group, piece.device)
+            self._sends.append(exchange([(target, piece)], [(source, buffers[-1])], self._link))
         self._received.append(buffers)
-        for pending in before:  # frees sent partial outputs, so that those of at most two chunks exist at a time
+        for pending in previous_sends:  # frees partial outputs, so that at most two chunks of them exist at a time
             pending.wait()
 
     def result(self) -> Tensor:

@@ -22,7 +22,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ..cache import context_of
-from ..comm.p2p import connect
 from ..compile_types import Opaque, register_constant_type
 from ..library import operator
 from ..mesh import ParallelContext
@@ -35,9 +34,6 @@ from .sequence_chunks import SequenceChunks, resolve_overlap, rows_in_rank_order
 # By overlap: the module whose functions compute.
 _ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_mem": one_gemm}
 
-# The least number of tokens of all ranks in a compiled layer: torch.compile specialises on sizes of 0 and 1.
-LEAST_TOKENS = 2
-
 
 @register_constant_type(AttentionSpec)
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class ChunkOptions(Opaque):
     Attributes:
         overlap: "auto", "ring", "symm_mem" or "none".
         attention: the spec of the attention that reads the tokens, which are put into its order. None: the chunks of
-            the ranks follow one another. If its keys are replicated, the tokens are those of all its ranks.
+            the ranks follow one another. If its keys are replicated, all its ranks hold the chunks.
         lengths: the number of tokens of each rank, where the ranks have told each other; None: the sharding says.
     """
 
@@ -118,12 +114,13 @@ def project_and_scatter(x: Tensor, weight: Tensor, tokens: ShardedTokens) -> Ten
     return y
 
 
-def _new_tokens() -> Any:
-    return torch.library.get_ctx().new_dynamic_size(min=LEAST_TOKENS)
+def new_tokens() -> Any:
+    """While an operator is traced: the number of tokens of all ranks, which is known when it runs."""
+    return torch.library.get_ctx().new_dynamic_size(min=2)  # torch.compile specialises on sizes of 0 and 1
 
 
 @operator(
-    fake=lambda x, weights, *_: [x.new_empty(x.shape[0], n, w.shape[0]) for n in [_new_tokens()] for w in weights],
+    fake=lambda x, weights, *_: [x.new_empty(x.shape[0], n, w.shape[0]) for n in [new_tokens()] for w in weights],
     autograd=lambda x, weights, *constants: list(_AllGatherLinear.apply(x, constants, *weights)),
 )
 def all_gather_linear(
@@ -135,7 +132,6 @@ def all_gather_linear(
 ) -> list[Tensor]:
     """``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
-    connect(chunks.group, x.device)
     outs: list[Tensor] = _ALGORITHMS[chunks.overlap].all_gather_linear(x.contiguous(), weights, chunks)
     return outs
 
@@ -191,7 +187,6 @@ def linear_reduce_scatter(
 ) -> Tensor:
     """``x [b, t, in_local]`` and ``weight [out, in_local]`` to ``[b, tokens, out]``, summed over the ranks."""
     chunks = chunks_of(tokens, sharding, ranks, options, x.device)
-    connect(chunks.group, x.device)
     y: Tensor = _ALGORITHMS[chunks.overlap].linear_reduce_scatter(x.contiguous(), weight, chunks)
     return y.contiguous()
 
@@ -240,7 +235,7 @@ class _ReduceScatterOutput(torch.autograd.Function):
 
 
 @operator(
-    fake=lambda positions, *_: positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, _new_tokens())
+    fake=lambda positions, *_: positions.new_empty(positions.shape[0] if positions.dim() == 2 else 1, new_tokens())
 )
 def all_gather_positions(
     positions: Tensor, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions

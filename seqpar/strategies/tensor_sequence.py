@@ -48,15 +48,15 @@ def all_gather_linear(x: Tensor, weights: Sequence[Tensor], chunks: SequenceChun
 
 
 def project(
-    arriving: Iterator[Iterator[Piece]],
+    x_chunks: Iterator[Iterator[Piece]],
     x: Tensor,
     weights: Sequence[Tensor],
     chunks: SequenceChunks,
     full: Tensor | None = None,
 ) -> list[Tensor]:
-    """``F.linear`` of the ``arriving`` tokens with each of the weights. They are written to ``full [b, t, in]`` too."""
+    """``F.linear`` of ``x_chunks`` with each weight. The tokens are also written to ``full [b, t, in]``."""
     outs = [x.new_empty(x.shape[0], chunks.total, w.shape[0]) for w in weights]  # [b, t, out_i]
-    for rows, piece in chain.from_iterable(arriving):  # this rank's tokens first
+    for rows, piece in chain.from_iterable(x_chunks):  # this rank's tokens first
         for out, w in zip(outs, weights, strict=True):
             rows.put(out, F.linear(piece, w))
         if full is not None:
@@ -77,8 +77,8 @@ def all_gather_linear_backward(
 
     x is gathered again, because its gathered form was not kept, unless the caller has it as ``full [b, t, in]``.
     """
-    needed = zip(weights, need_weights, strict=True)
-    dweights = [torch.zeros_like(w, dtype=sum_dtype(w)) if need else None for w, need in needed]
+    weights_and_needs = zip(weights, need_weights, strict=True)
+    dweights = [torch.zeros_like(w, dtype=sum_dtype(w)) if need else None for w, need in weights_and_needs]
     # The weights are joined, so that dx is rounded once, after the sum over them. The larger douts are joined by rows.
     weight = join(weights) if need_x else x.new_empty(0)  # [out, in]
 
@@ -86,11 +86,11 @@ def all_gather_linear_backward(
         dout = join([rows.take(dout) for dout in douts], -1)  # [b, rows, out]
         return matmul_float32(dout, weight) if chunks.float32_gradients else dout @ weight
 
-    arriving: Iterator[Iterator[Piece]] = repeat(iter(()), chunks.size)
+    x_chunks: Iterator[Iterator[Piece]] = repeat(iter(()), chunks.size)
     if any(need_weights):
-        arriving = chunks.receive_chunks(x) if full is None else chunks.cut_chunks(full)
+        x_chunks = chunks.receive_chunks(x) if full is None else chunks.cut_chunks(full)
     dx = PartialSums(chunks)
-    for step, pieces in enumerate(arriving, start=1):  # meanwhile the next x is received, and the last dx is sent
+    for step, pieces in enumerate(x_chunks, start=1):  # meanwhile the next x is received, and the last dx is sent
         if need_x:
             dx.add(step % chunks.size, partial_dx)
         for rows, piece in pieces:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -105,6 +105,15 @@ def no_results(case: Case, by_rank: list[None]) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_attention_equals_one_device(batch: Batch, world: int) -> None:
     batch.check(world, attention_on_group, CASES, no_results)
+
+
+@on_ranks
+def attention_on_mesh_of_one_dimension(group: ProcessGroup) -> None:
+    compare_with_local(CASES[0], 61, mesh=DeviceMesh.from_group(group, "cpu"))
+
+
+def test_a_mesh_of_one_dimension(pool: Pool) -> None:
+    pool.run(2, attention_on_mesh_of_one_dimension)
 
 
 @on_ranks
