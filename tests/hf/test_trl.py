@@ -131,8 +131,14 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: An
 
 # By number of processes: the trainer, the model, the ranks of a sequence.
 CASES = {
-    2: [("dpo", "mistral", 2), ("kto", "llama", 2), ("rloo", "llama", 2), ("reward", "llama", 2)],
-    4: [("grpo", "mistral", 4), ("dpo lora", "gemma3", 2)],
+    2: [
+        ("dpo", "mistral", 2),
+        ("kto", "llama", 2),
+        ("rloo", "llama", 2),
+        ("reward", "llama", 2),
+        ("grpo", "mistral", 2),
+    ],
+    4: [("dpo lora", "gemma3", 2)],
 }
 
 
