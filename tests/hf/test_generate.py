@@ -198,7 +198,8 @@ def test_cache_after_inference_mode() -> None:
 
 @on_ranks
 def forwards(group: ProcessGroup) -> list[float]:
-    """Errors of the logits of a prompt, of several new tokens, of tokens after a crop, and of the last 4 tokens."""
+    """Errors of logits (of a prompt, of several new tokens, of tokens after a crop, of the last 4 tokens) and of hidden
+    states of a prompt."""
     reference, model = model_of("gemma2"), seqpar.hf.parallelize(model_of("gemma2"), group=group)
     tokens = prompt("plain")["input_ids"]
     errors = []
@@ -215,6 +216,8 @@ def forwards(group: ProcessGroup) -> list[float]:
         errors.append(float((again - expected[:, 20:]).abs().max()))
         made = model(input_ids=tokens, use_cache=True, logits_to_keep=4)
         errors.append(float((made.logits - expected[:, -4:]).abs().max()))
+        ours, theirs = (m(input_ids=tokens, use_cache=True, output_hidden_states=True) for m in (model, reference))
+        errors += [float((x - y).abs().max()) for x, y in zip(ours.hidden_states, theirs.hidden_states, strict=True)]
     return errors
 
 

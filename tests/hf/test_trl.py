@@ -180,7 +180,7 @@ def together(group: ProcessGroup, port: int, folder: str) -> Log:
 
 
 def test_grpo_on_four_ranks(own: OwnPool, tmp_path: Path) -> None:
-    """The losses are those of one process without this package, which makes all completions of a step."""
+    """The losses equal the losses of one process without this package, which makes all completions of a step."""
     tiny("mistral").save_pretrained(tmp_path / "mistral")
     with torchrun(None):
         expected = log_of("grpo", "mistral", str(tmp_path), None, per_device_train_batch_size=8, **_STEPS)

@@ -403,9 +403,9 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
     torch.library.opcheck(attention, (*tensors, call, *where))
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ring", 2), ("ulysses", 2), ("hybrid", 4)])
-def test_opcheck(pool: Pool, strategy: str, ranks: int) -> None:
-    pool.run(ranks, check_operator, strategy, deadline_s=100.0)
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_opcheck(pool: Pool, strategy: str) -> None:
+    pool.run(2, check_operator, strategy, deadline_s=100.0)
 
 
 @on_ranks
