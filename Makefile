@@ -27,9 +27,9 @@ demo: $(READY)
 test: $(READY)
 	$(PYTEST) $(IN_TWO) $(PYTEST_ARGS)
 
-# The tests to run while writing code: everything that is not marked slow.
+# The tests to run while writing code: everything that is not marked slow, and nothing that imports transformers.
 test-fast: $(READY)
-	$(PYTEST) $(IN_TWO) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) $(IN_TWO) -m "not slow" --ignore=tests/hf --ignore=tests/docs/test_examples.py $(PYTEST_ARGS)
 
 # Compile every configuration of the Triton kernels for seven GPU architectures, and check registers, memory and matrix
 # instructions. Needs no GPU; takes about ten minutes. `make test` compiles a few of them.

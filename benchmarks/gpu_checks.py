@@ -29,6 +29,7 @@ from tests.reference import Rule, Rules, combined_mask, dense_gradients, visible
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
+BATCH, HEADS, KV_HEADS = (1, 2, 1) if INTERPRETED else (2, 4, 2)
 
 
 def key_intervals(mask: Mask, queries: Tensor, keys: Tensor) -> KeyIntervals:
@@ -134,8 +135,8 @@ def check_values(report: Report, smoke: bool, dtype: torch.dtype, head_dim: int)
     for name in list(rules)[: 1 if smoke else None]:
         visible, mask = visible_pairs(rules[name], length).to(DEVICE), combined_mask(rules[name])
         for steps, softcap in ((1, 0.0), (3, 0.0), *([(1, 5.0)] if head_dim in (32, 128) else [])):
-            q, dout = (normal(2, length, 4, head_dim, dtype=dtype) for _ in range(2))
-            k, v = (normal(2, length, 2, head_dim, dtype=dtype) for _ in range(2))
+            q, dout = (normal(BATCH, length, HEADS, head_dim, dtype=dtype) for _ in range(2))
+            k, v = (normal(BATCH, length, KV_HEADS, head_dim, dtype=dtype) for _ in range(2))
             score = Score(head_dim**-0.5, softcap)
             dense = dense_gradients(q, k, v, visible, dout, softmax_scale=score.softmax_scale, softcap=softcap)
             for label, backend in all_backends(smoke).items():
@@ -153,12 +154,12 @@ def check_values(report: Report, smoke: bool, dtype: torch.dtype, head_dim: int)
 def check_strides(report: Report, smoke: bool) -> None:
     """Keys and values that are parts of a larger tensor full of NaNs: strided, and from an odd row on."""
     length, head_dim, dtype = (40, 32, torch.float32) if smoke else (513, 128, torch.bfloat16)
-    q, dout = (normal(2, length, 4, head_dim, dtype=dtype) for _ in range(2))
-    packed = torch.full((2, length + 2, 3, 2, head_dim), torch.nan, device=DEVICE, dtype=dtype)
-    shifted = torch.full((2, 2, length + 2, head_dim + 8), torch.nan, device=DEVICE, dtype=dtype)
-    aside = torch.full((2, 2, length + 2, head_dim + 8), torch.nan, device=DEVICE, dtype=dtype)
+    q, dout = (normal(BATCH, length, HEADS, head_dim, dtype=dtype) for _ in range(2))
+    packed = torch.full((BATCH, length + 2, 3, KV_HEADS, head_dim), torch.nan, device=DEVICE, dtype=dtype)
+    shifted = torch.full((BATCH, KV_HEADS, length + 2, head_dim + 8), torch.nan, device=DEVICE, dtype=dtype)
+    aside = torch.full((BATCH, KV_HEADS, length + 2, head_dim + 8), torch.nan, device=DEVICE, dtype=dtype)
     views = {
-        "strided": (packed[:, 1:-1, 0], packed[:, 1:-1, 2]),  # the tokens of k are 6 heads apart
+        "strided": (packed[:, 1:-1, 0], packed[:, 1:-1, 2]),  # the tokens of k are 3 * KV_HEADS heads apart
         "heads first, offset": tuple(x[:, :, 1:-1, 8:].transpose(1, 2) for x in (shifted, aside)),
     }
     score, mask = Score(head_dim**-0.5), combined_mask((Rule("causal"),))
@@ -220,7 +221,7 @@ def check_streams(report: Report, smoke: bool) -> None:
     visible = visible_pairs((Rule("causal"),), length).to(DEVICE)
 
     def random() -> Tensor:
-        return normal(2, length, 4, head_dim, dtype=dtype)
+        return normal(BATCH, length, HEADS, head_dim, dtype=dtype)
 
     inputs = [(random(), random(), random(), random()) for _ in range(2)]
     dense = [dense_gradients(q, k, v, visible, x, softmax_scale=score.softmax_scale) for q, k, v, x in inputs]

@@ -25,7 +25,7 @@ from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
 from .strategies import StrategyName, operators
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
-from .strategies.operators import draw_seed, join_backward, traced_seed
+from .strategies.operators import draw_seed, join_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -196,7 +196,7 @@ def attention(
         _check_seed(dropout_seed)
         seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu") if spec.dropout_p else None
     elif spec.dropout_p:  # only in compiled code, where the operator asks rank 0 for its seed
-        seed, spec = traced_seed(), spec.having(draws_seed=True)
+        seed, spec = draw_seed(), spec.having(draws_seed=True)
     if joins_backward and torch.is_grad_enabled():
         q = join_backward(q, (k, v, sinks, latent_weight), spec, sharding, ANY_RANKS)
     call = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ANY_RANKS

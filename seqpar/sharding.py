@@ -90,8 +90,6 @@ class Sharding(Opaque):
     sequence_group: ProcessGroup | None = field(init=False)
     _key: tuple[Any, ...] = field(init=False)
     _hash: int = field(init=False)
-    _placements: dict[Any, Placement] = field(init=False, default_factory=dict)
-    chunks: dict[Any, Any] = field(init=False, default_factory=dict)  # of ``strategies.tensor_operators.chunks_of``
 
     def __post_init__(self) -> None:
         check_int("seq_len", self.seq_len, 0)
@@ -101,6 +99,16 @@ class Sharding(Opaque):
         key = self.seq_len, self.layout, self.strategy == "tp_sp", group if self.mesh is None else self.mesh
         for name, value in (("sequence_group", group), ("_key", key), ("_hash", hash(key))):
             object.__setattr__(self, name, value)
+
+    # The caches are not fields, because ``fully_shard`` looks for tensors in all fields of its module's arguments.
+    @cached_property
+    def _placements(self) -> dict[Any, Placement]:
+        return {}
+
+    @cached_property
+    def chunks(self) -> dict[Any, Any]:
+        """Of ``strategies.tensor_operators.chunks_of``."""
+        return {}
 
     @property
     def ranks(self) -> int:

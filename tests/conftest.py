@@ -54,7 +54,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """With ``--case``, let the session fail if no test has such a case."""
-    gc.unfreeze()
     wanted = session.config.getoption("--case")
     if wanted is not None and not session.config.stash.get(_CASES_RAN, 0):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

@@ -138,12 +138,12 @@ class Pool:
             self.close()
 
     def _start(self) -> None:
-        # A fork server imports torch once, and transformers and datasets if collected tests use them. Each worker is a
-        # fork of it, so that starting eight workers takes a second. Triton reads its environment variables when the
-        # fork server imports it. Workers with variables of their own are therefore spawned.
+        # A fork server imports torch and its compiler once, and transformers and datasets if collected tests use them.
+        # Each worker is a fork of it, so that starting eight workers takes a second. Triton reads its environment
+        # variables when the fork server imports it. Workers with variables of their own are therefore spawned.
         context: Any = multiprocessing.get_context("spawn" if self.environment else "forkserver")
         context.set_forkserver_preload(
-            [__name__, "torch._dynamo", *({"seqpar", "seqpar.hf", "datasets"} & sys.modules.keys())]
+            [__name__, "torch._inductor.compile_fx", *({"seqpar", "seqpar.hf", "datasets"} & sys.modules.keys())]
         )
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), **self.environment):

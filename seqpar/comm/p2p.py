@@ -115,9 +115,9 @@ def connect(ranks: Ranks | Link | None, device: torch.device) -> Link | None:
 class Links(NamedTuple):
     """The links of an attention call. None where there are no other ranks."""
 
-    ulysses: Link | None  # of the all-to-all
-    within: Link | None  # of the ring, inside this host
-    across: Link | None  # of the ring, between hosts
+    ulysses: Link | None = None  # of the all-to-all
+    within: Link | None = None  # of the ring, inside this host
+    across: Link | None = None  # of the ring, between hosts
 
     @property
     def share_memory(self) -> bool:

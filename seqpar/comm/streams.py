@@ -72,10 +72,10 @@ class TransferStream:
 
     def posting(self) -> AbstractContextManager[None]:
         """Within the block, tensors are made and transfers are posted on this stream."""
-        return nullcontext() if self._stream is None else self._posting()
+        return nullcontext() if self._stream is None else self._switched()
 
     @contextmanager
-    def _posting(self) -> Iterator[None]:
+    def _switched(self) -> Iterator[None]:
         outer, _posting.on = posting_stream(), self
         try:
             with torch.cuda.stream(self._stream):

@@ -17,8 +17,7 @@ from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
 from .loss import token_log_probs
 from .patch import parallelize, restore
-from .verification.report import VerificationError, VerificationReport
-from .verification.run import verify
+from .verification.run import VerificationError, VerificationReport, verify
 
 if TYPE_CHECKING:
     from .accelerate import ParallelismConfig, SequenceParallelMixin, SequenceParallelTrainer

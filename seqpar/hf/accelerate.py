@@ -1,12 +1,12 @@
 """``ParallelismConfig``: one object with which the Trainer, TRL and accelerate loops train on sharded sequences.
 
-accelerate and the Trainer treat the ranks that share a sequence as data-parallel ranks that happen to have the same
-batch. Each of these ranks returns the loss of the full batch, because the model shards the batch itself. A sum over all
-processes counts each sequence once for every rank that shares it. A mean over all processes is still correct, because
-its numerator and its denominator contain the same factor.
+For accelerate and the Trainer, the ranks that share a sequence are data-parallel ranks with the same batch. Each of
+them returns the loss of the full batch, because the model shards the batch itself. A sum over all processes counts each
+sequence once for every rank that shares it. A mean over all processes is still correct, because its numerator and its
+denominator contain the same factor.
 
-accelerate has no registry for such backends. This file therefore relies on the following behaviour of accelerate, the
-Trainer and TRL, which is not documented. ``tests/hf/test_accelerate.py`` tests it.
+accelerate has no registry for such backends. This file relies on undocumented behaviour of accelerate, the Trainer and
+TRL, which ``tests/hf/test_accelerate.py`` tests.
 
 * ``Accelerator.__init__`` calls the config's ``get_device_mesh`` and then its ``_validate_accelerator(accelerator)``,
   and keeps the config and the mesh in ``accelerator.state``.
@@ -126,10 +126,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         return mesh
 
     def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
-        """Replace the methods of ``accelerator`` that prepare models and data loaders, and its config.
-
-        An Accelerator calls this method at the end of its ``__init__``.
-        """
+        """Replace the config of ``accelerator``, and its methods that prepare models and data loaders."""
         batches, trainer = self._original.arguments["batches"], _trainer_being_made()
         if batches == "auto":
             batches = "per_rank" if _needs_per_rank_batches(trainer) else "shared"
@@ -149,10 +146,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
                 config._multiplier = type(trainer).__name__
 
     def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
-        """The config that ``accelerator`` keeps: a copy with the mesh and the sizes of ``accelerator``.
-
-        Its ``cp_size`` is 1, because the Trainer divides by it. The number of ranks is in ``sequence_ranks``.
-        """
+        """The config that ``accelerator`` keeps: a copy with its mesh and sizes, and with a ``cp_size`` of 1."""
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
                 "parallelism_config: with DeepSpeed call seqpar.hf.parallelize(model, gradients='mean') and use "
@@ -231,18 +225,17 @@ def _trainer_being_made() -> Trainer | None:
 def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
     """Whether ``trainer`` is a TRL trainer other than SFTTrainer and its subclasses.
 
-    These trainers generate samples and compute rewards and statistics for the samples of each process. Processes with
-    the same samples would count them several times.
+    These trainers compute rewards and statistics for the samples of each process, and would count equal samples twice.
     """
     names = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
     return bool(names) and "SFTTrainer" not in names
 
 
 def divides_by_tp_size(trainer: Trainer) -> bool:
-    """Whether ``trainer`` divides by ``get_tp_size()`` the number of labels of all processes and its factor of losses.
+    """Whether ``trainer`` divides by ``get_tp_size()`` the number of processes, by which it multiplies losses.
 
-    The factor is the number of processes. Without ``average_tokens_across_devices`` there is no factor, and the labels
-    of this process are counted. Earlier versions of transformers and TRL and some subclasses do not divide the factor.
+    Without ``average_tokens_across_devices`` it does not multiply losses. Earlier versions of transformers and TRL and
+    some subclasses do not divide.
     """
     methods = [vars(cls)["compute_loss"] for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
     sources = [inspect.getsource(method) for method in methods]
@@ -251,10 +244,7 @@ def divides_by_tp_size(trainer: Trainer) -> bool:
 
 
 def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
-    """Make ``accelerator`` call ``prepare`` with each model before it prepares the model.
-
-    A model that was prepared for evaluation only is then prepared for training too.
-    """
+    """Make ``accelerator`` call ``prepare`` with each model first, and prepare evaluated models for training too."""
     original_prepare, original_prepare_model = accelerator.prepare, accelerator.prepare_model
     evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -281,7 +271,7 @@ def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
 def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
     """Make the data loaders of ``accelerator`` give the same batches to ``sequence_ranks`` consecutive ranks.
 
-    ``gather_for_metrics`` then returns the values of each batch once.
+    ``gather_for_metrics`` returns the values of each batch once.
     """
     original_gather_for_metrics = accelerator.gather_for_metrics
 
@@ -350,10 +340,7 @@ def _prepare_loader(
 
 
 def _shuffle_alike(loader: DataLoader[Any]) -> None:
-    """Give the sampler of ``loader`` the same generator on all ranks if the ranks have different seeds.
-
-    A ``RandomSampler`` without a generator would draw a different order on each rank.
-    """
+    """Give a ``RandomSampler`` without a generator the same one on all ranks, if the ranks have different seeds."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, RandomSampler) or sampler.generator is not None or not dist.is_initialized():
         return
@@ -371,9 +358,9 @@ class SequenceParallelMixin(_Mixin):
     """Makes any Trainer work with a parallelized model: ``class Mine(SequenceParallelMixin, SFTTrainer)``.
 
     Ranks along dp get different batches. The ranks of a sequence get the same batches, which the model shards. The
-    wrapper that the Trainer makes (DDP or FSDP over all ranks) averages the gradients. The result is the one-device
-    gradients. Use it instead of ``ParallelismConfig`` for a model that you have parallelized yourself: over a mesh with
-    tensor parallelism, or for DeepSpeed.
+    wrapper that the Trainer makes (DDP or FSDP over all ranks) averages the gradients. Use the mixin instead of
+    ``ParallelismConfig`` for a model that you have parallelized yourself: over a mesh with tensor parallelism, or for
+    DeepSpeed.
 
     Raises:
         ValueError: the model is not parallelized; the number of ranks is not a multiple of the number of ranks of a
@@ -433,7 +420,7 @@ class SequenceParallelTrainer(SequenceParallelMixin, Trainer):
 
 
 def _data_parallel(patch: Patch, world: int) -> int:
-    """The number of data-parallel ranks among ``world`` ranks: groups of ranks that get different batches."""
+    """The number of groups of ranks that get different batches, among ``world`` ranks."""
     if world == 1:
         return 1
     if patch.mesh is not None and "dp" in (patch.mesh.mesh_dim_names or ()):

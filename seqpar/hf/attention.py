@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_inputs, no_compile
-from ..functional import attention
+from ..checks import check_inputs
 from ..kernels.base import Score
-from ..mask import LayerMask, Mask, layer_mask
+from ..mask import layer_mask
 from ..mesh import ANY_RANKS
 from ..planner.rules import named
 from ..spec import AttentionSpec, constant_float, constants
-from ..strategies import operators
+from ..strategies.operators import attention as attention_operator
+from ..strategies.operators import join_backward
 from .batch import BatchShard
 from .generate import decode
-from .latent import expand, has_latent_kv, latent_weight
+from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
 from .masks import WITHOUT_HOOKS, mask_in_layer
-from .shared_keys import attend_to_shared_keys, gathers_shared_keys
 from .state import DecodeShard, Patch, current_forward
 
 
@@ -57,10 +56,10 @@ def attention_forward(
     name = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
     if not isinstance(patch, Patch):
         raise ValueError(f"{name}: attn_implementation 'seqpar' is set by seqpar.hf.parallelize(model); call that")
-    for what, given in (("attention_mask", attention_mask), ("position_bias", position_bias)):
-        if given is not None:
+    for argument, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
+        if x is not None:
             raise ValueError(
-                f"{name}: {what} of shape {tuple(given.shape)} is given; dense score terms are not supported"
+                f"{name}: {argument} of shape {tuple(x.shape)} is given; dense score terms are not supported"
             )
     if seqpar is None and (forward := current_forward()) is not None:  # the layer does not pass its **kwargs on
         seqpar = forward.shard
@@ -71,7 +70,7 @@ def attention_forward(
             "(activation checkpointing)"
         )
     mask, in_layer = mask_in_layer(module, seqpar, patch, is_causal, sliding_window)
-    score = Score(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, sinks=s_aux)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weight, shared_key = None, key
     if has_latent_kv(module):
         if isinstance(seqpar, BatchShard) and patch.ranks > 1:
@@ -80,98 +79,38 @@ def attention_forward(
             key, value = expand(module, key, value)
     query, key, value = _same_dtype(query, key, value)
     weight = None if weight is None else weight.to(query.dtype)
-    # [batch, seq, heads, head_dim], v of which may be another
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [b, s, h, d], [b, s, n, d] and [b, s, n, e]
     # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
     with torch.autocast(query.device.type, enabled=False):
-        if torch.compiler.is_compiling() and isinstance(seqpar, BatchShard) and seqpar.sharding is not None:
-            out = _traced(module, q, k, v, weight, seqpar, patch, mask, in_layer, score, dropout, name)
-        else:
-            out = _eager(module, q, k, v, weight, shared_key, seqpar, patch, mask, in_layer, score, dropout, name)
-    return out, None
-
-
-def _traced(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    shard: BatchShard,
-    patch: Patch,
-    mask: Mask,
-    in_layer: LayerMask,
-    score: Score,
-    dropout: float,
-    name: str,
-) -> Tensor:
-    """The attention while torch.compile traces it: one operator."""
-    _check_tuning(module, shard, name)
-    sharding = shard.sharding
-    assert sharding is not None
-    where = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
-    spec = named(_spec(patch, in_layer, score, dropout), mask, q.shape[2], k.shape[2], *where)
-    check_inputs(q, k, v, weight)
-    tensors = q, k, v, score.sinks, None, _dropout_seed(module, shard, dropout), weight
-    out: Tensor = operators.attention(*tensors, spec, mask, sharding, ANY_RANKS)[0]
-    return out
-
-
-def _spec(patch: Patch, in_layer: LayerMask, score: Score, dropout: float) -> AttentionSpec:
-    return AttentionSpec(
-        strategy=patch.strategy,
-        strategy_options=constants(patch.options),
-        softmax_scale=constant_float(score.softmax_scale),
-        softcap=constant_float(score.softcap),
-        dropout_p=constant_float(dropout),
-        backend=patch.backend,
-        layer_mask=in_layer,
-        returns_saved=torch.compiler.is_compiling(),
-    )
-
-
-def _dropout_seed(module: nn.Module, shard: BatchShard, dropout: float) -> Tensor | None:
-    """int64 ``[]`` on the host; None without dropout."""
-    if not dropout:
-        return None
-    assert shard.seed_on_host is not None
-    return (shard.seed_on_host + _layer_seed(module)) % 2**62
-
-
-@no_compile
-def _eager(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    shared_key: Tensor,
-    shard: BatchShard | DecodeShard,
-    patch: Patch,
-    mask: Mask,
-    in_layer: LayerMask,
-    score: Score,
-    dropout: float,
-    name: str,
-) -> Tensor:
-    in_batch, mask = mask, layer_mask(mask, *in_layer)
-    if isinstance(shard, DecodeShard):
-        return decode(module, q, k, v, shard, patch, mask, score, name)
-    _check_shard(module, shard, patch, name)
-    if shard.sharding is not None and gathers_shared_keys(module, patch, mask):
-        spec = _spec(patch, in_layer, score, dropout).having(replicated=True)
-        seed = _dropout_seed(module, shard, dropout)
-        return attend_to_shared_keys(q, k, v, shared_key, score.sinks, in_batch, shard.sharding, spec, seed)
-    return _sharded_attention(module, q, k, v, weight, shard, patch, mask, score, dropout)
-
-
-def _check_shard(module: nn.Module, shard: BatchShard, patch: Patch, name: str) -> None:
-    if (shard.layout, shard.ranks) != (patch.layout, patch.ranks):
-        raise ValueError(
-            f"the batch was sharded with layout={shard.layout!r} over {shard.ranks} ranks, but the model is "
-            f"parallelized with layout={patch.layout!r} over {patch.ranks}; give shard_batch and parallelize the same"
+        if isinstance(seqpar, DecodeShard):
+            score = Score(scale, softcap or 0.0, sinks=s_aux)
+            return decode(module, q, k, v, seqpar, patch, in_layer, score, name), None
+        _check_tuning(module, seqpar, name)
+        if seqpar.sharding is None:  # the forward runs without the hooks, as in a pipeline stage
+            patch.place(seqpar)
+        sharding, seed = seqpar.sharding, None
+        assert sharding is not None and seqpar.seed_on_host is not None
+        if dropout:
+            seed = (seqpar.seed_on_host + _layer_seed(module)) % 2**62
+        spec = AttentionSpec(
+            strategy=patch.strategy,
+            strategy_options=constants(patch.options),
+            softmax_scale=constant_float(scale),
+            softcap=constant_float(softcap or 0.0),
+            dropout_p=constant_float(dropout),
+            backend=patch.backend,
+            layer_mask=in_layer,
+            returns_saved=torch.compiler.is_compiling(),
         )
-    _check_tuning(module, shard, name)
+        if not torch.compiler.is_compiling() and gathers_shared_keys(module, patch, layer_mask(mask, *in_layer)):
+            spec = spec.having(replicated=True)
+            return attend_to_shared_keys(q, k, v, shared_key, s_aux, mask, sharding, spec, seed), None
+        cluster = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+        spec = named(spec, mask, q.shape[2], k.shape[2], *cluster)
+        check_inputs(q, k, v, weight)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            q = join_backward(q, (k, v, s_aux, weight), spec, sharding)
+        return attention_operator(q, k, v, s_aux, None, seed, weight, spec, mask, sharding, ANY_RANKS)[0], None
 
 
 def _check_tuning(module: nn.Module, shard: BatchShard, name: str) -> None:
@@ -183,46 +122,13 @@ def _check_tuning(module: nn.Module, shard: BatchShard, name: str) -> None:
         )
 
 
-def _sharded_attention(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight: Tensor | None,
-    shard: BatchShard,
-    patch: Patch,
-    mask: Mask,
-    score: Score,
-    dropout: float,
-) -> Tensor:
-    return attention(
-        q,
-        k,
-        v,
-        strategy=patch.strategy,
-        mask=mask,
-        mesh=patch.mesh,
-        group=patch.given_group,
-        layout=patch.layout,
-        softmax_scale=score.softmax_scale,
-        softcap=score.softcap,
-        sinks=score.sinks,
-        dropout_p=dropout,
-        backend=patch.backend,
-        seq_len=shard.seq_len,
-        latent_weight=weight,
-        dropout_seed=(shard.seed + _layer_seed(module)) % 2**62,
-        **patch.options,
-    )
-
-
 def _layer_seed(module: nn.Module) -> int:
     """A number that differs from layer to layer. The odd multiplier spreads the layers' indices over 32 bits."""
     return (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast all tensors to autocast's dtype, or to that of the values: rotations and norms may return float32."""
+    """Cast all tensors to autocast's dtype, or to the dtype of the values: rotations and norms may return float32."""
     device_type = tensors[0].device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else tensors[-1].dtype

@@ -37,10 +37,7 @@ TokenRanges = list[tuple[int, int]]  # for each row, the first token that is not
 
 @dataclass(eq=False)
 class BatchShard:
-    """What the attention layers and the loss need to know about the full batch.
-
-    ``shard_batch`` returns it as the entry ``seqpar`` of a rank's part.
-    """
+    """What attention layers and the loss need to know about the full batch: the entry ``seqpar`` of a rank's part."""
 
     seq_len: int  # the number of tokens of the full sequence
     max_position: int  # the largest of the full batch's ``position_ids``
@@ -53,11 +50,10 @@ class BatchShard:
     # For models that predict each token itself: this rank's unshifted labels [batch, seq_local], and their
     # ``num_items``. None without labels, or if the caller set ``shift_labels``.
     in_place: tuple[Tensor, int] | None = None
-    sharding: Sharding | None = None  # set when the model's forward starts
-    seed_on_host: Tensor | None = None  # ``seed`` as int64 [] on the CPU, set when the model's forward starts
-    # Complete masks for models in which some tokens see one another in causal layers, such as the tokens of an image:
-    # ``mask`` with causality, with these blocks of tokens, and with the layers' window. The keys are layer types, or ""
-    # for all types.
+    sharding: Sharding | None = None  # set by ``Patch.place``
+    seed_on_host: Tensor | None = None  # ``seed`` as int64 [] on the CPU, set by ``Patch.place``
+    # For models in which some tokens see one another in causal layers, such as the tokens of an image: ``mask`` with
+    # causality, these blocks of tokens, and the layers' window. The keys are layer types, or "" for all types.
     block_masks: dict[str, Mask] = field(default_factory=dict)
     jump: str | None = None  # where ``position_ids`` neither go up by 1 nor restart, if there is no ``attention_mask``
     unmasked: bool = field(init=False)  # whether the batch has neither padding nor several documents
@@ -65,19 +61,8 @@ class BatchShard:
     def __post_init__(self) -> None:
         self.unmasked = self.mask == Mask.full()
 
-    def add_sharding(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
-        """Set ``sharding`` and ``seed_on_host``, which compiled layers need."""
-        if self.sharding is None:
-            self.sharding = Sharding(self.seq_len, self.layout, mesh=mesh, group=group)
-            self.seed_on_host = torch.tensor(self.seed, dtype=torch.int64, device="cpu")
-
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "sharding": None}  # process groups cannot be pickled
-
-    def for_in_place_labels(self) -> BatchShard:
-        """A copy for a model that predicts each token itself, whose ``num_items`` counts the unshifted labels."""
-        assert self.in_place is not None
-        return replace(self, num_items=self.in_place[1])
 
     def __repr__(self) -> str:  # without the mask, which may have thousands of boundaries
         return (
@@ -184,10 +169,7 @@ def shard_for_rank(
     shift_labels: bool | None = None,
     seed: int | None = None,
 ) -> dict[str, Any]:
-    """What ``shard_batch`` returns on rank ``rank`` of ``ranks``, without a process group.
-
-    The seed of attention dropout is by default a checksum of the batch.
-    """
+    """What ``shard_batch`` returns on rank ``rank`` of ``ranks``. ``seed`` defaults to a checksum."""
     return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
 
 
@@ -209,12 +191,18 @@ def tokens_of(batch: Any, if_sharded: str) -> Tensor:
     return tokens
 
 
-class _BatchHeader(NamedTuple):
-    """Whether a rank has a batch, a checksum of the batch, and the seed of the rank's random number generator."""
+def checksum(batch: Mapping[str, Any], value: int = 0) -> int:
+    """A CRC-32 of the names, shapes and values of the tensors in ``batch``, which continues from ``value``."""
+    for name in sorted(name for name, x in batch.items() if isinstance(x, Tensor)):
+        data: Any = batch[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        value = zlib.crc32(data, zlib.crc32(f"{name} {tuple(batch[name].shape)}".encode(), value))
+    return value
 
+
+class _BatchHeader(NamedTuple):
     has_batch: bool
     batch: Fingerprint
-    seed: int
+    seed: int  # of the rank's random number generator
 
 
 class _BatchSpec:
@@ -298,12 +286,8 @@ class _BatchSpec:
 
     @property
     def checksum(self) -> int:
-        value = zlib.crc32(f"{self.mask!r} {sorted(self.tensors)} {self.layout}".encode())
         arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
-        for _, tensor in sorted({**self.tensors, **arrays}.items()):
-            data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            value = zlib.crc32(data, value)
-        return value
+        return checksum({**self.tensors, **arrays}, zlib.crc32(f"{self.mask!r} {self.layout}".encode()))
 
     def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:
         positions = shard_positions(self.seq_len, self.ranks, rank, self.layout)  # [seq_local]
@@ -331,7 +315,7 @@ class _BatchSpec:
 
 
 def _scatter(spec: _BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
-    """Send each rank its part from rank 0, which alone has the batch."""
+    """Send each rank its part of the batch, which only rank 0 has."""
 
     def moved(part: dict[str, Any], device: str) -> dict[str, Any]:
         shard: BatchShard = part["seqpar"]
@@ -396,10 +380,9 @@ def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -
 
 
 def restarts(ids: Tensor) -> Tensor:
-    """Where the position ids of a row restart, bool ``[seq]``: wherever an id is smaller than the one before it.
+    """Where the position ids of a row restart, bool ``[seq]``: wherever an id is smaller than the id before it.
 
-    The row's smallest id restarts after itself too, because a document may have one token, unless the row also repeats
-    other ids.
+    A repeated smallest id restarts too, because a document may have one token, unless the row also repeats other ids.
     """
     step = F.pad(ids.diff(), (1, 0), value=1)[: len(ids)]
     falls, repeats = step < 0, step == 0
@@ -438,10 +421,7 @@ def restarting_positions(documents: Documents, length: int) -> Tensor:
 
 
 def batch_mask(documents: Documents | None, ranges: TokenRanges | None, length: int) -> Mask:
-    """The mask of documents and padding, without causality.
-
-    It has one batch row if all rows have the same documents and padding.
-    """
+    """The mask of documents and padding. It has one batch row if all rows have the same documents and padding."""
     mask = Mask.full()
     if documents is not None:
         rows = documents[:1] if len(set(documents)) == 1 else documents

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.data import DistributedSampler, IterableDataset, default_collate
 
@@ -17,16 +15,13 @@ from ..functional import mask_planner
 from ..layout import LAYOUTS, Layout
 from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
-from ..sharding import Sharding
-from .batch import PLANNED, mask_and_length, shard_batch, shard_for_rank
+from .batch import PLANNED, checksum, mask_and_length, shard_batch, shard_for_rank
 from .state import patch_of
 
 
 class _NextBatch(NamedTuple):
-    """What a rank tells the others: whether its loader has another batch, and a checksum of an epoch's first batch."""
-
-    follows: bool
-    first: Fingerprint
+    follows: bool  # whether the rank's loader has another batch
+    first: Fingerprint  # of an epoch's first batch
 
 
 class ShardedLoader:
@@ -87,8 +82,8 @@ class ShardedLoader:
         def load() -> _NextBatch:
             nonlocal batch
             batch = next(batches, None)
-            compare = is_first and batch is not None and size_of(self.dp_group) > 1
-            return _NextBatch(batch is not None, Fingerprint(_checksum(batch) if compare else 0))
+            compare = is_first and isinstance(batch, Mapping) and size_of(self.dp_group) > 1
+            return _NextBatch(batch is not None, Fingerprint(checksum(batch) if compare else 0))
 
         def load_on_each_dp_rank() -> _NextBatch:
             if not self._loads:
@@ -164,7 +159,7 @@ class ShardedLoader:
 
 
 def _check_split(loader: Any, size: int, rank: int) -> None:
-    """Raise if the loader's sampler, or the stream that it reads, is split for other ranks than dp has."""
+    """Raise an error if the loader's sampler or stream is split for other ranks than dp has."""
     sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
     if isinstance(sampler, DistributedSampler):
         name, sizes, found = "DistributedSampler has num_replicas", "num_replicas", (sampler.num_replicas, sampler.rank)
@@ -177,15 +172,6 @@ def _check_split(loader: Any, size: int, rank: int) -> None:
             f"loader: its {name}={found[0]}, rank={found[1]}, but the mesh has dp={size} and this is dp rank {rank}; "
             f"make it with {sizes}={size}, rank={rank}"
         )
-
-
-def _checksum(batch: Any) -> int:
-    value = 0
-    for _, x in sorted(batch.items()) if isinstance(batch, Mapping) else ():
-        if isinstance(x, Tensor):
-            data: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            value = zlib.crc32(data, value)
-    return value
 
 
 class ShardCollator:
@@ -251,9 +237,8 @@ class PlanCollator:
                 "model: with strategy='auto' the strategy is chosen in each call; call parallelize with the name of a "
                 "strategy"
             )
-        sharding = Sharding(patch.ranks, patch.layout, mesh=patch.mesh, group=patch.given_group)
         self.collate = collate
-        self.planner = mask_planner(sharding, patch.strategy, **patch.options)
+        self.planner = mask_planner(patch.sharding(patch.ranks), patch.strategy, **patch.options)
         self.layer_masks = tuple(patch.layer_masks)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:

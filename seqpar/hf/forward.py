@@ -1,32 +1,28 @@
-"""The hooks of a parallelized model: around its forward, its output embedding, its rotary embeddings and its router.
+"""The hooks of a parallelized model: around its forward, its output embedding and its rotary embeddings.
 
-The hooks of the forward store a ``Forward``, which the other hooks read. Model code need not change.
+The hooks of the forward store a ``Forward``, which the other hooks read.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks import no_compile
 from ..wrappers import averaging_wrappers, keeps_weight
-from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call, shard_merged_call
-from .generate import finish_forward, prepare_forward
+from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
+from .generate import shard_generation
 from .logits import LazyLogits, MissingLogits, label_log_probs
 from .loss import (
     LOG_PROBS,
     LogProbsOutput,
     TokenLoss,
     check_loss,
-    reduce_over_ranks,
     replace_loss_function,
     version_of,
 )
@@ -35,8 +31,6 @@ from .support import check_adapters, computes_cross_entropy, parameters_of, pred
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _NOISE = "neftune_noise_alpha"
-_ROUTER_LOSS = "load_balancing_loss_func"
-_FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
 
 
 def wrap_forward(model: nn.Module) -> None:
@@ -54,14 +48,13 @@ def wrap_forward(model: nn.Module) -> None:
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Undo ``wrap_forward``."""
     if getattr(vars(model).get("forward"), "__module__", None) == __name__:
         del vars(model)["forward"]
 
 
 @no_compile
 def _is_direct_call(model: nn.Module) -> bool:
-    """Whether the forward of ``model`` was called without its hooks, although it has them."""
+    """Whether ``model.forward`` was called directly, although ``model`` has hooks."""
     forward = current_forward()
     if before_forward not in model._forward_pre_hooks.values() or not cast(Patch, model._seqpar).sharded:
         return False
@@ -85,25 +78,21 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
     has_images = merges(model) and has_more_than_text(kwargs)
     forward = Forward(model, patch, None)
-    if kwargs.get("seqpar") is not None:
+    if kwargs.get("seqpar") is not None:  # the batch is sharded already
         if has_images:
             raise ValueError(
                 f"batch: it is sharded, but {type(model).__name__} must merge images into all tokens before the tokens "
                 "are sharded; call it with the full batch, without shard_batch"
             )
-    elif has_images and not generates(kwargs):
-        kwargs, forward.full_call, forward.keep = shard_merged_call(model, kwargs)
-        forward.cut = forward.full_call.tokens[patch.rank]
-    elif not generates(kwargs):
-        kwargs, forward.full_call = shard_call(model, kwargs)
-    if kwargs.get("seqpar") is not None:
-        _prepare(forward, kwargs, parameters, wants_log_probs)
+    elif generates(kwargs):
+        kwargs, forward.full_call, forward.logit_index = shard_generation(model, kwargs, has_images)
     else:
-        forward.wants_loss = kwargs.get("labels") is not None
-        forward.generation = prepare_forward(model, patch, kwargs, has_images)
-        forward.shard, forward.cut = kwargs["seqpar"], forward.generation.cut
-        if forward.cut is not None:
-            forward.keep = kwargs.pop("logits_to_keep", None)
+        kwargs, forward.full_call, forward.logit_index = shard_call(model, kwargs, has_images)
+    if has_images and forward.full_call is not None:
+        forward.positions = forward.full_call.tokens[patch.rank]
+    forward.shard = kwargs["seqpar"]
+    if forward.batch_shard is not None:
+        _prepare(forward, kwargs, parameters, wants_log_probs)
     if merges(model):
         del kwargs["seqpar"]  # before_text_model passes it to the text model
     push_forward(forward)
@@ -111,24 +100,23 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wants_log_probs: bool) -> None:
-    """Prepare the arguments of a forward on a sharded sequence, and set ``forward`` accordingly."""
+    """Change the arguments of a forward on a sharded sequence, in place, and set ``forward`` accordingly."""
     model, patch, shard, labels = forward.model, forward.patch, kwargs["seqpar"], kwargs.get("labels")
-    forward.shard, forward.wants_loss = shard, labels is not None
+    forward.wants_loss = labels is not None
     if shard.jump is not None and "use_cache" in parameters and not _caches(model, kwargs):
         raise ValueError(
             f"position_ids: {shard.jump}, which is no restart. Without an attention_mask and without a cache, "
             "transformers starts a document there, and otherwise it does not; pass an attention_mask of ones if "
             "the row is one document, or the boundaries of its documents as cu_seq_lens"
         )
-    if (shard.layout, shard.ranks) == (patch.layout, patch.ranks):  # otherwise the first layer raises
-        shard.add_sharding(patch.mesh, patch.given_group)
+    patch.place(shard)
     if labels is not None:
         keep = kwargs.get("logits_to_keep", 0)
         if isinstance(keep, Tensor) or keep:
             raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
         if shard.in_place is not None and predicts_in_place(model):
             labels = kwargs["labels"] = shard.in_place[0].to(labels.device)
-            kwargs["seqpar"] = forward.shard = shard.for_in_place_labels()
+            kwargs["seqpar"] = forward.shard = replace(shard, num_items=shard.in_place[1])
         if wants_log_probs:
             forward.targets, kwargs["return_dict"] = labels, True
         if computes_cross_entropy(model):
@@ -144,10 +132,7 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
 
 
 def _check_wrapper(model: nn.Module, patch: Patch) -> None:
-    """Raise an error if a ``ParallelismConfig`` parallelized a model that is trained without a wrapper.
-
-    Nothing would sum the ranks' partial gradients, and the weights of the ranks would drift apart.
-    """
+    """Raise an error if a ``ParallelismConfig`` parallelized a model that is trained without a wrapper."""
     trains = model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     if not patch.needs_wrapper or not trains:
         return
@@ -161,13 +146,13 @@ def _check_wrapper(model: nn.Module, patch: Patch) -> None:
 
 
 def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
-    """Give the noise of NEFTune the magnitude that it has on one device, until the forward ends.
+    """Give the noise of NEFTune its magnitude on one device, until the forward ends.
 
-    Its hook on the embedding divides ``neftune_noise_alpha`` by the square root of the size of one row of embeddings,
-    which has this rank's tokens only.
+    Its hook on the embedding divides ``neftune_noise_alpha`` by the square root of the size of a row of embeddings, and
+    a rank has only a part of the row.
     """
     tokens, shard = kwargs.get("input_ids"), forward.batch_shard
-    if forward.cut is not None or tokens is None or shard is None:
+    if forward.positions is not None or tokens is None or shard is None:
         return  # the embedding gets all tokens, or none
     try:
         embedding = cast(Any, forward.model).get_input_embeddings()
@@ -180,7 +165,6 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
 
 
 def _check_unchanged(model: nn.Module) -> None:
-    """Raise an error if what ``parallelize`` has set was changed since."""
     implementation = cast(Any, model.config).get_text_config()._attn_implementation
     if implementation != NAME:
         raise ValueError(
@@ -191,7 +175,8 @@ def _check_unchanged(model: nn.Module) -> None:
 
 
 def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether transformers would make a cache in a call with these arguments."""
+    if kwargs.get("past_key_values") is not None:
+        return True
     default = getattr(cast(Any, model.config).get_text_config(), "use_cache", False)
     use_cache = kwargs.get("use_cache")
     return not recomputes(model) and bool(default if use_cache is None else use_cache)
@@ -199,17 +184,14 @@ def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 @no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """End the ``Forward``, and return the output that the caller asked for.
-
-    ``output`` is None if the model's forward raised.
-    """
+    """End the ``Forward``, and return the output that the caller asked for. None: the model's forward has raised."""
     forward = current_forward()
     if forward is None or forward.model is not model:
         return None
     if forward.noise is not None:
         setattr(forward.noise[0], _NOISE, forward.noise[1])
     try:
-        # This happens before pop_forward, because the loss looks up the wrappers around the current forward's model.
+        # Before pop_forward, because the loss looks up the wrappers around the current forward's model.
         if output is not None:
             output = _with_loss(output, forward, bool(kwargs.get(FUSED)))
             if forward.full_call is not None:
@@ -218,8 +200,6 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         pop_forward()
     if output is None:
         return None
-    if forward.generation is not None:
-        return finish_forward(output, forward.generation, forward.patch)
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
@@ -231,7 +211,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
     """``output`` with the loss, log-probabilities or scores that the model's forward did not compute.
 
-    A loss that it did compute is checked, unless TRL's ``fused`` head computed it.
+    A loss that the forward did compute is checked, unless TRL's ``fused`` head computed it.
     """
     patch = forward.patch
     if forward.targets is not None:
@@ -256,10 +236,9 @@ def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
 
 
 def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the scores of all of this rank's tokens, ``[batch, seq_local, num_labels]``.
+    """Keep the scores of all tokens of this rank, ``[batch, seq_local, num_labels]``.
 
-    The model itself returns the scores of the last token that this rank holds, which is not the last token of the
-    sequence on every rank.
+    The model itself returns the scores of this rank's last token, which may not be the last token of the sequence.
     """
     forward = current_forward()
     if forward is not None and forward.batch_shard is not None:
@@ -270,14 +249,14 @@ def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
 def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Replace the input ``[..., seq, hidden]`` of the output embedding.
 
-    If the model computes a loss, store the input in ``Forward.hidden`` and pass on an input with no tokens, so that the
-    output embedding computes no logits. If the caller asked for the logits of some tokens, pass on these tokens.
+    In a call with labels, store the input in ``Forward.hidden`` and pass on an input without tokens, so that no logits
+    are computed. If the caller asked for the logits of some tokens, pass on these tokens.
     """
     forward = current_forward()
     if forward is None:
         return None
-    if forward.keep is not None:
-        return (args[0].index_select(-2, forward.keep.to(args[0].device)), *args[1:])
+    if forward.logit_index is not None:
+        return (args[0].index_select(-2, forward.logit_index.to(args[0].device)), *args[1:])
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     if not forward.wants_loss or not is_plain or not keeps_weight(cast(nn.Linear, head), forward.model):
         return None
@@ -305,8 +284,7 @@ def depends_on_length(module: nn.Module) -> bool:
 def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Append the batch's largest position to this rank's ``position_ids [..., batch, seq_local]``.
 
-    The rotary embedding then computes the frequencies for the length of the full sequence. ``after_rope`` removes the
-    values of the appended position.
+    The rotary embedding then computes the frequencies for the length of the full sequence.
     """
     forward = current_forward()
     if forward is None or (shard := forward.batch_shard) is None:
@@ -326,84 +304,3 @@ def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, 
     if forward is None or forward.batch_shard is None:
         return None
     return tuple(x[..., :-1, :] for x in output)
-
-
-# The load-balancing loss of the routers in mixture-of-experts models. transformers' ``load_balancing_loss_func``
-# multiplies two means over tokens. The means must be taken over the tokens of all ranks, because a sum of such products
-# over the ranks is another number. Each model file has the function as a global name. This name is bound to a
-# replacement, which calls the original function except during a forward on a sharded sequence.
-_original_losses: dict[str, Callable[..., Any]] = {}  # by the name of the Python module
-_patched_models: dict[str, set[int]] = {}  # by the name of the Python module: the ids of its parallelized models
-
-
-def patch_router_loss(model: nn.Module) -> None:
-    """Replace the router loss in the Python modules that define the classes of ``model``."""
-    names = [cls.__module__ for cls in type(model).__mro__]
-    names.append(inspect.unwrap(cast(Any, model).forward).__module__)  # Liger replaces the forward of the instance
-    if hasattr(cast(Any, model.config).get_text_config(), "router_aux_loss_coef"):
-        names.append(import_module(_FUSED_ROUTER).__name__)
-    for name in names:
-        original = getattr(sys.modules.get(name), _ROUTER_LOSS, None)
-        if original is None:
-            continue
-        if name not in _original_losses:
-            _original_losses[name] = original
-            setattr(sys.modules[name], _ROUTER_LOSS, _sharded_router_loss(original))
-        _patched_models.setdefault(name, set()).add(id(model))
-
-
-def unpatch_router_loss(model: nn.Module) -> None:
-    """Restore the original router loss, unless another parallelized model needs the replacement."""
-    for name, models in list(_patched_models.items()):
-        models.discard(id(model))
-        if not models:
-            setattr(sys.modules[name], _ROUTER_LOSS, _original_losses.pop(name))
-            del _patched_models[name]
-
-
-def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The router loss of the full sequence, as a replacement of ``original``."""
-
-    def load_balancing_loss(
-        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
-    ) -> Any:
-        forward = current_forward()
-        shard = None if forward is None else forward.batch_shard
-        if forward is None or shard is None or not isinstance(gate_logits, tuple) or num_experts is None:
-            return original(gate_logits, num_experts, top_k, attention_mask)
-        counts, probability, tokens = _router_sums(gate_logits, num_experts, top_k, shard.valid)
-        patch = forward.patch
-        sums = torch.cat([counts, tokens])  # [num_experts + 1]
-        if patch.group is not None and patch.ranks > 1:
-            dist.all_reduce(sums, group=patch.group)
-        counts, tokens = sums[:-1], sums[-1]  # now summed over all ranks
-        # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
-        # rank's partial gradient, and the parts of all ranks sum to the loss.
-        local_loss = (counts / tokens * (probability / tokens)).sum() * num_experts
-        return reduce_over_ranks(local_loss, patch, forward.model)
-
-    return load_balancing_loss
-
-
-def _router_sums(
-    gate_logits: tuple[Tensor, ...],  # of each layer, [tokens, num_experts]
-    num_experts: int,
-    top_k: int,
-    valid: Tensor | None,  # bool [batch, seq_local], False for padding, which does not count
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over this rank's tokens and all layers, in float32.
-
-    How often each expert was chosen, [num_experts]; the sum of each expert's probabilities, [num_experts]; and the
-    number of tokens times the number of layers, [1].
-    """
-    device = gate_logits[0].device
-    counts, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
-    tokens = torch.zeros(1, device=device)
-    for gate in gate_logits:
-        p = torch.softmax(gate.to(device), dim=-1)  # [tokens, num_experts]
-        weight = torch.ones(len(p), device=device) if valid is None else valid.reshape(-1).to(device).float()
-        experts = p.detach().topk(top_k, dim=-1).indices  # [tokens, top_k]
-        counts = counts.index_add(0, experts.reshape(-1), weight.repeat_interleave(top_k))
-        probability = probability + (p.float() * weight[:, None]).sum(0)
-        tokens = tokens + weight.sum()
-    return counts, probability, tokens

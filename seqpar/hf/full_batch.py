@@ -2,14 +2,13 @@
 
 All ranks of the sequence call the model with the same batch. After the all-gather, every rank has the outputs of all
 tokens, in the order of the sequence. A loss that every rank computes from these outputs is the one-device loss. In
-backward, each rank keeps the gradients of its own tokens' outputs. The partial gradients of the ranks therefore sum to
-the one-device gradient, as with the model's own loss.
+backward, each rank keeps the gradients of its own tokens' outputs, so that the partial gradients of the ranks sum to
+the one-device gradient.
 
-A multimodal model, which merges the output of a vision or audio tower into the embeddings of a text model, runs on the
-full batch on every rank. Before its text model runs, ``before_text_model`` shards the merged embeddings, the positions,
-and all other tensors with a value for each token. The labels are sharded before the multimodal model runs. Each rank
-therefore computes the gradients of the towers and embeddings from its own tokens: they are partial gradients too. A
-batch without images is sharded before the multimodal model runs, as for any other model.
+With images or sound, a multimodal model runs on the full batch on every rank, and merges the output of its towers into
+the embeddings of its text model. ``before_text_model`` then shards the merged embeddings, the positions, and all other
+tensors with a value for each token. The labels are sharded earlier. Each rank computes the gradients of the towers and
+embeddings from its own tokens: they are partial gradients too.
 
 Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
 """
@@ -63,12 +62,24 @@ def generates(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
 
 
-def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> tuple[dict[str, Any], FullCall]:
-    """The arguments of this rank's forward in a call with the full batch, with the entry ``seqpar``.
+ShardedCall = tuple[dict[str, Any], FullCall, Tensor | None]
+
+
+def shard_call(model: Any, kwargs: dict[str, Any], has_images: bool, seed: int | None = None) -> ShardedCall:
+    """Prepare a call with a full batch. With images, the text model's hook shards the tokens.
 
     ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
     compare their batches, in some of the calls, and agree on a seed.
+
+    Returns:
+        * The arguments of this rank's forward, with the entry ``seqpar``.
+        * The ``FullCall``.
+        * With images: the indices of this rank's tokens whose logits are computed, int64, or None for all.
     """
+    return _shard_merged_call(model, kwargs, seed) if has_images else (*_shard_text_call(model, kwargs, seed), None)
+
+
+def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
     patch: Patch = model._seqpar
     batch = {name: x for name, x in kwargs.items() if x is not None}
     pools = pools_last_token(model)
@@ -101,7 +112,7 @@ def shard_call(model: Any, kwargs: dict[str, Any], seed: int | None = None) -> t
 
 
 def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
-    """For each row, the last token that is not padding, found in the same way as in transformers; int64 ``[batch]``."""
+    """For each row, the last token that is not padding, found as in transformers: int64 ``[batch]``."""
     pad, ids = model.config.get_text_config().pad_token_id, batch.get("input_ids")
     if pad is None or ids is None:
         rows, seq_len = batch["inputs_embeds" if ids is None else "input_ids"].shape[:2]
@@ -111,10 +122,7 @@ def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
 
 
 def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
-    """This rank's part of ``batch``. In some calls the ranks compare their batches and agree on a seed.
-
-    In which calls must not depend on the batch: a rank with a different batch might then skip the comparison.
-    """
+    """This rank's part of ``batch``. In some calls, whatever the batch, the ranks compare their batches."""
     call, patch.calls = patch.calls, patch.calls + 1
     every = check_every()
     if every is None:
@@ -134,7 +142,7 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
     """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``."""
     if full_call.fused:
         output = _reduce_fused_loss(output, forward, full_call)
-    outputs = forward.patch.outputs
+    outputs = "full" if full_call.fills_cache else forward.patch.outputs
     leaves_logits_out = forward.wants_loss and outputs != "full"
     if isinstance(output, tuple):
         if full_call.logits is not full_call.tokens:
@@ -167,10 +175,7 @@ def finish(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, 
 
 
 def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> Any:
-    """Replace the loss of this rank's tokens by the loss of the full sequence.
-
-    The loss of the tokens is the negative sum of ``log_probs [batch, seq_local]``, divided by ``num_items``.
-    """
+    """Replace the loss of this rank's tokens, ``-log_probs.sum() / num_items``, by the loss of the full sequence."""
     if getattr(output, "loss", None) is None or getattr(output, "log_probs", None) is None:
         return output
     local_loss = -output.log_probs.sum() / full_call.num_items
@@ -180,15 +185,13 @@ def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> An
 
 
 class _Gather:
-    """All-gathers the outputs of a forward that have a value for each token."""
-
     def __init__(self, forward: Forward, full_call: FullCall) -> None:
         patch = self.patch = forward.patch
         self.full_call = full_call
         self.scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
 
     def __call__(self, name: str, x: Any) -> Any:
-        """The output ``x``, all-gathered if the output called ``name`` has a value for each token."""
+        """The output ``x`` called ``name``, all-gathered if it has a value for each token."""
         if self.patch.ranks == 1:
             return x.materialize() if isinstance(x, LazyLogits) else x
         if isinstance(x, tuple | list):
@@ -230,14 +233,7 @@ def has_more_than_text(kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
 
 
-def shard_merged_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[str, Any], FullCall, Tensor | None]:
-    """Prepare a call with a full batch with images, whose tokens are sharded before the text model runs.
-
-    Returns:
-        * The arguments of the multimodal model, with all tokens, this rank's labels, and the entry ``seqpar``.
-        * The ``FullCall``.
-        * The indices of this rank's tokens whose logits are computed, int64; None for all.
-    """
+def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | None) -> ShardedCall:
     full = {name: x for name, x in kwargs.items() if x is not None}
     ids = full.get("position_ids")
     boundaries = [name for name in BOUNDARY_NAMES if name in full]
@@ -252,7 +248,7 @@ def shard_merged_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[st
         batch.pop("position_ids")
         if len(ids) == 4:
             batch["position_ids"] = ids[0]
-    local, full_call = shard_call(model, batch)
+    local, full_call = _shard_text_call(model, batch, seed)
     for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
         full.pop(name, None)
     full.update({name: local[name] for name in (*_LABELS, "num_items_in_batch", "seqpar") if name in local})
@@ -264,26 +260,26 @@ def shard_merged_call(model: nn.Module, kwargs: dict[str, Any]) -> tuple[dict[st
 
 @no_compile
 def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The hook before the text model's forward: shard its arguments, unless the batch was sharded before."""
+    """The hook before the text model's forward: shard its arguments, unless the batch is sharded already."""
     forward = current_forward()
     if forward is None or forward.shard is None:
         return None
     parameters = parameters_of(text)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    if "use_cache" in parameters and forward.generation is None and kwargs.get("past_key_values") is None:
+    if "use_cache" in parameters and kwargs.get("past_key_values") is None:
         kwargs["use_cache"] = False
-    if forward.cut is not None:
-        kwargs = _shard_text_inputs(text, kwargs, forward, forward.cut)
-        forward.cut = None
+    if forward.positions is not None:
+        kwargs = _shard_text_inputs(text, kwargs, forward, forward.positions)
+        forward.positions = None
         shards_text_model[0] = False
     kwargs["seqpar"] = forward.shard
     return (), kwargs
 
 
 def _shard_text_inputs(text: nn.Module, kwargs: dict[str, Any], forward: Forward, positions: Tensor) -> dict[str, Any]:
-    """This rank's part of the text model's arguments: the tokens at ``positions``, int64 ``[seq_local]``.
+    """The text model's arguments for the tokens at ``positions``, int64 ``[seq_local]``.
 
-    The masks of images and the largest position are added to ``forward.shard``.
+    ``forward.shard`` gets the masks of images and the largest position.
     """
     shard, embeds = forward.batch_shard, kwargs.get("inputs_embeds")
     if shard is None or embeds is None:

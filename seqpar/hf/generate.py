@@ -1,7 +1,7 @@
 """Generation with a sharded key/value cache: each rank caches the keys and values of some of the tokens.
 
-``model.generate`` runs on every rank with the same full prompt. The first forward, the prefill, is sharded as in
-training: each rank computes its tokens of the prompt, and caches their keys and values.
+``model.generate`` runs on every rank with the same full prompt. The first forward, the prefill, is a call with a full
+batch: each rank computes its tokens of the prompt, and caches their keys and values.
 
 Each later forward is a decoding step. Every rank computes all new tokens, but only rank ``position % ranks`` caches the
 keys and values of the new token at ``position``. In each attention layer, every rank attends with the new queries to
@@ -14,40 +14,40 @@ head (h / n), d head_dim.
 
 from __future__ import annotations
 
-import zlib
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..checks import no_compile
 from ..comm.collectives import all_gather_single
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.trace import count_sent
 from ..kernels import select
 from ..kernels.base import Carry, Score, empty_carry, finish, merge_
-from ..layout import shard_positions
-from ..mask import Mask
+from ..mask import LayerMask, Mask, layer_mask
 from ..schedule.rows import KeyIntervals
-from ..sharding import unshard
-from .batch import BatchShard, batch_mask, token_ranges
-from .shared_keys import storing_layer
-from .state import DecodeShard, GenerationStep, Patch
+from .batch import checksum
+from .full_batch import shard_call
+from .key_values import storing_layer
+from .state import DecodeShard, FullCall, Patch
 from .support import recomputes
 
 _GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather in ``decode``
 _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image, video and audio arguments begin
 
 
-def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merging: bool) -> GenerationStep:
-    """Replace the arguments of a forward of ``generate``, in place, by this rank's arguments.
+def shard_generation(
+    model: nn.Module, kwargs: dict[str, Any], has_images: bool
+) -> tuple[dict[str, Any], FullCall | None, Tensor | None]:
+    """Prepare a forward of ``generate``, as ``shard_call`` does. ``kwargs`` hold all new tokens on every rank.
 
-    They hold all new tokens, the same on every rank. Afterwards they hold this rank's tokens in a prefill, and still
-    all new tokens in a decoding step. In both cases ``kwargs["seqpar"]`` holds what the attention layers read. With
-    images (``merging``), a prefill keeps the full prompt: its text model shards the merged embeddings.
+    In a decoding step the result holds all new tokens too, and a ``DecodeShard``, but no ``FullCall``.
     """
+    patch = cast(Patch, model._seqpar)
     cache = kwargs.get("past_key_values")
     if kwargs.get("labels") is not None:
         raise ValueError(
@@ -62,7 +62,7 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merg
     config = cast(Any, model.config).get_text_config()
     if cache is None:
         cache = kwargs["past_key_values"] = DynamicCache(config=config)
-    shard_cache(cache, config.num_hidden_layers)
+    _shard_cache(cache, config.num_hidden_layers)
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     past, new = cache.get_seq_length(), tokens.shape[1]
     total = past + new
@@ -70,18 +70,26 @@ def prepare_forward(model: nn.Module, patch: Patch, kwargs: dict[str, Any], merg
     if isinstance(attention_mask, dict):  # generate made one mask per layer type; ``no_mask`` makes each of them None
         attention_mask = None
     _check_same_tokens(tokens, attention_mask, past, patch)
-    position_ids = kwargs.get("position_ids")
-    if position_ids is None:
-        position_ids = torch.arange(past, total, device=tokens.device)[None]
-    kwargs["position_ids"] = position_ids
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = torch.arange(past, total, device=tokens.device)[None]
+    padding = _left_padding(attention_mask)
     if past == 0 and new >= patch.ranks:
-        return _prepare_prefill(cache, patch, kwargs, attention_mask, total, merging)
-    if merging and any(name.startswith(_MEDIA_ARGUMENTS) for name, x in kwargs.items() if x is not None):
+        prompt = {**kwargs, "attention_mask": attention_mask}
+        local, full_call, keep = shard_call(model, prompt, has_images, seed=0)
+        # With a cache, position_ids that restart start no document.
+        local["seqpar"] = replace(local["seqpar"], mask=padding)
+        _expect(cache, full_call.tokens[patch.rank], None, total)
+        return local, replace(full_call, fills_cache=True), keep
+    if has_images and any(name.startswith(_MEDIA_ARGUMENTS) for name, x in kwargs.items() if x is not None):
         raise ValueError(
             "pixel_values: images were passed with a prompt shorter than the number of ranks, or after the cache was "
             "filled; pass all images to generate together with the first prompt"
         )
-    return _prepare_decoding(cache, patch, kwargs, attention_mask, past, total)
+    positions = torch.arange(past, total)
+    cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
+    _expect(cache, positions[cached_here], cached_here, total)
+    kwargs["seqpar"] = DecodeShard(cache, past, padding)
+    return kwargs, None, None
 
 
 class _TokensHeader(NamedTuple):
@@ -90,10 +98,7 @@ class _TokensHeader(NamedTuple):
 
 
 def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
-    """Check that all ranks pass the same tokens, and that a prompt has padding only on the left.
-
-    Different tokens would lead to wrong results, or to ranks that wait for one another forever.
-    """
+    """Raise an error unless all ranks pass the same tokens, and a prompt has padding only on the left."""
 
     def header() -> _TokensHeader:
         # A forward that adds a single token to the cache adds no padding, so its mask need not be copied to the host.
@@ -101,8 +106,7 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
             is_token = attention_mask != 0
             if attention_mask.dim() == 2 and bool((is_token[:, :-1] & ~is_token[:, 1:]).any()):
                 raise ValueError("attention_mask: it has padding after tokens; put a prompt's padding on the left")
-        data = tokens.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _TokensHeader(past, Fingerprint(zlib.crc32(data)))
+        return _TokensHeader(past, Fingerprint(checksum({"tokens": tokens})))
 
     if len(set(all_gather_header(header, patch.group))) > 1:
         raise ValueError(
@@ -111,47 +115,8 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
         )
 
 
-def _prepare_prefill(
-    cache: Any, patch: Patch, kwargs: dict[str, Any], attention_mask: Tensor | None, total: int, merging: bool
-) -> GenerationStep:
-    """Shard the prompt's ``total`` tokens."""
-    positions = [shard_positions(total, patch.ranks, rank, patch.layout) for rank in range(patch.ranks)]
-    local_positions = positions[patch.rank]  # [seq_local]
-    position_ids: Tensor = kwargs["position_ids"]
-    if not merging:
-        for name in ("input_ids", "inputs_embeds"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name].index_select(1, local_positions.to(kwargs[name].device))
-        kwargs["position_ids"] = position_ids.index_select(-1, local_positions.to(position_ids.device))
-    ranges = None if attention_mask is None else token_ranges(attention_mask)
-    mask = batch_mask(None, ranges, total)
-    kwargs["seqpar"] = BatchShard(total, int(position_ids.max()), patch.ranks, patch.layout, mask)
-    _expect(cache, local_positions, None, total)
-    keep = kwargs.pop("logits_to_keep", 0)
-    if isinstance(keep, Tensor):
-        raise ValueError("logits_to_keep: a tensor of indices is not supported for a sharded prompt; give a number")
-    if keep == 1:
-        # Each rank computes the logits of its last token, and the last token of ``last_rank`` is the prompt's last. The
-        # index is a tensor, because Gemma 4 drops all other tokens if it is given a number.
-        kwargs["logits_to_keep"] = torch.tensor([len(local_positions) - 1])
-    last_rank = next(rank for rank, p in enumerate(positions) if int(p[-1]) == total - 1)
-    cut = local_positions if merging else None
-    return GenerationStep(sharded=True, logits_to_keep=keep, last_rank=last_rank, cut=cut)
-
-
-def _prepare_decoding(
-    cache: Any, patch: Patch, kwargs: dict[str, Any], attention_mask: Tensor | None, past: int, total: int
-) -> GenerationStep:
-    """Prepare the forward that computes tokens ``past`` to ``total`` on every rank."""
-    positions = torch.arange(past, total)
-    cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
-    _expect(cache, positions[cached_here], cached_here, total)
-    kwargs["seqpar"] = DecodeShard(cache, past, _left_padding(attention_mask))
-    return GenerationStep(sharded=False)
-
-
 def _left_padding(attention_mask: Tensor | None) -> Mask:
-    """The mask that hides the padding at the start of each row of ``attention_mask [b, total]``."""
+    """Hides the padding at the start of each row of ``attention_mask [b, total]``."""
     if attention_mask is None or attention_mask.dim() != 2:
         return Mask.full()
     starts = (attention_mask != 0).int().argmax(1).tolist()
@@ -160,33 +125,8 @@ def _left_padding(attention_mask: Tensor | None) -> Mask:
     return Mask.padding(starts[:1] if len(set(starts)) == 1 else starts)
 
 
-def finish_forward(output: Any, step: GenerationStep, patch: Patch) -> Any:
-    """Give every rank the output of all tokens after a sharded prefill, in place.
-
-    ``logits`` and ``last_hidden_state`` are all-gathered. If the caller asked for the logits of the last token alone,
-    the rank that holds this token broadcasts them instead.
-    """
-    if not step.sharded or patch.group is None or patch.ranks == 1:
-        return output
-    if isinstance(output, tuple):
-        raise ValueError("return_dict=False: a sharded prompt's output is all-gathered by name; leave return_dict out")
-    for name in ("logits", "last_hidden_state"):
-        x = getattr(output, name, None)
-        if not isinstance(x, Tensor):
-            continue
-        if step.logits_to_keep == 1 and name == "logits":
-            x = x[:, -1:].contiguous()
-            dist.broadcast(x, group=patch.group, group_src=step.last_rank)
-        else:
-            x = unshard(x, 1, group=patch.group, layout=patch.layout)
-            x = x[:, -step.logits_to_keep :] if step.logits_to_keep else x
-        setattr(output, name, x)
-        output[name] = x
-    return output
-
-
 class _GrowingBuffer:
-    """A buffer that is longer than the cached tensor along ``dim``, so that an append copies only the new tokens."""
+    """Longer than the cached tensor along ``dim``, so that an append copies only the new tokens."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -207,10 +147,7 @@ class _GrowingBuffer:
         return buffer.narrow(self.dim, start, length + added)
 
     def _start_of(self, cached: Tensor) -> int | None:
-        """The index along ``dim`` at which ``cached`` starts in the buffer; None if ``cached`` is not a view of it.
-
-        For example, beam search replaces the cached tensors by reordered copies.
-        """
+        """Where ``cached`` starts in the buffer. None if it is no view of it: beam search makes reordered copies."""
         buffer, dim = self.buffer, self.dim
         if buffer is None or cached.shape[:dim] != buffer.shape[:dim] or cached.stride() != buffer.stride():
             return None
@@ -222,10 +159,9 @@ class _GrowingBuffer:
 
 
 class ShardedCacheLayer(DynamicLayer):
-    """This rank's part of one layer's cache.
+    """This rank's part of one layer's cache. Its lengths and offsets count the tokens of the full sequence.
 
-    The methods that transformers calls for lengths and offsets speak of the full sequence. Keys that have left the
-    sliding ``window`` are dropped, unless ``record_past`` keeps them for a crop that makes them visible again.
+    Keys that have left the sliding ``window`` are dropped, unless ``record_past`` keeps them for a crop.
     """
 
     keys: Any  # [b, n, cached, d]
@@ -249,8 +185,8 @@ class ShardedCacheLayer(DynamicLayer):
     def expect(self, positions: Tensor, select_new: Tensor | None, total: int) -> None:
         """Set which tokens the next ``update`` appends, after which the full sequence has ``total`` tokens.
 
-        ``positions`` are their global positions, int64. ``select_new`` are their indices among the tokens passed to
-        ``update``, int64; None: all of them.
+        ``positions`` are the tokens' global positions, int64. ``select_new`` are their indices among the tokens that
+        ``update`` gets, int64; None: all of them.
         """
         self._incoming = positions, select_new, total
 
@@ -303,10 +239,7 @@ class ShardedCacheLayer(DynamicLayer):
         self._make_buffers()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of the full sequence, such as rejected candidates of assisted generation.
-
-        transformers passes the negative of their number.
-        """
+        """Remove the last ``-tokens_to_remove`` tokens of the full sequence, as transformers does."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop: got {tokens_to_remove}; expected zero or the negative of the number of tokens to remove"
@@ -324,7 +257,7 @@ class ShardedCacheLayer(DynamicLayer):
             self._drop_outside_window()
 
 
-def shard_cache(cache: Any, layers: int) -> None:
+def _shard_cache(cache: Any, layers: int) -> None:
     """Replace the ``layers`` layers of an empty dynamic cache by ``ShardedCacheLayer``, unless that was done before."""
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values={type(cache).__name__}: expected a transformers Cache")
@@ -348,7 +281,7 @@ def shard_cache(cache: Any, layers: int) -> None:
 
 
 def _is_shared(layer: Any) -> bool:
-    """Whether the cache layer holds no keys, because its attention layer reads the keys of another cache layer."""
+    """Whether the cache layer holds no keys, because its attention layer reads another layer's keys."""
     return type(layer).__name__ == "DummyLayer"
 
 
@@ -358,6 +291,7 @@ def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int
             layer.expect(positions, select_new, total)
 
 
+@no_compile
 @torch.no_grad()
 def decode(
     module: nn.Module,
@@ -366,7 +300,7 @@ def decode(
     v: Tensor,  # [b, cached, n, v_head_dim], of this rank
     shard: DecodeShard,
     patch: Patch,
-    mask: Mask,  # of the layer, in global positions
+    in_layer: LayerMask,  # what the layer adds to the mask
     score: Score,
     name: str,
 ) -> Tensor:
@@ -377,6 +311,7 @@ def decode(
     positions = shard.cache.layers[storing_layer(module)].attended
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
+    mask = layer_mask(shard.mask, *in_layer)
     # Split a long prompt, so that the float32 partial results of all ranks take at most _GATHERED_BYTES at a time.
     new = q.shape[1]
     bytes_per_token = patch.ranks * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4
@@ -397,7 +332,7 @@ def _key_intervals(
 ) -> KeyIntervals | None:
     """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``q_per_kv`` times.
 
-    None if no query sees any of them. Layers with equal masks share the result, which ``shard`` caches.
+    None if no query sees a key. Layers with equal masks share the result, which ``shard`` caches.
     """
     # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
     key = mask, queries, q_per_kv, len(positions), device
@@ -420,10 +355,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Sco
 
 
 def _merge_over_ranks(acc: Tensor, lse: Tensor, patch: Patch) -> Carry:
-    """All-gather the partial results of all ranks and merge them.
-
-    Every rank merges them in the order of the ranks, so that the result is bitwise equal on all ranks.
-    """
+    """Merge the partial results of all ranks, in the order of the ranks: the result is bitwise equal on all ranks."""
     if patch.group is None or patch.ranks == 1:
         return acc, lse
     packed = torch.cat([acc.flatten(), lse.flatten()])

@@ -24,9 +24,9 @@ Pointwise = Callable[[Tensor], Tensor]
 class LazyLogits:
     """Logits that are not computed yet: ``head(hidden)``, followed by elementwise functions (a softcap, a scale).
 
-    If the model computes a loss, its output embedding returns this object. ``TokenLoss`` then computes the logits of
-    a few tokens at a time, so that the logits of all tokens are never in memory at once. The elementwise operations
-    below return another ``LazyLogits``. Any other operation computes the logits.
+    If the model computes a loss, its output embedding returns this object, and ``TokenLoss`` computes the logits of a
+    few tokens at a time. The elementwise operations below return another ``LazyLogits``. Any other operation computes
+    the logits of all tokens.
     """
 
     def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: tuple[Pointwise, ...] = ()) -> None:
@@ -145,8 +145,7 @@ def fused_cross_entropy(
 def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | None = None) -> Tensor:
     """The log-probability of each shifted label: float32 ``[batch, seq]``, 0 where it is ``IGNORE_INDEX``.
 
-    Lazy logits ``[batch, seq, vocabulary]`` are computed for ``chunk`` tokens at a time, and again in backward. The
-    logits of all tokens are never in memory at once.
+    Lazy logits ``[batch, seq, vocabulary]`` are computed for ``chunk`` tokens at a time, and again in backward.
     """
     if not isinstance(logits, LazyLogits):
         flat = logits.flatten(0, 1).float()
@@ -162,8 +161,7 @@ def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | No
             scores = function(scores)
         return -F.cross_entropy(scores.float(), wanted, reduction="none")
 
-    # If no label counts there is one empty chunk. The result then still depends on ``hidden``, and this rank runs the
-    # same backward as the other ranks.
+    # If no label counts there is one empty chunk, so that this rank runs the same backward as the other ranks.
     scored = [
         checkpoint(score, x, head.weight, head.bias, y, use_reentrant=False, preserve_rng_state=False)
         for x, y in zip(rows.split(chunk), wanted.split(chunk), strict=True)
@@ -200,8 +198,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
             span = slice(start, start + chunk)
             rows = hidden[span]
             logits = F.linear(rows, weight, bias).requires_grad_(any(ctx.needs_input_grad[:3]))  # [chunk, vocabulary]
-            # These hooks replace the hooks of activation checkpointing around the model. Otherwise torch.autograd.grad
-            # below would run the model's forward again to recompute the tensors that are saved here.
+            # Without these hooks, activation checkpointing around the model would recompute the tensors that are saved
+            # here, and torch.autograd.grad would run the model's forward again.
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
                 scores = logits
                 for function in pointwise:

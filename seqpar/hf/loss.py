@@ -1,15 +1,16 @@
-"""The loss of a sharded sequence, and the log-probabilities of its tokens.
+"""The loss of a sharded sequence, the log-probabilities of its tokens, and the loss of its routers.
 
-The loss has its one-device value on every rank. Its backward computes this rank's partial gradients. The sum of the
+A loss has its one-device value on every rank. Its backward computes this rank's partial gradients. The sum of the
 partial gradients of all ranks is the one-device gradient.
-
-Shapes: tokens of this rank, hidden, vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -32,18 +33,16 @@ from .logits import LazyLogits, fused_cross_entropy
 from .state import Forward, Patch, current_forward, patch_of
 from .support import pools_last_token, predicts_in_place
 
+_ROUTER_LOSS = "load_balancing_loss_func"
+_FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
+
 
 class TokenLoss:
     """The loss function of a parallelized model: cross-entropy over the tokens of the full sequence.
 
-    The model's forward calls it as it calls transformers' own loss functions. Unlike these it does not shift the
-    labels, because ``shard_batch`` has shifted them.
-
-    Args:
-        patch: the model's ``Patch``.
-        model: the parallelized model.
-        user_loss: the loss function that the user has set by ``model.loss_function = ...``; None for the model's
-            default. It is called with the logits and the unshifted labels of the full sequence on every rank.
+    Unlike transformers' loss functions it does not shift the labels, because ``shard_batch`` has shifted them. A
+    ``user_loss``, set by ``model.loss_function = ...``, is called instead on every rank, with the logits and the
+    unshifted labels of the full sequence.
     """
 
     def __init__(self, patch: Patch, model: nn.Module, user_loss: Callable[..., Tensor] | None = None) -> None:
@@ -61,11 +60,11 @@ class TokenLoss:
     def _call_user_loss(
         self, user_loss: Callable[..., Tensor], *args: Any, seqpar: BatchShard | None = None, **kwargs: Any
     ) -> Tensor:
-        """``user_loss`` of the logits and labels of the full sequence, the same on every rank.
+        """``user_loss`` of the logits and labels of the full sequence.
 
-        Every rank computes the loss L of all P ranks, and adds L / P to their sum. The gradient of the logits is
-        multiplied by P, and each rank keeps the part of its own tokens. What L depends on besides the logits (an L2
-        penalty, the parameters of ``user_loss``) gets 1 / P of its gradient on each rank.
+        Each of P ranks computes the loss L and adds L / P to the sum over the ranks. The gradient of the logits is
+        multiplied by P, and each rank keeps the part of its own tokens. What else L depends on (an L2 penalty, the
+        parameters of ``user_loss``) gets 1 / P of its gradient on each rank.
         """
         shard = seqpar or _current_shard()
         if shard is None or shard.in_place is None:
@@ -99,10 +98,10 @@ class TokenLoss:
         seqpar: BatchShard | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The sum of the cross-entropy of all ranks' tokens, divided by ``num_items_in_batch``: float32, on every rank.
+        """The cross-entropy summed over all ranks' tokens, divided by ``num_items_in_batch``: float32, on every rank.
 
-        The divisor is by default the number of labels in the full batch. The ``BatchShard`` is only needed if the loss
-        is computed outside of the model's forward, as in a pipeline.
+        The divisor is by default the number of labels in the full batch. Outside of the model's forward, as in a
+        pipeline, ``seqpar`` must be given.
         """
         forward = current_forward()
         if forward is not None and forward.targets is not None:
@@ -145,8 +144,7 @@ def _divide(total: Tensor, num_items: Any) -> Tensor:
 def replace_loss_function(module: Any, patch: Patch, model: nn.Module) -> None:
     """Replace the loss function of ``module``, which is ``model`` or a transformers model in it, by a ``TokenLoss``.
 
-    The ``TokenLoss`` hides a loss function that is a module and thus registered in ``module``: its parameters stay
-    parameters of ``module``.
+    The ``TokenLoss`` hides a loss function that is registered as a submodule and keeps its parameters.
     """
     user_loss = getattr(module, "_loss_function", None)
     if not isinstance(user_loss, TokenLoss):
@@ -154,10 +152,10 @@ def replace_loss_function(module: Any, patch: Patch, model: nn.Module) -> None:
 
 
 def restore_loss_function(module: nn.Module) -> TokenLoss | None:
-    """Undo ``replace_loss_function``, and return the ``TokenLoss``."""
+    """Undo ``replace_loss_function``. Returns the ``TokenLoss``, or None if the user has replaced it."""
     ours = vars(module).get("_loss_function")
     if not isinstance(ours, TokenLoss):
-        return None  # the user has set another loss function since
+        return None
     del vars(module)["_loss_function"]
     if ours.user_loss is not None and "_loss_function" not in module._modules:
         vars(module)["_loss_function"] = ours.user_loss
@@ -165,7 +163,7 @@ def restore_loss_function(module: nn.Module) -> TokenLoss | None:
 
 
 def _check_labels(labels: Tensor, original: Tensor, forward: Forward) -> None:
-    """Raise an error if the model's forward has changed its ``original`` labels, which ``num_items`` counts."""
+    """Raise an error if the model's forward has changed the labels, which ``num_items`` counts."""
     changed = version_of(original) != forward.labels_version
     if not changed and labels is not original:
         changed = labels.shape != original.shape or not torch.equal(labels.to(original.device), original)
@@ -186,16 +184,16 @@ def version_of(x: Tensor) -> int:
 def check_loss(loss: Any, forward: Forward) -> None:
     """Raise an error if ``loss``, which the model's forward has returned, was not reduced over the ranks.
 
-    ``reduce_over_ranks`` has recorded the terms that were: the loss of ``TokenLoss`` and the router's loss. Their
-    gradients are partial, and so is the gradient of every function of them. The loss must therefore depend on no other
-    tensor that requires gradients. Without gradients, a loss of one term must have the value of the term.
+    ``reduce_over_ranks`` has recorded the reduced terms: the loss of ``TokenLoss`` and the router's loss. The loss may
+    be any function of these terms, but must depend on no other tensor that requires gradients. Without gradients, a
+    loss of one term must have the value of the term.
     """
-    nodes = {id(node) for node, _ in forward.reduced}
+    nodes = {id(node) for node, _ in forward.loss_terms}
     if isinstance(loss, Tensor) and loss.grad_fn is not None:
         if nodes and _depends_only_on(loss.grad_fn, nodes):
             return
     elif isinstance(loss, Tensor):
-        values = [value for _, value in forward.reduced]
+        values = [value for _, value in forward.loss_terms]
         if len(values) > 1 or (values and torch.allclose(loss.to(values[0]), values[0], equal_nan=True)):
             return
     name = type(forward.model).__name__
@@ -225,8 +223,7 @@ def _depends_only_on(node: Any, nodes: set[int]) -> bool:
 def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Tensor:
     """The sum of ``local_loss`` over the ranks. Its backward computes this rank's partial gradients.
 
-    Inside a wrapper that averages gradients over the ranks of the sequence, the backward multiplies the gradients by
-    the number of these ranks.
+    Inside a wrapper that averages gradients over the ranks, backward multiplies them by the number of ranks.
     """
     loss = local_loss
     # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
@@ -234,7 +231,7 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
         loss = all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
     forward = current_forward()
     if forward is not None and forward.model is model:
-        forward.reduced.append((loss.grad_fn, loss.detach().clone()))
+        forward.loss_terms.append((loss.grad_fn, loss.detach().clone()))
     return loss
 
 
@@ -281,6 +278,13 @@ class _AllGatherTokens(torch.autograd.Function):
         ctx.positions, ctx.scale, ctx.shared = places[rank], scale, shared
         if shared:
             mark(ctx, group, "partial")
+        holders = [r for r, p in enumerate(places) if len(p)]
+        if len(holders) == 1:  # the logits of the last token
+            source = holders[0]
+            shape = len(x), len(places[source]), *x.shape[2:]
+            full = x.clone(memory_format=torch.contiguous_format) if rank == source else x.new_empty(shape)
+            dist.broadcast(full, group=group, group_src=source)
+            return full
         gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
         return gathered.index_select(1, torch.cat(places).argsort().to(x.device))
 
@@ -298,7 +302,7 @@ LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks 
 
 @dataclass
 class LogProbsOutput(ModelOutput):
-    """The output of a forward that was asked for log-probabilities."""
+    """What a forward returns if it is asked for log-probabilities."""
 
     log_probs: Tensor | None = None  # float32 [batch, seq]
 
@@ -348,3 +352,80 @@ def _labels(batch: dict[str, Any]) -> Tensor:
     if isinstance(ids, Tensor) and ids.dim() <= 2:
         labels = torch.where(ids == 0, IGNORE_INDEX, labels)
     return labels
+
+
+# transformers' ``load_balancing_loss_func``, the loss of the routers in mixture-of-experts models, multiplies two means
+# over tokens, which must be taken over the tokens of all ranks. Each model file has the function as a global name. The
+# name is bound to a replacement, which calls the original function except during a forward on a sharded sequence.
+_original_losses: dict[str, Callable[..., Any]] = {}  # by the name of the Python module
+_patched_models: dict[str, set[int]] = {}  # by the name of the Python module: the ids of its parallelized models
+
+
+def patch_router_loss(model: nn.Module) -> None:
+    """Replace the router loss in the Python modules that define the classes of ``model``."""
+    names = [cls.__module__ for cls in type(model).__mro__]
+    names.append(inspect.unwrap(cast(Any, model).forward).__module__)  # Liger replaces the forward of the instance
+    if hasattr(cast(Any, model.config).get_text_config(), "router_aux_loss_coef"):
+        names.append(import_module(_FUSED_ROUTER).__name__)
+    for name in names:
+        original = getattr(sys.modules.get(name), _ROUTER_LOSS, None)
+        if original is None:
+            continue
+        if name not in _original_losses:
+            _original_losses[name] = original
+            setattr(sys.modules[name], _ROUTER_LOSS, _sharded_router_loss(original))
+        _patched_models.setdefault(name, set()).add(id(model))
+
+
+def unpatch_router_loss(model: nn.Module) -> None:
+    """Restore the original router loss, unless another parallelized model needs the replacement."""
+    for name, models in list(_patched_models.items()):
+        models.discard(id(model))
+        if not models:
+            setattr(sys.modules[name], _ROUTER_LOSS, _original_losses.pop(name))
+            del _patched_models[name]
+
+
+def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_balancing_loss(
+        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
+    ) -> Any:
+        forward = current_forward()
+        shard = None if forward is None else forward.batch_shard
+        if forward is None or shard is None or not isinstance(gate_logits, tuple) or num_experts is None:
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        counts, probability, tokens = _router_sums(gate_logits, num_experts, top_k, shard.valid)
+        patch = forward.patch
+        sums = torch.cat([counts, tokens])  # [num_experts + 1]
+        if patch.group is not None and patch.ranks > 1:
+            dist.all_reduce(sums, group=patch.group)
+        counts, tokens = sums[:-1], sums[-1]  # now summed over all ranks
+        # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
+        # rank's partial gradient, and the parts of all ranks sum to the loss.
+        local_loss = (counts / tokens * (probability / tokens)).sum() * num_experts
+        return reduce_over_ranks(local_loss, patch, forward.model)
+
+    return load_balancing_loss
+
+
+def _router_sums(
+    gate_logits: tuple[Tensor, ...],  # of each layer, [tokens, num_experts]
+    num_experts: int,
+    top_k: int,
+    valid: Tensor | None,  # bool [batch, seq_local], False for padding, which does not count
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over this rank's tokens and all layers, in float32.
+
+    How often each expert is chosen, [num_experts]; each expert's probabilities, [num_experts]; the tokens, [1].
+    """
+    device = gate_logits[0].device
+    counts, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
+    tokens = torch.zeros(1, device=device)
+    for gate in gate_logits:
+        p = torch.softmax(gate.to(device), dim=-1)  # [tokens, num_experts]
+        weight = torch.ones(len(p), device=device) if valid is None else valid.reshape(-1).to(device).float()
+        experts = p.detach().topk(top_k, dim=-1).indices  # [tokens, top_k]
+        counts = counts.index_add(0, experts.reshape(-1), weight.repeat_interleave(top_k))
+        probability = probability + (p.float() * weight[:, None]).sum(0)
+        tokens = tokens + weight.sum()
+    return counts, probability, tokens

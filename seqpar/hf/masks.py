@@ -39,10 +39,10 @@ _RANDOM_KEYS = 4  # for each query, how many keys are compared besides the ends 
 
 
 class ModelMask(NamedTuple):
-    """A mask that a model asks for: its function, and whether SDPA may leave the mask out and read ``is_causal``."""
+    """A mask that a model asks for."""
 
     function: MaskFunction
-    optional: bool
+    optional: bool  # whether SDPA may leave the mask out and read ``is_causal``
 
 
 def model_mask(mask_function: MaskFunction | None = None, **kwargs: Any) -> ModelMask:
@@ -52,13 +52,12 @@ def model_mask(mask_function: MaskFunction | None = None, **kwargs: Any) -> Mode
 
 
 def _parts(function: MaskFunction) -> list[MaskFunction]:
-    """The functions that a mask function combines."""
     values = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return [x for value in values for x in (value if isinstance(value, tuple | list) else (value,)) if callable(x)]
 
 
 def structure(function: MaskFunction) -> Any:
-    """The code of a mask function and of the functions that it combines, without the values that they refer to."""
+    """The code of a mask function and of the functions that it combines, without the values in their closures."""
 
     def code(f: MaskFunction) -> Any:
         return getattr(f, "__code__", type(f)), tuple(map(code, _parts(f)))
@@ -67,10 +66,9 @@ def structure(function: MaskFunction) -> Any:
 
 
 def _unpacked(function: MaskFunction) -> MaskFunction:
-    """``function`` without what transformers adds if it finds packed documents.
+    """``function`` without what transformers adds if it finds packed documents, which a shard seems to have.
 
-    It takes the shard of a row for packed documents if its positions jump, and then passes the function positions
-    instead of the indices of this rank's tokens.
+    transformers then passes positions to the function, instead of the indices of this rank's tokens.
     """
     parts, combine = _parts(function), {and_masks().__code__: and_masks, or_masks().__code__: or_masks}
     code = [getattr(x, "__code__", None) for x in (function, *parts)]
@@ -86,13 +84,13 @@ def compare_masks(
 ) -> dict[LayerMask, bool]:
     """Compare the masks that ``model`` asks for with the claims of its named layers, on rows of ``tokens`` tokens.
 
-    Returns the claims whose causality differs from the mask, each with ``ModelMask.optional``. Another window or
-    other chunks than all masks have raise an error.
+    Returns the claims whose causality differs from the mask, each with ``ModelMask.optional``. A window or chunks that
+    no mask has raise an error.
     """
     names: dict[LayerMask, str] = {}
     for name, claim in layers:
         names.setdefault(claim, name)
-    disputed: dict[LayerMask, bool] = {}
+    conflicts: dict[LayerMask, bool] = {}
     for claim, name in names.items() if masks else ():
         if any(_is_layer_mask(mask.function, claim, tokens) for mask in masks):
             continue
@@ -104,8 +102,8 @@ def compare_masks(
                 "asks transformers for is that mask; seqpar can shard causal or full attention, with a sliding window "
                 "or chunks, where the layer and a mask agree on the window and the chunks"
             )
-        disputed[claim] = matching.optional
-    return disputed
+        conflicts[claim] = matching.optional
+    return conflicts
 
 
 def _description(claim: LayerMask) -> str:
@@ -203,8 +201,7 @@ def no_mask(
 ) -> Mask | None:
     """The mask function of the interface. It makes no dense mask: ``seqpar.Mask`` holds the padding and documents.
 
-    In a model that merges images into its text, it returns the mask of the batch, for the text model's hook. A mask
-    that cannot be sharded raises an error.
+    In a model that merges images into its text, it returns the mask of the batch for ``before_text_model``.
     """
     if cache_position is not None:  # transformers 5.0
         q_length, device = len(cache_position), cache_position.device
@@ -227,7 +224,7 @@ def _mask_of_call(
     function: MaskFunction | None, rows: int, length: int, attention_mask: Tensor | None, device: torch.device | None
 ) -> Mask | None:
     forward = current_forward()
-    if forward is None or forward.cut is None:  # the text model runs, on its part
+    if forward is None or forward.positions is None:  # the text model runs, on its part
         return None
     if function is None or _is_known(function, forward) or length < 2:
         return None
@@ -244,10 +241,7 @@ def _is_known(function: MaskFunction, forward: Forward) -> bool:
 
 
 def _check_known(function: MaskFunction | None, rows: int, length: int, device: torch.device | None) -> None:
-    """Raise an error if the model asks for a mask that depends on the call's arguments.
-
-    The function refers to this rank's tokens only. A mask with blocks works if no token of the call is in a block.
-    """
+    """Raise an error if the mask depends on the call's arguments, unless it only adds blocks and there are none."""
     forward = current_forward()
     if function is None or forward is None or _is_known(function, forward):
         return
@@ -264,13 +258,13 @@ def _check_known(function: MaskFunction | None, rows: int, length: int, device: 
 def mask_in_layer(
     module: nn.Module, shard: BatchShard | DecodeShard, patch: Patch, is_causal: bool | None, window: int | None
 ) -> tuple[Mask, LayerMask]:
-    """The mask of the batch for an attention layer, and what the layer adds to it."""
+    """The mask of the batch for a layer, and what the layer adds to it."""
     claim = layer_mask_of(module, is_causal, window)
     if isinstance(shard, BatchShard) and shard.block_masks:
         mask = shard.block_masks.get(_layer_type(module) or "", shard.block_masks.get(""))
         if mask is not None:
             return mask, _COMPLETE
-    if claim in patch.disputed and _is_masked(claim, shard, patch):
+    if claim in patch.causality_conflicts and _is_masked(claim, shard, patch):
         claim = (not claim[0], *claim[1:])
     return shard.mask, claim
 
@@ -279,7 +273,7 @@ def _is_masked(claim: LayerMask, shard: BatchShard | DecodeShard, patch: Patch) 
     """Whether transformers' attention of the model would get a mask, instead of reading the layer's ``is_causal``."""
     if patch.implementation.startswith("flash"):
         return False
-    if patch.implementation != "sdpa" or not patch.disputed[claim]:
+    if patch.implementation != "sdpa" or not patch.causality_conflicts[claim]:
         return True
     if isinstance(shard, DecodeShard):
         return shard.start > 0 or shard.mask != Mask.full()
@@ -288,23 +282,19 @@ def _is_masked(claim: LayerMask, shard: BatchShard | DecodeShard, patch: Patch) 
 
 
 def _layer_type(module: nn.Module) -> str | None:
-    """The layer's entry in its config's ``layer_types``."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
     layer = getattr(module, "layer_idx", None)
     return types[layer] if types is not None and layer is not None and layer < len(types) else None
 
 
 def layer_mask_of(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> LayerMask:
-    """Causality, window and chunk of a layer, from what it passes to the attention function and its config."""
+    """Causality, window and chunk of a layer, from its arguments and its config."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     return causal, *window_and_chunk(module, sliding_window)
 
 
 def window_and_chunk(module: nn.Module, sliding_window: int | None) -> tuple[int | None, int | None]:
-    """The layer's window (``|i - j| < window``) and chunk size.
-
-    Layers that rely on a dense mask do not pass these to the attention function, so they are read from the config.
-    """
+    """The layer's window (``|i - j| < window``) and chunk size, from the config if the layer relies on a dense mask."""
     config = getattr(module, "config", None)
     layer_type = _layer_type(module)
     if layer_type == "sliding_attention" and sliding_window is None:

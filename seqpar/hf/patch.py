@@ -22,8 +22,8 @@ from ..strategies import STRATEGIES, StrategyName, StrategyOptions, resolve, str
 from . import forward
 from .attention import attention_forward
 from .full_batch import before_text_model
-from .latent import disable_latent_kv, enable_latent_kv
-from .loss import replace_loss_function, restore_loss_function
+from .key_values import disable_latent_kv, enable_latent_kv
+from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
 from .masks import compare_masks, layer_mask_of, model_mask, no_mask, structure
 from .per_rank import unwrap_call, wrap_call
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
@@ -157,9 +157,11 @@ def parallelize(
     _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
     for module in (*roots, *layers.values()):
         module._seqpar = patch
+        patch.undo.callback(delattr, module, "_seqpar")
         patch.modules.append(module)
     for layer in layers.values():
         enable_latent_kv(layer)
+        patch.undo.callback(disable_latent_kv, layer)
     for root in roots:
         _register_hooks(root, patch)
         verify_while_training(root, patch)
@@ -177,23 +179,7 @@ def restore(model: Model) -> Model:
     patch = patch_of(model)
     if not any(m is module for m in model.modules() for module in patch.modules):
         raise ValueError("model: this is a copy of a parallelized model; restore the original before copying it")
-    for handle in patch.handles:
-        handle.remove()
-    for module in patch.loss_functions:
-        forward.unpatch_router_loss(module)
-        unwrap_call(module)
-        forward.unwrap_forward(module)
-        restore_loss_function(module)
-    for original, ours, first_values in patch.config_copies:
-        for name, value in vars(ours).items():
-            unchanged = name in first_values and first_values[name] is value
-            if name != "_attn_implementation_internal" and not unchanged:
-                setattr(original, name, value)
-    for module, name, original in patch.configs:
-        setattr(module, name, original)
-    for module in patch.modules:
-        disable_latent_kv(module)
-        del module._seqpar
+    patch.undo.close()
     return model
 
 
@@ -202,12 +188,12 @@ def _compare_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
     if trial.error is not None:
         return
     names = {module: name for name, module in root.named_modules()}
-    claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trial.masked]
+    claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trial.attention_calls]
     masks = [model_mask(**arguments) for arguments in trial.mask_calls]
-    disputed = compare_masks(masks, claims, trial.tokens, type(root).__name__)
-    patch.disputed.update(disputed)
+    conflicts = compare_masks(masks, claims, trial.length, type(root).__name__)
+    patch.causality_conflicts.update(conflicts)
     patch.known_masks.update(structure(mask.function) for mask in masks)
-    patch.layer_masks.update((not x[0], *x[1:]) if x in disputed else x for _, x in claims)
+    patch.layer_masks.update((not x[0], *x[1:]) if x in conflicts else x for _, x in claims)
 
 
 def _root_models(model: nn.Module) -> list[PreTrainedModel]:
@@ -234,22 +220,31 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
                     ours._attn_implementation = NAME
                 elif ours._attn_implementation == NAME:  # from_pretrained sets it for towers too, which are not sharded
                     ours._attn_implementation_internal = "sdpa"
-                # ``restore`` compares these values by identity to find values that were set later.
-                patch.config_copies.append((original, ours, dict(vars(ours))))
-            patch.configs.append((module, name, original))
+                patch.config_copies.append((original, ours))
+                patch.undo.callback(_copy_new_values, original, ours, dict(vars(ours)))
             setattr(module, name, copies[id(original)])
+            patch.undo.callback(setattr, module, name, original)
+
+
+def _copy_new_values(original: PreTrainedConfig, ours: PreTrainedConfig, first_values: dict[str, Any]) -> None:
+    """Copy the values that were set in ``ours`` since it had ``first_values``."""
+    for name, value in vars(ours).items():
+        unchanged = name in first_values and first_values[name] is value
+        if name != "_attn_implementation_internal" and not unchanged:
+            setattr(original, name, value)
 
 
 def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
-    """Register the hooks of ``root``, and replace its loss functions. ``patch`` records both."""
+    """Register the hooks of ``root``, and replace its loss functions."""
 
     def before(module: nn.Module, hook: Any, with_kwargs: bool = True) -> None:
-        patch.handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
+        patch.undo.callback(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs).remove)
 
     def after(module: nn.Module, hook: Any, **options: bool) -> None:
-        patch.handles.append(module.register_forward_hook(hook, **options))
+        patch.undo.callback(module.register_forward_hook(hook, **options).remove)
 
     forward.wrap_forward(root)
+    patch.undo.callback(forward.unwrap_forward, root)
     before(root, forward.before_forward)
     # always_call, because the ``Forward`` must end even if the model's forward raises an error.
     after(root, forward.after_forward, prepend=True, with_kwargs=True, always_call=True)
@@ -264,11 +259,14 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
         if isinstance(module, PreTrainedModel):
             patch.loss_functions.append(module)
             replace_loss_function(module, patch, root)
-            forward.patch_router_loss(module)
+            patch.undo.callback(restore_loss_function, module)
+            patch_router_loss(module)
+            patch.undo.callback(unpatch_router_loss, module)
     if pools_last_token(root):
         after(root.score, forward.after_score)
     if patch.batches == "per_rank" and patch.ranks > 1:
         wrap_call(root)
+        patch.undo.callback(unwrap_call, root)
     head = root.get_output_embeddings()
     if isinstance(head, nn.Module):
         before(head, forward.before_head, with_kwargs=False)

@@ -15,7 +15,7 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -29,9 +29,10 @@ from ..checks import no_compile
 from ..comm.collectives import all_gather
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..comm.trace import count_sent
+from ..reductions import factor_at, mark
 from .batch import BOUNDARY_NAMES, tokens_of
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
-from .latent import disable_latent_kv, enable_latent_kv, has_latent_kv
+from .key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
 from .logits import MissingLogits
 from .state import NAME, FullCall, Patch
 from .support import parameters_of
@@ -44,6 +45,7 @@ _PARTIAL_SUMS = ("loss", "aux_loss")
 _PLAIN = (bool, int, float, str)
 # The method of ``nn.Module`` that runs the hooks and the forward. ``nn.Module.__call__`` looks it up in the instance.
 _CALL = "_call_impl"
+_IMPLEMENTATION = "_attn_implementation_internal"  # set directly, because the property sets the sub-configs too
 
 
 def wrap_call(model: nn.Module) -> None:
@@ -52,22 +54,7 @@ def wrap_call(model: nn.Module) -> None:
 
 
 def unwrap_call(model: nn.Module) -> None:
-    """Undo ``wrap_call``."""
     vars(model).pop(_CALL, None)
-
-
-@contextmanager
-def shared_batches(model: nn.Module, patch: Patch) -> Iterator[None]:
-    """In the block, ``model`` works as with ``batches="shared"``: all ranks call it with the same batch."""
-    batches, is_wrapped = patch.batches, _CALL in vars(model)
-    unwrap_call(model)
-    patch.batches = "shared"
-    try:
-        yield
-    finally:
-        patch.batches = batches
-        if is_wrapped:
-            wrap_call(model)
 
 
 @no_compile
@@ -79,9 +66,11 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     patch: Patch = model._seqpar
     original_call = type(model)._call_impl
+    if patch.batches == "shared":  # in ``verify``
+        return original_call(model, *args, **kwargs)
     kwargs = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
     if generates(kwargs):
-        with _one_device(patch):
+        with on_this_rank(patch):
             return original_call(model, **kwargs)
     group = patch.group
     assert group is not None  # ``parallelize`` does not wrap the calls of a model on one rank
@@ -89,7 +78,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     outputs, full_calls = [], []
     for rank, (batch, seed) in enumerate(_all_gather_batches(model, kwargs, group)):
         try:
-            local, full_call = shard_call(model, batch, seed)
+            local, full_call, _ = shard_call(model, batch, False, seed)
         except ValueError as error:
             raise ValueError(f"the batch of rank {rank} of the sequence: {error}") from error
         if recomputes and rank < patch.ranks - 1:
@@ -104,28 +93,26 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def _one_device(patch: Patch) -> Iterator[None]:
-    """In the block, the model attends on this rank alone, with a transformers attention function."""
-    patch.sharded = False
-    latent_layers = [module for module in patch.modules if has_latent_kv(module)]
-    for layer in latent_layers:
-        disable_latent_kv(layer)
-    before = [(ours, ours._attn_implementation) for _, ours, _ in patch.config_copies]
-    for original, ours, _ in patch.config_copies:
-        implementation = original._attn_implementation
-        ours._attn_implementation = "sdpa" if implementation == NAME else implementation
-    try:
+def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[None]:
+    """In the block, the model runs on this rank alone, as without ``parallelize``.
+
+    ``implementation`` is the name of its attention function, by default the one that it had before ``parallelize``.
+    """
+    with ExitStack() as stack:
+        patch.sharded = False
+        stack.callback(setattr, patch, "sharded", True)
+        for layer in filter(has_latent_kv, patch.modules):
+            disable_latent_kv(layer)
+            stack.callback(enable_latent_kv, layer)
+        for original, ours in patch.config_copies:
+            stack.callback(setattr, ours, _IMPLEMENTATION, getattr(ours, _IMPLEMENTATION))
+            before = original._attn_implementation
+            setattr(ours, _IMPLEMENTATION, implementation or ("sdpa" if before == NAME else before))
         yield
-    finally:
-        for ours, implementation in before:
-            ours._attn_implementation = implementation
-        for layer in latent_layers:
-            enable_latent_kv(layer)
-        patch.sharded = True
 
 
 class _Header(NamedTuple):
-    """What the other ranks must know about a rank's batch, ``rows`` rows of ``seq_len`` tokens."""
+    """A rank's batch, ``rows`` rows of ``seq_len`` tokens."""
 
     arguments: Fingerprint
     gradients: bool  # whether gradients are enabled
@@ -136,7 +123,7 @@ class _Header(NamedTuple):
 
 
 def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup) -> list[tuple[dict[str, Any], int]]:
-    """For each rank, by rank: the arguments of its call, and the seed of attention dropout for its batch."""
+    """For each rank the arguments of its call, and the seed of attention dropout for its batch."""
     patch: Patch = model._seqpar
     prepared: list[_Arguments] = []
 
@@ -165,10 +152,10 @@ def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup)
 
 
 class _Arguments:
-    """The arguments of one rank's call, in a form that can be all-gathered: ``tensors`` and plain ``values`` by name.
+    """The arguments of one rank's call: ``tensors`` and plain ``values``, by name.
 
-    The ranks' tensors have the same names, dtypes and dimensions, except that rows and seq may differ. A rank can
-    therefore compute the shapes of another rank's tensors from that rank's rows and seq.
+    The ranks' tensors have the same names and dtypes, and the same shapes except for rows and seq. A rank can therefore
+    compute the shapes of another rank's tensors from that rank's rows and seq.
     """
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
@@ -213,12 +200,12 @@ class _Arguments:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """A fingerprint of everything that must be the same on every rank."""
+        """Of everything that must be the same on every rank."""
         dtypes = tuple((name, str(x.dtype)) for name, x in self.tensors.items())
         return fingerprint(dtypes, tuple(self.shapes.items()), tuple(self.values.items()))
 
     def specs(self, rows: int, seq_len: int) -> list[TensorSpec]:
-        """The tensors of a rank whose batch has ``rows`` rows of ``seq_len`` tokens."""
+        """Of the tensors of a rank whose batch has ``rows`` rows of ``seq_len`` tokens."""
         sizes = {"rows": rows, "seq": seq_len}
         return [
             ([sizes[d] if isinstance(d, str) else d for d in self.shapes[name]], x.dtype)
@@ -237,7 +224,6 @@ def _pack(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Inverse of ``_pack``."""
     parts = packed.split([_nbytes([spec]) for spec in specs])
     # a copy is aligned for any dtype
     return [x.clone().view(dtype).view(tuple(shape)) for x, (shape, dtype) in zip(parts, specs, strict=True)]
@@ -246,7 +232,7 @@ def _unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
 def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any) -> Any:
     """The output of this rank's batch for all tokens.
 
-    ``outputs[i]`` is the output on this rank's tokens of rank i's batch, and ``full_calls[i]`` that forward.
+    ``outputs[i]`` is the output for this rank's tokens of rank i's batch, and ``full_calls[i]`` describes that call.
     """
     patch: Patch = model._seqpar
     local_output = outputs[patch.rank]
@@ -273,7 +259,7 @@ def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any
 
 
 def _tensor_keys(output: Any) -> Iterator[tuple[str, int | None]]:
-    """For each tensor to exchange: the name of the output, and the tensor's index if the output is a tuple."""
+    """The name of each output to exchange, and an index if the output is a tuple."""
     for name, x in output.items():
         if name in PER_TOKEN or name in _PARTIAL_SUMS:
             if isinstance(x, Tensor) and not isinstance(x, MissingLogits):
@@ -302,6 +288,7 @@ class _ExchangeOutputs(torch.autograd.Function):
             for peer in range(ranks)
         ]
         by_peer = _all_to_all(by_batch, specs, group)
+        mark(ctx, group, "partial")
         ctx.places, ctx.rank, ctx.group = places, rank, group
         ctx.specs = [[(tuple(x.shape), x.dtype) for x in batch] for batch in by_batch]
         outputs = []
@@ -320,6 +307,7 @@ class _ExchangeOutputs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        factor_at(ctx, "sum")  # notes that the model's gradients are partial
         ranks, differentiable = len(ctx.places), ctx.differentiable
         sends: list[list[Tensor]] = [[] for _ in range(ranks)]
         for i in differentiable:
@@ -338,9 +326,9 @@ class _ExchangeOutputs(torch.autograd.Function):
 def _all_to_all(
     sends: Sequence[Sequence[Tensor]], specs: Sequence[Sequence[TensorSpec]], group: ProcessGroup
 ) -> list[list[Tensor]]:
-    """Send the tensors ``sends[peer]`` to each rank, in one message, and return what each rank has sent.
+    """Send the tensors ``sends[peer]`` to each rank, in one message, and return the tensors of each rank.
 
-    ``specs[peer]`` are the tensors that ``peer`` sends to this rank. This rank's own tensors are not copied.
+    ``specs[peer]`` describes the tensors that ``peer`` sends. This rank's own tensors are not copied.
     """
     rank = group.rank()
     device = next((x.device for tensors in sends for x in tensors), torch.device("cpu"))

@@ -6,20 +6,23 @@ The hooks write this state. The attention function and the loss function, which 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
+from ..checks import no_compile
 from ..kernels import BackendName
 from ..layout import Layout
 from ..mask import LayerMask, Mask
 from ..mesh import rank_in, size_of
 from ..schedule.rows import KeyIntervals
+from ..sharding import Sharding
 from ..strategies import StrategyName, StrategyOptions
 from .batch import BatchShard
 
@@ -31,10 +34,7 @@ Batches = Literal["shared", "per_rank"]
 
 @dataclass(eq=False)
 class Patch:
-    """How a model is parallelized, and what ``restore`` needs to undo that.
-
-    The parallelized model and its attention layers refer to it by their attribute ``_seqpar``.
-    """
+    """How a model is parallelized. The model and its attention layers refer to it by their attribute ``_seqpar``."""
 
     # as given to ``parallelize``
     mesh: DeviceMesh | None
@@ -52,20 +52,17 @@ class Patch:
     sharded: bool = True  # False while the model runs on this rank alone
     # what the trial run found
     layer_masks: set[LayerMask] = field(default_factory=set)
-    disputed: dict[LayerMask, bool] = field(default_factory=dict)  # as ``compare_masks`` returns it
+    causality_conflicts: dict[LayerMask, bool] = field(default_factory=dict)  # as ``compare_masks`` returns it
     known_masks: set[Any] = field(default_factory=set)  # the structures of the mask functions
     implementation: str = ""  # the attention implementation of the model before ``parallelize``
     calls: int = 0  # with a full batch, the same on every rank
     seed: int = 0  # of attention dropout in these calls, the same on every rank
     depends_on_length: bool = False  # whether the largest position changes the frequencies of a rotary embedding
     needs_wrapper: bool = False  # whether a Trainer must wrap the model, and no forward has yet found the wrapper
-    # what ``restore`` undoes
-    handles: list[RemovableHandle] = field(default_factory=list)
-    modules: list[nn.Module] = field(default_factory=list)  # those that refer to this object
-    configs: list[tuple[nn.Module, str, PreTrainedConfig]] = field(default_factory=list)  # module, attribute, original
-    # original, copy, and the copy's first values
-    config_copies: list[tuple[PreTrainedConfig, PreTrainedConfig, dict[str, Any]]] = field(default_factory=list)
+    undo: ExitStack = field(default_factory=ExitStack)  # undoes each change of the model
+    modules: list[nn.Module] = field(default_factory=list)  # the modules that refer to this object
     loss_functions: list[nn.Module] = field(default_factory=list)  # the models whose loss function was replaced
+    config_copies: list[tuple[PreTrainedConfig, PreTrainedConfig]] = field(default_factory=list)  # original and copy
 
     @property
     def ranks(self) -> int:
@@ -76,6 +73,23 @@ class Patch:
     def rank(self) -> int:
         """This rank, among the ranks of the sequence."""
         return rank_in(self.group)
+
+    def sharding(self, seq_len: int) -> Sharding:
+        """The sharding of a sequence of ``seq_len`` tokens."""
+        strategy: Literal["local"] | None = "local" if self.group is None else None
+        return Sharding(seq_len, self.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
+
+    @no_compile
+    def place(self, shard: BatchShard) -> None:
+        """Set ``shard.sharding`` and ``shard.seed_on_host``, which the attention layers read."""
+        if (shard.layout, shard.ranks) != (self.layout, self.ranks):
+            raise ValueError(
+                f"the batch was sharded with layout={shard.layout!r} over {shard.ranks} ranks, but the model is "
+                f"parallelized with layout={self.layout!r} over {self.ranks}; give shard_batch and parallelize the same"
+            )
+        if shard.sharding is None:
+            shard.sharding = self.sharding(shard.seq_len)
+            shard.seed_on_host = torch.tensor(shard.seed, dtype=torch.int64, device="cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # process groups cannot be copied; a copy of the model uses the same groups
@@ -108,19 +122,9 @@ class DecodeShard:
     intervals: dict[Hashable, KeyIntervals | None] = field(default_factory=dict, repr=False)
 
 
-@dataclass(frozen=True)
-class GenerationStep:
-    """One forward of ``model.generate``: the prefill, whose tokens are sharded, or a decoding step."""
-
-    sharded: bool
-    logits_to_keep: int = 0  # the number of last tokens whose logits the caller wants; 0: all
-    last_rank: int = 0  # holds the last token
-    cut: Tensor | None = None  # int64 [seq_local], this rank's positions if the text model shards its input
-
-
 @dataclass(frozen=True, eq=False)
 class FullCall:
-    """A forward that was called with a full batch."""
+    """A forward that was called with a full batch, or with a full prompt."""
 
     rows: int
     tokens: tuple[Tensor, ...]  # for each rank, the global positions of its tokens, int64
@@ -130,6 +134,7 @@ class FullCall:
     num_items: Any = None  # the divisor of the fused head's loss
     last: Tensor | None = None  # int64 [rows], for a sequence classifier: the token of each row whose scores count
     labels: Tensor | None = None  # for a sequence classifier: the labels of the rows
+    fills_cache: bool = False  # whether the batch is the prompt of a generation
 
 
 @dataclass
@@ -140,16 +145,15 @@ class Forward:
     patch: Patch
     shard: BatchShard | DecodeShard | None  # None until a hook has set it
     wants_loss: bool = False  # whether the caller passed labels
-    generation: GenerationStep | None = None  # in a forward of ``model.generate``
     full_call: FullCall | None = None  # if the caller passed a full batch
-    cut: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
-    keep: Tensor | None = None  # int64, the indices of this rank's tokens that get logits; None: all
+    positions: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
+    logit_index: Tensor | None = None  # int64, the indices of this rank's tokens that get logits; None: all
     hidden: Tensor | None = None  # [batch, seq, hidden], input of the output embedding, until logits are made of it
     scores: Tensor | None = None  # [batch, seq_local, num_labels], in a sequence classifier
     labels: Tensor | None = None  # removed from a call, because the model would compute a cross-entropy itself
     local_labels: Tensor | None = None  # the labels that the model's forward got, and their version (``version_of``)
     labels_version: int = 0
-    reduced: list[tuple[Any, Tensor]] = field(default_factory=list)  # node and value of each reduced term of the loss
+    loss_terms: list[tuple[Any, Tensor]] = field(default_factory=list)  # node and value of each reduced term
     noise: tuple[nn.Module, float] | None = None  # the embedding that adds NEFTune's noise, and its alpha
     targets: Tensor | None = None  # this rank's shifted labels, if the caller wants log-probabilities, not a loss
 
@@ -163,8 +167,8 @@ class Forward:
 _forwards: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", default=())
 
 
-# Whether ``cut`` of the innermost forward is set. It is stored in a list, because torch.compile can trace a read of a
-# list, but not of ``_forwards``.
+# Whether ``positions`` of the innermost forward is set. torch.compile can trace a read of a list, but not of
+# ``_forwards``.
 shards_text_model = [False]
 
 
@@ -177,11 +181,11 @@ def current_forward() -> Forward | None:
 def push_forward(forward: Forward) -> None:
     """Make ``forward`` the innermost current forward."""
     _forwards.set((*_forwards.get(), forward))
-    shards_text_model[0] = forward.cut is not None
+    shards_text_model[0] = forward.positions is not None
 
 
 def pop_forward() -> None:
     """Remove the innermost current forward."""
     _forwards.set(_forwards.get()[:-1])
     forward = current_forward()
-    shards_text_model[0] = forward is not None and forward.cut is not None
+    shards_text_model[0] = forward is not None and forward.positions is not None

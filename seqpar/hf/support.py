@@ -16,9 +16,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from .trial import Trial, run_trial
 
-# ``check_model`` checks class names before ``run_trial`` makes a trial run of the model. This check takes no time.
-# Its error names the layer, where the trial run would name a module inside the layer. It also finds layers that mix
-# tokens only in sequences longer than in the trial run.
+# ``check_model`` checks class names before the trial run. This takes no time, its error names the whole layer, and it
+# also finds layers that mix tokens only in longer sequences.
 
 # Class names of layers that mix tokens. Such a layer would mix the tokens of one rank only, unless it is an attention
 # layer that uses the interface, or contains one.
@@ -28,7 +27,7 @@ _MIXES_TOKENS = re.compile(
 )
 # Class names of modules that match ``_MIXES_TOKENS``, but act on each token alone.
 _ACTS_ON_EACH_TOKEN = re.compile(r"(norm|(?<!^mobilebert)embeddings?|mlp|output|dropout)$", re.IGNORECASE)
-# Class names of modules of an attention layer that select keys. They would select among the keys of one rank only.
+# Class names of modules that select keys for an attention layer. They would select among the keys of one rank only.
 _CHOOSES_KEYS = re.compile(r"indexer", re.IGNORECASE)
 _COUNTS_POSITIONS = "create_position_ids_from_input_ids"
 _POOLER = re.compile(r"pooler$", re.IGNORECASE)
@@ -89,7 +88,7 @@ def recomputes(model: Any) -> bool:
 
 
 def parameters_of(module: nn.Module) -> list[str]:
-    """The names of the parameters of ``module.forward``, and of the parents' forwards if it may pass arguments on."""
+    """The names of the parameters of ``module.forward``, and of the parents' forwards if it passes ``**kwargs`` on."""
     parents = (vars(cls)["forward"] for cls in type(module).__mro__[1:] if "forward" in vars(cls))
     names: dict[str, None] = {}
     variadic: list[str] = []  # such as kwargs
@@ -104,7 +103,7 @@ def parameters_of(module: nn.Module) -> list[str]:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that call an attention function of transformers' interface, by name, except those in towers."""
+    """The modules outside of towers that call an attention function of transformers' interface, by name."""
     in_towers: set[nn.Module] = set()
     for root in model.modules():
         if isinstance(root, PreTrainedModel) and (text := text_model(root)) is not root:
@@ -134,13 +133,13 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
             stacklevel=3,
         )
     else:
-        ids = set(map(id, layers.values()))
-        layers.update({name: m for name, m in model.named_modules() if m in trial.attends and id(m) not in ids})
+        unnamed = set(trial.attention_modules) - set(layers.values())
+        layers.update({name: m for name, m in model.named_modules() if m in unnamed})
     return trial
 
 
 def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[str]:
-    """Why ``model`` cannot be parallelized, from its classes and its config."""
+    """Why ``model`` cannot be parallelized, by its classes and its config."""
     if getattr(model.config, "is_encoder_decoder", False):
         yield "encoder-decoder models attend across two sequences; give a decoder or an encoder"
     text = text_model(model)
@@ -157,8 +156,8 @@ def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[s
             supported = ", ".join(_LAYER_TYPES)
             yield f"layer {i} is of type {layer_type!r}; only {supported} can be sharded along the sequence"
     loss = getattr(model, "loss_type", None)
-    # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type. It uses the loss function
-    # if its forward calls it, or the forward of a parent class to which it may pass its arguments on.
+    # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type, but it may use the loss
+    # function in its forward, or in the forward of a parent class.
     uses_loss_function = any("loss_function(" in _forward_source(cls) for cls in type(model).__mro__)
     has_loss = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function)
     if model.base_model is not model and not has_loss:
@@ -182,15 +181,15 @@ def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[s
 
 
 def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
-    if trial.mixes is not None:
-        name, class_name = trial.mixes
+    if trial.mixer is not None:
+        name, class_name = trial.mixer
         yield (
             f"layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its output for a token "
             "depended on other tokens, and not through transformers' AttentionInterface; such a layer cannot be "
             "sharded along the sequence"
         )
-    if trial.pools is not None and not pools_last_token(model):
-        yield f"{_pools(*trial.pools)}; use the model without this layer"
+    if trial.pooler is not None and not pools_last_token(model):
+        yield f"{_pools(*trial.pooler)}; use the model without this layer"
 
 
 def _pools(name: str, class_name: str) -> str:
@@ -198,10 +197,7 @@ def _pools(name: str, class_name: str) -> str:
 
 
 def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] | None:
-    """Name and class of a layer that mixes tokens without the interface.
-
-    Of nested layers it is the innermost one that is not a plain operator such as a convolution.
-    """
+    """Name and class of a layer that mixes tokens without the interface: the innermost that is no plain operator."""
     supported = set(map(id, layers.values()))
     mixers = {}
     for name, module in model.named_modules():
@@ -236,7 +232,7 @@ def _uses_interface(cls: type[Any]) -> bool:
 
 
 def computes_cross_entropy(model: nn.Module) -> bool:
-    """Whether the forward of ``model`` is one of transformers that computes a cross-entropy without a loss function."""
+    """Whether ``model`` is of transformers and computes a cross-entropy in its forward, without a loss function."""
     forward = inspect.unwrap(model.forward)
     return forward.__module__.startswith("transformers.") and "loss_function(" not in _forward_source(type(model))
 

@@ -1,13 +1,12 @@
 """Finds the layers of a transformers model in which a token's output depends on other tokens, by a trial run.
 
 In the trial run, the attention function that transformers' ``AttentionInterface`` returns is replaced by one in which
-each token attends to itself only. The run is repeated with one token of the input changed. If an output of another
-token then changes, a layer mixes tokens without using the interface, whatever the class of the layer is called.
+each token attends to itself only. The rows of the batch differ in one token. If the outputs of another token differ
+too, a layer mixes tokens without using the interface, whatever its class is called.
 
-The trial run does not read or move the model's weights, so that they may be on a GPU, on the meta device, quantized or
-sharded. Instead, each parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace the
-linear layers and embeddings, which are most of a model. The cost of the run therefore does not depend on the size of
-the weights. Of several layers of the same kind, only the first one runs.
+The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded. Instead, each
+parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace linear layers and
+embeddings. Of several layers of the same kind, only the first one runs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,12 +26,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
-from .latent import expand, has_latent_kv
+from .key_values import expand, has_latent_kv
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
-# The batch has the first number of rows, and the sequence the first length, that is neither the size of a parameter's
-# dimension nor a number in a config. The dimensions of rows and of tokens can then be recognized by their sizes.
+# The dimensions of rows and of tokens are recognized by their sizes. These are the first numbers that are neither the
+# size of a parameter's dimension nor a number in a config.
 _ROWS = (4, 5, 7, 9, 10)
 _LENGTHS = (11, 13, 17, 19, 23, 29)
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
@@ -41,20 +39,65 @@ _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SMALL = 1 << 16  # parameters of at most so many elements are replaced by contiguous tensors
 
-MaskedLayer = tuple[nn.Module, bool | None, int | None]  # an attention layer, its is_causal and its sliding_window
 
-
-@dataclass
 class Trial:
-    """The results of a trial run. A module is reported by its name and class."""
+    """The results of a trial run of ``root``, and its hooks, which write the results.
 
-    attends: list[nn.Module] = field(default_factory=list)  # the modules that called the attention function
-    masked: list[MaskedLayer] = field(default_factory=list)
-    mask_calls: list[dict[str, Any]] = field(default_factory=list)  # arguments of the calls of the mask interface
-    tokens: int = 0
-    mixes: tuple[str, str] | None = None  # the innermost module whose output for a token depends on other tokens
-    pools: tuple[str, str] | None = None  # the innermost module that returns one vector per sequence
-    error: Exception | None = None  # what ended the trial run
+    Attributes:
+        attention_modules: the modules that called the attention function.
+        attention_calls: these modules, each with its ``is_causal`` and ``sliding_window``.
+        mask_calls: the arguments of the calls of the mask interface.
+        length: the number of tokens.
+        mixer: name and class of the innermost module whose output for a token depends on other tokens.
+        pooler: name and class of the innermost module that returns one vector per sequence.
+        error: what ended the trial run.
+    """
+
+    def __init__(self, root: PreTrainedModel) -> None:
+        self.attention_modules: list[nn.Module] = []
+        self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []
+        self.mask_calls: list[dict[str, Any]] = []
+        self.mixer: tuple[str, str] | None = None
+        self.pooler: tuple[str, str] | None = None
+        self.error: Exception | None = None
+        sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
+        sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
+        self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
+        self._root = root
+        self._names = {module: name for name, module in root.named_modules()}
+        self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
+        self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # The module whose forward calls this one may have mixed the arguments.
+        self._check((*args, *kwargs.values()), self._running[-1] if self._running else self._root)
+        self._running.append(module)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
+        self._check(output, module)
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        self.attention_modules.append(module)
+        self.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
+        self._check([x.transpose(1, 2) for x in (q, k, v)], module)
+        return attend_to_own_token(module, q, k, v)
+
+    def check_output(self, output: Any) -> None:
+        self._check(output, self._root)
+        for x in _tensors(output):
+            module = next((module for y, module in self._pooled if y is x), None)
+            if module is not None and self.pooler is None:
+                self.pooler = self._names[module], type(module).__name__
+        if not any(bool(x.isfinite().all()) for x in _tensors(output)):
+            raise ValueError("its outputs are not finite")
+
+    def _check(self, values: Any, module: nn.Module) -> None:
+        if self.mixer is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
+            self.mixer = self._names.get(module, ""), type(module).__name__
 
 
 def attend_to_own_token(
@@ -63,7 +106,6 @@ def attend_to_own_token(
     """An attention function for transformers in which each token attends to itself only.
 
     The result depends on the token's query, key and value, so that any mixing in one of these is visible in it.
-    Shapes are transformers' ``[batch, heads, seq, head_dim]``; the result is ``[batch, seq, heads, v_head_dim]``.
     """
     if has_latent_kv(module):
         k, v = expand(module, k, v)
@@ -75,12 +117,8 @@ def attend_to_own_token(
 
 @torch.no_grad()
 def run_trial(root: PreTrainedModel) -> Trial:
-    """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards.
-
-    If the run fails, the result has the ``error``.
-    """
-    tracer = _Tracer(root)
-    trial = tracer.trial
+    """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards."""
+    trial = Trial(root)
     with ExitStack() as stack:
         try:
             stack.enter_context(_substitutes(root, trial.mask_calls))
@@ -88,78 +126,30 @@ def run_trial(root: PreTrainedModel) -> Trial:
             # With so few tokens, several threads would be slower than one.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-            ids = _token_ids(root, tracer.rows, tracer.length)
+            ids = _token_ids(root, trial.rows, trial.length)
             for module in root.modules():
-                stack.callback(module.register_forward_pre_hook(tracer.before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(tracer.after).remove)
+                stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(trial.after).remove)
             same_kind = _run_one_of_each_kind(root)
-            stack.enter_context(replaced_interface(lambda name, default: tracer.attend))
+            stack.enter_context(replaced_interface(lambda name, default: trial.attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
-            positions = torch.arange(tracer.length)[None].expand(tracer.rows, -1)
+            positions = torch.arange(trial.length)[None].expand(trial.rows, -1)
             output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
-            attends = set(trial.attends)
+            callers = set(trial.attention_modules)
             for layer, first in same_kind:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
-                trial.attends += [m for m, of_first in pairs if of_first in attends and m not in attends]
-            tracer.check_output(output)
+                trial.attention_modules += [m for m, first_m in pairs if first_m in callers and m not in callers]
+            trial.check_output(output)
         except Exception as error:
             trial.error = error
     return trial
 
 
-class _Tracer:
-    """The hooks and the attention function of a trial run, which write its results to ``trial``."""
-
-    def __init__(self, root: PreTrainedModel) -> None:
-        self.trial = Trial()
-        self.root = root
-        sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
-        sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
-        self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
-        self.trial.tokens = self.length
-        self._names = {module: name for name, module in root.named_modules()}
-        self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
-        self._pooled: list[tuple[Tensor, nn.Module]] = []  # tensors of one vector per row, and the modules they are of
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # If the arguments are mixed already, the module whose forward calls this one has mixed them.
-        self._check((*args, *kwargs.values()), self._running[-1] if self._running else self.root)
-        self._running.append(module)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running.pop()
-        self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
-        self._check(output, module)
-
-    def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        self.trial.attends.append(module)
-        self.trial.masked.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
-        self._check([x.transpose(1, 2) for x in (q, k, v)], module)
-        return attend_to_own_token(module, q, k, v)
-
-    def check_output(self, output: Any) -> None:
-        """Check the output of the model for mixed and pooled tokens, and for values that are not finite."""
-        self._check(output, self.root)
-        for x in _tensors(output):
-            module = next((module for y, module in self._pooled if y is x), None)
-            if module is not None and self.trial.pools is None:
-                self.trial.pools = self._names[module], type(module).__name__
-        if not any(bool(x.isfinite().all()) for x in _tensors(output)):
-            raise ValueError("its outputs are not finite")
-
-    def _check(self, values: Any, module: nn.Module) -> None:
-        if self.trial.mixes is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
-            self.trial.mixes = self._names.get(module, ""), type(module).__name__
-
-
 def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Replace the forward of layers in lists, so that only the first layer of each kind runs.
 
-    The other layers of that kind return the first one's result for arguments of the same shapes (0.6 s instead of
-    20 s for a model of 80 layers). Returns each of them with the first layer of its kind. ``_substitutes`` restores the
-    forwards.
+    The other layers return its results (0.6 s instead of 20 s for a model of 80 layers). Returns each of them with the
+    first layer of its kind. ``_substitutes`` restores the forwards.
     """
     same_kind = []
     lists = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.ModuleList)]
@@ -186,7 +176,7 @@ def _memoized(forward: Callable[..., Any], results: dict[Any, Any]) -> Callable[
 
 
 def _kind(layer: nn.Module) -> Any:
-    """A key that is equal for layers which differ only in their index and in the values of their weights."""
+    """Equal for layers that differ only in their index and in the values of their weights."""
     kind = []
     for name, module in layer.named_modules():
         properties = {"type": type(module), "name": name}
@@ -208,7 +198,7 @@ def _kind(layer: nn.Module) -> Any:
 
 
 def _function_key(x: Any) -> Any:
-    """A key that is equal for the same function with the same options, to whatever module it is bound."""
+    """Equal for the same function with the same options, to whatever module it is bound."""
     if isinstance(x, partial):
         return _function_key(x.func), str(x.keywords)
     return id(getattr(x, "__func__", x))
@@ -247,8 +237,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _depends_on_others(x: Tensor, rows: int, length: int) -> bool:
     """Whether changing one token of the input has changed another token in ``x [rows, ..., length, ...]``.
 
-    It is False for any other shape, because it is not known which values belong to which token. For example, the inputs
-    of experts have the tokens in another order.
+    False for any other shape, such as the inputs of experts: it is not known which values belong to which token.
     """
     if x.dim() < 2 or x.shape[0] != rows or list(x.shape[1:]).count(length) != 1:
         return False
@@ -279,7 +268,7 @@ def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
 
 @contextmanager
 def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Iterator[None]:
-    """In the block, small tensors on the CPU replace the parameters and buffers, and the model has no hooks.
+    """In the block, small tensors on the CPU replace the weights, and the model has no hooks.
 
     The mask interface returns no mask, and appends the arguments of its calls to ``mask_calls``.
     """
@@ -338,15 +327,13 @@ _PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul
 
 
 def _overlaps(x: Any) -> bool:
-    """Whether ``x`` is the substitute of a large parameter, or a view of one."""
     return isinstance(x, Tensor) and x.dim() > 1 and x.untyped_storage().nbytes() < x.numel() * x.element_size()
 
 
 class _TokenwiseFunctions(TorchFunctionMode):
     """Replaces linear layers, products with large weights, and embeddings by cheap functions of each token.
 
-    All outputs of a linear layer with at least ``vocabulary`` features have the same value, because computing a
-    different value for each logit would take too long.
+    All logits, the outputs of a linear layer with at least ``vocabulary`` features, have the same value.
     """
 
     def __init__(self, vocabulary: int) -> None:

@@ -39,7 +39,7 @@ from ..sharding import Sharding, check_sharding, layout_of, require_layout, reso
 from ..spec import AttentionSpec, constants
 from ..strategies import COMMS, operators, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
-from ..strategies.operators import draw_seed, join_backward, traced_seed
+from ..strategies.operators import draw_seed, join_backward
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
 from .rotary import RotaryEmbedding, rotary_length
 
@@ -71,7 +71,8 @@ class AttentionLayer(nn.Module):
     strategy therefore loads under every other. After ``backward``, each rank has the partial gradient of the weights
     from its own tokens; ``seqpar.sync_gradients`` sums the partial gradients.
 
-    The subclasses document the options of their strategies, and ``ParallelAttention`` all other arguments.
+    The subclasses document the options of their strategies, and ``ParallelAttention`` all other arguments. The
+    constants of attention are in ``spec``, an ``AttentionSpec``.
     """
 
     strategy: ClassVar[str]
@@ -269,9 +270,7 @@ class AttentionLayer(nn.Module):
         joins_backward: bool,
     ) -> Tensor:
         """Attention of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, d]``: ``[b, s, h * d]``."""
-        seed = None
-        if spec.draws_seed:
-            seed = traced_seed() if torch.compiler.is_compiling() else draw_seed()
+        seed = draw_seed() if spec.draws_seed else None
         sinks = self.local_weight("sinks")
         if joins_backward:
             q = join_backward(q, (k, v, sinks), spec, sharding, self._parallel_context)

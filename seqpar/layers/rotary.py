@@ -29,11 +29,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache import context_of, upload
 from ..checks import check_choice, check_int, check_number
-from ..comm.handshake import all_gather_header, propagate_errors
+from ..comm.handshake import all_gather_header
 from ..compile_types import Opaque, register_reference_type, unwrap
 from ..kernels.elementwise import elementwise_kernels
 from ..library import operator
-from ..mesh import Ranks
 from ..sharding import Sharding
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
@@ -160,23 +159,22 @@ class _LengthHeader(NamedTuple):
     length: int
 
 
-def largest_length(positions: Tensor, ranks: Ranks | None) -> int:
-    """The largest position of the tokens of all ranks plus one, which the ranks learn in a handshake."""
-    headers = all_gather_header(lambda: _LengthHeader(_own_length(positions)), ranks)
-    return max(header.length for header in headers)
-
-
 @operator(fake=lambda x, positions, sharding: torch.empty((), dtype=torch.int64, device="cpu"))
 def rotary_length(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor:
     """The ``length`` of ``RotaryEmbedding.forward`` for this rank's tokens ``x [b, s, ...]``: int64 ``[]`` on the host.
 
-    Without ``positions [s]`` or ``[b, s]``, the sharding gives the tokens their positions.
+    Without ``positions [s]`` or ``[b, s]``, the sharding gives the tokens their positions. Otherwise the ranks tell one
+    another their largest position in a handshake.
     """
     if positions is None:
         return torch.tensor(sharding.seq_len, device="cpu")
-    with propagate_errors(sharding.sequence_group):
+
+    def header() -> _LengthHeader:
         sharding.check_local(x.shape[1])
-    return torch.tensor(largest_length(positions, sharding.sequence_group), device="cpu")
+        return _LengthHeader(_own_length(positions))
+
+    headers = all_gather_header(header, sharding.sequence_group)
+    return torch.tensor(max(header.length for header in headers), device="cpu")
 
 
 @register_reference_type()

@@ -104,7 +104,7 @@ class RecordedTransport(PeerToPeer):
     """
 
     def __init__(self, timeline: Timeline, place: RankPlace, plan: AttentionPlan) -> None:
-        super().__init__(plan, Links(None, None, None))
+        super().__init__(plan, Links())
         self._timeline, self._place = timeline, place
 
     def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:

@@ -52,19 +52,20 @@ from .ulysses import saved_shapes
 
 
 def draw_seed() -> Tensor:
-    """A dropout seed from torch's CPU generator, int64 ``[]``."""
-    return torch.randint(2**62, (), device="cpu")
+    """A dropout seed from torch's CPU generator, int64 ``[]``.
 
-
-def traced_seed() -> Tensor:
-    """``draw_seed`` while torch.compile traces.
-
-    If backward recomputes the graph, as under ``torch.utils.checkpoint``, it would draw another seed, and the gradients
-    would be those of another dropout mask. The seed is therefore marked as a value that must be saved.
+    If the backward of compiled code recomputes the graph, as under ``torch.utils.checkpoint``, it would draw another
+    seed, and the gradients would be those of another dropout mask. There, the seed is marked as a value to be saved.
     """
+    if not torch.compiler.is_compiling():
+        return _draw_seed()
     kept = partial(create_selective_checkpoint_contexts, _keep_all)
-    seed: Tensor = checkpoint(draw_seed, use_reentrant=False, context_fn=kept)
+    seed: Tensor = checkpoint(_draw_seed, use_reentrant=False, context_fn=kept)
     return seed
+
+
+def _draw_seed() -> Tensor:
+    return torch.randint(2**62, (), device="cpu")
 
 
 def _keep_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -42,6 +42,7 @@ def train(own: OwnPool) -> Train:
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -56,6 +57,7 @@ def test_ranks_have_the_losses_of_one_process(train: Train, ranks: int, options:
     assert train(ranks, *options) == pytest.approx(train(1), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_resuming_is_exact_on_any_number_of_ranks(train: Train, tmp_path: Path) -> None:
     whole, folder = train(1), f"--checkpoints={tmp_path}"
     assert train(1, folder, "--save-every=2") == whole
@@ -63,6 +65,7 @@ def test_resuming_is_exact_on_any_number_of_ranks(train: Train, tmp_path: Path) 
     assert train(4, f"--resume={tmp_path}/2", "--strategy=ring") == pytest.approx(whole[2:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_sharded_weights_and_moments_are_resumed(train: Train, tmp_path: Path) -> None:
     whole, folder, sharded = train(1), f"--checkpoints={tmp_path}", ["--strategy=tp_sp", "--layout=contiguous"]
     train(1, folder, "--steps=2")
@@ -70,6 +73,7 @@ def test_sharded_weights_and_moments_are_resumed(train: Train, tmp_path: Path) -
     assert train(1, f"--resume={tmp_path}/3") == pytest.approx(whole[3:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_falls(train: Train) -> None:
     losses = train(1, "--steps=30", "--lr=1e-2", "--mask=causal")
     assert losses[-1] < losses[0] - 1

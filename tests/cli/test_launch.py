@@ -47,6 +47,7 @@ def test_results_by_rank() -> None:
     assert launch(total, 2, 5, deadline_s=60) == [(0, 11.0), (1, 11.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -22,6 +22,7 @@ import seqpar
 from seqpar.comm import collectives
 from seqpar.comm import communicator as communicators
 from seqpar.comm.communicator import communicator
+from seqpar.comm.p2p import without_messages
 from seqpar.mesh import Subgroup, global_ranks, ranks_by_host
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
@@ -325,3 +326,24 @@ def test_global_ranks(pool: Pool) -> None:
 @on_ranks
 def ranks_of_subgroup(group: ProcessGroup) -> tuple[int, ...]:
     return global_ranks(Subgroup(group, (3, 1)))
+
+
+@on_ranks
+def attend_before_and_after(group: ProcessGroup, options: dict[str, Any]) -> bool:
+    """Attend with a sharding whose first call sends no messages, and compare with a sharding of its own."""
+    torch.manual_seed(0)
+    full = torch.randn(1, 24, 4, 16)
+    results = []
+    for silent in (True, False):
+        sharding = seqpar.Sharding(24, "zigzag", group=group)
+        q = sharding.shard(full)
+        if silent:
+            with without_messages():
+                seqpar.attention(q, q, q, sharding=sharding, **options)
+        results.append(seqpar.attention(q, q, q, sharding=sharding, **options))
+    return torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_first_call_without_messages(pool: Pool, name: str) -> None:
+    assert all(pool.run(4, attend_before_and_after, STRATEGIES[name], deadline_s=60))

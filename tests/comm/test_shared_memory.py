@@ -132,6 +132,7 @@ def step(group: ProcessGroup, options: dict[str, Any], kv_heads: int) -> tuple[l
     return [out.detach(), *gradients], trace.bytes_sent, trace.messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -129,6 +129,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "mask", "per_host"), CASES)
 def test_memory_is_used_in_order(strategy: str, mask: str, per_host: int) -> None:
     with one_rank(per_host) as simulator:

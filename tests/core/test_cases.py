@@ -118,6 +118,7 @@ def run_pytest(sample: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return run
 
 
+@pytest.mark.slow
 def test_the_printed_commands_run_the_failed_cases(run_pytest: Callable[..., Run]) -> None:
     done = run_pytest("test_sample.py")
     assert done.code == 1

@@ -47,6 +47,7 @@ def layer_under_default_device(
     return [y, x_local.grad, *(full(p.grad) for p in layer.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_the_default_device_does_not_matter(pool: Pool, strategy: str, backend: str) -> None:

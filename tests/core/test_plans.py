@@ -41,6 +41,7 @@ def test_size_of_a_plan_does_not_depend_on_the_tokens(layout: Layout, gather: bo
     assert sizes[1] < 1.5 * sizes[0] + 4096  # larger numbers take more bytes
 
 
+@pytest.mark.slow
 def test_past_masks_keep_no_memory() -> None:
     """400 masks in a row: the memory of host and device does not grow."""
     sharding = TokenLayout(1 << 14, "zigzag", ring=4)

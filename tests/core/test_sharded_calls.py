@@ -106,6 +106,7 @@ def check_layer(by_rank: list[tuple[list[Tensor], int]]) -> None:
             assert_close(actual, right, torch.float64, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_layers_with_a_sharding(batch: Batch, strategy: str, world: int) -> None:
@@ -122,6 +123,7 @@ def layer_on_mesh(group: ProcessGroup, layout: str, options: dict[str, Any], own
     return run_layer(make_layer(**options, **where), sharding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["sharding's mesh", "layer's mesh"])
 @pytest.mark.parametrize("strategy", ["ring", "hybrid", "all_gather", "activations", "tp_sp"])
 def test_layers_with_a_sharding_on_a_mesh(batch: Batch, strategy: str, own: bool) -> None:

@@ -16,12 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import Mask, Sharding
 from seqpar import sharding as sharding_module
 from seqpar.layout import LAYOUTS
 from seqpar.schedule import plan
+from seqpar.spec import AttentionSpec
 
 from ..cases import Batch
 from ..observe import counted_handshakes, message_of
@@ -70,6 +72,32 @@ def compare_shardings(group: ProcessGroup) -> None:
 
 def test_shardings_of_other_ranks_differ(pool: Pool) -> None:
     pool.run(8, compare_shardings)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "ring", "ulysses"),
+    [
+        ("ring", (), 8, 1),
+        ("ulysses", (), 1, 8),
+        ("hybrid", (("ulysses_size", 4),), 2, 4),
+        ("context_parallel", (("comm", "all_gather"),), 8, 1),
+    ],
+)
+def test_who_attends_is_found_once(strategy: str, options: Any, ring: int, ulysses: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        sharding, spec = Sharding(64), AttentionSpec(strategy, options)
+        placement = sharding.place(spec)
+        assert sharding.place(spec) is placement and sharding.place(spec.having(softcap=2.0)) is placement
+        assert (placement.tokens.ring, placement.tokens.ulysses) == (ring, ulysses)
+        assert (placement.rank, placement.ring_rank, placement.length) == (5, 5 // ulysses, 8)
+        plan = placement.tokens, 5 // ulysses, strategy == "context_parallel", ring
+        assert placement.plan_arguments == plan
+        if ulysses == 1:  # with keys that every rank holds, nothing is sent
+            everywhere = sharding.place(spec.having(replicated=True))
+            assert not everywhere.sends and everywhere.plan_arguments == (everywhere.tokens, 5, False, ring)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_one_process() -> None:

@@ -143,7 +143,7 @@ def test_a_trainer_with_images(two: Pool, tmp_path: Path) -> None:
 
 
 def run_host(out: Path, arguments: list[str]) -> None:
-    """``torchrun`` with these arguments. The ranks are new processes, whose standard output goes to ``out``."""
+    """``torchrun`` with these arguments. The standard output of the ranks goes to ``out``."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     with out.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -159,7 +159,8 @@ def test_two_hosts(tmp_path: Path) -> None:
     context, hosts = multiprocessing.get_context("forkserver"), []
     for host in range(2):
         command = ["--nnodes=2", f"--node-rank={host}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
-        command += [f"--master-port={port}", str(script), *arguments]
+        command += [f"--master-port={port}", "--run-path", "--start-method=fork"]  # the ranks import nothing again
+        command += [str(script), *arguments]
         hosts.append(context.Process(target=run_host, args=(tmp_path / f"host{host}", command)))
         hosts[-1].start()
     try:

@@ -1,7 +1,7 @@
 """``make families``: compares a tiny random model of every class of transformers with one process.
 
-The classes are the causal, the masked and the image-text language models of transformers' Auto classes. A class is
-either refused by ``seqpar.hf.parallelize``, or its loss and all its gradients on two ranks are those of one process,
+The classes are the causal, the masked and the image-text language models of transformers' Auto classes. If
+``seqpar.hf.parallelize`` accepts a class, its loss and all its gradients on two ranks are compared with one process,
 for a plain, a padded and a packed batch of text. The results are written to the table in docs/families.md.
 ``python -m tests.families --only llama,gemma3n`` prints the rows of some models and writes nothing.
 

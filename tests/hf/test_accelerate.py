@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from inspect import unwrap
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import accelerate
+import accelerate.commands.launch
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -485,21 +486,29 @@ parallelism_config:
 """
 
 
+def accelerate_launch(out: Path, arguments: list[str]) -> None:
+    """``accelerate launch``, with ``out`` as the standard output of the ranks, which are new processes."""
+    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    with out.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    sys.argv[1:] = arguments
+    accelerate.commands.launch.main()
+
+
 def test_accelerate_launch(tmp_path: Path) -> None:
     """The number of ranks comes from the YAML file."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "two.yaml").write_text(YAML)
-    command = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "two.yaml")]
-    done = subprocess.run(
-        [sys.executable, *command, "--main_process_port", "0", str(tmp_path / "script.py")],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    expected, _ = alone("loop", "", "mistral", 4, "rows")
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("losses")]
+    arguments = ["--config_file", str(tmp_path / "two.yaml"), "--main_process_port", "0", str(tmp_path / "script.py")]
+    launcher = get_context("forkserver").Process(target=accelerate_launch, args=(tmp_path / "out", arguments))
+    launcher.start()
+    try:
+        expected, _ = alone("loop", "", "mistral", 4, "rows")
+        launcher.join(120)
+    finally:
+        launcher.kill()
+    assert launcher.exitcode == 0
+    (line,) = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("losses")]
     assert [float(x) for x in line.split()[1:]] == pytest.approx(expected, abs=LOSS)
 
 

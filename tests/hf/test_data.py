@@ -125,7 +125,7 @@ def resumed(group: ProcessGroup, kind: str, workers: int, scatter: bool, values:
         ("shuffled", 1, True),
         ("shards", 2, False),
         ("examples", 0, True),
-        ("packed", 1, False),
+        ("packed", 0, False),
     ],
 )
 def test_resumed_epoch(four: Pool, kind: str, workers: int, scatter: bool) -> None:

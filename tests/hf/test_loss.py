@@ -218,6 +218,20 @@ def test_losses_of_the_user(pool: Pool, world: int) -> None:
     pool.run(world, check_losses, cases)
 
 
+@on_ranks
+def beside_another_model(group: ProcessGroup, expected: Result) -> None:
+    other = nn.Linear(4, 4)
+    x = seqpar.shard(torch.ones(1, 8, 4), group=group, layout="contiguous")
+    seqpar.unshard(other(x), group=group, layout="contiguous").sum().backward()
+    check_losses(group, [(("module", "", "per_rank"), expected)])
+    assert other.weight.grad is not None
+
+
+def test_another_model_has_unsharded(pool: Pool) -> None:
+    """The parameter of the loss function has the same gradient on every rank, which is nevertheless partial."""
+    pool.run(2, beside_another_model, one_device("module", ""))
+
+
 OWN = "returned a loss of its own, or added a term.* model.loss_function = f .*model\\(\\*\\*batch\\) without labels"
 CHANGED = "loss function with other labels than it was given"
 REFUSED = {

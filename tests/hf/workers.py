@@ -277,3 +277,24 @@ def check_cases(group: ProcessGroup, cases: list[tuple[Case, Result]], sharded: 
             given = seqpar.hf.shard_batch(batch, group=group, layout=arguments["layout"])
         check_step(group, model, given, expected, kind, strategy, how)
         assert sharded or all(torch.equal(given[name], x) for name, x in batch.items())
+
+
+def parallel(group: ProcessGroup, kind: str = "llama", **options: Any) -> Any:
+    return seqpar.hf.parallelize(tiny(kind), group=group, **options)
+
+
+def shard_function(group: ProcessGroup, **changes: Any) -> Any:
+    """A function with which a training loop shards a batch: ``shard_batch``, with changes of its results."""
+
+    def shard(batch: Any) -> dict[str, Any]:
+        local = seqpar.hf.shard_batch(batch, group=group)
+        for name, change in changes.items():
+            local[name] = change(local[name])
+        return local
+
+    return shard
+
+
+def report_on(model: Any, batch: Any = "plain", sync: Any = None, shard: Any = None) -> seqpar.hf.VerificationReport:
+    batch = make_batch(batch) if isinstance(batch, str) else batch
+    return seqpar.hf.verify(model, batch, False, sync=sync, shard=shard)

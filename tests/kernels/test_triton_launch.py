@@ -95,6 +95,7 @@ def causal(length: int = LENGTH) -> KeyIntervals:
     return KeyIntervals(torch.zeros(1, length, dtype=torch.int32), positions[None] + 1, positions, positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tma", [False, True])
 def test_repeated_launches_are_not_bound_again(launches: Launches, tma: bool) -> None:
     config, mask, ready = Config(16, 32, 4, 1, tma), causal(), forward_module._launches._ready
@@ -207,6 +208,7 @@ def test_steps_of_a_backward_share_statistics(launches: Launches, deterministic:
     assert len(launches.take()) == kernels + 1  # of another lse
 
 
+@pytest.mark.slow
 def test_repeated_launches_of_heads_in_two_tiles(launches: Launches) -> None:
     config, mask = Config(16, 16, 4, 1, True), causal(32)
     given = []

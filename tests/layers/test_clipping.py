@@ -20,6 +20,7 @@ from ..models import HIDDEN, MASK, Transformer, attention_layer, full, random_to
 from ..pool import Pool, mesh_of, on_ranks
 from ..strategy_cases import LAYER_STRATEGIES
 
+pytestmark = pytest.mark.slow
 MAX_NORM = 0.5  # of gradients whose norm is hundreds: every step clips
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Sharding
 
-from ..pool import Pool, mesh_of, on_ranks
+from ..pool import OwnPool, Pool, mesh_of, on_ranks
 
 TOKENS, HIDDEN, VOCAB = 13, 8, 11
 
@@ -226,7 +226,7 @@ def test_compiled_code_looks_for_wrappers_when_it_runs(pool: Pool) -> None:
 def step_with_dp(group: ProcessGroup, seed: int, how: str, over: str, kind: str) -> None:
     """A row for each dp rank, with unlike numbers of labels, against all rows on one device."""
     torch.manual_seed(seed)
-    mesh = mesh_of(dp=2, ring=4, ulysses=1, tp=1)
+    mesh = mesh_of(dp=2, ring=2, ulysses=1, tp=1)
     local, model = two_models(kind)
     flat = mesh["dp", "ring"]._flatten("dp_ring")
     wrapped = wrap(model, how, {"dp": mesh["dp"], "both": flat, "hybrid": mesh["dp", "ring"], "": flat}[over])
@@ -247,20 +247,21 @@ def step_with_dp(group: ProcessGroup, seed: int, how: str, over: str, kind: str)
             seqpar.clip_grad_norm_(model, 1e-3, mesh=mesh)  # writes to gradients that have been summed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "over"),
     [("ddp", "dp"), ("fsdp2", "dp"), ("fsdp1", "dp"), ("ddp", "both"), ("fsdp2", "both"), ("fsdp2", "hybrid")],
 )
-def test_dp_ranks_with_unlike_numbers_of_labels(pool: Pool, how: str, over: str) -> None:
+def test_dp_ranks_with_unlike_numbers_of_labels(own: OwnPool, how: str, over: str) -> None:
     for kind in ("tokens", "mixed") if how != "fsdp1" else ("tokens",):
-        pool.run(8, step_with_dp, fresh_seed(), how, over, kind)
+        own.pool.run(4, step_with_dp, fresh_seed(), how, over, kind)
 
 
 @on_ranks
 def dp_without_a_wrapper(group: ProcessGroup, seed: int) -> None:
     """The loss and the gradients over all ranks: the loss is that of all rows, and the sum over all ranks is right."""
     torch.manual_seed(seed)
-    mesh = mesh_of(dp=2, ring=4, ulysses=1, tp=1)
+    mesh = mesh_of(dp=2, ring=2, ulysses=1, tp=1)
     local, model = two_models("tokens")
     ids, labels = rows(2)
     expected = local(ids, labels, None)
@@ -277,8 +278,8 @@ def dp_without_a_wrapper(group: ProcessGroup, seed: int) -> None:
     assert_equal(gradients(model, model), local)
 
 
-def test_dp_without_a_wrapper(pool: Pool) -> None:
-    pool.run(8, dp_without_a_wrapper, fresh_seed())
+def test_dp_without_a_wrapper(own: OwnPool) -> None:
+    own.pool.run(4, dp_without_a_wrapper, fresh_seed())
 
 
 @on_ranks

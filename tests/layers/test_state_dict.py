@@ -66,6 +66,7 @@ def load(group: ProcessGroup, strategy: str, heads: tuple[int, int], paths: list
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(8, 8), (6, 2)], ids=str)
 def test_a_checkpoint_loads_under_every_strategy_and_size(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> None:
     saved = {
@@ -132,12 +133,15 @@ def resume_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None
             assert torch.equal(full(optimizer.state[p][moment]), value), f"{name}: {moment}"
 
 
-@pytest.mark.parametrize("fsdp", [False, True])
-def test_the_state_of_the_optimizer_survives(pool: Pool, tmp_path: Path, fsdp: bool) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("fsdp", "resumed_on"), [(False, [(2, True), (4, False)]), (True, [(1, False), (4, True)])])
+def test_the_state_of_the_optimizer_survives(
+    pool: Pool, tmp_path: Path, fsdp: bool, resumed_on: list[tuple[int, bool]]
+) -> None:
     """From two tensor-parallel ranks to one, two and four, over which the 6 heads and 2 KV heads do not divide."""
     pool.run(8, save_training, 2, fsdp, str(tmp_path))
-    for resumed_on in ((1, False), (2, not fsdp), (4, fsdp)):
-        pool.run(8, resume_training, *resumed_on, str(tmp_path))
+    for tp, with_fsdp in resumed_on:
+        pool.run(8, resume_training, tp, with_fsdp, str(tmp_path))
 
 
 @on_ranks

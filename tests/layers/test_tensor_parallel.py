@@ -53,6 +53,7 @@ CASES = [
     Case((3, 1), "zigzag", "none"),
 ]
 assert {case.layout for case in CASES} == set(LAYOUTS)
+OVERLAPPED = [case for case in CASES if case.overlap == "ring"]
 
 
 def check_gradients(parallel: nn.Module, local: nn.Module) -> None:
@@ -102,7 +103,7 @@ def no_results(case: Case, by_rank: list[None]) -> None:
     """The ranks compare: nothing is left to verify."""
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_attention_equals_one_device(batch: Batch, world: int) -> None:
     batch.check(world, attention_on_group, CASES, no_results)
 
@@ -123,12 +124,18 @@ def attention_on_mesh(group: ProcessGroup, case: Case, sizes: tuple[int, int, in
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes",  # (1, 1, 2, 4): heads=3 leaves a rank of tp without heads
-    [(1, 2, 2, 2), (1, 2, 1, 4), (1, 1, 4, 2), (2, 2, 1, 2), (1, 1, 2, 4)],
-    ids="dp{0[0]}-ring{0[1]}-ulysses{0[2]}-tp{0[3]}".format,
+    ("sizes", "cases"),  # dp, ring, ulysses and tp; on (1, 1, 2, 4), heads=3 leaves a rank of tp without heads
+    [
+        ((1, 2, 2, 2), OVERLAPPED),
+        ((1, 2, 1, 4), OVERLAPPED[::2]),
+        ((1, 1, 4, 2), OVERLAPPED[1::2]),
+        ((2, 2, 1, 2), OVERLAPPED[::2]),
+        ((1, 1, 2, 4), OVERLAPPED[1::2]),
+    ],
+    ids=lambda x: str(x) if isinstance(x[0], int) else "",
 )
-def test_composition_equals_one_device(batch: Batch, sizes: tuple[int, int, int, int]) -> None:
-    batch.check(8, attention_on_mesh, [case for case in CASES if case.overlap == "ring"], no_results, sizes)
+def test_composition_equals_one_device(batch: Batch, sizes: tuple[int, int, int, int], cases: list[Case]) -> None:
+    batch.check(8, attention_on_mesh, cases, no_results, sizes)
 
 
 @on_ranks
@@ -162,12 +169,14 @@ def attention_over_tp_alone(group: ProcessGroup, options: dict[str, Any]) -> Non
     x = torch.randn(2, 21, HIDDEN, dtype=torch.float64)
     sharding = seqpar.Sharding(21, "zigzag", mesh=mesh, strategy="tp_sp")
     layers = [parallel]
-    if options["context"] == "ring":  # compiled, it is the same for every context
-        layers.append(torch.compile(parallel, backend="eager", fullgraph=True))
+    if options["context"] == "ring":  # compiled, which one rank of tp is, it is the same for every context
+        compiled = torch.compile(parallel, backend="eager", fullgraph=True)
+        layers.append(parallel if mesh.get_local_rank("tp") else compiled)
     for layer in layers:
         assert_close(layer(sharding.shard(x), sharding=sharding), sharding.shard(local(x)), torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"context": name} for name in ("ring", "ulysses", "hybrid")] + [{"context": "context_parallel", "comm": "p2p"}],
@@ -256,6 +265,7 @@ def fully_sharded(group: ProcessGroup, heads: tuple[int, int], path: str) -> Non
     check_state(loaded, local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_dp(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded, heads, str(tmp_path))
@@ -287,6 +297,7 @@ def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> 
     assert_close(full(found), expected, torch.float64, "norm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_the_ring(pool: Pool, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded_over_the_ring, heads)

@@ -160,6 +160,7 @@ def counted(group: ProcessGroup, mask: Mask, layout: Any, tokens: int, heads: in
     return [(t.bytes_sent - t.bytes_between_hosts, t.bytes_between_hosts) for t in (forward, backward)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ def test_hybrid(batch: Batch, world: int, size: int) -> None:
     heads = ((8, torch.float32), (8, torch.bfloat16), (size, torch.float32))
     cases = [
         Case({**options, "ulysses_size": size}, layout=layout, kv_heads=kv_heads, dtype=dtype)
-        for options, layout, (kv_heads, dtype) in product(HYBRID, LAYOUTS, heads)
+        for options, (layout, (kv_heads, dtype)) in product(HYBRID, zip(LAYOUTS, heads, strict=True))
     ]
     ring = world // size
 
@@ -286,7 +286,9 @@ def test_hybrid_uneven_heads(batch: Batch, world: int, size: int) -> None:
     """
     cases = [
         Case({**options, "ulysses_size": size}, heads=heads, kv_heads=kv_heads, dtype=dtype)
-        for options, (heads, kv_heads), dtype in product(HYBRID, UNEVEN_HEADS, (torch.float32, torch.bfloat16))
+        for (heads, kv_heads), (options, dtype) in product(
+            UNEVEN_HEADS, zip(HYBRID, (torch.float32, torch.bfloat16), strict=True)
+        )
     ]
     ring = world // size
 
@@ -336,12 +338,13 @@ def count_tensor_parallel_ring(group: ProcessGroup, case: Case, tp: int) -> Sent
     return watch(forward, lambda: y.sum().backward())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallel_ring_uneven_heads(batch: Batch, tp: int) -> None:
     """The same for tensor parallelism with a ring: without overlap, only the ring sends point to point."""
     cases = [
         Case({"context": "ring"}, heads=heads, kv_heads=kv_heads, dtype=dtype)
-        for (heads, kv_heads), dtype in product(UNEVEN_HEADS, (torch.float32, torch.bfloat16))
+        for (heads, kv_heads), dtype in zip(UNEVEN_HEADS, cycle((torch.float32, torch.bfloat16)), strict=False)
     ]
     ring = 8 // tp
 
@@ -365,7 +368,7 @@ def visible_rows(rules: Rules, world: int, layout: str) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_only_what_the_mask_needs(batch: Batch, world: int) -> None:
     """Ring and all-gather send the keys that some query of the receiver sees, and their gradients back; no more."""
     shared = [fitted(rules, TOKENS) for rules in RULES if rows_of(rules) == 1]

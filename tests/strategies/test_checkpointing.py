@@ -76,6 +76,7 @@ def compare_checkpointing(group: ProcessGroup, strategy: str) -> None:
         assert backward == sent_backward + repeated, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_recomputation_repeats_no_attention(pool: Pool, strategy: str) -> None:
     pool.run(4, compare_checkpointing, strategy)

@@ -108,6 +108,7 @@ def run_on_ranks(group: ProcessGroup, case: Case) -> dict[str, Tensor]:
     return case.run(case.make(**ACTIVATIONS), sharding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", CASES_OF_WORLD)
 def test_every_mask_layout_and_option_is_one_device(batch: Batch, world: int) -> None:
     def verify(case: Case, by_rank: list[dict[str, Tensor]]) -> None:

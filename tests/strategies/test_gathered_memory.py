@@ -17,6 +17,7 @@ from ..hosts import hosts_of
 from ..live_bytes import LiveBytes
 from ..pool import Pool, on_ranks
 
+pytestmark = pytest.mark.slow
 TOKENS, HEADS, HEAD_DIM = 512, 32, 16
 MASKS = {"full": seqpar.Mask.full(), "causal": seqpar.Mask.causal()}
 

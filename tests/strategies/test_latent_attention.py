@@ -152,6 +152,7 @@ def compare(case: Case, by_rank: list[tuple[Results, tuple[int, int]]]) -> None:
                 raise AssertionError(f"{name}: {found}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_results_of_one_device(batch: Batch, world: int) -> None:
     rules, layouts = cycle(RULES), cycle(LAYOUTS)

@@ -43,7 +43,7 @@ EVEN_HEADS, UNEVEN_HEADS = (16, 8), (28, 14)
 CASES = [
     *((strategy, 8, EVEN_HEADS) for strategy in MESHES),
     *((strategy, 8, UNEVEN_HEADS) for strategy in ("ulysses", "tp_sp")),
-    *(pytest.param(strategy, 1024, EVEN_HEADS, marks=pytest.mark.slow) for strategy in MESHES),
+    *((strategy, 1024, EVEN_HEADS) for strategy in MESHES),
 ]
 
 
@@ -151,6 +151,7 @@ def without_a_gpu(world: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world", "heads"), CASES)
 def test_no_read_back_and_no_copy(
     strategy: str, world: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch

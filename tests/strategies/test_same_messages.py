@@ -227,6 +227,7 @@ def compare(by_rank: list[dict[str, list[Operation]]]) -> None:
             assert sent == [(x.group, x.nbytes) for x in there if x.name in RECEIVES], name
 
 
+@pytest.mark.slow
 def test_messages_do_not_depend_on_caches(pool: Pool) -> None:
     compare(pool.run(2, with_other_caches, deadline_s=60))
 

@@ -6,8 +6,8 @@ Shapes: b batch, s the full sequence, s_local this rank's tokens, h query heads,
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,70 @@ from ..masks import window_and_chunk
 from ..state import Patch
 from ..support import parameters_of, pools_last_token, predicts_in_place
 from .recording import Place, Recording
-from .report import Difference
+
+_KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "backward", "gradient")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference between a parallelized model and the same model on one device.
+
+    Attributes:
+        kind: what differs. "batch", "path" or "weights": the ranks' batches, models or weights differ from one another.
+            "layer": a layer does not attend over the sharded sequence. "input": the tokens, positions or labels that
+            the model received. "forward": a tensor of the forward, the first one that differs. "loss": the loss.
+            "backward": the gradient of a tensor of the forward, the first one in backward that differs. "gradient": the
+            gradient of a parameter.
+        quantity: the name of the tensor or parameter.
+        layer: the name of the attention layer; empty for the model itself.
+        tokens: the global positions of the tokens that differ.
+        ranks: the ranks of the sequence on which the quantity differs.
+        error: the norm of the difference, relative to the norm of what one device computes.
+        tolerance: the largest error that counts as equal.
+        explanation: a probable cause.
+        stops: whether nothing after this difference can be compared.
+        at: its place in the order of the training step, among the differences of its kind.
+    """
+
+    kind: str
+    quantity: str
+    layer: str = ""
+    tokens: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    error: float = 0.0
+    tolerance: float = 0.0
+    explanation: str = ""
+    stops: bool = False
+    at: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """A sort key: differences in the order of a training step."""
+        return _KINDS.index(self.kind), self.at
+
+    def __str__(self) -> str:
+        where = f"layer {self.layer!r}, {self.quantity}" if self.layer else self.quantity
+        parts = [f"{self.kind}: {where}"]
+        if self.ranks:
+            parts.append(f"on rank(s) {', '.join(map(str, self.ranks))}")
+        if self.tokens:
+            parts.append(f"tokens {_token_list(self.tokens)}")
+        if self.tolerance:
+            parts.append(f"error {self.error:.2g} (tolerance {self.tolerance:.0e})")
+        return "; ".join([*parts, *([self.explanation] if self.explanation else [])])
+
+
+def _token_list(tokens: Iterable[int]) -> str:
+    """Increasing positions as text, such as "0-3, 7". At most eight ranges are shown."""
+    ranges: list[list[int]] = []
+    for token in tokens:
+        if ranges and token == ranges[-1][1] + 1:
+            ranges[-1][1] = token
+        else:
+            ranges.append([token, token])
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in ranges[:8]]
+    return ", ".join(shown + ["..."] * (len(ranges) > 8))
+
 
 # Probable causes, by the quantity that differs first. The attention's are found by ``_explain_attention``.
 _ROTARY = "its input is equal to that on one device; the positions in its rotary embedding are probably different"
@@ -53,19 +116,19 @@ _GRADIENT_CAUSES: tuple[tuple[Callable[[float, int], bool], str], ...] = (
 class FullBatch:
     """A full batch, prepared for the parallelized model and for one device.
 
-    It is parsed here once more, so that a fault of ``hf/batch.py`` is found.
+    It is parsed without ``hf/batch.py``, so that errors of that file are found.
 
     Attributes:
         for_parallelized: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would
             predict are -100, because what a padding token sees depends on the attention implementation.
         for_one_device: the batch for the model without ``parallelize``, with the same labels.
-        documents: int ``[b, s]``, the index of the document to which a token belongs. None if each row is one document.
-        merges: whether the batch has images or sound. The model then merges them into the text before it shards.
+        documents: int ``[b, s]``, the index of each token's document. None if each row is one document.
+        merges: whether the batch has images or sound. The model merges them into the text before it shards.
         valid: bool ``[b, s]``, False for padding.
         positions: int64 ``[s_local]``, the global positions of this rank's tokens.
         position_ids: int64 ``[b, s]``.
         in_place: whether the model predicts each token itself, not the next one.
-        labels: int64 ``[b, s]``, the label that the output for each token is compared with, or None.
+        labels: int64 ``[b, s]``, the label of the output for each token, or None.
     """
 
     def __init__(self, batch: Mapping[str, Any], patch: Patch, root: PreTrainedModel) -> None:
@@ -111,7 +174,6 @@ class FullBatch:
         self.for_one_device = entries
 
     def _set_labels(self, entries: dict[str, Any]) -> None:
-        """Set the labels in ``for_parallelized``, in ``entries`` and in ``self.labels``."""
         labels, targets = entries.get("labels"), entries.get("shift_labels")
         if targets is not None:
             self.labels = self.for_parallelized["shift_labels"] = self._ignore_padding(targets, 0)
@@ -127,18 +189,9 @@ class FullBatch:
         is_predicted = F.pad(self.valid, (shift, 0), value=False)[:, : self.seq_len]
         return labels.masked_fill(~is_predicted.to(labels.device), IGNORE_INDEX)
 
-    @property
-    def checksum(self) -> int:
-        value = 0
-        for name in sorted(self.for_parallelized):
-            if isinstance(x := self.for_parallelized[name], Tensor):
-                data = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                value = zlib.crc32(data, zlib.crc32(f"{name} {tuple(x.shape)}".encode(), value))
-        return value
-
 
 def _documents(ids: Tensor) -> tuple[Tensor | None, bool]:
-    """The index of each token's document, int ``[b, s]``, and whether the position ids jump or repeat elsewhere.
+    """The index of each token's document, int ``[b, s]``, and whether ``ids`` jump or repeat elsewhere.
 
     A document starts where the ids come back to the row's smallest id. None if each row is one document.
     """
@@ -170,7 +223,15 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
         if local.shape[-1] == expected.shape[-1] and local.dim() <= expected.dim():
             local = local.expand(expected.shape)
         if local.shape != expected.shape:
-            differences.append(Difference("input", name, error=math.inf, explanation=_shapes(local, expected), at=at))
+            differences.append(
+                Difference(
+                    "input",
+                    name,
+                    error=math.inf,
+                    explanation=_shapes(local, expected),
+                    at=at,
+                )
+            )
             continue
         valid = batch.valid.index_select(1, batch.positions)
         wrong = ((local != expected) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)
@@ -215,36 +276,31 @@ def compare_tensors(
     ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float, ranks: int
 ) -> list[Difference]:
     """The first recorded tensor of the forward that differs, and the first gradient in backward that differs."""
-    # a parallelized layer of latent attention records latents instead of keys and values
-    order = {
-        place: at
-        for at, place in enumerate(theirs.tensors)
+    # A parallelized layer of latent attention records latents instead of keys and values.
+    order = [
+        place
+        for place in theirs.tensors
         if place.quantity not in ("key", "value") or Place(place.layer, "latents") not in ours.tensors
-    }
+    ]
+    scale = _gradient_scale(ours, theirs, batch, ranks)
     differences = []
-    for place, at in order.items():
-        result = _compare(ours.tensors.get(place), theirs.tensors[place], batch, tolerance)
-        if result is not None:
+    for kind, places, local, full in (
+        ("forward", order, ours.tensors, theirs.tensors),
+        ("backward", order[::-1], {p: x / scale for p, x in ours.gradients.items()}, theirs.gradients),
+    ):
+        for at, place in enumerate(places):
+            result = _compare(local.get(place), full[place], batch, tolerance) if place in full else None
+            if result is None:
+                continue
             tokens, error, why = result
-            if not why and place.quantity == "attention":
+            if kind == "backward":
+                why = why or _BACKWARD_CAUSES.get(place.quantity, "")
+            elif not why and place.quantity == "attention":
                 why = _explain_attention(place, ours, theirs, batch, tolerance)
             elif not why and (place.quantity != "input" or "input_ids" in ours.inputs):
                 why = _FORWARD_CAUSES.get(place.quantity, "")
-            differences.append(
-                Difference("forward", place.quantity, place.layer, tokens, (), error, tolerance, why, at=at)
-            )
-            break
-    scale = _gradient_scale(ours, theirs, batch, ranks)
-    for place in reversed(order):
-        if place not in theirs.gradients:
-            continue
-        local = ours.gradients.get(place)
-        result = _compare(None if local is None else local / scale, theirs.gradients[place], batch, tolerance)
-        if result is not None:
-            tokens, error, why = result
-            why = why or _BACKWARD_CAUSES.get(place.quantity, "")
-            at, name = len(theirs.tensors) - order[place], f"gradient of {place.quantity}"
-            differences.append(Difference("backward", name, place.layer, tokens, (), error, tolerance, why, at=at))
+            name = place.quantity if kind == "forward" else f"gradient of {place.quantity}"
+            differences.append(Difference(kind, name, place.layer, tokens, (), error, tolerance, why, at=at))
             break
     return differences
 
@@ -254,8 +310,7 @@ def _compare(
 ) -> tuple[tuple[int, ...], float, str] | None:
     """Compare ``local [b, s_local, ...]`` with this rank's part of ``full [b, s, ...]``.
 
-    Returns the global positions of the tokens that differ, the largest error, and a cause if it is known. None if
-    nothing differs.
+    Returns the global positions of the tokens that differ, the largest error, and a cause if it is known; or None.
     """
     if local is None:
         return (), math.inf, "this rank computed none"
@@ -294,10 +349,10 @@ def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, ranks:
 
 
 def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
-    """A probable cause why this rank's attention differs although its queries, keys and values are correct.
+    """Why this rank's attention may differ although its queries, keys and values are correct.
 
-    Compute the attention without the padding mask, without causality, without the window, and so on, and compare each
-    result with what this rank computed.
+    The attention is computed without the padding mask, without causality, without the window, and so on. One of these
+    results may be what this rank computed.
     """
     module, options = theirs.options[place.layer]
     q, k, v, right = (theirs.tensors[Place(place.layer, name)] for name in ("query", "key", "value", "attention"))

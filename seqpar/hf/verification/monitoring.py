@@ -21,24 +21,19 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from ...sharding import Sharding
 from ...wrappers import outermost
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of
-from .comparison import FullBatch
-from .report import Difference, VerificationError, VerificationReport
-from .run import DEADLINE_S, LIBRARIES, TOLERANCE, exchange, lowest_dtype, unsharded_parameters, verify
+from .comparison import Difference, FullBatch
+from .recording import LIBRARIES, TOLERANCE, lowest_dtype, unsharded_parameters
+from .run import DEADLINE_S, VerificationError, VerificationReport, exchange, verify
 
 _log = logging.getLogger("seqpar")
 
 
 class _Monitor:
-    """The hooks that ``verify_while_training`` registers.
-
-    The model is verified before the first step of the optimizer and every ``every``-th step after it, on ``tokens``
-    tokens of each row; or only once, if ``foreign`` says which of its code is not of transformers.
-    """
+    """Verifies before every ``every``-th step of the optimizer, or once, if ``foreign`` names code that is unknown."""
 
     def __init__(self, root: PreTrainedModel, patch: Patch, every: int, tokens: int, foreign: str) -> None:
         self.root, self.patch, self.every, self.tokens, self.foreign = root, patch, every, tokens, foreign
@@ -47,7 +42,8 @@ class _Monitor:
             root.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
             register_optimizer_step_pre_hook(self.before_step),
         ]
-        patch.handles += self.handles
+        for handle in self.handles:
+            patch.undo.callback(handle.remove)
         self.batch: dict[str, Any] | None = None
 
     def before_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,7 +66,7 @@ class _Monitor:
             _log.info("step %d: %s", self.steps, report)
 
     def _verify_once(self, batch: dict[str, Any]) -> None:
-        """Say in one line what was compared. An error that ends one of the two runs is no difference."""
+        """Log in one line what was compared. An error that ends one of the two runs is no difference."""
         started = time.monotonic()
         why = "its weights are sharded"
         if len(unsharded_parameters(self.root)) == len([*self.root.parameters()]):
@@ -92,7 +88,9 @@ class _Monitor:
                 f"was compared with one device on {report.seq_len} tokens of the first batch, in "
                 f"{time.monotonic() - started:.1f} s: the loss and all gradients are equal"
             )
-        _log.warning("%s: %s, so that it %s. SEQPAR_VERIFY=0 turns this off", _name(self.root), self.foreign, said)
+        _log.warning(
+            "%s: %s, so that it %s. SEQPAR_VERIFY=0 turns this off", type(self.root).__name__, self.foreign, said
+        )
 
     def _verify(self, batch: dict[str, Any]) -> VerificationReport:
         with torch.no_grad():
@@ -104,7 +102,7 @@ class _Monitor:
         return verify(outermost(self.root), batch, raise_on_error=False, tolerance=tolerance)
 
     def _check_summed(self, seq_len: int) -> None:
-        """Raise a VerificationError if the gradients that the optimizer is about to use differ between the ranks."""
+        """Raise an error if the gradients that the optimizer is about to use differ between the ranks."""
         patch, root = self.patch, self.root
         if patch.ranks == 1:
             return
@@ -113,21 +111,18 @@ class _Monitor:
         values = torch.stack([*norms.values()]).tolist() if norms else []
         by_rank = exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=DEADLINE_S))
         ranks = [dict(rank[0]) for rank in by_rank]
-        tolerance = TOLERANCE[lowest_dtype(root)]
+        tolerance, nan = TOLERANCE[lowest_dtype(root)], float("nan")
+        why = "it differs between the ranks: the ranks' partial gradients were not summed"
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             norm = [rank.get(name, 0.0) for rank in ranks]
             error = (max(norm) - min(norm)) / max(*norm, 1e-30)
             if error > tolerance:
-                why = "it differs between the ranks: the ranks' partial gradients were not summed"
-                found = Difference("gradient", name, ranks=tuple(range(patch.ranks)), error=error, tolerance=tolerance,
-                                   explanation=why)  # fmt: skip
-                nan = float("nan")
-                raise VerificationError(
-                    VerificationReport((found,), nan, nan, 0, seq_len, patch.ranks, patch.strategy, patch.layout)
-                )
+                found = Difference("gradient", name, "", (), tuple(range(patch.ranks)), error, tolerance, why)
+                sizes = 0, seq_len, patch.ranks
+                raise VerificationError(VerificationReport((found,), nan, nan, *sizes, patch.strategy, patch.layout))
 
     def _unsharded(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The full batch. It is all-gathered if the model was called with this rank's part."""
+        """The full batch: all-gathered if the model was called with this rank's part."""
         shard = batch.get("seqpar")
         if not isinstance(shard, BatchShard):
             return batch
@@ -138,7 +133,7 @@ class _Monitor:
             full["shift_labels"] = full.pop("labels")
         if shard.valid is not None:
             full["attention_mask"] = shard.valid.int()
-        sharding = Sharding(shard.seq_len, shard.layout, mesh=self.patch.mesh, group=self.patch.given_group)
+        sharding = self.patch.sharding(shard.seq_len)
         local = sharding.lengths[self.patch.rank]
         return {
             name: sharding.unshard(x) if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == local else x
@@ -146,10 +141,9 @@ class _Monitor:
         }
 
     def _some_tokens(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """At most ``tokens`` consecutive tokens of each row, those with the most labels.
+        """At most ``tokens`` consecutive tokens of each row, because one rank must compute them alone.
 
-        Without labels, these are the first tokens that are not padding. The batch is cut because a single rank must
-        compute it alone.
+        These are the tokens with the most labels, or, without labels, with the least padding.
         """
         full = FullBatch(batch, self.patch, self.root)
         if full.seq_len <= self.tokens:
@@ -163,10 +157,12 @@ class _Monitor:
         # [seq - tokens + 1]: how many tokens count, in all rows, from each start on
         start = int(counted.sum(0).unfold(0, self.tokens, 1).sum(1).argmax())
         span = slice(start, start + self.tokens)
-        cut = {name: x[:, span] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == full.seq_len else x
-               for name, x in batch.items() if name not in (*BOUNDARY_NAMES, *UNUSED_NAMES)}  # fmt: skip
-        cut["position_ids"] = full.position_ids[:, span]
-        return cut
+        window = {
+            name: x[:, span] if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == full.seq_len else x
+            for name, x in batch.items()
+            if name not in (*BOUNDARY_NAMES, *UNUSED_NAMES)
+        }
+        return {**window, "position_ids": full.position_ids[:, span]}
 
 
 def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
@@ -186,24 +182,19 @@ def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
 
 
 def foreign_code(root: PreTrainedModel, patch: Patch) -> str:
-    """Which module of ``root`` runs code that is not of a known library, as text; empty if none does."""
+    """Says which module of ``root`` runs code that is not of a known library; empty if none does."""
     for module in patch.loss_functions:
         loss_function = getattr(getattr(module, "_loss_function", None), "user_loss", None)
         if loss_function is not None and not _is_known(loss_function):
-            return f"the loss_function of {_name(module)} is not transformers' own"
+            return f"the loss_function of {type(module).__name__} is not transformers' own"
     for name, module in root.named_modules():
         if not _is_known(vars(module).get("forward", type(module).forward)) or not _is_known(type(module)):
-            where = f"{name} ({_name(module)})" if name else f"class {_name(module)}"
+            where = f"{name} ({type(module).__name__})" if name else f"class {type(module).__name__}"
             return f"the code of {where} is not transformers' own"
     return ""
 
 
 def _is_known(code: Any) -> bool:
-    """Whether a class or function is defined in a known library."""
     while isinstance(code, partial):
         code = code.func
     return str(inspect.unwrap(code).__module__).split(".")[0] in (*LIBRARIES, "seqpar")
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__

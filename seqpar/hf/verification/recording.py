@@ -1,21 +1,43 @@
-"""Records the tensors of a forward and its backward, for ``verify``."""
+"""How ``verify`` runs a model: what it records, and the states of the model and of its process groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    causal_mask_function,
+    eager_mask,
+    packed_sequence_mask_function,
+)
 
-from ..latent import has_latent_kv, recorded_expansion
-from ..support import attention_layers, text_model
+from ...comm.communicator import existing_communicators
+from ...rendezvous import group_timeout
+from ...wrappers import outermost
+from ..key_values import has_latent_kv, recorded_expansion
+from ..loss import restore_loss_function
+from ..per_rank import on_this_rank
+from ..state import Patch
+from ..support import attention_layers, parameters_of, text_model
 from ..trial import replaced_interface
 
+# The libraries whose modules are known to work with this package.
+LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
+# The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _INPUTS = ("input_ids", "position_ids", "labels")
 
 Attend = Callable[..., tuple[Tensor, Any]]
@@ -38,14 +60,14 @@ class Call(NamedTuple):
 
 
 class PinnedExperts(TorchFunctionMode):
-    """Records which experts each token is routed to in one run of a model, and routes it to the same ones in another.
+    """Records to which experts one run routes each token, and routes it to the same experts in another run (``pins``).
 
-    Otherwise rounding could route a token to another expert in half precision. Its output would then differ by far more
+    Otherwise rounding could route a token to another expert in half precision, and its output would differ by far more
     than rounding error. The experts are the result of ``torch.topk``, as in the routers of transformers.
 
     Args:
         pins: whether the topk of this run returns the recorded ``experts``, or records them.
-        experts: the indices of each call, ``[rows * seq, k]`` or ``[rows, seq, k]``, in the order of the calls.
+        experts: for each call the indices, ``[rows * seq, k]`` or ``[rows, seq, k]``.
         positions: int64 ``[seq_local]``, the tokens that this run computes.
         seq_len: the number of tokens of the recorded run.
     """
@@ -74,6 +96,9 @@ class Recording:
     """Copies on the CPU of what one forward and backward of a model computed, in the order of the forward."""
 
     def __init__(self, root: PreTrainedModel) -> None:
+        self.root = root
+        self.loss = float("nan")
+        self.parameter_gradients: dict[str, Tensor] = {}
         # input_ids, position_ids and labels, as the model's forward received them. With a tower, position_ids are the
         # ones that the text model received.
         self.inputs: dict[str, Tensor] = {}
@@ -92,10 +117,7 @@ class Recording:
         self, implementation: str, function: Attend, substitute: Attend | None, module: nn.Module, q: Tensor, k: Tensor,
         v: Tensor, *args: Any, **kwargs: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Call the attention function ``function``, or its ``substitute``, and record the call.
-
-        Calls by vision and audio towers are not recorded.
-        """
+        """Record a call of the attention function ``function``, and call it or its ``substitute``."""
         if module in self._in_towers:
             return function(module, q, k, v, *args, **kwargs)
         layer = self._names.get(module, type(module).__name__)
@@ -116,7 +138,6 @@ class Recording:
         return out, weights
 
     def record_latents(self, layer: nn.Module, latents: Tensor, rotated: Tensor) -> None:
-        """Record the latents and rotated keys that a layer with latent attention expands to keys and values."""
         self._record(self._names[layer], "latents", latents, token_dim=2)
         self._record(self._names[layer], "rotated keys", rotated, token_dim=2)
 
@@ -160,23 +181,23 @@ class Recording:
 
 
 def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
-    """A copy of ``x`` on the CPU, in float32 or float64, with the tokens along dimension 1."""
+    """``x [batch, seq, ...]`` on the CPU, in float32 or float64."""
     x = x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
     return x.transpose(1, token_dim)
 
 
 def _hidden_states(values: Sequence[Any]) -> Tensor | None:
-    """The first floating-point tensor with three dimensions, ``[batch, seq, hidden]``."""
+    """The first floating-point tensor ``[batch, seq, hidden]``."""
     return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
 
 
 @contextmanager
-def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[Recording]:
-    """Record what ``root`` computes in the block.
+def recording(record: Recording, attend: Attend | None = None) -> Iterator[None]:
+    """Record what the model computes in the block.
 
     ``attend`` is called instead of the model's attention functions, except in vision and audio towers.
     """
-    record = Recording(root)
+    root = record.root
 
     def record_calls(implementation: str, function: Attend) -> Attend:
         return partial(record.attend, implementation, function, attend)
@@ -196,7 +217,126 @@ def recording(root: PreTrainedModel, attend: Attend | None = None) -> Iterator[R
             stack.enter_context(replaced_interface(record_calls))
             for layer in layers:
                 stack.enter_context(recorded_expansion(layer, record.record_latents))
-            yield record
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+_FIND_DOCUMENTS = "find_packed_sequence_indices"
+
+
+@contextmanager
+def one_device(
+    root: PreTrainedModel,
+    patch: Patch,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]],  # the arguments of a call to the arguments of the forward
+    documents: Tensor | None,  # int [batch, seq], the index of each token's document
+) -> Iterator[None]:
+    """In the block, ``root`` runs as without ``parallelize``, with transformers' eager attention and masks."""
+
+    def before_forward(root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return (), prepare({**dict(zip(parameters_of(root), args, strict=False)), **kwargs})
+
+    with ExitStack() as stack:
+        # Where the layers' ``is_causal`` differs from the model's mask, SDPA and eager attention differ too.
+        implementation = "sdpa" if patch.causality_conflicts and patch.implementation == "sdpa" else "eager"
+        stack.enter_context(on_this_rank(patch, implementation))
+        stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
+        for module in patch.loss_functions:
+            if (ours := restore_loss_function(module)) is not None:
+                stack.callback(vars(module).__setitem__, "_loss_function", ours)
+        # Only some models look for documents in ``position_ids``, and not in the way of ``shard_batch``.
+        stack.callback(setattr, masking_utils, _FIND_DOCUMENTS, getattr(masking_utils, _FIND_DOCUMENTS))
+        setattr(masking_utils, _FIND_DOCUMENTS, lambda position_ids: documents)
+        if documents is not None:
+            # An entry of this instance takes precedence over the entry of the class.
+            ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)
+            stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, implementation)
+        yield
+
+
+def _mask_of_documents(
+    documents: Tensor, *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
+) -> Tensor:
+    """transformers' eager mask, with documents."""
+    kwargs["allow_is_bidirectional_skip"] = False
+    same_document = packed_sequence_mask_function(documents.to(kwargs.get("device", "cpu")))
+    mask: Tensor = eager_mask(*args, mask_function=and_masks(mask_function, same_document), **kwargs)
+    return mask
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """In the block, ``model`` is in evaluation mode and not compiled. Afterwards its state is restored."""
+    compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+    on_cuda = any(p.is_cuda for p in model.parameters())
+    with ExitStack() as stack:
+        for p in model.parameters():
+            stack.callback(setattr, p, "grad", p.grad)
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+            for name, buffer in module._buffers.items():
+                value = None if buffer is None else buffer.detach().clone()
+                stack.callback(_restore_buffer, module, name, buffer, value)
+            if "max_seq_len_cached" in vars(module):  # of rotary embeddings of the type "dynamic"
+                stack.callback(setattr, module, "max_seq_len_cached", module.max_seq_len_cached)
+        stack.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if on_cuda else []))
+        if compiled:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        model.eval()
+        yield
+
+
+@torch.no_grad()
+def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, value: Tensor | None) -> None:
+    module._buffers[name] = buffer
+    if buffer is not None and value is not None:
+        buffer.copy_(value)
+
+
+@contextmanager
+def deadline(group: ProcessGroup | None, seconds: float) -> Iterator[None]:
+    """In the block, the timeout of collectives and messages between ranks is ``seconds``."""
+    if group is None or dist.group.WORLD is None:
+        yield
+        return
+    limit = timedelta(seconds=seconds)
+    groups = list({id(g): g for g in (dist.group.WORLD, group, *existing_communicators())}.values())
+    timeouts = {id(g): group_timeout(g) for g in groups}
+    for g in groups:
+        _set_timeout(g, limit)
+    try:
+        yield
+    finally:
+        # A communicator that was created inside the block gets the timeout of ``group``.
+        for g in (*groups, *existing_communicators()):
+            _set_timeout(g, timeouts.get(id(g), timeouts[id(group)]))
+
+
+def _set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    for device in group._device_types:
+        backend: Any = group._get_backend(device)
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(timeout)
+        if hasattr(backend, "options") and hasattr(backend.options, "_timeout"):
+            backend.options._timeout = timeout
+
+
+def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
+    """Whether ``root`` is inside a module of a class that is not of transformers, peft, accelerate, TRL or torch."""
+    name = next(name for name, module in model.named_modules() if module is root)
+    parts = name.split(".") if name else []
+    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
+    return any(type(module).__module__.split(".")[0] not in LIBRARIES for module in around)
+
+
+def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that every rank of the sequence holds in full, by name."""
+    if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
+        return {}
+    return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
+
+
+def lowest_dtype(root: nn.Module) -> torch.dtype:
+    return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])

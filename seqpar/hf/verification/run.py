@@ -1,55 +1,108 @@
 """``verify``: checks that a parallelized model computes what it would compute on one device.
 
-The model runs twice on the same batch: sharded over the ranks as in training, and on each rank alone with transformers'
-own attention and masks. Before that, the ranks compare their batches, models and weights, and in a dry run the calls of
-the attention function. If a rank would run something else than the others, the report says so. Every wait has a
-deadline, so that no rank waits forever.
+The ranks compare their batches, models and weights, and in a dry run their calls of the attention function. Then the
+model runs twice on the same batch: on each rank alone, with transformers' own attention and masks, and sharded over the
+ranks as in training. Every wait has a deadline, so that no rank waits forever.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from math import inf, isnan
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...checks import check_number
-from ...comm.handshake import Fingerprint, all_gather_header, fingerprint
+from ...comm.handshake import all_gather_header
 from ...layers.gradients import sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
-from ...wrappers import gradient_wrappers, outermost
+from ...wrappers import gradient_wrappers
+from ..batch import checksum
 from ..loss import reduce_over_ranks
-from ..per_rank import shared_batches
 from ..state import NAME, Patch, patch_of
 from ..support import attention_layers
 from ..trial import attend_to_own_token
-from .comparison import FullBatch, compare_inputs, compare_tensors, parameter_differences
-from .one_device import deadline, one_device, unchanged
-from .recording import PinnedExperts, Recording, recording
-from .report import Difference, VerificationError, VerificationReport
-
-# The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
+from .recording import (
+    TOLERANCE,
+    PinnedExperts,
+    Recording,
+    deadline,
+    foreign_wrappers,
+    lowest_dtype,
+    one_device,
+    recording,
+    unchanged,
+    unsharded_parameters,
+)
 
 Batch = Mapping[str, Any]
 Shard = Callable[[Batch], dict[str, Any]]
 Sync = Callable[[nn.Module], object]
 DEADLINE_S = 120.0
-# The libraries whose modules are known to work with this package.
-LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
 _NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """The result of ``verify``, the same on every rank of the sequence.
+
+    Attributes:
+        differences: the differences from one device, in the order of a training step.
+        loss: the loss of the parallelized model; NaN if it was not computed.
+        expected_loss: the loss of the model on one device; NaN if it was not computed.
+        layers: the number of attention layers that were compared.
+        seq_len: the number of tokens of the full sequence.
+        ranks: the number of ranks that the sequence is sharded over.
+        strategy, layout: as given to ``parallelize``.
+    """
+
+    differences: tuple[Difference, ...]
+    loss: float
+    expected_loss: float
+    layers: int
+    seq_len: int
+    ranks: int
+    strategy: str
+    layout: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no differences."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        what = f"{self.seq_len} tokens on {self.ranks} rank(s), strategy={self.strategy!r}, layout={self.layout!r}"
+        if self.ok:
+            return (
+                f"seqpar.hf.verify: equal to one device: {what}, {self.layers} attention layers, loss {self.loss:.6f} "
+                f"(one device {self.expected_loss:.6f}), all gradients"
+            )
+        return "\n".join([f"seqpar.hf.verify: not what one device computes: {what}", *map(str, self.differences)])
+
+
+class VerificationError(AssertionError):
+    """A parallelized model does not compute what one device would.
+
+    Attributes:
+        report: the ``VerificationReport``.
+    """
+
+    def __init__(self, report: VerificationReport) -> None:
+        super().__init__(str(report))
+        self.report = report
 
 
 def verify(
@@ -64,10 +117,10 @@ def verify(
 ) -> VerificationReport:
     """Compare a parallelized model with itself on one device, on one batch.
 
-    All ranks of the sequence call it with the same short batch. Each rank also runs the full batch by itself, without
-    the hooks of ``parallelize`` and with transformers' eager attention, which has a dense mask. ``verify`` compares the
-    inputs of the model (tokens, positions, labels); for each attention layer the length, input, queries, keys, values,
-    attention, output and their gradients; the loss; and the gradient of every parameter.
+    All ranks of the sequence call it with the same short batch. Each rank also runs the full batch by itself, with
+    transformers' eager attention, which has a dense mask. ``verify`` compares the model's inputs (tokens, positions,
+    labels); for each attention layer the length, input, queries, keys, values, attention, output and their gradients;
+    the loss; and the gradient of every parameter.
 
     The model runs in evaluation mode, so that dropout is off, and without ``torch.compile``. A model with
     ``batches="per_rank"`` runs as if its ranks shared a batch. Gradients, random number generators, buffers and modes
@@ -107,9 +160,9 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
         stack.enter_context(unchanged(model))
-        stack.callback(patch.__setattr__, "calls", patch.calls)
-        stack.callback(patch.__setattr__, "seed", patch.seed)
-        stack.enter_context(shared_batches(root, patch))
+        for name in ("calls", "seed", "batches"):
+            stack.callback(setattr, patch, name, getattr(patch, name))
+        patch.batches = "shared"
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
@@ -117,28 +170,13 @@ def verify(
 
 
 class _Header(NamedTuple):
-    """The values that the ranks compare before anything runs."""
-
     seq_len: int
-    batch: Fingerprint
-    path: Fingerprint
-    weights: Fingerprint
-
-
-@dataclass
-class _Run:
-    """One forward and backward: its recording, its loss and the gradients of the parameters."""
-
-    record: Recording
-    loss: float = float("nan")
-    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 class _Verification:
     """One call of ``verify``.
 
-    ``report`` runs the stages in order: the comparison of the ranks, the dry run, the run on one device, and the
-    parallelized run. It stops after a stage whose differences would make the next stages fail or hang.
+    ``report`` stops after a stage whose differences would make the next stages fail or hang.
     """
 
     def __init__(
@@ -147,23 +185,17 @@ class _Verification:
         self.model, self.root, self.patch = model, root, patch
         self.layers = attention_layers(root)
         self.limit = timedelta(seconds=limit)
-        self.weights: dict[str, float] = {}
-        self.path: list[str] = []
 
         def header() -> _Header:
             self.batch = FullBatch(batch, patch, root)
-            self.path = _static_path(root, patch, self.layers)
-            self.weights = _weight_sums(root)
-            checksum = Fingerprint(self.batch.checksum)
-            return _Header(self.batch.seq_len, checksum, fingerprint(*self.path), fingerprint(*self.weights.items()))
+            return _Header(self.batch.seq_len)
 
-        self.headers = all_gather_header(header, patch.group)
+        all_gather_header(header, patch.group)  # raises on every rank if the batch of one rank has an error
         self.unsharded = unsharded_parameters(root)
         self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
 
     def report(self, shard: Shard | None, sync: Sync | None) -> VerificationReport:
-        """Run all stages."""
-        dry, theirs, ours = (_Run(Recording(self.root)) for _ in range(3))
+        dry, theirs, ours = (Recording(self.root) for _ in range(3))
         local: dict[str, Any] = {}
         not_in_dry_run = () if foreign_wrappers(self.model, self.root) else _NOT_IN_DRY_RUN
         pinned = partial(PinnedExperts, experts=[], positions=self.batch.positions, seq_len=self.batch.seq_len)
@@ -174,11 +206,11 @@ class _Verification:
 
         def shard_and_dry_run() -> None:
             local.update(self.batch.for_parallelized if shard is None else shard(self.batch.for_parallelized))
-            with torch.no_grad(), recording(self.root, attend_to_own_token) as dry.record:
+            with torch.no_grad(), recording(dry, attend_to_own_token):
                 self.model(**{name: x for name, x in local.items() if name not in not_in_dry_run})
 
         def run_alone() -> None:
-            with one_device(self.model, self.root, self.patch, full_call, self.batch.documents), pinned(pins=False):
+            with one_device(self.root, self.patch, full_call, self.batch.documents), pinned(pins=False):
                 self._run(theirs, self.batch.for_parallelized, None, alone=True)
 
         def run_sharded() -> None:
@@ -188,7 +220,7 @@ class _Verification:
         stages: tuple[Callable[[], list[Difference]], ...] = (
             self._compare_ranks,
             lambda: self._compare_calls(shard_and_dry_run, dry, "run"),
-            lambda: self._compare_lengths(dry.record),
+            lambda: self._compare_lengths(dry),
             lambda: self._compare_calls(run_alone, theirs, "run on one device"),
             lambda: self._compare_calls(run_sharded, ours, "run"),
             lambda: self._compare(ours, theirs),
@@ -203,26 +235,24 @@ class _Verification:
         return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
 
     def _compare_ranks(self) -> list[Difference]:
-        """The differences between the ranks' batches, models and weights."""
-        batches, paths, weights = ([h[i] for h in self.headers] for i in (1, 2, 3))
+        path = _static_path(self.root, self.patch, self.layers)
+        by_rank = self._exchange([checksum(self.batch.for_parallelized), path, _weight_sums(self.unsharded)])
+        batches, paths, weights = zip(*by_rank, strict=True)
         if len(set(batches)) > 1:
             return [Difference("batch", "batch", ranks=_minority(batches), explanation="the ranks' batches differ")]
-        if len(set(paths)) > 1:
-            lines = self._exchange(self.path)
-            at = next((i for i, by_rank in enumerate(zip(*lines, strict=False)) if len(set(by_rank)) > 1), None)
-            return [_other_path([f"{len(x)} parameters and layers" if at is None else x[at] for x in lines])]
-        if len(set(weights)) > 1:
-            sums = [dict(rank) for rank in self._exchange(list(self.weights.items()))]
-            name = next(n for n in sums[0] if len({rank.get(n) for rank in sums}) > 1)
-            ranks = _minority([rank[name] for rank in sums])
-            why = "the ranks hold different weights; load the same checkpoint, or make the model from the same seed"
-            return [Difference("weights", name, ranks=ranks, explanation=why, stops=True)]
+        for lines in zip_longest(*paths, fillvalue="no such parameter or layer"):
+            if len(set(lines)) > 1:
+                return [_other_path(lines)]
+        for name in weights[0]:
+            if len(set(sums := [rank.get(name) for rank in weights])) > 1:
+                why = "the ranks hold different weights; load the same checkpoint, or make the model from the same seed"
+                return [Difference("weights", name, ranks=_minority(sums), explanation=why, stops=True)]
         return []
 
-    def _compare_calls(self, call: Callable[[], None], run: _Run, name: str) -> list[Difference]:
-        """Call the model on every rank, and compare the ranks' calls of the attention function, which ``run`` records.
+    def _compare_calls(self, call: Callable[[], None], run: Recording, name: str) -> list[Difference]:
+        """Run ``call``, and compare the ranks' calls of the attention function, which ``run`` records.
 
-        Returns the first call that differs between the ranks, or the error that a rank raised.
+        The difference is the first call that differs between the ranks, or the error that a rank raised.
         """
         message = ""
         try:
@@ -231,19 +261,18 @@ class _Verification:
             if self.patch.ranks == 1:
                 raise
             message = f"{type(error).__name__}: {error}"
-        calls = [f"{call.layer} by {call.implementation!r} on {call.description}" for call in run.record.calls]
+        calls = [f"{call.layer} by {call.implementation!r} on {call.description}" for call in run.calls]
         by_rank = self._exchange([message, *calls])
         for i in range(1, max(map(len, by_rank))):
             ith_calls = [rank[i] if i < len(rank) else f"no {i}-th attention layer" for rank in by_rank]
-            # A rank that raised an error has made fewer calls. This alone is not another path: another rank may have
-            # caused the error, by not sending its message.
+            # A rank that raised an error has made fewer calls. That alone is not another path.
             if len({call for call, rank in zip(ith_calls, by_rank, strict=True) if not rank[0] or i < len(rank)}) > 1:
                 return [_other_path(ith_calls)]
         failed = tuple(rank for rank, (error, *_) in enumerate(by_rank) if error)
         return [Difference("path", name, ranks=failed, explanation=by_rank[failed[0]][0], stops=True)] if failed else []
 
     def _compare_lengths(self, dry: Recording) -> list[Difference]:
-        """The layers that do not attend over the sharded sequence with this rank's queries."""
+        """The layers whose attention is not sharded, or whose queries are of other tokens than this rank's."""
         differences = []
         for call in dry.calls:
             if call.implementation != NAME:
@@ -257,15 +286,11 @@ class _Verification:
             differences.append(Difference("layer", quantity, call.layer, explanation=why, error=inf))
         return self._merge(differences)
 
-    def _run(self, run: _Run, arguments: Mapping[str, Any], sync: Sync | None, alone: bool = False) -> None:
-        """Run a forward and backward, and store the results in ``run``.
-
-        ``alone``: the model runs on this rank alone, on the full batch.
-        """
+    def _run(self, run: Recording, arguments: Mapping[str, Any], sync: Sync | None, alone: bool = False) -> None:
+        """Run a forward and backward. ``alone``: on this rank alone, with the full batch."""
         for p in self.model.parameters():
             p.grad = None
-        with torch.enable_grad(), recording(self.root) as record:
-            run.record = record
+        with torch.enable_grad(), recording(run):
             output = self.model(**arguments)
             loss = _loss_of(output)
             if loss is None:
@@ -279,7 +304,7 @@ class _Verification:
             elif not gradient_wrappers(self.model, self.patch.group):
                 module = self.model if foreign_wrappers(self.model, self.root) else self.root
                 sync_gradients(module, mesh=self.patch.mesh, group=self.patch.given_group)
-        run.gradients = {
+        run.parameter_gradients = {
             name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach().cpu()
             for name, p in self.model.named_parameters()
             if p.grad is not None
@@ -305,20 +330,21 @@ class _Verification:
         total = (x.float() * weight.to(x.device) * valid[..., None]).sum() / x[..., 0, :].numel()
         return total if alone else reduce_over_ranks(total, self.patch, self.root)
 
-    def _compare(self, ours: _Run, theirs: _Run) -> list[Difference]:
+    def _compare(self, ours: Recording, theirs: Recording) -> list[Difference]:
         tolerance = self.tolerance
-        found = compare_inputs(ours.record, theirs.record, self.batch, self.patch)
-        found += compare_tensors(ours.record, theirs.record, self.batch, tolerance, self.patch.ranks)
+        found = compare_inputs(ours, theirs, self.batch, self.patch)
+        found += compare_tensors(ours, theirs, self.batch, tolerance, self.patch.ranks)
         error = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), 1e-6)
         if not error <= tolerance and not (isnan(ours.loss) and isnan(theirs.loss)):  # NaN: no label counts
             why = f"{ours.loss:.6f}, on one device {theirs.loss:.6f}"
             found.append(Difference("loss", "loss", error=error, tolerance=tolerance, explanation=why))
-        return self._merge(found) + self._compare_gradients(ours.gradients, theirs.gradients)
+        return self._merge(found) + self._compare_gradients(ours.parameter_gradients, theirs.parameter_gradients)
 
     def _compare_gradients(self, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Difference]:
         """The first parameter whose gradient differs on some rank."""
         local = parameter_differences(ours, theirs, self.tolerance, self.patch.ranks)
-        by_rank = [{name: (e, w) for name, e, w in x} for x in self._exchange([_short(d) for d in local])]
+        found = self._exchange([(d.quantity, d.error, d.explanation) for d in local])
+        by_rank = [{name: (error, why) for name, error, why in rank} for rank in found]
         names = {name for rank in by_rank for name in rank}
         if not names:
             return []
@@ -351,8 +377,8 @@ class _Verification:
         return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
 
     def _merge(self, found: list[Difference]) -> list[Difference]:
-        """All ranks' differences, the same on every rank. In forward and in backward, only the first difference."""
-        by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(d.values()) for d in found])]
+        """The differences on all ranks. In forward and in backward, only the first one."""
+        by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(astuple(d)) for d in found])]
         by_place: dict[tuple[int, int, str, str, str], dict[int, Difference]] = {}
         for i, rank in enumerate(by_rank):
             for d in rank:
@@ -371,15 +397,8 @@ class _Verification:
         return exchange(self.patch, value, self.limit)
 
 
-def _short(difference: Difference) -> list[Any]:
-    return [difference.quantity, difference.error, difference.explanation]
-
-
 def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
-    """Each rank's ``value``, which JSON can represent, by rank in the sequence.
-
-    The ranks exchange the values through the store, which also works after a message between ranks has failed.
-    """
+    """Each rank's ``value``, which JSON can represent, by rank. The store works even after a message has failed."""
     if patch.group is None or patch.ranks == 1:
         return [json.loads(json.dumps(value))]
     met = store_all_gather("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
@@ -387,29 +406,20 @@ def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
 
 
 def _values(output: Any) -> list[Tensor]:
-    """The tensors of a tensor, sequence or mapping."""
     values = [output] if isinstance(output, Tensor) else output.values() if hasattr(output, "values") else output
     return [x for x in values if isinstance(x, Tensor)] if isinstance(values, Iterable) else []
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """The loss that a model or a module around it returns: an entry "loss", or a scalar that is the first value."""
+    """The entry "loss" of an output, or its first value if that is a scalar."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor | tuple):
         loss = next((x for x in _values(output)[:1] if x.dim() == 0), None)
     return loss if isinstance(loss, Tensor) else None
 
 
-def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
-    """Whether ``root`` is inside a module of a class that is not of transformers, peft, accelerate, TRL or torch."""
-    name = next(name for name, module in model.named_modules() if module is root)
-    parts = name.split(".") if name else []
-    around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
-    return any(type(module).__module__.split(".")[0] not in LIBRARIES for module in around)
-
-
 def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
-    """Everything that decides which messages a rank sends, as lines of text."""
+    """What decides which messages a rank sends, as lines of text."""
 
     def of(patch: Any) -> str:
         if not isinstance(patch, Patch):
@@ -425,23 +435,16 @@ def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Modul
     return lines
 
 
-def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are not sharded, by name. Every rank of the sequence holds them in full."""
-    if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
-        return {}
-    return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
-
-
-def _weight_sums(root: nn.Module) -> dict[str, float]:
-    """A checksum of each parameter that is not sharded, by name."""
-    full = {n: p for n, p in unsharded_parameters(root).items() if p.is_floating_point()}
+def _weight_sums(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """A checksum of each parameter, as text, by name."""
+    full = {n: p for n, p in parameters.items() if p.is_floating_point()}
     sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
             for p in full.values()]  # fmt: skip
-    return dict(zip(full, torch.stack(sums).tolist() if sums else (), strict=True))
+    return dict(zip(full, map(str, torch.stack(sums).tolist() if sums else ()), strict=True))
 
 
-def _other_path(descriptions: list[str]) -> Difference:
-    """The difference between ranks that run different things, as described by ``descriptions``, one for each rank."""
+def _other_path(descriptions: Sequence[str]) -> Difference:
+    """``descriptions[rank]`` says what a rank runs."""
     ranks = _minority(descriptions)
     here = descriptions[ranks[0]]
     elsewhere = next(x for rank, x in enumerate(descriptions) if rank not in ranks)
@@ -449,12 +452,7 @@ def _other_path(descriptions: list[str]) -> Difference:
     return Difference("path", "path", ranks=ranks, explanation=why, stops=True)
 
 
-def _minority(values: list[Any]) -> tuple[int, ...]:
-    """The ranks whose value is not the most frequent one. Among equally frequent values, the first one counts."""
+def _minority(values: Sequence[Any]) -> tuple[int, ...]:
+    """The ranks whose value is not the most frequent one (the first of equally frequent values)."""
     majority = max(dict.fromkeys(values), key=values.count)
     return tuple(rank for rank, value in enumerate(values) if value != majority)
-
-
-def lowest_dtype(root: nn.Module) -> torch.dtype:
-    """The dtype of lowest precision among the dtypes of the parameters."""
-    return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])
