@@ -103,7 +103,10 @@ def reductions(wrapper: nn.Module) -> Iterator[Reduction]:
 
 def _average(name: str, groups: Iterable[ProcessGroup | None], ranks: frozenset[int] | None = None) -> Reduction:
     present = tuple(group for group in groups if group is not None)
-    ranks = ranks or frozenset(dist.get_process_group_ranks(present[0]))
+    try:
+        ranks = ranks or frozenset(dist.get_process_group_ranks(present[0]))
+    except KeyError:  # the group has been destroyed, and with it the wrapper's use
+        ranks = frozenset()
     return Reduction(ranks, len(ranks), name, present)
 
 
