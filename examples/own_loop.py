@@ -7,6 +7,7 @@ python examples/own_loop.py --steps 12 --checkpoint FOLDER                 # sav
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     elif args.wrapper == "fsdp2":
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    state = {"step": 0}
+    state: dict[str, Any] = {"step": 0}
     if args.checkpoint and Path(args.checkpoint).exists():
         weights, moments = get_state_dict(model, optimizer)
         state |= {"model": weights, "optimizer": moments}

@@ -189,7 +189,7 @@ def attention(
     spec = make_spec()
     q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, *tensors)
     if spec.strategy == "auto":
-        cluster = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+        cluster = sharding.layout, sharding.ranks, sharding.per_host
         spec = named(spec, mask, q.shape[2], k.shape[2], *cluster)
     seed = None
     if dropout_seed is not None:

@@ -13,11 +13,12 @@ try:
 except ImportError as error:
     raise ImportError("seqpar.hf requires transformers 5: pip install 'seqpar[hf]'") from error
 
+from ..verification import VerificationError
 from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
 from .loss import token_log_probs
 from .patch import parallelize, restore
-from .verification.run import VerificationError, VerificationReport, verify
+from .verification.run import VerificationReport, verify
 
 if TYPE_CHECKING:
     from .accelerate import ParallelismConfig, SequenceParallelMixin, SequenceParallelTrainer

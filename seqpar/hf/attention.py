@@ -105,7 +105,7 @@ def attention_forward(
         if not torch.compiler.is_compiling() and gathers_shared_keys(module, patch, layer_mask(mask, *in_layer)):
             spec = spec.having(replicated=True)
             return attend_to_shared_keys(q, k, v, shared_key, s_aux, mask, sharding, spec, seed), None
-        cluster = sharding.layout, sharding.ranks, sharding.per_host, q.device.type
+        cluster = sharding.layout, sharding.ranks, sharding.per_host
         spec = named(spec, mask, q.shape[2], k.shape[2], *cluster)
         check_inputs(q, k, v, weight)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

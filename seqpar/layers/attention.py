@@ -291,7 +291,7 @@ class AttentionLayer(nn.Module):
         if spec.dropout_p and not self.training:
             spec = spec.having(dropout_p=0.0, draws_seed=False)
         if spec.strategy == "auto":
-            cluster = sharding.layout, sharding.ranks, sharding.per_host, x.device.type
+            cluster = sharding.layout, sharding.ranks, sharding.per_host
             spec = named(spec, mask, self.num_heads, self.num_kv_heads, *cluster)
         return spec
 

@@ -30,7 +30,7 @@ from ..strategies import StrategyName, StrategyOptions
 
 
 def named(
-    spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, layout: Layout, ranks: int, per_host: int, device: str
+    spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, layout: Layout, ranks: int, per_host: int
 ) -> AttentionSpec:
     """``spec`` with the strategy that the rule names in place of "auto"."""
     if spec.strategy != "auto":

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
+from ...verification import TOLERANCE, VerificationError
 from ...wrappers import outermost
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of
 from .comparison import Difference, FullBatch
-from .recording import LIBRARIES, TOLERANCE, lowest_dtype, unsharded_parameters
-from .run import DEADLINE_S, VerificationError, VerificationReport, exchange, verify
+from .recording import LIBRARIES, lowest_dtype, unsharded_parameters
+from .run import DEADLINE_S, VerificationReport, exchange, verify
 
 _log = logging.getLogger("seqpar")
 

@@ -26,6 +26,7 @@ from transformers.masking_utils import (
 
 from ...comm.communicator import existing_communicators
 from ...rendezvous import group_timeout
+from ...verification import TOLERANCE
 from ...wrappers import outermost
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
@@ -36,8 +37,6 @@ from ..trial import replaced_interface
 
 # The libraries whose modules are known to work with this package.
 LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
-# The largest errors that count as equal, relative to the norm of what is compared, by the model's lowest precision.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _INPUTS = ("input_ids", "position_ids", "labels")
 
 Attend = Callable[..., tuple[Tensor, Any]]

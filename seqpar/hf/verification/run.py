@@ -28,6 +28,7 @@ from ...comm.handshake import all_gather_header
 from ...layers.gradients import sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
+from ...verification import TOLERANCE, VerificationError
 from ...wrappers import gradient_wrappers
 from ..batch import checksum
 from ..loss import reduce_over_ranks
@@ -36,7 +37,6 @@ from ..support import attention_layers
 from ..trial import attend_to_own_token
 from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
 from .recording import (
-    TOLERANCE,
     PinnedExperts,
     Recording,
     deadline,
@@ -91,18 +91,6 @@ class VerificationReport:
                 f"(one device {self.expected_loss:.6f}), all gradients"
             )
         return "\n".join([f"seqpar.hf.verify: not what one device computes: {what}", *map(str, self.differences)])
-
-
-class VerificationError(AssertionError):
-    """A parallelized model does not compute what one device would.
-
-    Attributes:
-        report: the ``VerificationReport``.
-    """
-
-    def __init__(self, report: VerificationReport) -> None:
-        super().__init__(str(report))
-        self.report = report
 
 
 def verify(
