@@ -272,7 +272,7 @@ def rows_that_differ(group: ProcessGroup) -> dict[str, list[str]]:
 
 
 def test_ranks_that_hold_other_rows_are_noticed(pool: Pool) -> None:
-    other = r"ValueError: x: rank\(s\) \[1\] of the 2 ranks that share .* hold another tensor.*num_replicas=dp"
+    other = r"OtherRowsError: x: rank\(s\) \[1\] of the 2 ranks that share .* hold another tensor.*num_replicas=dp"
     for rank, found in enumerate(pool.run(2, rows_that_differ)):
         *_, length, kind, _ = found["check"]
         assert found["check"][:3] == ["nothing"] * 3 and found["check"][-1] == "nothing"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, init_device_mesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,7 +112,7 @@ def reports(group: ProcessGroup, seed: int) -> dict[str, tuple[bool, str]]:
         if name in ("DDP", "averaged"):
             run.model = DistributedDataParallel(run.plain, process_group=group)
         if name == "FSDP2":
-            fully_shard(run.plain, mesh=init_device_mesh("cpu", (group.size(),)))
+            fully_shard(run.plain, mesh=DeviceMesh.from_group(group, "cpu"))
         before = [p.grad for p in run.plain.parameters()]
         report = seqpar.verify(run.model, run.step, run.reference, group=group)
         assert before == [p.grad for p in run.plain.parameters()]
