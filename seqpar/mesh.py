@@ -72,7 +72,7 @@ def init_mesh(
     ``backend``, ``timeout`` and ``device_id`` have no effect if a process group is already running.
 
     Returns:
-        The mesh. All four dimensions are present, also those of size 1.
+        The mesh. All four dimensions are present, even if their size is 1.
 
     Raises:
         TypeError: an argument has another type.

@@ -109,7 +109,7 @@ class Runs:
         if len(self) == 1:
             distance = positions - start
             return distance * lo_step + lo, distance * hi_step + hi
-        # The line of lo along run i is lo[i] - lo_step[i] * start[i] + lo_step[i] * x; that of hi likewise.
+        # The line of lo along run i is lo[i] - lo_step[i] * start[i] + lo_step[i] * x; hi has the same form.
         table = np.stack([self.start, self.lo - self.lo_step * self.start, self.lo_step,
                           self.hi - self.hi_step * self.start, self.hi_step])  # fmt: skip
         starts, *lines = upload(torch.from_numpy(table), positions.device)

@@ -219,7 +219,7 @@ class Sharding(Opaque):
         return dim
 
     def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:
-        """The number of tokens of each rank of ``group``, whose ranks must be among those of the sequence.
+        """The number of tokens of each rank of ``group``, whose ranks must all share the sequence.
 
         Raises:
             ValueError: a rank of ``group`` is not one over which the sequence is sharded.
@@ -282,7 +282,7 @@ class Sharding(Opaque):
 
         Args:
             spec: the constants of the call.
-            ranks: the mesh or the group that a layer was made with; by default those of the sharding.
+            ranks: the mesh or the group that a layer was made with; by default the sharding's.
 
         Raises:
             ValueError: ``ranks`` are not the ranks of the sharding.
@@ -375,7 +375,7 @@ def shard(
         sharding: instead of the other arguments; the call is then ``sharding.shard(x, dim)``.
         strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
             difference.
-        check: as for ``Sharding.shard``.
+        check: whether the ranks compare their ``x`` (see ``Sharding.shard``).
 
     Returns:
         ``x`` with ``seq_local`` of ``seq`` entries along ``dim``, contiguous. ``seq`` need not divide by anything:

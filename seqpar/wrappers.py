@@ -34,7 +34,7 @@ class Reduction:
     """What a wrapper does to the gradients of its parameters: the sum over ``ranks``, divided by ``divisor``."""
 
     ranks: frozenset[int]  # global ranks
-    divisor: float | None  # None if it is not known, as for DeepSpeed
+    divisor: float | None  # None if it is not known (DeepSpeed)
     name: str = field(compare=False)  # of the wrapper's class
     groups: tuple[ProcessGroup, ...] = field(compare=False)  # a sum over one after another is a sum over ``ranks``
 

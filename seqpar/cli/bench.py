@@ -294,10 +294,10 @@ def report(
         for run in PASSES:
             console.print(table_of(result, run))
     console.print(
-        "[dim]Share of the ideal: the ideal time divided by the measured time, the median over the rounds. The ideal "
-        "time is that of the fastest attention of the full sequence on one process with all cores of its host, divided "
+        "[dim]Share of the ideal: the ideal time divided by the measured time, the median over the rounds. Ideal "
+        "time: the fastest attention of the full sequence on one process with all cores of its host, divided "
         "by the number of hosts (on CUDA: by the number of ranks). Exposed messages: the measured time minus the time "
-        "of the same call if its messages took no time. Bytes sent, and peak memory above the inputs, are those of "
+        "of the same call if its messages took no time. Bytes sent, and peak memory above the inputs, count "
         "forward and backward on the rank with the most.[/]",
         highlight=False,
     )

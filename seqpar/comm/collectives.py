@@ -165,7 +165,7 @@ def _peers(ranks: Ranks) -> list[int]:
 def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce ``x`` over the ranks, in place, and return it.
 
-    Its bytes are counted as those of a ring all-reduce, whatever algorithm the backend chooses.
+    Its bytes are counted as if it were a ring all-reduce, whatever algorithm the backend chooses.
     """
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)

@@ -42,7 +42,7 @@ class ReadyEvents:
         self._events: dict[tuple[int, ...], tuple[list[StorageWeakRef], torch.cuda.Event]] = {}
 
     def event(self, *tensors: Tensor) -> torch.cuda.Event:
-        """The event after which ``tensors`` can be read: that of an earlier call with them, or else a new event.
+        """The event after which ``tensors`` can be read: an earlier call's with them, or else a new event.
 
         Saved tensors that were recomputed or copied back from the host are not the tensors of forward, so they get a
         new event.

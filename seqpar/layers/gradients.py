@@ -212,7 +212,7 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, fro
             f"module: the ranks' trainable parameters differ in number ({counts}), name, shape or dtype; "
             "build the same module on every rank"
         )
-    # Ranks may lack different gradients, for example those of an expert that received no tokens of one rank.
+    # Ranks may lack different gradients, such as an expert's that received no tokens of one rank.
     if any(header.gradients != headers[0].gradients for header in headers):
         facts = _on_any_rank(torch.tensor(facts, dtype=torch.int32, device="cpu"), group).tolist()
     whole: dict[int, str] = {}  # by gradient: the names of parameters whose gradients must be the same on every rank

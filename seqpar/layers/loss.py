@@ -161,7 +161,7 @@ def mean_over_tokens(
 def gradient_of_a_token(grad: Tensor, count: Tensor, sharding: Sharding, gradients: str) -> Tensor:
     """The gradient of the loss of each token that counts, a scalar; ``grad`` is the gradient of the mean.
 
-    It looks for wrappers whenever it runs. In compiled code autograd's node is that of the compiled function, whose
+    It looks for wrappers whenever it runs. In compiled code autograd's node belongs to the compiled function, whose
     inputs include the parameters.
     """
     sequence, mode = sharding.sequence_group, cast(Gradients, gradients)

@@ -79,7 +79,7 @@ class VocabParallelEmbedding(ShardedWeights):
 
         Args:
             ids: int64 ``[batch, seq]``, of this rank's tokens.
-            sharding: as for ``MegatronMLP.forward``.
+            sharding: how the tokens are sharded; without it, the ranks first tell each other their lengths.
         """
 
         def header() -> _IdsHeader:
@@ -146,7 +146,7 @@ class VocabParallelHead(ShardedLinear):
         Args:
             x_local: ``[batch, seq, hidden]``, of this rank's tokens.
             labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
-            sharding: as for ``MegatronMLP.forward``.
+            sharding: how the tokens are sharded; without it, the ranks first tell each other their lengths.
             ignore_index: the label of tokens without loss.
             chunk_tokens: with labels, how many tokens have logits at a time; by default as many as fit into 128 MiB in
                 float32.

@@ -173,7 +173,7 @@ class RecordedRun(Run):
         kernel: records the kernel of a step, for a number of heads.
     """
 
-    adds_dkv = False  # whether dk and dv are added to those of the chunk before, which has the same K/V
+    adds_dkv = False  # whether dk and dv are added to the chunk before, which has the same K/V
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ def plan(
 ) -> Plan:
     """Predict the training step of a model under every strategy and split of the ranks.
 
-    Nothing is run and nothing is downloaded. The transfers are those of the plans that attention executes, and a small
+    Nothing is run and nothing is downloaded. The transfers come from the plans that attention executes, and a small
     simulation finds which of them overlap with computation. Weights, gradients and the state of the optimizer are
     sharded over all ranks (ZeRO-3).
 
@@ -107,9 +107,9 @@ def plan(
         kernel: the attention kernel, a name of ``hardware.attention``; by default the first one.
         recompute: what backward recomputes: "none", "keep_attention" (a layer without its attention) or "full" (a
             whole layer). By default each choice takes the fastest with which it fits.
-        offload: whether saved activations are kept in host memory until backward. By default as for ``recompute``.
+        offload: whether saved activations are kept in host memory until backward. By default where it is the fastest.
         chunked_loss: whether logits are computed for some tokens at a time.
-        tiled_mlp: whether the MLP is computed for some tokens at a time. By default as for ``recompute``.
+        tiled_mlp: whether the MLP is computed for some tokens at a time. By default only where it is needed.
         state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer. It is 18 for AdamW
             with float32 copies of bfloat16 weights, and 8 for AdamW all in bfloat16.
 
@@ -365,7 +365,7 @@ def _awaited(choice: Choice, hardware: Hardware) -> str:
 
 
 def _more_compute(choice: Choice, best: Choice) -> str:
-    """Why the slowest rank of a choice computes longer than that of the best one."""
+    """Why the slowest rank of a choice computes longer than the best choice's."""
     if choice.switches.recompute != best.switches.recompute:
         return "it recomputes more"
     return "its kernels are smaller, or its ranks' work is less equal"

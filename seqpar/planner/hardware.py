@@ -94,7 +94,7 @@ def hardware_of(value: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
     Args:
         value: a name of ``HARDWARE``, the path of a YAML or JSON file, a mapping, or a ``Hardware``, which is returned
             as it is. A file or a mapping holds fields of ``Hardware``. With an entry ``base``, a name of ``HARDWARE``,
-            the other fields are those of the base.
+            the other fields come from there.
 
     Raises:
         TypeError: ``value`` has another type.

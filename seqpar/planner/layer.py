@@ -20,7 +20,7 @@ class RankTimeline:
 
     Args:
         setting: the model, the mask, the cluster and the split of the ranks.
-        ring_rank: the index of the rank in its ring; by default that of the slowest rank.
+        ring_rank: the index of the rank in its ring; by default the slowest rank's.
         ulysses_rank, tensor_rank: the index along the other dimensions. Rank 0 has at least as many heads as any other.
     """
 

@@ -32,7 +32,7 @@ class LinearTimeline:
         """Seconds in which this rank multiplies the tokens of all tensor-parallel ranks by its shard of a weight.
 
         With t tensor-parallel ranks these are t times the rank's own tokens and 1 / t of the weight ``[outputs,
-        inputs]``, so the FLOPs are those of its own tokens and the full weight.
+        inputs]``, so the FLOPs count its own tokens and the full weight.
         """
         return 2.0 * self._tokens * inputs * outputs / self._setting.hardware.gemm_flops
 

@@ -61,7 +61,7 @@ class Memory:
 
     Attributes:
         states: weights, gradients and the state of the optimizer, sharded over all ranks.
-        gathered: weights that are all-gathered at a time, with their gradients: those of the layers being computed, of
+        gathered: weights that are all-gathered at a time, with their gradients: of the layers being computed, of
             the embedding and of the language model head.
         activations: tensors of all layers that autograd keeps on the device.
         working: temporary tensors while one layer runs backward.
@@ -124,7 +124,7 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
     lse_bytes = FLOAT32_BYTES * m.heads
     has_all_to_all = setting.ulysses > 1
     if recompute == "keep_attention":
-        # The layer's input, out and lse. With an all-to-all also the head shards of q and out, and those of k and v
+        # The layer's input, out and lse. With an all-to-all also the head shards of q and out, and of k and v
         # unless they are exchanged again.
         elements: float = m.hidden + m.d_out
         if has_all_to_all:
@@ -191,7 +191,7 @@ def _gathered(setting: Setting) -> float:
 def _working(setting: Setting, switches: Switches) -> float:
     """Bytes of the temporary tensors of a layer's backward.
 
-    The backward of the MLP and that of attention run one after the other, so the larger one counts. The recomputed
+    The MLP's and attention's backwards run one after the other, so the larger one counts. The recomputed
     activations of the layer exist during both.
     """
     recomputed = layer_activations(setting, "none", switches.tiled_mlp) if switches.recompute != "none" else 0.0

@@ -1,7 +1,7 @@
 """The messages of one rank, recorded on a ``Timeline`` instead of sent.
 
 ``RecordedTransport`` and ``RecordedHeadExchange`` stand in for the transport of a ring and the ``HeadExchange`` of
-Ulysses. The runtime's own loops call them, so the order and the size of the messages are those of a training step.
+Ulysses. The runtime's own loops call them, so the messages have the order and the sizes of a training step.
 
 Shapes: b batch, s tokens of this rank, t tokens of the Ulysses group, k keys of a step, n KV heads, d head_dim.
 """

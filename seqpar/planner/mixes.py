@@ -1,4 +1,4 @@
-"""Masks by name: those of ``--mask``, with document lengths drawn from the published histograms in ``mixes.json``."""
+"""Masks by the names that ``--mask`` takes. Document lengths are drawn from the histograms in ``mixes.json``."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class ModelShape:
         return (3 if self.gated else 2) * self.hidden
 
     def _mean_over_layers(self, width: int) -> float:
-        """The width of the MLP averaged over the layers; ``width`` is that of the layers with experts."""
+        """The width of the MLP averaged over the layers; the layers with experts have ``width``."""
         return width + self.dense_layers * (self.dense_width - width) / self.layers
 
     def model_flops(self, tokens: float, pairs: float) -> float:

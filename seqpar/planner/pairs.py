@@ -30,8 +30,8 @@ def visible_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[P
     Args:
         mask: which keys each query sees.
         seq_len: tokens of the full sequence.
-        queries: the positions of the queries, those of one shard.
-        keys: the positions of the keys, those of one or more shards of the same layout.
+        queries: the positions of the queries, of one shard.
+        keys: the positions of the keys, of one or more shards of the same layout.
     """
     rows = mask.runs(seq_len)
     stripes = _stripes(keys)

@@ -417,7 +417,7 @@ class MaskPlanner:
 
         Args:
             mask: which keys each query sees.
-            seq_len: tokens of the full sequence; by default those of the planner's sharding.
+            seq_len: tokens of the full sequence; by default the planner's.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.documents(...)")

@@ -70,7 +70,7 @@ class LatentKeys:
     def add_gradients(
         self, sent_k: Tensor, sent_v: Tensor, dk: Tensor, dv: Tensor, heads: range, to_dk: Tensor, to_dv: Tensor
     ) -> None:
-        """Add the gradients of expanded keys and values to those of the latents and the rotated keys.
+        """Add the gradients of expanded keys and values to the gradients of the latents and the rotated keys.
 
         Args:
             sent_k, sent_v: the latents ``[b, k, 1, w]`` and the rotated keys ``[b, k, 1, r]``.

@@ -55,7 +55,7 @@ def draw_seed() -> Tensor:
     """A dropout seed from torch's CPU generator, int64 ``[]``.
 
     If the backward of compiled code recomputes the graph, as under ``torch.utils.checkpoint``, it would draw another
-    seed, and the gradients would be those of another dropout mask. There, the seed is marked as a value to be saved.
+    seed, and the gradients would belong to another dropout mask. There, the seed is marked as a value to be saved.
     """
     if not torch.compiler.is_compiling():
         return _draw_seed()
@@ -326,7 +326,8 @@ def attention_backward(
 
     Args:
         saved: q, k, v, out and lse, or with an all-to-all the tensors of ``_kept_dtypes``.
-        dout, dlse, q_shape, k_shape, v_shape: as for ``attention_backward``.
+        dout, dlse: ``[b, s, h, e]`` and ``[b, h, s]``; None is zeros.
+        q_shape, k_shape, v_shape: the shapes of q, k and v.
         sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks: the forward's.
         needs_weight_gradient: whether the weight's gradient is returned.
     """

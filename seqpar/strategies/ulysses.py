@@ -32,7 +32,7 @@ memory than sequence shards, and autograd keeps the head shards.
 
 Bytes sent per rank of P: (P-1)/P^2 * N * (2 d + 2 d_kv) * e, forward and backward. If every KV head is read by r ranks:
 (P-1)/P^2 * N * (2 d + 2 r d_kv) * e forward, and in backward (P-1)/P^2 * N * 2 r d_kv * 4 more. In these formulas, 2 d
-is the number of elements of q and out for one token, and 2 d_kv that of k and v. With more ranks than query heads, some
+is the number of elements of q and out for one token, and 2 d_kv counts k and v. With more ranks than query heads, some
 ranks have no work (use ``hybrid``).
 
 ``head_exchange.py`` holds the all-to-all, and decides which heads each rank receives.
