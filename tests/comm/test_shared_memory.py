@@ -270,6 +270,7 @@ def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[
     return f"{caught.value}: {caught.value.__cause__}", time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said", "seconds"),
     [

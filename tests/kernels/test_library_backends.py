@@ -7,7 +7,7 @@ import re
 import sys
 from inspect import signature
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -238,15 +238,14 @@ def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 
 def test_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     with stand_ins():
-        module = sys.modules["flash_attn_interface"]
-        monkeypatch.delitem(sys.modules, "flash_attn_interface")
+        module = sys.modules.pop("flash_attn_interface")
         asked = []
 
         def get_kernel(repository: str, version: int) -> Any:
             asked.append((repository, version))
             return SimpleNamespace(flash_attn_interface=module)
 
-        monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel, __spec__=object()))
+        sys.modules["kernels"] = cast(Any, SimpleNamespace(get_kernel=get_kernel, __spec__=object()))
         monkeypatch.setenv(flash.HUB_VARIABLE, "1")
         assert BACKENDS["flash_attn_3"].unavailable() is None
         assert asked == [("kernels-community/flash-attn3", 1)]

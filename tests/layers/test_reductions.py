@@ -191,6 +191,7 @@ def test_compiled_models(pool: Pool, how: str) -> None:
     pool.run(2, step, fresh_seed(), how, "tokens", compiled=True)
 
 
+@pytest.mark.slow
 @on_ranks
 def compile_before_wrapping(group: ProcessGroup, seed: int) -> None:
     """One compiled function, first without a wrapper, then of the same model inside DDP."""
