@@ -117,6 +117,8 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
     The model must take positions from ``sharding.positions()``, and what else mixes tokens (convolutions, pooling)
     must not run inside the block.
 
+    Other keyword arguments, such as ``strategy``, are passed to ``seqpar.sdpa``.
+
     Call ``backward`` inside the block as well if the model uses activation checkpointing, which calls attention again.
 
     Args:
@@ -125,7 +127,6 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             a mask, ``is_causal=True`` restricts it to causal pairs.
         whole_keys: the lengths of keys that every rank holds in full, such as the text of a cross-attention. PyTorch
             computes attention over these keys on each rank.
-        options: as given to ``seqpar.sdpa``.
 
     Raises:
         TypeError: an argument of the wrong type.
