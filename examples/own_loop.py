@@ -54,7 +54,7 @@ class GPT(nn.Module):
 
 
 def rows(step: int, seq_len: int, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and labels ``[count, seq_len]`` of a step. Labels are shifted here; those of spaces do not count."""
+    """Ids and labels ``[count, seq_len]`` of a step. Labels are shifted here; a space as a label does not count."""
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
     starts = torch.arange(step * count, (step + 1) * count) * 997 % (len(text) - seq_len)
     ids = text[starts[:, None] + torch.arange(seq_len + 1)]

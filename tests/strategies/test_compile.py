@@ -210,7 +210,7 @@ DYNAMIC_LAYERS = [("ring", True), ("tp_sp", True), ("activations", True), ("all_
 
 @pytest.mark.parametrize(("strategy", "with_positions"), DYNAMIC_LAYERS)
 def test_angles_that_depend_on_the_length(pool: Pool, strategy: str, with_positions: bool) -> None:
-    """The length is that of all ranks' positions."""
+    """All ranks' positions together say how long the sequence is."""
     given = LAYER_STRATEGIES[strategy], DYNAMIC, with_positions
     assert pool.run(2, compare_with_one_device, *given, deadline_s=100.0) == [0, 1]
 
