@@ -29,7 +29,7 @@ from ..mask import Mask
 from ..sharding import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits
-from .loss import all_gather_tokens, gradient_scale, reduce_over_ranks
+from .loss import all_gather_tokens, gradient_scale, join_tiles, reduce_over_ranks
 from .state import Forward, FullCall, Patch, current_forward, shards_text_model
 from .support import parameters_of, pools_last_token, text_model
 
@@ -194,6 +194,8 @@ class _Gather:
         """The output ``x`` called ``name``, all-gathered if it has a value for each token."""
         if self.patch.ranks == 1:
             return x.materialize() if isinstance(x, LazyLogits) else x
+        if name == "router_logits" and isinstance(x, tuple):
+            x = join_tiles(x, self.full_call.rows * len(self.full_call.tokens[self.patch.rank]))
         if isinstance(x, tuple | list):
             return type(x)(self(name, y) for y in x)
         if isinstance(x, LazyLogits):
