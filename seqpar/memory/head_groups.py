@@ -68,10 +68,11 @@ def group_heads(module: nn.Module, groups: int) -> None:
             y = weights.call(forward, x, *args, cut=cut, **kwargs)
             return y if isinstance(y, tuple) else (y,)
 
-        total: Any = 0
+        total: Tensor | None = None
         for group in range(groups):
             y, *others = checkpoint(group_forward, group, x, use_reentrant=False, context_fn=contexts_of_part)
-            total = total + y.to(torch.promote_types(y.dtype, torch.float32))
+            total = y.to(torch.promote_types(y.dtype, torch.float32)) if total is None else total.add_(y)
+        assert total is not None
         if any(other is not None for other in others):
             raise ValueError(f"head_groups: {type(self).__name__} returns more than its output; leave head_groups out")
         return (total.to(y.dtype), *others) if others else total.to(y.dtype)

@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -64,7 +65,7 @@ def checkpoint_layer(module: nn.Module, attention: bool, offload: bool, chain: C
     replace_forward(module, run)
 
 
-@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # the layer's own code is compiled
+@_disable_dynamo(recursive=False)  # the layer's own code is compiled
 def _offloaded(chain: Chain, attention: bool, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     kept = chain.next(offload=True)
 
