@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
-from ..wrappers import deepspeed_error
+from ..wrappers import EXPLICIT
 from .patch import Arguments, check_arguments, parallelize
 from .state import Batches, Patch, patch_of
 from .support import ignores_num_items
@@ -372,7 +372,10 @@ class SequenceParallelMixin(_Mixin):
         super().__init__(*args, **kwargs)
         patch = self._patch
         if self.is_deepspeed_enabled and patch.gradients == "auto":
-            raise deepspeed_error("the Trainer uses DeepSpeed")
+            raise ValueError(
+                f"gradients='auto': the Trainer uses DeepSpeed, whose configuration decides what it divides by; "
+                f"{EXPLICIT}"
+            )
         if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "full":
             raise ValueError(
                 "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "

@@ -27,7 +27,7 @@ from ..comm.collectives import all_gather
 from ..layers.loss import all_reduce_loss
 from ..layout import shard_positions
 from ..reductions import factor_at, mark, note_frozen
-from ..wrappers import averaging_wrappers
+from ..wrappers import averaged_ranks, averaging_wrappers
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, fused_cross_entropy
 from .state import Forward, Patch, current_forward, patch_of
@@ -241,18 +241,9 @@ def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
         return 1
     if patch.gradients == "mean":
         return patch.ranks
-    sequence = frozenset(dist.get_process_group_ranks(group))
-    scale = 1
     forward = current_forward()
-    for name, ranks in averaging_wrappers(model, forward is not None and forward.model is model):
-        if sequence <= ranks:
-            scale = patch.ranks
-        elif len(sequence & ranks) > 1:
-            raise ValueError(
-                f"gradients='auto': {name} averages over ranks {sorted(ranks)}, which are some but not all of the "
-                f"ranks of the sequence, {sorted(sequence)}; wrap the model over all of them, or over dp only"
-            )
-    return scale
+    found = averaging_wrappers(model, in_forward=forward is not None and forward.model is model)
+    return averaged_ranks(found, frozenset(dist.get_process_group_ranks(group)))
 
 
 def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale: int = 1) -> Tensor:

@@ -29,7 +29,7 @@ from ...layers.gradients import sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
 from ...verification import TOLERANCE, VerificationError
-from ...wrappers import gradient_wrappers
+from ...wrappers import averages_over
 from ..batch import checksum
 from ..loss import reduce_over_ranks
 from ..state import NAME, Patch, patch_of
@@ -289,7 +289,7 @@ class _Verification:
         if loss.requires_grad and not alone:
             if sync is not None:
                 sync(self.model)
-            elif not gradient_wrappers(self.model, self.patch.group):
+            elif not averages_over(self.patch.group, self.model):
                 module = self.model if foreign_wrappers(self.model, self.root) else self.root
                 sync_gradients(module, mesh=self.patch.mesh, group=self.patch.given_group)
         run.parameter_gradients = {
