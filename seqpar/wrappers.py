@@ -180,9 +180,8 @@ def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Reduction]:
     if in_forward:
         active = DistributedDataParallel._active_ddp_module
         found = [w for w in found if not isinstance(w, DistributedDataParallel) or w is active or _in_python(w)]
-    return {
-        r for wrapper in found for r in reductions(wrapper) if r.divisor in (None, len(r.ranks)) and len(r.ranks) > 1
-    }
+    several = (r for wrapper in found for r in reductions(wrapper) if len(r.ranks) > 1)
+    return {r for r in several if r.divisor in (None, len(r.ranks))}
 
 
 def averages_over(group: ProcessGroup | None, model: nn.Module) -> bool:
@@ -205,7 +204,10 @@ def averaged_ranks(found: Iterable[Reduction], ranks: frozenset[int], tensor_ran
     factors = set()
     for r in found:
         if r.divisor is None:
-            raise ValueError(f"gradients='auto': DeepSpeed's configuration decides what it divides by; {EXPLICIT}")
+            raise ValueError(
+                f"gradients='auto': the model is inside a {r.name}, and DeepSpeed's configuration decides what it "
+                f"divides by; {EXPLICIT}"
+            )
         shared = len(r.ranks & ranks)
         # Under tensor parallelism, fully_shard reduces over the ring, and sync_gradients over the ranks of tp.
         in_ring = ranks.issuperset(tensor_ranks) and len(tensor_ranks) < len(ranks)
