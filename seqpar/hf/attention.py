@@ -91,7 +91,8 @@ def attention_forward(
         sharding, seed = seqpar.sharding, None
         assert sharding is not None and seqpar.seed_on_host is not None
         if dropout:
-            seed = (seqpar.seed_on_host + _layer_seed(module)) % 2**62
+            # The odd multiplier spreads the layers' indices over 32 bits.
+            seed = (seqpar.seed_on_host + (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1) % 2**62
         spec = AttentionSpec(
             strategy=patch.strategy,
             strategy_options=constants(patch.options),
@@ -120,11 +121,6 @@ def _check_tuning(module: nn.Module, shard: BatchShard, name: str) -> None:
             f"{name}: attn_temperature_tuning scales queries by their index in its input, which here holds one rank's "
             f"tokens; rows of fewer than floor_scale={floor_scale} tokens are not scaled and work"
         )
-
-
-def _layer_seed(module: nn.Module) -> int:
-    """A number that differs from layer to layer. The odd multiplier spreads the layers' indices over 32 bits."""
-    return (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -38,18 +37,7 @@ from .support import parameters_of
 # Scalar outputs. Each rank computes the part of its own tokens; the output is the sum of the ranks' parts.
 _PARTIAL_SUMS = ("loss", "aux_loss")
 _PLAIN = (bool, int, float, str)
-# The method of ``nn.Module`` that runs the hooks and the forward. ``nn.Module.__call__`` looks it up in the instance.
-_CALL = "_call_impl"
 _IMPLEMENTATION = "_attn_implementation_internal"  # set directly, because the property sets the sub-configs too
-
-
-def wrap_call(model: nn.Module) -> None:
-    """Make ``model(...)`` run ``call``, which runs the hooks and the forward once for each rank's batch."""
-    vars(model)[_CALL] = MethodType(call, model)
-
-
-def unwrap_call(model: nn.Module) -> None:
-    vars(model).pop(_CALL, None)
 
 
 @no_compile
@@ -188,16 +176,13 @@ class _Arguments:
                 )
         # For each tensor its dimensions: "rows", "seq", or a size that is the same on every rank.
         self.shapes = {name: tuple(self._dimensions(x)) for name, x in self.tensors.items()}
+        dtypes = tuple((name, str(x.dtype)) for name, x in self.tensors.items())
+        # of everything that must be the same on every rank
+        self.fingerprint = fingerprint(dtypes, tuple(self.shapes.items()), tuple(self.values.items()))
 
     def _dimensions(self, x: Tensor) -> Iterator[str | int]:
         for i, size in enumerate(x.shape):
             yield "rows" if (i, size) == (0, self.rows) else "seq" if (i, size) == (1, self.seq_len) else size
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Of everything that must be the same on every rank."""
-        dtypes = tuple((name, str(x.dtype)) for name, x in self.tensors.items())
-        return fingerprint(dtypes, tuple(self.shapes.items()), tuple(self.values.items()))
 
     def shape(self, name: str, header: _Header) -> torch.Size:
         """Of a tensor of the rank with ``header``."""

@@ -134,7 +134,8 @@ def run_trial(root: PreTrainedModel) -> Trial:
             stack.enter_context(replaced_interface(lambda name, default: trial.attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
             positions = torch.arange(trial.length)[None].expand(trial.rows, -1)
-            output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
+            no_cache = {"use_cache": False} if "use_cache" in inspect.signature(root.forward).parameters else {}
+            output = root(input_ids=ids, position_ids=positions, **no_cache)
             callers = set(trial.attention_modules)
             for layer, first in same_kind:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
@@ -202,10 +203,6 @@ def _function_key(x: Any) -> Any:
     if isinstance(x, partial):
         return _function_key(x.func), str(x.keywords)
     return id(getattr(x, "__func__", x))
-
-
-def _without_cache(root: PreTrainedModel) -> dict[str, Any]:
-    return {"use_cache": False} if "use_cache" in inspect.signature(root.forward).parameters else {}
 
 
 def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
@@ -326,10 +323,6 @@ def _substitute(x: Tensor) -> Tensor:
 _PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
 
 
-def _overlaps(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 1 and x.untyped_storage().nbytes() < x.numel() * x.element_size()
-
-
 class _TokenwiseFunctions(TorchFunctionMode):
     """Replaces linear layers, products with large weights, and embeddings by cheap functions of each token.
 
@@ -348,12 +341,13 @@ class _TokenwiseFunctions(TorchFunctionMode):
             if features >= self.vocabulary:
                 return _linear(x, 1).expand(*x.shape[:-1], features)
             return _linear(x, features)
-        if func in _PRODUCTS and len(args) == 2 and _overlaps(args[1]):  # experts whose weights are one tensor
-            x, weight = args
+        if func in _PRODUCTS and len(args) == 2 and args[1].untyped_storage().nbytes() < args[1].nbytes:
+            x, weight = args  # experts whose weights are one tensor, whose rows overlap
             return _linear(x.expand(*weight.shape[: weight.dim() - x.dim()], *x.shape), weight.shape[-1])
         if func is F.embedding:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            return _embedding(args[0] if args else kwargs["input"], weight.shape[-1])
+            ids = args[0] if args else kwargs["input"]  # [...], to [..., channels] with different values for each id
+            return torch.sin((ids[..., None] + 1) * (torch.arange(weight.shape[-1]) * 0.37 + 1.0))
         return func(*args, **kwargs)
 
 
@@ -363,8 +357,3 @@ def _linear(x: Tensor, features: int) -> Tensor:
     copies = -(-features // x.shape[-1])
     out = x.repeat(*[1] * (x.dim() - 1), copies)[..., :features]
     return out * (1 + 0.3 * torch.cos(torch.arange(features) * 0.9))
-
-
-def _embedding(ids: Tensor, channels: int) -> Tensor:
-    """``ids [...]`` to ``[..., channels]``, with different values for each id."""
-    return torch.sin((ids[..., None] + 1) * (torch.arange(channels) * 0.37 + 1.0))

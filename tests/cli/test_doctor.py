@@ -88,7 +88,7 @@ def test_the_command_starts_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.slow
 def test_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "_LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr(measure, "_LONG_ENOUGH_S", 0.01)
     monkeypatch.setattr(doctor, "_start_ranks", lambda *_: REPORT)
     assert exit_code("doctor") == 0
     shown = capsys.readouterr().out

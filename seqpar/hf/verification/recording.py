@@ -141,9 +141,7 @@ class Recording:
         self._record(self._names[layer], "rotated keys", rotated, token_dim=2)
 
     def watch_inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name in _INPUTS:
-            if isinstance(x := kwargs.get(name), Tensor):
-                self.inputs[name] = x.detach().cpu()
+        self.inputs |= {name: kwargs[name].detach().cpu() for name in _INPUTS if isinstance(kwargs.get(name), Tensor)}
 
     def watch_text_inputs(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(ids := kwargs.get("position_ids"), Tensor):
@@ -152,18 +150,20 @@ class Recording:
             self._record("", "embeddings", x)
 
     def watch_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (x := _hidden_states((*args, kwargs.get("hidden_states")))) is not None:
-            self._record(self._names[layer], "input", x)
+        self._record_first(self._names[layer], "input", (*args, kwargs.get("hidden_states")))
 
     def watch_output(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        values = output if isinstance(output, tuple) else (output,)
-        if (x := _hidden_states(values)) is not None:
-            self._record(self._names[layer], "output", x)
+        self._record_first(self._names[layer], "output", output if isinstance(output, tuple) else (output,))
 
     def watch_last(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         values = tuple(output.values()) if hasattr(output, "values") else output
-        if isinstance(values, tuple | list) and (x := _hidden_states(values)) is not None:
-            self._record("", "last hidden states", x)
+        self._record_first("", "last hidden states", values if isinstance(values, tuple | list) else ())
+
+    def _record_first(self, layer: str, quantity: str, values: Sequence[Any]) -> None:
+        """Record the first floating-point tensor ``[batch, seq, hidden]``."""
+        x = next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
+        if x is not None:
+            self._record(layer, quantity, x)
 
     def _record(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
         """Record ``x``, with the tokens along ``token_dim``, and in backward its gradient, as ``[batch, seq, ...]``."""
@@ -183,11 +183,6 @@ def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
     """``x [batch, seq, ...]`` on the CPU, in float32 or float64."""
     x = x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
     return x.transpose(1, token_dim)
-
-
-def _hidden_states(values: Sequence[Any]) -> Tensor | None:
-    """The first floating-point tensor ``[batch, seq, hidden]``."""
-    return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
 
 
 @contextmanager
