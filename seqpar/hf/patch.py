@@ -21,11 +21,10 @@ from ..layout import LAYOUTS, Layout
 from ..mesh import size_of
 from ..strategies import STRATEGIES, StrategyName, StrategyOptions, resolve, strategy_options
 from . import forward
-from .attention import attention_forward
+from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, structure
 from .full_batch import before_text_model
 from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
-from .masks import compare_masks, layer_mask_of, model_mask, no_mask, structure
 from .per_rank import call
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model

@@ -24,7 +24,7 @@ import seqpar
 import seqpar.hf
 from seqpar import Mask
 from seqpar.hf import masks
-from seqpar.hf.masks import mask_of_function
+from seqpar.hf.attention import mask_of_function
 
 from ..pool import Pool, on_ranks
 from .workers import LOSS, Result, check_step, freeze_imports, trained

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from ...layout import LAYOUTS, shard_positions
 from ...mask import document_boundaries
+from ..attention import window_and_chunk
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of
 from ..full_batch import has_more_than_text, merges
-from ..masks import window_and_chunk
 from ..state import Patch
 from ..support import parameters_of, pools_last_token, predicts_in_place
 from .recording import Place, Recording
