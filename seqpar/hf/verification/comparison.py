@@ -223,15 +223,8 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
         if local.shape[-1] == expected.shape[-1] and local.dim() <= expected.dim():
             local = local.expand(expected.shape)
         if local.shape != expected.shape:
-            differences.append(
-                Difference(
-                    "input",
-                    name,
-                    error=math.inf,
-                    explanation=_shapes(local, expected),
-                    at=at,
-                )
-            )
+            why = _shapes(local, expected)
+            differences.append(Difference("input", name, error=math.inf, explanation=why, at=at))
             continue
         valid = batch.valid.index_select(1, batch.positions)
         wrong = ((local != expected) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)
