@@ -267,15 +267,8 @@ def mask_of_function(function: MaskFunction, valid: Tensor, windows: Iterable[in
     """A mask that equals ``function`` for the tokens of a batch: causal, with blocks of tokens that see one another.
 
     A block is a number of consecutive tokens each of which sees the next one, such as the tokens of an image, or the
-    prefix of a prefix language model. A window may end inside a block, or may not.
-
-    Args:
-        function: the mask function.
-        valid: bool ``[rows, length]``, False for padding, on the device of the function.
-        windows: the windows of the model's layers, as in ``LayerMask``.
-
-    Raises:
-        ValueError: the function is not such a mask.
+    prefix of a prefix language model. A window may end inside a block, or may not. Any other mask is a ValueError.
+    ``valid`` is bool ``[rows, length]``, False for padding; ``windows`` are of the model's layers, as in ``LayerMask``.
     """
     rows, length = valid.shape
     blocks = _blocks(function, rows, length, valid.device)

@@ -69,12 +69,9 @@ def shard_call(model: Any, kwargs: dict[str, Any], has_images: bool, seed: int |
     """Prepare a call with a full batch. With images, the text model's hook shards the tokens.
 
     ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
-    compare their batches, in some of the calls, and agree on a seed.
-
-    Returns:
-        * The arguments of this rank's forward, with the entry ``seqpar``.
-        * The ``FullCall``.
-        * With images: the indices of this rank's tokens whose logits are computed, int64, or None for all.
+    compare their batches, in some of the calls, and agree on a seed. The result: the arguments of this rank's forward,
+    with the entry ``seqpar``; the ``FullCall``; and, with images, the indices of this rank's tokens whose logits are
+    computed, int64, or None for all.
     """
     return _shard_merged_call(model, kwargs, seed) if has_images else (*_shard_text_call(model, kwargs, seed), None)
 

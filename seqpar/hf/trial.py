@@ -41,25 +41,17 @@ _SMALL = 1 << 16  # parameters of at most so many elements are replaced by conti
 
 
 class Trial:
-    """The results of a trial run of ``root``, and its hooks, which write the results.
-
-    Attributes:
-        attention_modules: the modules that called the attention function.
-        attention_calls: these modules, each with its ``is_causal`` and ``sliding_window``.
-        mask_calls: the arguments of the calls of the mask interface.
-        length: the number of tokens.
-        mixer: name and class of the innermost module whose output for a token depends on other tokens.
-        pooler: name and class of the innermost module that returns one vector per sequence.
-        error: what ended the trial run.
-    """
+    """The results of a trial run of ``root``, and its hooks, which write the results."""
 
     def __init__(self, root: PreTrainedModel) -> None:
-        self.attention_modules: list[nn.Module] = []
-        self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []
-        self.mask_calls: list[dict[str, Any]] = []
+        self.attention_modules: list[nn.Module] = []  # that called the attention function
+        self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []  # is_causal, sliding_window
+        self.mask_calls: list[dict[str, Any]] = []  # the arguments of the calls of the mask interface
+        # Name and class of the innermost module whose output for a token depends on other tokens, and of the innermost
+        # module that returns one vector per sequence.
         self.mixer: tuple[str, str] | None = None
         self.pooler: tuple[str, str] | None = None
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # what ended the trial run
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
         self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))

@@ -63,15 +63,15 @@ class PinnedExperts(TorchFunctionMode):
 
     Otherwise rounding could route a token to another expert in half precision, and its output would differ by far more
     than rounding error. The experts are the result of ``torch.topk``, as in the routers of transformers.
-
-    Args:
-        pins: whether the topk of this run returns the recorded ``experts``, or records them.
-        experts: for each call the indices, ``[rows * seq, k]`` or ``[rows, seq, k]``.
-        positions: int64 ``[seq_local]``, the tokens that this run computes.
-        seq_len: the number of tokens of the recorded run.
     """
 
-    def __init__(self, pins: bool, experts: list[Tensor], positions: Tensor, seq_len: int) -> None:
+    def __init__(
+        self,
+        pins: bool,  # whether the topk of this run returns the recorded ``experts``, or records them
+        experts: list[Tensor],  # for each call the indices, [rows * seq, k] or [rows, seq, k]
+        positions: Tensor,  # int64 [seq_local], the tokens that this run computes
+        seq_len: int,  # of the recorded run
+    ) -> None:
         super().__init__()
         self.pins, self.experts, self.positions, self.seq_len = pins, experts, positions, seq_len
         self._recorded = iter(experts)
