@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..checks import no_compile
-from ..comm.collectives import start_all_gather
+from ..comm.collectives import all_gather_single
 from ..comm.handshake import Fingerprint, all_gather_header
+from ..comm.trace import count_sent
 from ..kernels import select
 from ..kernels.base import Carry, Score, empty_carry, finish, merge_
 from ..mask import LayerMask, Mask, layer_mask
@@ -357,8 +358,10 @@ def _merge_over_ranks(acc: Tensor, lse: Tensor, patch: Patch) -> Carry:
     """Merge the partial results of all ranks, in the order of the ranks: the result is bitwise equal on all ranks."""
     if patch.group is None or patch.ranks == 1:
         return acc, lse
-    gathered, pending = start_all_gather(torch.cat([acc.flatten(), lse.flatten()]), patch.group)
-    pending.wait()
+    packed = torch.cat([acc.flatten(), lse.flatten()])
+    gathered = packed.new_empty(patch.ranks, len(packed))
+    all_gather_single(gathered.view(-1), packed, group=patch.group)
+    count_sent(packed.nbytes * (patch.ranks - 1), patch.group, messages=patch.ranks - 1)
     parts = [(x[: acc.numel()].view(acc.shape), x[acc.numel() :].view(lse.shape)) for x in gathered]
     merged_acc, merged_lse = parts[0]
     for part_acc, part_lse in parts[1:]:
