@@ -12,8 +12,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..checks import check_int
@@ -145,8 +144,8 @@ def run_bench(config: BenchConfig) -> None:
             + "; ".join(f"{name}: {PRESETS[name].about}" for name in config.preset),
             highlight=False,
         )
-    with _progress(console, is_first) as show:
-        results = run_cases(config, cases, device, peers, show)
+    with console.status("starting") if is_first else nullcontext() as status:
+        results = run_cases(config, cases, device, peers, status.update if status else lambda text: None)
     if is_first:
         report(results, facts, folder, console, config.charts)
         console.print(
@@ -159,18 +158,6 @@ def run_bench(config: BenchConfig) -> None:
     wrong = [f"{name}: {why}" for name, why in refused if why.startswith("WRONG") and name.split(" ")[0] in seqpars]
     if wrong:
         raise CommandError("; ".join(wrong))
-
-
-@contextmanager
-def _progress(console: Console, is_first: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows a text on the terminal of rank 0, if there is one."""
-    if not is_first or not console.is_terminal:
-        yield lambda text: None
-        return
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda text: progress.update(task, description=text)
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
