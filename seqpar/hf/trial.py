@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -248,11 +249,8 @@ def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
         return replace(attn_implementation, original(self, attn_implementation, *default))
 
     # The method of the class is replaced, because some model files have an interface object of their own.
-    setattr(AttentionInterface, name, look_up)
-    try:
+    with mock.patch.object(AttentionInterface, name, look_up):
         yield
-    finally:
-        setattr(AttentionInterface, name, original)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -217,9 +218,6 @@ def recording(record: Recording, attend: Attend | None = None) -> Iterator[None]
             handle.remove()
 
 
-_FIND_DOCUMENTS = "find_packed_sequence_indices"
-
-
 @contextmanager
 def one_device(
     root: PreTrainedModel,
@@ -241,8 +239,7 @@ def one_device(
             if (ours := restore_loss_function(module)) is not None:
                 stack.callback(vars(module).__setitem__, "_loss_function", ours)
         # Only some models look for documents in ``position_ids``, and not in the way of ``shard_batch``.
-        stack.callback(setattr, masking_utils, _FIND_DOCUMENTS, getattr(masking_utils, _FIND_DOCUMENTS))
-        setattr(masking_utils, _FIND_DOCUMENTS, lambda position_ids: documents)
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=documents))
         if documents is not None:
             # An entry of this instance takes precedence over the entry of the class.
             ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)

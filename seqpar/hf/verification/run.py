@@ -16,6 +16,7 @@ from functools import partial
 from itertools import zip_longest
 from math import inf, isnan
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -148,9 +149,7 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
         stack.enter_context(unchanged(model))
-        for name in ("calls", "seed", "batches"):
-            stack.callback(setattr, patch, name, getattr(patch, name))
-        patch.batches = "shared"
+        stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, batches="shared"))
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
