@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -37,7 +38,6 @@ from .support import parameters_of
 # Scalar outputs. Each rank computes the part of its own tokens; the output is the sum of the ranks' parts.
 _PARTIAL_SUMS = ("loss", "aux_loss")
 _PLAIN = (bool, int, float, str)
-_IMPLEMENTATION = "_attn_implementation_internal"  # set directly, because the property sets the sub-configs too
 
 
 @no_compile
@@ -88,9 +88,10 @@ def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[No
             disable_latent_kv(layer)
             stack.callback(enable_latent_kv, layer)
         for original, ours in patch.config_copies:
-            stack.callback(setattr, ours, _IMPLEMENTATION, getattr(ours, _IMPLEMENTATION))
             before = original._attn_implementation
-            setattr(ours, _IMPLEMENTATION, implementation or ("sdpa" if before == NAME else before))
+            name = implementation or ("sdpa" if before == NAME else before)
+            # set directly, because the property sets the sub-configs too
+            stack.enter_context(mock.patch.object(ours, "_attn_implementation_internal", name))
         yield
 
 

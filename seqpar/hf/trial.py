@@ -263,9 +263,8 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
         for module in root.modules():
             # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
-            stack.callback(_restore, vars(module), dict(vars(module)))
-            for attribute in (x for x in vars(module).values() if isinstance(x, dict)):
-                stack.callback(_restore, attribute, dict(attribute))
+            for attributes in (vars(module), *(x for x in vars(module).values() if isinstance(x, dict))):
+                stack.enter_context(mock.patch.dict(attributes))
             for store in (module._parameters, module._buffers):
                 for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
@@ -278,8 +277,7 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         for config in _configs(root):
             for name, value in (("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")):
                 if hasattr(config, name):
-                    stack.callback(setattr, config, name, getattr(config, name))
-                    setattr(config, name, value)
+                    stack.enter_context(mock.patch.object(config, name, value))
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
         ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: mask_calls.append(kwargs)
         yield
@@ -288,11 +286,6 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
 def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
     configs = {id(x): x for m in root.modules() for x in vars(m).values() if isinstance(x, PreTrainedConfig)}
     return list(configs.values())
-
-
-def _restore(values: dict[Any, Any], before: dict[Any, Any]) -> None:
-    values.clear()
-    values.update(before)
 
 
 def _substitute(x: Tensor) -> Tensor:
