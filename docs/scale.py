@@ -61,7 +61,7 @@ def option_of(choice: Choice) -> Option:
         choice.mfu,
         choice.exposed_s / choice.seconds,
         choice.tokens_per_s,
-        choice.fits,
+        choice.possible,
     )
 
 
@@ -72,7 +72,7 @@ def predict(where: tuple[str, int, int]) -> Cell:
     by_strategy: dict[str, Option] = {}
     for choice in plan.choices:
         by_strategy.setdefault(choice.strategy, option_of(choice))
-    return Cell(option_of(plan.best), by_strategy)
+    return Cell(option_of(plan.choices[0]), by_strategy)
 
 
 def predict_all() -> Grid:

@@ -77,6 +77,11 @@ class Hardware:
     reserved_bytes: float = 4 * GIB
     device: str = "cuda"
 
+    @property
+    def usable_host_memory(self) -> float:
+        """The bytes of host memory per GPU that offloaded activations may take: 70 %, the system needs the rest."""
+        return 0.7 * self.host_memory
+
     def rate(self, kernel: str | None) -> AttentionRate:
         """The rates of an attention kernel; of the first one for None.
 

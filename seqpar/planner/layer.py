@@ -104,10 +104,16 @@ def weight_links(setting: Setting, nbytes: float) -> Mapping[str, float]:
         setting: how the ranks are split.
         nbytes: bytes of the weights of one tensor-parallel rank, when they are gathered.
     """
+    size = sent_weight_bytes(setting, nbytes)
+    return {WITHIN: size[WITHIN] / setting.hardware.all_gather, BETWEEN: size[BETWEEN] / setting.hardware.network}
+
+
+def sent_weight_bytes(setting: Setting, nbytes: float) -> Mapping[str, float]:
+    """Bytes that one rank sends in an all-gather or a reduce-scatter of ``nbytes`` of weights, by level of links."""
     hardware = setting.hardware
     hosts = -(-setting.ranks // hardware.gpus_per_host)
     ranks_of_shard = max(1, min(setting.ranks, hardware.gpus_per_host) // setting.tensor)  # on one host
     return {
-        WITHIN: nbytes * (ranks_of_shard - 1) / ranks_of_shard / hardware.all_gather,
-        BETWEEN: nbytes * (hosts - 1) / hosts / ranks_of_shard / hardware.network,
+        WITHIN: nbytes * (ranks_of_shard - 1) / ranks_of_shard,
+        BETWEEN: nbytes * (hosts - 1) / hosts / ranks_of_shard,
     }

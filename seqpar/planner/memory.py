@@ -1,8 +1,6 @@
 """Bytes of memory of one rank: weights and their states, activations that autograd keeps, and temporary tensors.
 
-``paper_activations`` are the formulas of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022, for the GPT of that paper. ``layer_activations`` are what the layers of this package keep; the tests
-compare them with what autograd saves.
+``layer_activations`` are what the layers of this package keep; the tests compare them with what autograd saves.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ _LOGIT_BYTES = 12
 _LOSS_CHUNK_BYTES = 3 * (128 << 20)
 _ALL_GATHER_CHUNKS = 4.0  # an all-gather of K/V receives the KV heads in at most this many chunks
 _LENGTH_UNIT = 1024  # tokens; ``longest_sequence`` is a multiple of it
+# Whether the package can do what a switch stands for. Choices that need another switch are never recommended.
+IN_PACKAGE = {"offload": False, "tiled_mlp": False, "head_groups": False}
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,26 @@ class Switches:
         offload: whether saved activations are copied to host memory until backward.
         chunked_loss: whether logits are computed for some tokens at a time.
         tiled_mlp: whether the MLP is computed for some tokens at a time, and recomputed in backward.
+        head_groups: in how many groups of heads the projections to q, k and v and attention are computed, one group
+            after another.
     """
 
     recompute: Recompute = "none"
     offload: bool = False
     chunked_loss: bool = True
     tiled_mlp: bool = False
+    head_groups: int = 1
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The switches in use that the package lacks."""
+        used = {"offload": self.offload, "tiled_mlp": self.tiled_mlp, "head_groups": self.head_groups > 1}
+        return tuple(name for name, is_used in used.items() if is_used and not IN_PACKAGE[name])
+
+    @property
+    def saving(self) -> int:
+        """How many of ``offload``, ``tiled_mlp`` and ``head_groups`` are in use."""
+        return self.offload + self.tiled_mlp + (self.head_groups > 1)
 
     def __str__(self) -> str:
         words = {"none": [], "keep_attention": ["recompute all but attention"], "full": ["recompute all"]}
@@ -51,6 +65,7 @@ class Switches:
             words[self.recompute]
             + ["offload activations"] * self.offload
             + ["tiled MLP"] * self.tiled_mlp
+            + [f"heads in {self.head_groups} groups"] * (self.head_groups > 1)
             + ["whole logits"] * (not self.chunked_loss)
         )
 
@@ -80,40 +95,12 @@ class Memory:
 
     def fits(self, hardware: Hardware) -> bool:
         """Whether the device has ``total`` bytes, and the host ``host`` bytes for each of its GPUs."""
-        return self.total <= hardware.memory_bytes and self.host <= hardware.host_memory
+        return self.total <= hardware.memory_bytes and self.host <= hardware.usable_host_memory
 
     @property
     def total(self) -> float:
         """The peak of device memory. The backward of a layer and the loss do not run at the same time."""
         return self.states + self.gathered + self.activations + max(self.working, self.logits) + self.reserved
-
-
-def paper_activations(
-    model: ModelShape,
-    seq_len: int,
-    batch: int,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-) -> float:
-    """Bytes that one layer of the paper's GPT keeps on one rank with 16-bit activations.
-
-    The paper's equations 1, 2 and 4 and table 2 (Korthikanti et al., arXiv 2205.05198).
-
-    Args:
-        model: the model, of which the heads and the hidden size count.
-        seq_len: tokens of a sequence.
-        batch: number of sequences.
-        tensor: number of tensor-parallel ranks.
-        sequence_parallel: whether the tokens are sharded outside the linear layers too.
-        recompute: what backward recomputes: "none", "selective" (attention) or "full".
-    """
-    sbh = float(seq_len) * batch * model.hidden
-    if recompute == "full":
-        return 2 * sbh
-    scores = 0.0 if recompute == "selective" else 5.0 * model.heads * seq_len / model.hidden / tensor
-    outside = 10.0 / tensor if sequence_parallel else 10.0
-    return sbh * (outside + 24.0 / tensor + scores)
 
 
 def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp: bool = False) -> float:

@@ -21,9 +21,9 @@ LEVELS = (WITHIN, BETWEEN)
 ELEMENT_BYTES = 2  # of a weight or an activation in bfloat16
 FLOAT32_BYTES = 4
 GRADIENT_BYTES = FLOAT32_BYTES  # gradients of weights are accumulated and reduce-scattered in float32
-# AdamW in mixed precision, for each weight: 2 bytes for the bfloat16 weight, 4 for its float32 gradient, and 4 + 8 for
-# the float32 copy of the weight and the two moments (ALST, arXiv 2506.13996).
-STATE_BYTES = 18.0
+# AdamW with FSDP2 and a mixed-precision policy, for each weight: 4 bytes each for the float32 weight, its gradient and the
+# two moments. Weights in bfloat16 exist only while they are gathered.
+STATE_BYTES = 16.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Setting:
         layout: which positions each rank holds.
         gather: whether K/V are all-gathered in one step (``comm="all_gather"``) instead of sent around the ring.
         kernel: the attention kernel, a name of ``hardware.attention``; None is the first one.
+        accumulation: how often a replica computes ``batch`` sequences in a step, before the optimizer.
         state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer.
         dtype: the dtype of q, k and v.
     """
@@ -60,6 +61,7 @@ class Setting:
     layout: Layout = "contiguous"
     gather: bool = False
     kernel: str | None = None
+    accumulation: int = 1
     state_bytes: float = STATE_BYTES
     dtype: torch.dtype = torch.bfloat16
 

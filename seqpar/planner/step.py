@@ -9,17 +9,19 @@ from typing import Any, NamedTuple
 
 from ..layout import Layout
 from ..strategies import Comm, compared_options
-from .layer import RankTimeline, weight_links
+from .layer import RankTimeline, sent_weight_bytes, weight_links
 from .memory import Memory, Switches, layer_activations, memory
 from .setting import ELEMENT_BYTES, FLOAT32_BYTES, GRADIENT_BYTES, LEVELS, Setting
 from .simulate import Result, Timeline
+
+_ERROR = 0.05  # choices whose throughput differs by less count as equal; twice as much on several hosts
 
 
 @dataclass(frozen=True)
 class Choice:
     """One way to run the model, and what is predicted for one training step.
 
-    A step is the forward and the backward of ``batch`` sequences on each replica, and the optimizer.
+    A step is the forward and the backward of ``global_batch`` sequences, and the optimizer.
 
     Attributes:
         strategy: "local", "ring", "context_parallel", "ulysses", "hybrid" or "tp_sp", the names of
@@ -30,9 +32,13 @@ class Choice:
             be "ring".
         degrees: the number of ranks by dimension of ``init_mesh``: "dp", "ring", "ulysses", "tp".
         layout: which positions each rank holds.
+        accumulation: how often each replica computes ``batch`` sequences in a step.
+        tokens_per_step: tokens of all sequences of a step, the same for all choices of a plan.
         switches: what is recomputed, offloaded or computed some tokens at a time to save memory.
+        needs: the switches of these that the package lacks. Such a choice is not recommended.
         fits: whether the GPU has ``memory_bytes``, and the host has the memory for offloaded activations.
         seconds: seconds of a step.
+        error: the share of its throughput by which a choice may be wrong, relative to the other choices.
         tokens_per_s: tokens per second of all replicas together.
         mfu: model FLOPs utilisation: the model's FLOPs in a step, without recomputation and of visible pairs only,
             divided by what all ranks could compute in that time at ``hardware.peak_flops``.
@@ -42,7 +48,8 @@ class Choice:
             step without other communication. They overlap with the computation, so they are not added to ``seconds``.
         bytes_sent: bytes of activations that one rank sends in a step, by level of links: "within_host" and
             "between_hosts".
-        parameter_bytes_sent: bytes of weights and gradients of weights that one rank sends in a step.
+        parameter_bytes_sent: bytes of weights and gradients of weights that one rank sends in a step, by level of
+            links.
         memory_bytes: the peak of memory on one rank, in bytes.
         memory: the parts of that peak.
         longest_seq_len: tokens of the longest sequence that fits into memory with the same degrees, under any of the
@@ -55,25 +62,29 @@ class Choice:
     comm: Comm | None
     degrees: Mapping[str, int]
     layout: Layout
+    accumulation: int
+    tokens_per_step: int
     switches: Switches
+    needs: tuple[str, ...]
     fits: bool
     seconds: float
+    error: float
     tokens_per_s: float
     mfu: float
     compute_s: float
     exposed_s: float
     parameters_s: float
     bytes_sent: Mapping[str, int]
-    parameter_bytes_sent: int
+    parameter_bytes_sent: Mapping[str, int]
     memory_bytes: int
     memory: Memory
     longest_seq_len: int
     reason: str
 
     @property
-    def tokens_per_step(self) -> float:
-        """Tokens of all sequences of a step."""
-        return self.tokens_per_s * self.seconds
+    def possible(self) -> bool:
+        """Whether it fits, and needs nothing that the package lacks."""
+        return self.fits and not self.needs
 
     def as_dict(self) -> dict[str, Any]:
         """The choice as numbers, strings, lists and dicts, for JSON."""
@@ -199,6 +210,7 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
     """
     s, m = setting, setting.model
     cost = cost or StepCost(s)
+    times = s.accumulation
     layers = layers_compute = 0.0
     sent = dict.fromkeys(LEVELS, 0)
     for layer in cost.layers:
@@ -207,12 +219,11 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         for one_pass in (layer.forward, layer.backward(switches.recompute)):
             for level, size in one_pass.sent.items():
                 sent[level] += layer.count * size
-    outside_layers = cost.loss_seconds() + cost.optimizer_seconds()
-    seconds = layers + outside_layers
-    sequences = s.batch * s.replicas
+    outside_layers = times * cost.loss_seconds() + cost.optimizer_seconds()
+    seconds = times * layers + outside_layers
+    sequences = s.batch * s.replicas * times
     used = memory(s, switches)
-    weight_shards = max(1, s.ranks // s.tensor)
-    weight_bytes = (2 * ELEMENT_BYTES + GRADIENT_BYTES) * m.parameters / s.tensor
+    weight_bytes = sent_weight_bytes(s, (2 * ELEMENT_BYTES + GRADIENT_BYTES) * m.parameters / s.tensor)
     context = context_name(s)
     return Choice(
         strategy="tp_sp" if s.tensor > 1 else context,
@@ -220,16 +231,20 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         comm=compared_options(context).get("comm"),
         degrees={"dp": s.replicas, "ring": s.ring, "ulysses": s.ulysses, "tp": s.tensor},
         layout=s.layout,
+        accumulation=times,
+        tokens_per_step=sequences * s.seq_len,
         switches=switches,
+        needs=switches.needs,
         fits=used.fits(s.hardware),
         seconds=seconds,
+        error=_ERROR if s.ranks <= s.hardware.gpus_per_host else 2 * _ERROR,
         tokens_per_s=sequences * s.seq_len / seconds,
         mfu=m.model_flops(sequences * s.seq_len, sequences * pairs) / (seconds * s.ranks * s.hardware.peak_flops),
-        compute_s=layers_compute + outside_layers,
-        exposed_s=max(0.0, round(layers - layers_compute, 9)),
-        parameters_s=m.layers * cost.parameters_seconds(),
-        bytes_sent=sent,
-        parameter_bytes_sent=int(weight_bytes * (weight_shards - 1) / weight_shards),
+        compute_s=times * layers_compute + outside_layers,
+        exposed_s=max(0.0, round(times * (layers - layers_compute), 9)),
+        parameters_s=times * m.layers * cost.parameters_seconds(),
+        bytes_sent={level: times * size for level, size in sent.items()},
+        parameter_bytes_sent={level: int(times * size) for level, size in weight_bytes.items()},
         memory_bytes=int(used.total),
         memory=used,
         longest_seq_len=0,

@@ -12,13 +12,14 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.planner.memory import layer_activations, paper_activations
+from seqpar.planner.memory import layer_activations
 from seqpar.planner.model import ModelShape
 from seqpar.planner.setting import Setting
 
 from ..pool import Pool, on_ranks
 from ..settings import H100
 from ..strategies.test_activation_memory import PaperLayer, saved_bytes
+from .paper import paper_activations
 
 HIDDEN, HEADS, TOKENS = 64, 8, 64
 

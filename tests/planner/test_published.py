@@ -10,13 +10,14 @@ import pytest
 from seqpar import Mask
 from seqpar.planner.hardware import Hardware
 from seqpar.planner.layer import RankTimeline
-from seqpar.planner.memory import Switches, memory, paper_activations
+from seqpar.planner.memory import Switches, memory
 from seqpar.planner.model import MODELS
 from seqpar.planner.setting import Setting
 from seqpar.planner.simulate import Timeline
 from seqpar.planner.step import step
 
 from ..settings import A100, H100, attention, attention_shape
+from .paper import paper_activations
 
 GIB = 1 << 30
 
