@@ -67,6 +67,7 @@ def plan(
     ] = None,
     state_bytes: Annotated[float, typer.Option(help="Bytes per weight: weight, gradient and optimizer.")] = STATE_BYTES,
     top: Annotated[int | None, typer.Option(help="Choices to print.", show_default="one of each strategy")] = None,
+    code: Annotated[bool, typer.Option("--code", help="Print the first choice as a training loop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all choices as JSON.")] = False,
     csv: Annotated[Path | None, typer.Option(help="CSV file to write all choices to.")] = None,
     charts: Annotated[Path | None, typer.Option(help="Folder to write PNG charts to.")] = None,
@@ -109,9 +110,14 @@ def plan(
             _write(lambda: draw_charts(made, charts), charts)
     if as_json:
         typer.echo(json.dumps(made.as_dict(), indent=2))
+    elif code:
+        with bad_options():
+            typer.echo(made.code())
     else:
         for line in table(made, mask, top):
             typer.echo(line)
+        if made.choices[0].possible:
+            typer.echo("--code prints the first row as a training loop, and the command that measures its attention.")
     if not made.choices[0].possible:
         raise CommandError(f"nothing fits: {made.shortage}")
 
@@ -171,6 +177,9 @@ def _row(choice: Choice) -> dict[str, Any]:
         "layout": choice.layout,
         "fits": choice.fits,
         "seconds": choice.seconds,
+        "floor_s": choice.floor_s,
+        "low_s": choice.low_s,
+        "high_s": choice.high_s,
         "tokens_per_step": choice.tokens_per_step,
         "tokens_per_s": choice.tokens_per_s,
         "mfu": choice.mfu,
@@ -179,6 +188,7 @@ def _row(choice: Choice) -> dict[str, Any]:
         **{f"parameter_bytes_sent_{level}": n for level, n in choice.parameter_bytes_sent.items()},
         "memory_bytes": choice.memory_bytes,
         "longest_seq_len": choice.longest_seq_len,
+        "weights": choice.weights,
         "recompute": choice.switches.recompute,
         "offload": choice.switches.offload,
         "chunked_loss": choice.switches.chunked_loss,
@@ -204,7 +214,7 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
         within, between = (choice.bytes_sent[x] + choice.parameter_bytes_sent[x] for x in (WITHIN, BETWEEN))
         cells = (
             "x".join(str(choice.degrees[x]) for x in ("dp", "ring", "ulysses", "tp")),
-            _digits(choice.seconds),
+            f"{_digits(choice.low_s)}-{_digits(choice.high_s)}",
             f"{choice.tokens_per_s:,.0f}",
             f"{choice.mfu:.0%}",
             _digits(within / 1e9),
@@ -217,6 +227,7 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
             *textwrap.wrap(choice.reason, _WIDTH, initial_indent="  ", subsequent_indent="  "),
         ]
     lines += textwrap.wrap(
+        f"step: the range; tokens/s: expected; floor of the first row {_digits(made.choices[0].floor_s)} s. "
         "uly: ulysses. NVLink, network: GB that a GPU sends in a step inside its host and to other hosts, weights "
         f"included. mem.: GB, of {_digits(gpu.memory_bytes / 1e9)}. longest: tokens that fit.",
         _WIDTH,

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 from ..checks import check_choice, check_int, check_number
 from ..mask import Mask
+from .code import code
+from .forecast import expected_cost, forecast
 from .hardware import Hardware, hardware_of
 from .memory import RECOMPUTE, Memory, Switches, longest_sequence, memory
 from .model import ModelShape, model_of
 from .pairs import all_pairs
 from .reasons import reason
-from .setting import STATE_BYTES, Setting
+from .setting import STATE_BYTES, WEIGHTS, Setting
 from .splits import allowed_switches, settings, splits
-from .step import Choice, StepCost, step
+from .step import Choice
 
 _MOST_TOKENS = 2**31 - 1  # kernels count positions in 32-bit integers
+_WAITS = 0.02  # if a step waits longer than this share of it, other ways to shard weights are compared
 _HEADROOM = 0.9  # the share of a GPU's memory that a choice should need at most
+_MOST_EXPERTS = 128  # expert parallelism is not modelled
 _MOST_RANKS = 1 << 16  # up to which ``Plan.fewest_ranks`` searches
 
 
@@ -31,6 +35,7 @@ class Plan:
     Attributes:
         model: the shape of the model.
         hardware: the GPUs and the links.
+        mask: which keys each query sees.
         seq_len: tokens of a sequence.
         ranks: GPUs of all replicas.
         batch: sequences that each replica computes at a time.
@@ -42,10 +47,12 @@ class Plan:
             choices that need a switch that the package lacks; and the choices that do not fit.
         fewest_ranks: if nothing fits, the smallest number of GPUs with which something would, in whole hosts; 0 if
             there is none up to 65,536. None if something fits.
+        longest_seq_len: tokens of the longest sequence that fits on these GPUs with what the package has.
     """
 
     model: ModelShape
     hardware: Hardware
+    mask: Mask
     seq_len: int
     ranks: int
     batch: int
@@ -55,6 +62,7 @@ class Plan:
     pairs: int
     choices: tuple[Choice, ...]
     fewest_ranks: int | None = None
+    longest_seq_len: int = 0
 
     @property
     def best(self) -> Choice:
@@ -71,14 +79,24 @@ class Plan:
     @property
     def shortage(self) -> str:
         """If nothing fits: how many GPUs, or which length, would."""
-        longest = max(choice.longest_seq_len for choice in self.choices)
         needs = f"needs at least {self.fewest_ranks:,} GPUs" if self.fewest_ranks else "no number of GPUs is enough"
+        longest = self.longest_seq_len
         shorter = f"sequences of {longest:,} tokens fit" if longest else "no length fits"
         return f"{self.model.name} with {self.seq_len:,} tokens {needs}; on {self.ranks:,} GPUs {shorter}"
 
+    def code(self, choice: Choice | None = None) -> str:
+        """A training loop for a choice, by default the recommended one, and the command that measures its attention.
+
+        Raises:
+            ValueError: nothing fits, or ``choice`` needs a switch that the package lacks.
+        """
+        return code(choice or self.best, self.model, self.hardware, self.seq_len, self.batch, self.kernel, self.mask)
+
     def as_dict(self) -> dict[str, Any]:
         """The plan as numbers, strings, lists and dicts, for JSON."""
-        return {**asdict(self), "choices": [choice.as_dict() for choice in self.choices]}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("mask", "choices")}
+        values |= {name: asdict(values[name]) for name in ("model", "hardware")}
+        return {**values, "choices": [choice.as_dict() for choice in self.choices]}
 
 
 def plan(
@@ -138,7 +156,7 @@ def plan(
     """
     shape, gpus = model_of(model), hardware_of(hardware)
     mask = Mask.causal() if mask is None else mask
-    _check(gpus, seq_len, ranks, mask, global_batch, batch, replicas, kernel, recompute, head_groups, state_bytes)
+    _check(shape, gpus, seq_len, ranks, mask, global_batch, batch, replicas, kernel, recompute, head_groups, state_bytes)
     base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
     everything = base.sharding.ring_positions(0)  # not sharded: all positions
     kinds = shape.masks(mask, seq_len)
@@ -151,11 +169,14 @@ def plan(
         raise ValueError(f"global_batch={global_batch}: expected a multiple of batch={batch} times a divisor of ranks")
     choices = _ordered(_best_of_each_split(compared, switches, pairs, global_batch), switches)
     fewest = None if choices[0].possible else _fewest_ranks(base, ranks, switches)
-    name = kernel or next(iter(gpus.attention))
-    return Plan(shape, gpus, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest)
+    has = [x for x in switches if not x.needs]
+    longest = max((longest_sequence(x, y) for x in splits(base, ranks, replicas) for y in has[-1:]), default=0)
+    name = gpus.kernel_name(kernel)
+    return Plan(shape, gpus, mask, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest, longest)
 
 
 def _check(
+    model: ModelShape,
     hardware: Hardware,
     seq_len: int,
     ranks: int,
@@ -175,6 +196,11 @@ def _check(
         check_int(name, value, 1)
     if replicas is not None and ranks % replicas:
         raise ValueError(f"replicas={replicas}: expected a divisor of ranks={ranks}")
+    if model.experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"model: {model.name} has {model.experts} experts in a layer, and the planner shards weights as FSDP does, "
+            f"which gathers all experts: expected at most {_MOST_EXPERTS}; use a framework with expert parallelism"
+        )
     hardware.rate(kernel)
     if recompute is not None:
         check_choice("recompute", recompute, RECOMPUTE)
@@ -209,13 +235,25 @@ def _best_of_each_split(
     for each in compared:
         setting = replace(each, accumulation=global_batch // (each.replicas * each.batch))
         split = setting.ring, setting.ulysses, setting.tensor, setting.replicas, setting.gather
-        cost = StepCost(setting)
-        for x in _candidates(setting, switches):
-            choice = step(setting, x, pairs, cost)
-            key = *split, x
+        for choice in _forecasts(setting, switches, pairs):
+            key = *split, choice.switches
             if key not in found or choice.tokens_per_s > found[key][0].tokens_per_s:
-                found[key] = choice, setting
+                found[key] = choice, replace(setting, weights=choice.weights)
     return list(found.values())
+
+
+def _forecasts(setting: Setting, switches: Sequence[Switches], pairs: int) -> Iterator[Choice]:
+    """The choices of one setting: weights sharded over all ranks, and otherwise where that makes the step wait."""
+    for weights in WEIGHTS:
+        s = replace(setting, weights=weights)
+        if (weights == "hsdp" and s.hosts == 1) or (weights == "zero1" and s.accumulation == 1):
+            continue
+        made = [forecast(s, x, pairs, cost) for cost in [expected_cost(s)] for x in _candidates(s, switches)]
+        yield from (x for x in made if weights == "fsdp" or x.fits)
+        if weights == "fsdp" and not any(
+            x.fits and x.exposed_s > _WAITS * x.seconds and x.parameters_s > _WAITS * x.seconds for x in made
+        ):
+            return
 
 
 def _candidates(setting: Setting, switches: Sequence[Switches]) -> list[Switches]:
@@ -295,6 +333,7 @@ def _simplicity(choice: Choice, gpus: Hardware) -> tuple[Any, ...]:
         choice.switches.offload,
         choice.switches.saving,
         not has_headroom(choice.memory, gpus),
+        choice.weights != "fsdp",
         crosses_hosts,
         dimensions,
         -choice.tokens_per_s,

@@ -101,6 +101,21 @@ class ModelShape:
         return self.kv_heads * (self.v_head_dim or self.head_dim)
 
     @property
+    def sent_kv_heads(self) -> int:
+        """Heads of the K/V that ranks send: a single one with latent attention, which sends latents."""
+        return 1 if self.kv_rank else self.kv_heads
+
+    @property
+    def sent_kv(self) -> int:
+        """Elements of the K/V of one token that ranks send."""
+        return self.kv_rank + self.shared_dim if self.kv_rank else self.d_kv + self.d_v
+
+    @property
+    def copies(self) -> float:
+        """How often a token is copied to the experts that compute it, averaged over the layers."""
+        return self.active_experts * (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
+
+    @property
     def mlp_width(self) -> float:
         """The summed width of the MLPs that compute one token in a layer, averaged over the layers."""
         width = (self.active_experts if self.experts else 1) * self.intermediate + self.shared_width
@@ -110,10 +125,12 @@ class ModelShape:
     def qkv_parameters(self) -> int:
         """Number of weights of the projections to q, k and v in one layer."""
         q = self.q_rank * (self.hidden + self.d) if self.q_rank else self.hidden * self.d
-        if not self.kv_rank:
-            return q + self.hidden * (self.d_kv + self.d_v)
-        k_per_head = self.d_kv - self.kv_heads * self.shared_dim  # elements of k that the heads do not share
-        return q + self.hidden * (self.kv_rank + self.shared_dim) + self.kv_rank * (k_per_head + self.d_v)
+        return q + self.hidden * self.sent_kv + self.expanding_parameters
+
+    @property
+    def expanding_parameters(self) -> int:
+        """Number of weights that expand the latents of one layer to keys and values."""
+        return self.kv_rank * (self.d_kv - self.kv_heads * self.shared_dim + self.d_v)
 
     @property
     def attention_parameters(self) -> int:
@@ -123,8 +140,13 @@ class ModelShape:
     @property
     def layer_parameters(self) -> float:
         """Number of weights of one layer, averaged over the layers, without norms, biases and routers."""
+        return self.attention_parameters + self.mlp_parameters
+
+    @property
+    def mlp_parameters(self) -> float:
+        """Number of weights of the MLP of one layer, of all its experts, averaged over the layers."""
         width = max(1, self.experts) * self.intermediate + self.shared_width
-        return self.attention_parameters + self._weights_per_width * self._mean_over_layers(width)
+        return self._weights_per_width * self._mean_over_layers(width)
 
     @property
     def parameters(self) -> int:

@@ -46,8 +46,7 @@ def reason(choice: Choice, best: Choice, hardware: Hardware, labels: list[str], 
         more_compute = choice.compute_s / choice.tokens_per_step - best.compute_s / best.tokens_per_step
         cause = waits_words if waits_words and more_waits > more_compute else _more_compute(choice, best)
         words.append(f"{slower - 1:.0%} slower: {cause}")
-    if str(choice.switches):
-        words.append(str(choice.switches))
+    words += [x for x in (str(choice.switches), choice.weights if choice.weights != "fsdp" else "") if x]
     return "; ".join(words)
 
 
