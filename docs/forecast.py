@@ -80,19 +80,38 @@ def summary(rows: Sequence[Row], shares: Calibration, kind: str) -> tuple[int, f
     """The number of rows of a kind, the median error of their times, and the share of them inside the range."""
     ratios = [ratio(row, shares) for row in rows if row.kind == kind]
     low, high = (shares.ranges or {})[kind]
-    return len(ratios), float(np.median([abs(1 / x - 1) for x in ratios])), float(np.mean([low <= x <= high for x in ratios]))
+    return (
+        len(ratios),
+        float(np.median([abs(1 / x - 1) for x in ratios])),
+        float(np.mean([low <= x <= high for x in ratios])),
+    )
 
 
 def section(shares: Calibration) -> str:
     """The table of errors, as Markdown."""
-    lines = ["| kind of run | range | runs that calibrate | held-out runs | median error | inside the range |", "|---" * 6 + "|"]
+    lines = [
+        "| kind of run | range | runs that calibrate | held-out runs | median error | inside the range |",
+        "|---" * 6 + "|",
+    ]
     for kind, words in NAMES.items():
         low, high = (shares.ranges or {})[kind]
         count, *_ = summary(CALIBRATING, shares, kind)
         held, median, inside = summary(HELD_OUT, shares, kind)
-        lines.append(f"| {kind}: {words} | {low:.2f} … {high:.2f} | {count} | {held} | {median:.0%} | {inside:.0%} |".replace("%", " %"))
+        lines.append(
+            f"| {kind}: {words} | {low:.2f} … {high:.2f} | {count} | {held} | {median:.0%} | {inside:.0%} |".replace(
+                "%", " %"
+            )
+        )
     values = ", ".join(f"{name} {value:g}" for name, value in asdict(shares).items() if name != "ranges")
-    lines += ["", f"Shares of the published rates: {values}.", "", "![Errors](assets/forecast.png)", "", "Not compared:", ""]
+    lines += [
+        "",
+        f"Shares of the published rates: {values}.",
+        "",
+        "![Errors](assets/forecast.png)",
+        "",
+        "Not compared:",
+        "",
+    ]
     lines += [f"* {why}: {what}" for why, what in LEFT_OUT.items()]
     return "\n".join(lines)
 
@@ -110,7 +129,15 @@ def draw(shares: Calibration) -> bytes:
         )  # fmt: skip
         for rows, colour, label, shift in halves:
             ratios = [ratio(row, shares) for row in rows if row.kind == kind]
-            axes.plot(ratios, [number + shift] * len(ratios), "o", color=colour, markersize=4, alpha=0.8, label=None if number else label)
+            axes.plot(
+                ratios,
+                [number + shift] * len(ratios),
+                "o",
+                color=colour,
+                markersize=4,
+                alpha=0.8,
+                label=None if number else label,
+            )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(NAMES)), NAMES)
     axes.invert_yaxis()

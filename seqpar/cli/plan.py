@@ -117,7 +117,7 @@ def plan(
         for line in table(made, mask, top):
             typer.echo(line)
         if made.choices[0].possible:
-            typer.echo("--code prints the first row as a training loop, and the command that measures its attention.")
+            typer.echo("--code prints the first row as a training loop, and how to measure it.")
     if not made.choices[0].possible:
         raise CommandError(f"nothing fits: {made.shortage}")
 
@@ -138,7 +138,9 @@ def read_batch(text: str, seq_len: int) -> int:
     """The number of sequences of a string such as "64" or, in tokens, "4M"; ValueError if it is not a whole number."""
     if text[-1:].lower() not in _UNITS:
         if not text.isdecimal() or not int(text):
-            raise ValueError(f"global-batch={text!r}: expected a number of sequences such as 64, or of tokens such as 4M")
+            raise ValueError(
+                f"global-batch={text!r}: expected a number of sequences such as 64, or of tokens such as 4M"
+            )
         return int(text)
     tokens = read_tokens(text)
     if tokens % seq_len:
@@ -147,7 +149,7 @@ def read_batch(text: str, seq_len: int) -> int:
 
 
 def _name(choice: Choice) -> str:
-    """The strategy; under tensor parallelism also what attention does, such as "tp_sp + ring" or "tp_sp + all_gather"."""
+    """The strategy; under tensor parallelism also the strategy or the comm of attention, such as "tp_sp + ring"."""
     if choice.context in (choice.strategy, "local"):
         return choice.strategy
     return f"{choice.strategy} + {choice.comm or choice.context}"

@@ -156,7 +156,9 @@ def plan(
     """
     shape, gpus = model_of(model), hardware_of(hardware)
     mask = Mask.causal() if mask is None else mask
-    _check(shape, gpus, seq_len, ranks, mask, global_batch, batch, replicas, kernel, recompute, head_groups, state_bytes)
+    _check(
+        shape, gpus, seq_len, ranks, mask, global_batch, batch, replicas, kernel, recompute, head_groups, state_bytes
+    )
     base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
     everything = base.sharding.ring_positions(0)  # not sharded: all positions
     kinds = shape.masks(mask, seq_len)
@@ -172,7 +174,9 @@ def plan(
     has = [x for x in switches if not x.needs]
     longest = max((longest_sequence(x, y) for x in splits(base, ranks, replicas) for y in has[-1:]), default=0)
     name = gpus.kernel_name(kernel)
-    return Plan(shape, gpus, mask, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest, longest)
+    return Plan(
+        shape, gpus, mask, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest, longest
+    )
 
 
 def _check(
@@ -328,6 +332,9 @@ def _simplicity(choice: Choice, gpus: Hardware) -> tuple[Any, ...]:
     degrees = choice.degrees
     collectives = degrees["tp"] * (degrees["ring"] if choice.comm == "all_gather" else degrees["ulysses"])
     crosses_hosts = collectives > gpus.gpus_per_host or gpus.gpus_per_host % collectives > 0
+    hosts = (
+        degrees["ring"] * degrees["ulysses"] * degrees["tp"] // gpus.gpus_per_host
+    )  # that one sequence is sharded over
     dimensions = sum(degrees[name] > 1 for name in ("ring", "ulysses", "tp"))
     return (
         choice.switches.offload,
@@ -335,7 +342,9 @@ def _simplicity(choice: Choice, gpus: Hardware) -> tuple[Any, ...]:
         not has_headroom(choice.memory, gpus),
         choice.weights != "fsdp",
         crosses_hosts,
+        hosts > 1 and degrees["ring"] > hosts,  # a ring over hosts has one member in each, collectives are inside
         dimensions,
+        degrees["tp"] > 1,  # needs layers that are made for it
         -choice.tokens_per_s,
     )
 

@@ -10,11 +10,113 @@ from .step import Choice
 
 # The names of ``seqpar.attention``'s backends, where they differ from the names of kernels in ``hardware.json``.
 _BACKENDS = {"flash2": "flash_attn", "flash3": "flash_attn_3", "flash4": "flash_attn_4"}
-_RECOMPUTE = {
-    "none": [],
-    "keep_attention": ['{"use_reentrant": False, "context_fn": seqpar.keep_attention}'],
-    "full": ['{"use_reentrant": False}'],
+_CHECKPOINT = {
+    "none": "",
+    "keep_attention": ", use_reentrant=False, context_fn=seqpar.keep_attention",
+    "full": ", use_reentrant=False",
 }
+
+_START = """\
+# {start} train.py
+# A step has {tokens:,} tokens: {accumulation} x {batch} sequences of {seq_len:,} on each of {dp} dp ranks.
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import seqpar
+
+mesh = seqpar.init_mesh({sizes})
+"""
+# For a model of transformers.
+_MODEL = """\
+sharding = seqpar.Sharding({seq_len}, "{layout}", mesh=mesh)  # for tensors of your own
+# model: of transformers; batches: of dicts with input_ids and labels, the same on the ranks of a sequence
+seqpar.hf.parallelize(model, mesh=mesh, {options})
+"""
+_MODEL_LOSS = """\
+def loss_of(batch):
+    return model(**batch).loss  # the model shards the batch
+"""
+# For a model of the package's tensor-parallel layers.
+_LAYERS = """\
+sharding = seqpar.Sharding({seq_len}, "{layout}", mesh=mesh, strategy="tp_sp")
+hidden, vocab = {hidden}, {vocab}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        rope = seqpar.RotaryEmbedding({head_dim})
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        options = {{"mesh": mesh, "rope": rope, "layout": "{layout}", "backend": "{backend}"{comm}}}
+        self.attention = seqpar.ParallelAttention("tp_sp", hidden, {heads}, {kv_heads}, {head_dim}, **options)
+        self.mlp = seqpar.MegatronMLP(hidden, {intermediate}, mesh=mesh)
+
+    def forward(self, x, sharding):
+        x = x + self.attention(self.norm1(x), sharding=sharding)
+        return x + self.mlp(self.norm2(x), sharding=sharding)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = seqpar.VocabParallelEmbedding(vocab, hidden, mesh=mesh)
+        self.blocks = nn.ModuleList(Block() for _ in range({layers}))
+        self.head = seqpar.VocabParallelHead(hidden, vocab, mesh=mesh)
+
+    def forward(self, tokens, labels):
+        x = self.embedding(tokens, sharding)
+        for block in self.blocks:
+            x = {block}
+        return self.head(x, labels, sharding)  # the loss of each token
+
+
+model = Model()
+shards = mesh["dp", "ring", "ulysses"]._flatten("shards")
+"""
+_LAYERS_LOSS = """\
+def loss_of(batch):  # the same on the ranks of a sequence
+    ids, labels = (sharding.shard(batch[name]) for name in ("input_ids", "labels"))
+    return seqpar.token_loss(model(ids, labels), labels, sharding=sharding)
+"""
+_HOSTS = """\
+shape = {hosts}, {per_host}
+hosts = torch.distributed.init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "shards"))
+"""
+_WRAP = """\
+# {weights}
+policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+for layer in {layer_list}:
+    fully_shard(layer, mp_policy=policy{how})
+fully_shard(model, mp_policy=policy{how})
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+{loss}
+
+accumulation = {accumulation}
+for part in range(accumulation):
+{once}    loss = loss_of(next(batches)) / accumulation
+    loss.backward()
+{sync}optimizer.step()
+optimizer.zero_grad()
+"""
+_ONCE = """\
+    model.set_requires_gradient_sync(part == accumulation - 1)
+    model.set_reshard_after_backward(part == accumulation - 1)
+"""
+_CONFIG = """\
+
+# The same for the Trainer, TRL or accelerate:
+# seqpar.hf.ParallelismConfig(cp_size={sequence}, {options}{ulysses})
+"""
+_BENCH = """\
+
+# Measure its attention:
+# {start} --strategy {strategy} --layout {layout} --seq-len {seq_len} \\
+#     --batch {batch} --heads {heads} --kv-heads {kv_heads} --head-dim {head_dim}{mask} --no-peers
+"""
 
 
 def code(
@@ -27,175 +129,66 @@ def code(
     """
     if choice.needs:
         raise ValueError(f"the choice needs what the package lacks: {', '.join(choice.needs)}")
-    degrees = {name: size for name, size in choice.degrees.items() if size > 1}
-    sizes = ", ".join(f"{name}={size}" for name, size in degrees.items())
-    ranks = sequence = 1
-    for name, size in choice.degrees.items():
-        ranks *= size
-        sequence *= 1 if name == "dp" else size
-    per_host = min(ranks, hardware.gpus_per_host)
-    start = f"torchrun --nnodes {-(-ranks // per_host)} --nproc-per-node {per_host}"
-    backend = _BACKENDS.get(kernel, kernel)
-    is_tensor = choice.degrees["tp"] > 1
-    lines = [
-        f"# {start} train.py",
-        f"# A step has {choice.tokens_per_step:,} tokens: {choice.accumulation} x {batch} sequences of {seq_len:,} tokens on each of "
-        f"{choice.degrees['dp']} dp ranks.",
-        "import torch",
-        "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
-        "",
-        "import seqpar",
-        "",
-        f"mesh = seqpar.init_mesh({sizes or 'dp=1'})",
-    ]
-    body = _tensor_parallel if is_tensor else _transformers
-    lines += body(choice, model, seq_len, backend, mask)
-    lines += [
-        f"accumulation = {choice.accumulation}",
-        "for part in range(accumulation):",
-        *(["    last = part == accumulation - 1", *_once_a_step("last")] if choice.weights == "zero1" else []),
-        "    loss = loss_of(next(batches)) / accumulation",
-        "    loss.backward()",
-        *(["seqpar.sync_gradients(model, mesh=mesh)"] if is_tensor else []),
-        "optimizer.step()",
-        "optimizer.zero_grad()",
-        "",
-    ]
-    if not is_tensor:
-        lines += ["# The same for the Trainer, TRL or accelerate:", f"# {_config(choice, sequence, backend)}"]
-    return "\n".join([*lines, f"# Measure its attention: {_bench(choice, model, seq_len, batch, sequence, per_host, mask)}"])
-
-
-def _options(choice: Choice) -> str:
-    """The arguments that name the strategy of attention."""
+    dp, ring, ulysses, tensor = (choice.degrees[name] for name in ("dp", "ring", "ulysses", "tp"))
+    ranks, per_host = dp * ring * ulysses * tensor, hardware.gpus_per_host
+    backend, recompute = _BACKENDS.get(kernel, kernel), choice.switches.recompute
     comm = f', comm="{choice.comm}"' if choice.comm else ""
-    return f'strategy="{choice.context}", layout="{choice.layout}"{comm}'
-
-
-def _transformers(choice: Choice, model: ModelShape, seq_len: int, backend: str, mask: Mask) -> list[str]:
-    """A model of transformers, named ``model``, whose layers are ``model.model.layers``."""
-    how = "".join(f"model.gradient_checkpointing_enable({x})\n" for x in _RECOMPUTE[choice.switches.recompute])
-    return [
-        f'sharding = seqpar.Sharding({seq_len}, "{choice.layout}", mesh=mesh)  # which tokens each rank holds',
-        "# model: of transformers; batches: of dicts with input_ids and labels, the same on the ranks of a sequence",
-        f'seqpar.hf.parallelize(model, mesh=mesh, {_options(choice)}, backend="{backend}")',
-        *how.splitlines(),
-        *_wrapping(choice, "model.model.layers"),
-        "",
-        "",
-        "def loss_of(batch):",
-        "    return model(**seqpar.hf.shard_batch(batch, mesh=mesh, " + f'layout="{choice.layout}")).loss',
-        "",
-        "",
-    ]
-
-
-def _tensor_parallel(choice: Choice, model: ModelShape, seq_len: int, backend: str, mask: Mask) -> list[str]:
-    """A model of the package's layers."""
-    m = model
-    checkpoint = {
-        "none": "x = block(x, sharding)",
-        "keep_attention": "x = checkpoint(block, x, sharding, use_reentrant=False, context_fn=seqpar.keep_attention)",
-        "full": "x = checkpoint(block, x, sharding, use_reentrant=False)",
-    }[choice.switches.recompute]
-    comm = f', comm="{choice.comm}"' if choice.comm else ""
-    return [
-        "from torch import nn",
-        "from torch.utils.checkpoint import checkpoint",
-        "",
-        f'sharding = seqpar.Sharding({seq_len}, "{choice.layout}", mesh=mesh, strategy="tp_sp")',
-        f"hidden, vocab = {m.hidden}, {m.vocab}",
-        "",
-        "",
-        "class Block(nn.Module):",
-        "    def __init__(self):",
-        "        super().__init__()",
-        f"        rope = seqpar.RotaryEmbedding({m.head_dim})",
-        "        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)",
-        "        self.attention = seqpar.ParallelAttention(",
-        f'            "tp_sp", hidden, {m.heads}, {m.kv_heads}, {m.head_dim}, mesh=mesh, rope=rope, layout="{choice.layout}", backend="{backend}"{comm}',
-        "        )",
-        f"        self.mlp = seqpar.MegatronMLP(hidden, {m.intermediate}, mesh=mesh)",
-        "",
-        "    def forward(self, x, sharding):",
-        "        x = x + self.attention(self.norm1(x), sharding=sharding)",
-        "        return x + self.mlp(self.norm2(x), sharding=sharding)",
-        "",
-        "",
-        "class Model(nn.Module):",
-        "    def __init__(self):",
-        "        super().__init__()",
-        "        self.embedding = seqpar.VocabParallelEmbedding(vocab, hidden, mesh=mesh)",
-        f"        self.blocks = nn.ModuleList(Block() for _ in range({m.layers}))",
-        "        self.head = seqpar.VocabParallelHead(hidden, vocab, mesh=mesh)",
-        "",
-        "    def forward(self, tokens, labels):",
-        "        x = self.embedding(tokens, sharding)",
-        "        for block in self.blocks:",
-        f"            {checkpoint}",
-        "        return self.head(x, labels, sharding)  # the loss of each token",
-        "",
-        "",
-        "model = Model()",
-        *_wrapping(choice, "model.blocks", ', mesh=mesh["dp"]'),
-        "",
-        "",
-        "def loss_of(batch):  # the same batch on the ranks of a sequence",
-        '    ids, labels = (sharding.shard(batch[name]) for name in ("input_ids", "labels"))',
-        "    return seqpar.token_loss(model(ids, labels), labels, sharding=sharding)",
-        "",
-        "",
-    ]
-
-
-def _wrapping(choice: Choice, layers: str, where: str = "") -> list[str]:
-    """``fully_shard`` over all ranks, or as ``choice.weights`` says."""
-    if choice.weights == "hsdp":
-        where = ", mesh=hosts"
-    keeps = ", reshard_after_forward=False" if choice.weights in ("zero1", "zero2") else ""
-    return [
-        f"# {WEIGHTS[choice.weights]}",
-        *(
-            [
-                "per_host = torch.accelerator.device_count() or 1",
-                'hosts = torch.distributed.init_device_mesh(mesh.device_type, (mesh.size() // per_host, per_host), mesh_dim_names=("copies", "shards"))',
-            ]
-            if choice.weights == "hsdp"
-            else []
-        ),
-        "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
-        f"for layer in {layers}:",
-        f"    fully_shard(layer, mp_policy=policy{where}{keeps})",
-        f"fully_shard(model, mp_policy=policy{where}{keeps})",
-        "optimizer = torch.optim.AdamW(model.parameters())",
-    ]
-
-
-def _once_a_step(last: str) -> list[str]:
-    """Keep weights and gradients whole until the last backward of a step."""
-    return [f"    model.set_requires_gradient_sync({last})", f"    model.set_reshard_after_backward({last})"]
-
-
-def _config(choice: Choice, sequence: int, backend: str) -> str:
-    """The arguments of ``ParallelismConfig``."""
-    ulysses = f", ulysses_size={choice.degrees['ulysses']}" if choice.context == "hybrid" else ""
-    return f'seqpar.hf.ParallelismConfig(cp_size={sequence}, {_options(choice)}{ulysses}, backend="{backend}")'
-
-
-def _bench(
-    choice: Choice, model: ModelShape, seq_len: int, batch: int, sequence: int, per_host: int, mask: Mask
-) -> str:
-    """The command that measures the attention of a choice, on the ranks of one sequence without tensor parallelism."""
-    tensor = choice.degrees["tp"]
-    ranks = sequence // tensor
-    start = f"seqpar bench --nproc {ranks}"
-    if ranks > per_host:
-        start = f"torchrun --nnodes {-(-ranks // per_host)} --nproc-per-node {per_host} -m seqpar bench"
-    strategy = {"context_parallel": choice.comm, "local": "ring"}.get(choice.context, choice.context)
-    heads = max(1, model.heads // tensor)
-    kv_heads = max(1, min(heads, model.kv_heads // tensor))
-    shown = {Mask.causal(): " --mask causal", Mask.full(): " --mask full"}.get(mask, "")
-    return (
-        f"{start} --strategy {strategy} --layout {choice.layout} --seq-len {seq_len} --batch {batch} --heads {heads} "
-        f"--kv-heads {kv_heads} --head-dim {model.v_head_dim or model.head_dim}{shown} --no-peers"
+    options = f'strategy="{choice.context}", layout="{choice.layout}"{comm}, backend="{backend}"'
+    common = {"seq_len": seq_len, "layout": choice.layout, "options": options, "batch": batch}
+    sizes = {name: size for name, size in choice.degrees.items() if size > 1}
+    text = _START.format(
+        start=_torchrun(ranks, per_host),
+        tokens=choice.tokens_per_step,
+        accumulation=choice.accumulation,
+        dp=dp,
+        sizes=", ".join(f"{name}={size}" for name, size in sizes.items()) or "dp=1",
+        **common,
     )
+    how = ", reshard_after_forward=False" if choice.weights in ("zero1", "zero2") else ""
+    if tensor > 1:
+        shape = {name: getattr(model, name) for name in ("hidden", "vocab", "heads", "kv_heads", "head_dim", "layers")}
+        block = (
+            f"checkpoint(block, x, sharding{_CHECKPOINT[recompute]})" if recompute != "none" else "block(x, sharding)"
+        )
+        comm = f', "comm": "{choice.comm}"' if choice.comm else ""
+        text += _LAYERS.format(
+            **common, **shape, intermediate=model.intermediate, backend=backend, block=block, comm=comm
+        )
+        how += ", mesh=shards"
+    else:
+        text = text.replace("from torch import nn\n", "").replace("from torch.utils.checkpoint import checkpoint\n", "")
+        text += _MODEL.format(**common)
+        if recompute != "none":
+            text += f"model.gradient_checkpointing_enable(dict({_CHECKPOINT[recompute][2:]}))\n"
+    if choice.weights == "hsdp":
+        text += _HOSTS.format(hosts=ranks // per_host, per_host=per_host)
+        how += ", mesh=hosts"
+    text += _WRAP.format(
+        weights=WEIGHTS[choice.weights],
+        layer_list="model.blocks" if tensor > 1 else "model.model.layers",
+        how=how,
+        loss=_LAYERS_LOSS if tensor > 1 else _MODEL_LOSS,
+        accumulation=choice.accumulation,
+        once=_ONCE if choice.weights == "zero1" else "",
+        sync="seqpar.sync_gradients(model, mesh=mesh)\n" if tensor > 1 else "",
+    )
+    if tensor == 1:
+        size = f", ulysses_size={ulysses}" if choice.context == "hybrid" else ""
+        text += _CONFIG.format(sequence=ring * ulysses, options=options, ulysses=size)
+    start = f"seqpar bench --nproc {ring * ulysses}"
+    if ring * ulysses > per_host:
+        start = f"{_torchrun(ring * ulysses, per_host)} -m seqpar bench"
+    return text + _BENCH.format(
+        **{**common, "options": None},
+        start=start,
+        strategy={"context_parallel": choice.comm, "local": "ring"}.get(choice.context, choice.context),
+        heads=max(1, model.heads // tensor),
+        kv_heads=max(1, model.kv_heads // tensor),
+        head_dim=model.v_head_dim or model.head_dim,
+        mask={Mask.causal(): " --mask causal", Mask.full(): " --mask full"}.get(mask, ""),
+    )
+
+
+def _torchrun(ranks: int, per_host: int) -> str:
+    """The command that starts a program on so many ranks."""
+    return f"torchrun --nnodes {-(-ranks // per_host)} --nproc-per-node {min(ranks, per_host)}"

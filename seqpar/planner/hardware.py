@@ -93,8 +93,8 @@ class Hardware:
         rate = self.attention[name]
         if rate is None:
             raise ValueError(
-                f"kernel={name!r} has not been measured on {self.name}; measure it with seqpar plan --measure there, or "
-                f"give its rates: hardware={{'base': {self.name!r}, 'attention': {{{name!r}: [forward, backward]}}}}"
+                f"kernel={name!r} has not been measured on {self.name}; measure it there with seqpar plan --measure, "
+                f"or give its rates: hardware={{'base': {self.name!r}, 'attention': {{{name!r}: [forward, backward]}}}}"
             )
         return rate
 
@@ -183,7 +183,7 @@ def _of_mapping(value: Mapping[str, Any], known: Mapping[str, Hardware] | None =
 
 
 def _rates(value: Any) -> dict[str, AttentionRate | None]:
-    """The rates of attention kernels by name, from ``[forward, backward]``, ``[forward, backward, carries]`` or None."""
+    """The rates of attention kernels by name: ``[forward, backward]``, ``[forward, backward, carries]`` or None."""
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f"hardware: attention={value!r}: expected a kernel and its rates, such as {_EXAMPLE_RATES}")
     found: dict[str, AttentionRate | None] = {}

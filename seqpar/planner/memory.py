@@ -117,7 +117,9 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
         if has_all_to_all:
             elements += m.d + m.d_out + (0 if _shares_kv(setting) else m.sent_kv)
         return float(tokens * (ELEMENT_BYTES * elements + lse_bytes))
-    nbytes = _attention_activations(setting) + 2 * ELEMENT_BYTES * m.hidden * tokens  # the second norm's input and output
+    nbytes = (
+        _attention_activations(setting) + 2 * ELEMENT_BYTES * m.hidden * tokens
+    )  # the second norm's input and output
     return nbytes + (0 if tiled_mlp else ELEMENT_BYTES * _mlp_elements(m) * tokens)
 
 
@@ -172,8 +174,8 @@ def memory(setting: Setting, switches: Switches) -> Memory:
 def _gathered(setting: Setting) -> float:
     """Bytes of gathered weights and their gradients.
 
-    With "fsdp" these are the weights of two layers, because the next layer's weights are all-gathered while a layer is computed,
-    the gradients of one layer, and the language model head with its gradient.
+    With "fsdp" these are the weights of two layers, because the next layer's weights are all-gathered while a layer is
+    computed, the gradients of one layer, and the language model head with its gradient.
     """
     m = setting.model
     if setting.ranks == setting.tensor:  # every rank holds all of its weights
@@ -230,7 +232,7 @@ def _mlp_working(setting: Setting, tiled_mlp: bool) -> float:
     m, tokens = setting.model, setting.tokens
     tile_tokens = min(tokens, m.hidden) if tiled_mlp else tokens
     activations = _mlp_elements(m)
-    nbytes: float = ELEMENT_BYTES * tile_tokens * (activations * 3 / 4 if m.gated else activations)
+    nbytes: float = ELEMENT_BYTES * tile_tokens * (activations / 2 if m.gated else activations)
     nbytes += 2 * ELEMENT_BYTES * tokens * m.hidden
     if tiled_mlp:  # the recomputed activations of the tile
         nbytes += ELEMENT_BYTES * tile_tokens * activations

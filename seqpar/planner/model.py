@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,33 +179,6 @@ class ModelShape:
         return 6.0 * self.multiplied_parameters * tokens + 6.0 * self.layers * (self.d + self.d_out) * pairs
 
 
-def _gpt(name: str, heads: int, hidden: int, layers: int, vocab: int = 51200) -> ModelShape:
-    """A GPT of Megatron-LM: multi-head attention and an MLP of width ``4 * hidden``."""
-    return ModelShape(name, layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, gated=False, tied=True)
-
-
-# Llama 3: arXiv 2407.21783, table 3. Qwen3: the config.json files on Hugging Face. gpt-22b to gpt-1t: Korthikanti et
-# al., arXiv 2205.05198, table 3. gpt-7b: the dense 7B of DeepSpeed-Ulysses, arXiv 2309.14509.
-MODELS: dict[str, ModelShape] = {
-    m.name: m
-    for m in (
-        ModelShape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
-        ModelShape("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
-        ModelShape("llama3-405b", 126, 16384, 128, 8, 128, 53248, 128256),
-        ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
-        ModelShape("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936, tied=True),
-        ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
-        ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
-        ModelShape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, experts=128, active_experts=8),
-        _gpt("gpt-7b", 32, 4096, 32, 50304),
-        _gpt("gpt-22b", 64, 6144, 48),
-        _gpt("gpt-175b", 96, 12288, 96),
-        _gpt("gpt-530b", 128, 20480, 105),
-        _gpt("gpt-1t", 160, 25600, 128),
-    )
-}
-
-
 def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelShape:
     """The ``ModelShape`` of a model. Nothing is read from the network.
 
@@ -343,3 +317,12 @@ def _local_layers(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
         every = config.get("sliding_window_pattern") or _FULL_EVERY.get(str(config.get("model_type")))
         count = layers - layers // every if every else layers
     return (count, int(tokens)) if count and tokens else (0, 0)
+
+
+def _table() -> dict[str, ModelShape]:
+    """The models of ``models.json``, whose entries are ``[source, config]``."""
+    table = json.loads(Path(__file__).with_name("models.json").read_text())["models"]
+    return {name: _of_config(config, name) for name, (_, config) in table.items()}
+
+
+MODELS = _table()

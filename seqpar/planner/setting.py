@@ -22,8 +22,8 @@ LEVELS = (WITHIN, BETWEEN)
 ELEMENT_BYTES = 2  # of a weight or an activation in bfloat16
 FLOAT32_BYTES = 4
 GRADIENT_BYTES = FLOAT32_BYTES  # gradients of weights are accumulated and reduce-scattered in float32
-# AdamW with FSDP2 and a mixed-precision policy, for each weight: 4 bytes each for the float32 weight, its gradient and the
-# two moments. Weights in bfloat16 exist only while they are gathered.
+# AdamW with FSDP2 and a mixed-precision policy, for each weight: 4 bytes each for the float32 weight, its gradient and
+# the two moments. Weights in bfloat16 exist only while they are gathered.
 STATE_BYTES = 16.0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from seqpar import Mask
@@ -130,14 +130,17 @@ def steps() -> Iterator[Row]:
         switches = Switches("full", True, True, name == "qwen3-32b")
         yield step_row("TRL #6845, #6846", f"{name} {tokens}M on {gpus} H100", where, switches, seconds=s)
     for tokens, gpus, ms in (
-        (131072, 64, 32432.1), (131072, 128, 17052.5), (131072, 256, 9886.7), (65536, 64, 9676.8), (262144, 256, 33486.5),
+        (131072, 64, 32432.1), (131072, 128, 17052.5), (131072, 256, 9886.7), (65536, 64, 9676.8),
+        (262144, 256, 33486.5),
     ):  # fmt: skip
         # Global batch 8. It names no degree: 32 ranks, as many as heads. It counts all pairs, and so do its kernels.
         where = Setting(
             MODELS["gpt-7b"], A100, Mask.full(), tokens, ulysses=32, replicas=gpus // 32, accumulation=8 * 32 // gpus
         )
         source = "DeepSpeed-Ulysses, arXiv 2309.14509, tables 2 and 3"
-        yield step_row(source, f"7B {tokens >> 10}K on {gpus} A100", where, Switches("full", chunked_loss=False), seconds=ms / 1e3)
+        yield step_row(
+            source, f"7B {tokens >> 10}K on {gpus} A100", where, Switches("full", chunked_loss=False), seconds=ms / 1e3
+        )
     keep = Switches("keep_attention", chunked_loss=False)
     titan = Setting(LLAMA_8B, H100_500W, CAUSAL, 8192, 2, replicas=8, kernel="flash2")
     source = "TorchTitan, llama3_h100_202412"
@@ -147,8 +150,16 @@ def steps() -> Iterator[Row]:
             where = fp8(where) if how == "FP8" else where
             yield step_row(source, f"8B 8K on {gpus} H100, {how}", where, keep, per_gpu=rate)
     for cp, rate in ((1, 3890), (2, 2540), (4, 1071), (8, 548)):
-        where = replace(titan, seq_len=32768 * cp, batch=1, ring=cp, replicas=8 // cp, layout="zigzag" if cp > 1 else "contiguous")
-        yield step_row(source, f"8B {32 * cp}K on 8 H100, CP {cp}, FP8", fp8(where), Switches("full", chunked_loss=False), per_gpu=rate)
+        where = replace(
+            titan, seq_len=32768 * cp, batch=1, ring=cp, replicas=8 // cp, layout="zigzag" if cp > 1 else "contiguous"
+        )
+        yield step_row(
+            source,
+            f"8B {32 * cp}K on 8 H100, CP {cp}, FP8",
+            fp8(where),
+            Switches("full", chunked_loss=False),
+            per_gpu=rate,
+        )
     where = replace(titan, model=LLAMA_70B, batch=16, tensor=8, replicas=32)
     source = "TorchTitan, asyncTP_llama3_h100_2025-06"
     yield step_row(source, "70B 8K on 256 H100, TP 8", where, Switches("full", chunked_loss=False), per_gpu=652.4)
@@ -156,7 +167,9 @@ def steps() -> Iterator[Row]:
     yield step_row(source, "8B 8K on 64 H100, TP 8", where, keep, per_gpu=4809)
     for gpus, rate in ((32, 10938), (64, 10753)):
         where = replace(titan, hardware=H200, replicas=gpus, kernel="cudnn")
-        yield step_row("TorchTitan, llama3-8b_h200_202506", f"8B 8K on {gpus} H200, FP8", fp8(where), keep, per_gpu=rate)
+        yield step_row(
+            "TorchTitan, llama3-8b_h200_202506", f"8B 8K on {gpus} H200, FP8", fp8(where), keep, per_gpu=rate
+        )
     none = Switches(chunked_loss=False)
     source = "Megatron-Bridge 25.11"
     for model, gpu, gpus, batch, total, rate in (
@@ -164,26 +177,54 @@ def steps() -> Iterator[Row]:
         (LLAMA_70B, GB200, 64, 2, 256, 4312),
     ):  # fmt: skip
         kernel = "cudnn" if gpu is not B200 else None
-        where = Setting(model, gpu, CAUSAL, 8192, batch, replicas=gpus, kernel=kernel, accumulation=total // gpus // batch)
+        where = Setting(
+            model, gpu, CAUSAL, 8192, batch, replicas=gpus, kernel=kernel, accumulation=total // gpus // batch
+        )
         yield step_row(source, f"{model.name} 8K on {gpus} {gpu.name}, FP8", fp8(where), none, per_gpu=rate)
     nemo = Setting(LLAMA_8B, B200, CAUSAL, 0, layout="zigzag")
-    for k, tensor, ring, replicas, rate in ((8, 1, 1, 2, 28854), (32, 1, 2, 4, 16817), (128, 2, 4, 4, 6322), (512, 4, 8, 4, 1862), (1024, 4, 16, 4, 949)):
-        where = replace(nemo, seq_len=k << 10, tensor=tensor, ring=ring, replicas=replicas, accumulation=4096 // k // replicas)
-        yield step_row("NeMo 25.04, long sequences", f"8B {k}K on {where.ranks} B200, FP8", fp8(where), none, per_gpu=rate)
+    for k, tensor, ring, replicas, rate in (
+        (8, 1, 1, 2, 28854),
+        (32, 1, 2, 4, 16817),
+        (128, 2, 4, 4, 6322),
+        (512, 4, 8, 4, 1862),
+        (1024, 4, 16, 4, 949),
+    ):
+        where = replace(
+            nemo, seq_len=k << 10, tensor=tensor, ring=ring, replicas=replicas, accumulation=4096 // k // replicas
+        )
+        yield step_row(
+            "NeMo 25.04, long sequences", f"8B {k}K on {where.ranks} B200, FP8", fp8(where), none, per_gpu=rate
+        )
     nemo = replace(nemo, model=LLAMA_7B, hardware=H100, kernel="flash2")
     for k, tensor, ring, replicas, rate in (
         (4, 1, 1, 4, 16665), (16, 2, 1, 8, 10090), (32, 2, 2, 8, 6690), (64, 4, 2, 8, 4022), (128, 4, 4, 8, 2258),
         (256, 4, 8, 8, 1215), (512, 8, 16, 4, 635), (1024, 8, 32, 4, 317),
     ):  # fmt: skip
-        where = replace(nemo, seq_len=k << 10, tensor=tensor, ring=ring, replicas=replicas, accumulation=max(1, 4096 // k // replicas))
-        yield step_row("NeMo 24.03, long sequences", f"7B {k}K on {where.ranks} H100, FP8", fp8(where), none, per_gpu=rate)
+        where = replace(
+            nemo,
+            seq_len=k << 10,
+            tensor=tensor,
+            ring=ring,
+            replicas=replicas,
+            accumulation=max(1, 4096 // k // replicas),
+        )
+        yield step_row(
+            "NeMo 24.03, long sequences", f"7B {k}K on {where.ranks} H100, FP8", fp8(where), none, per_gpu=rate
+        )
     loong = Setting(LLAMA_7B_GQA, A100, CAUSAL, 131072)
-    for what, degrees, rate in (
+    shardings: tuple[tuple[str, dict[str, Any], float], ...] = (
         ("Ulysses 32", {"ulysses": 32}, 629.9), ("CP 32", {"ring": 32, "layout": "zigzag"}, 706.2),
         ("8 x 4", {"ulysses": 8, "ring": 4, "layout": "zigzag"}, 838.1),
-    ):  # fmt: skip
-        where = replace(loong, **degrees)  # type: ignore[arg-type]
-        yield step_row("LoongTrain, arXiv 2406.18485", f"7B 128K on 32 A100, {what}", where, Switches("keep_attention"), per_gpu=rate)
+    )  # fmt: skip
+    for what, degrees, per_gpu in shardings:
+        where = replace(loong, **degrees)
+        yield step_row(
+            "LoongTrain, arXiv 2406.18485",
+            f"7B 128K on 32 A100, {what}",
+            where,
+            Switches("keep_attention"),
+            per_gpu=per_gpu,
+        )
 
 
 def attention_shape(heads: int, kv_heads: int) -> ModelShape:
@@ -203,51 +244,80 @@ def attention_alone() -> Iterator[Row]:
         for i, rate in enumerate(batch_rates):
             layout: Any = ("contiguous", "zigzag", "striped")[i // 2]
             passes = ("forward", "both")[i % 2]
-            yield Row(source, f"ring {layout} on 8 {gpu.name}, {passes}", 1 / rate, replace(base, layout=layout), None, passes)
+            yield Row(
+                source, f"ring {layout} on 8 {gpu.name}, {passes}", 1 / rate, replace(base, layout=layout), None, passes
+            )
         for i, rate in enumerate(varlen_rates):
-            how = ({}, {"layout": "zigzag"}, {"gather": True})[i // 2]
+            options: dict[str, Any] = ({}, {"layout": "zigzag"}, {"gather": True})[i // 2]
             passes = ("forward", "both")[i % 2]
-            where = replace(base, mask=packed[1], **how)  # type: ignore[arg-type]
-            yield Row(source, f"varlen {('ring', 'zigzag', 'all-gather')[i // 2]} on 8 {gpu.name}, {passes}", 1 / rate, where, None, passes, packed)
+            where = replace(base, mask=packed[1], **options)
+            yield Row(
+                source,
+                f"varlen {('ring', 'zigzag', 'all-gather')[i // 2]} on 8 {gpu.name}, {passes}",
+                1 / rate,
+                where,
+                None,
+                passes,
+                packed,
+            )
     for ulysses, layout, rate in (
         (8, "contiguous", 20.983), (4, "contiguous", 15.496), (4, "zigzag", 21.464), (4, "striped", 20.54),
         (2, "contiguous", 13.181), (2, "zigzag", 21.201), (2, "striped", 20.355), (1, "contiguous", 11.332),
         (1, "zigzag", 17.778), (1, "striped", 17.057),
     ):  # fmt: skip
-        where = Setting(attention_shape(8, 8), A100, CAUSAL, 131072, 2, ring=8 // ulysses, ulysses=ulysses, layout=layout)
-        yield Row("USP, long-context-attention", f"Ulysses {ulysses}, {layout}, on 8 A100", 1 / rate, where, None, "forward")
+        where = Setting(
+            attention_shape(8, 8), A100, CAUSAL, 131072, 2, ring=8 // ulysses, ulysses=ulysses, layout=layout
+        )
+        yield Row(
+            "USP, long-context-attention", f"Ulysses {ulysses}, {layout}, on 8 A100", 1 / rate, where, None, "forward"
+        )
     ways: dict[str, dict[str, Any]] = {
         "Ulysses": {}, "all-gather": {"gather": True, "layout": "zigzag"}, "USP": {"layout": "zigzag"},
     }  # fmt: skip
 
     def magi(gpu: Any, gpus: int, how: str, mask: Mask, each: int) -> Setting:
         ulysses = {"Ulysses": gpus, "all-gather": 1, "USP": 8}[how]
-        return Setting(attention_shape(64, 8), gpu, mask, each * gpus, ring=gpus // ulysses, ulysses=ulysses, **ways[how])
+        return Setting(
+            attention_shape(64, 8), gpu, mask, each * gpus, ring=gpus // ulysses, ulysses=ulysses, **ways[how]
+        )
 
     source = "MagiAttention, charts"
     for gpus in (8, 16, 32, 64):
         for how in ways:
             flops = 2.0 * (8192 * gpus) ** 2 * 64 * 128
-            yield Row(source, f"{how} on {gpus} H100, causal", flops / gpus / 580e12, magi(H100, gpus, how, CAUSAL, 8192), None, "forward")
+            yield Row(
+                source,
+                f"{how} on {gpus} H100, causal",
+                flops / gpus / 580e12,
+                magi(H100, gpus, how, CAUSAL, 8192),
+                None,
+                "forward",
+            )
     charts: tuple[tuple[Any, int, str, str, tuple[int, ...]], ...] = (
-        (H100, 8192, "Ulysses", "forward", (278, 198, 186, 163)), (H100, 8192, "all-gather", "forward", (288, 292, 240, 180)),
-        (H100, 8192, "USP", "forward", (260, 252, 254, 192)), (H100, 8192, "Ulysses", "backward", (332, 294, 277, 248)),
-        (H100, 8192, "USP", "backward", (325, 309, 284, 194)), (B200, 16384, "all-gather", "forward", (717, 531, 395, 295)),
-        (B200, 16384, "USP", "forward", (630, 461, 445, 266)), (B200, 16384, "Ulysses", "backward", (594, 430, 397, 402)),
-    )  # fmt: skip
+        (H100, 8192, "Ulysses", "forward", (278, 198, 186, 163)),
+        (H100, 8192, "all-gather", "forward", (288, 292, 240, 180)),
+        (H100, 8192, "USP", "forward", (260, 252, 254, 192)),
+        (H100, 8192, "Ulysses", "backward", (332, 294, 277, 248)),
+        (H100, 8192, "USP", "backward", (325, 309, 284, 194)),
+        (B200, 16384, "all-gather", "forward", (717, 531, 395, 295)),
+        (B200, 16384, "USP", "forward", (630, 461, 445, 266)),
+        (B200, 16384, "Ulysses", "backward", (594, 430, 397, 402)),
+    )
     for gpu, each, how, passes, rates in charts:
         for gpus, rate in zip((8, 16, 32, 64), rates, strict=True):
             mask = document_mix("magi", each * gpus, longest=each * gpus // 4)
             flops = (4.0 if passes == "forward" else 10.0) * visible(mask, each * gpus) * 64 * 128
             where = magi(gpu, gpus, how, mask, each)
-            yield Row(source, f"{how} on {gpus} {gpu.name}, packed, {passes}", flops / gpus / rate / 1e12, where, None, passes)
+            yield Row(
+                source, f"{how} on {gpus} {gpu.name}, packed, {passes}", flops / gpus / rate / 1e12, where, None, passes
+            )
 
 
 def visible(mask: Mask, seq_len: int) -> int:
     """Visible pairs of causal documents."""
     (starts,) = mask.starts
     borders = [*starts, seq_len]
-    return sum((b - a) * (b - a + 1) // 2 for a, b in zip(borders, borders[1:], strict=False))
+    return sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(borders))
 
 
 ROWS = (*steps(), *attention_alone())

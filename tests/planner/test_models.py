@@ -46,12 +46,14 @@ def test_models_and_hardware_from_files(tmp_path: Path) -> None:
     assert (mine.name, mine.network, mine.p2p) == ("mine", 12e9, H100.p2p)
 
 
-def test_every_rate_of_a_gpu_has_a_source() -> None:
+def test_every_rate_and_every_model_has_a_source() -> None:
     table = json.loads((Path(seqpar.__file__).parent / "planner" / "hardware.json").read_text())
     for row in table["gpus"].values():
         for field, entry in {**row, **row["attention"]}.items():
             assert field in ("base", "attention") or (entry[1] in table["sources"] and len(entry) in (2, 3)), field
-    assert all(source["date"] and source["what"] for source in table["sources"].values())
+    models = json.loads((Path(seqpar.__file__).parent / "planner" / "models.json").read_text())
+    assert all(source in models["sources"] for source, _ in models["models"].values())
+    assert all(x["date"] and x["what"] for sources in (table, models) for x in sources["sources"].values())
     assert hardware_of("h200").rate(None).forward == 688e12  # cuDNN's on H200, not H100's 539
 
 

@@ -22,7 +22,7 @@ from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS
 from seqpar.planner.setting import BETWEEN, WITHIN, Setting
 from seqpar.planner.splits import settings
-from seqpar.planner.step import StepCost, step
+from seqpar.planner.step import Choice, StepCost, step
 
 from ..settings import H100
 from .test_models import CONFIGS
@@ -63,7 +63,7 @@ def test_a_switch_of_the_package_is_recommended_where_nothing_else_fits(monkeypa
     arguments: Any = ("llama3-8b", 1 << 21, 8)
     plan = seqpar.plan(*arguments)
     assert not plan.choices[0].possible and plan.fewest_ranks and plan.fewest_ranks > 8
-    with pytest.raises(ValueError, match="nothing fits: .* needs at least"):
+    with pytest.raises(ValueError, match=r"nothing fits: .* needs at least"):
         print(plan.best)
     for name in ("offload", "tiled_mlp"):
         monkeypatch.setitem(IN_PACKAGE, name, True)
@@ -75,11 +75,15 @@ def test_all_choices_have_the_same_global_batch() -> None:
     plan = seqpar.plan("qwen3-8b", 8192, 16, global_batch=32)
     for choice in plan.choices:
         assert choice.accumulation * choice.degrees["dp"] == 32 and choice.tokens_per_step == 32 * 8192
-    one = seqpar.plan("qwen3-8b", 8192, 16, global_batch=16, replicas=4).choices
-    two = seqpar.plan("qwen3-8b", 8192, 16, global_batch=32, replicas=4).choices
-    same = {(x.strategy, *x.degrees.values()): x for x in one}
+    one, two = (seqpar.plan("qwen3-8b", 8192, 16, global_batch=n, replicas=4, offload=False).choices for n in (16, 32))
+
+    def key(x: Choice) -> tuple[Any, ...]:
+        return x.context, x.layout, *x.degrees.values(), x.switches, x.weights
+
+    seconds = {key(x): x.seconds for x in one}
     for x in two:
-        assert 1.9 < x.seconds / same[x.strategy, *x.degrees.values()].seconds < 2
+        if x.weights == "fsdp":
+            assert 1.9 < x.seconds / seconds[key(x)] < 2
     with pytest.raises(ValueError, match="global_batch=3: expected a multiple"):
         seqpar.plan("qwen3-8b", 8192, 16, global_batch=3, replicas=4)
 
@@ -91,7 +95,8 @@ def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
     # Between hosts a ring sends fewer bytes than an all-to-all as long as the KV heads are few.
     slow = seqpar.plan("llama3-8b", 65536, 32, {"base": "h100", "network": 2e9}, replicas=1)
     ring, ulysses = (next(c for c in slow.choices if c.strategy == name) for name in ("ring", "ulysses"))
-    assert ring.exposed_s > 0.3 * ring.seconds and "for weights and gradients" in ring.reason
+    assert ring.exposed_s > 0.3 * ring.seconds
+    assert any("for weights and gradients" in choice.reason for choice in slow.choices)
     assert ulysses.exposed_s > ring.exposed_s
 
 
@@ -216,11 +221,9 @@ def test_bad_options(options: dict[str, Any], words: str, tmp_path: Path, monkey
 def test_the_sample_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     command, *lines = page.split("```\n$ ")[1].split("\n```")[0].splitlines()
-    assert command == "seqpar plan --model llama3-70b --seq-len 128K --gpus 64 --hardware h100"
-    plan_command("llama3-70b", "128K", 64)
-    printed = " ".join(capsys.readouterr().out.split())
-    missing = [line for line in lines if line.strip() != "..." and " ".join(line.split()) not in printed]
-    assert not missing, printed
+    assert command == "seqpar plan --model llama3-8b --seq-len 1M --gpus 64 --hardware h100"
+    plan_command("llama3-8b", "1M", 64)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == lines
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +239,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert "tokens/s" in printed and max(map(len, printed.splitlines())) <= 80
     plan_command("llama3-70b", "128K", 64)
     assert len(capsys.readouterr().out.splitlines()) <= 25
-    with pytest.raises(CommandError, match="nothing fits: .* at least 24 GPUs") as error:
+    with pytest.raises(CommandError, match=r"nothing fits: .* at least 24 GPUs") as error:
         plan_command("llama3-70b", "128K", 8)
     assert error.value.code == 1
