@@ -171,34 +171,12 @@ def _write(write: Any, path: Path) -> None:
 
 def _row(choice: Choice) -> dict[str, Any]:
     """A choice as a row of the CSV file. The column names have the units."""
-    return {
-        "strategy": choice.strategy,
-        "context": choice.context,
-        "comm": choice.comm,
-        **choice.degrees,
-        "layout": choice.layout,
-        "fits": choice.fits,
-        "seconds": choice.seconds,
-        "floor_s": choice.floor_s,
-        "low_s": choice.low_s,
-        "high_s": choice.high_s,
-        "tokens_per_step": choice.tokens_per_step,
-        "tokens_per_s": choice.tokens_per_s,
-        "mfu": choice.mfu,
-        "exposed_s": choice.exposed_s,
-        **{f"bytes_sent_{level}": n for level, n in choice.bytes_sent.items()},
-        **{f"parameter_bytes_sent_{level}": n for level, n in choice.parameter_bytes_sent.items()},
-        "memory_bytes": choice.memory_bytes,
-        "longest_seq_len": choice.longest_seq_len,
-        "weights": choice.weights,
-        "recompute": choice.switches.recompute,
-        "offload": choice.switches.offload,
-        "chunked_loss": choice.switches.chunked_loss,
-        "tiled_mlp": choice.switches.tiled_mlp,
-        "head_groups": choice.switches.head_groups,
-        "needs": " ".join(choice.needs),
-        "reason": choice.reason,
-    }
+    row = choice.as_dict()
+    memory, needs = row.pop("memory"), " ".join(row.pop("needs"))
+    sent = {name: row.pop(name) for name in ("bytes_sent", "parameter_bytes_sent")}
+    row |= {**row.pop("degrees"), **row.pop("switches"), "needs": needs}
+    row |= {f"{name}_{level}": n for name, levels in sent.items() for level, n in levels.items()}
+    return row | {f"memory_{part}": n for part, n in memory.items()}
 
 
 def table(made: Plan, mask: str, top: int | None) -> list[str]:
