@@ -23,6 +23,7 @@ _LOGIT_BYTES = 12
 # Bytes of a chunked loss: for one chunk, the logits in float32 and in the model's dtype, and their gradient.
 _LOSS_CHUNK_BYTES = 3 * (128 << 20)
 _ALL_GATHER_CHUNKS = 4.0  # an all-gather of K/V receives the KV heads in at most this many chunks
+TILE_TOKENS = 32_768  # of a tiled MLP, at most
 _LENGTH_UNIT = 1024  # tokens; ``longest_sequence`` is a multiple of it
 # Whether the package can do what a switch stands for. Choices that need another switch are never recommended.
 IN_PACKAGE = {"offload": False, "tiled_mlp": False, "head_groups": False}
@@ -103,7 +104,9 @@ class Memory:
         return self.states + self.gathered + self.activations + max(self.working, self.logits) + self.reserved
 
 
-def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp: bool = False) -> float:
+def layer_activations(
+    setting: Setting, recompute: Recompute = "none", tiled_mlp: bool = False, head_groups: int = 1
+) -> float:
     """Bytes of tensors that autograd keeps for one layer on one rank."""
     m, tokens = setting.model, setting.tokens
     if recompute == "full":  # the layer's input
@@ -117,20 +120,18 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
         if has_all_to_all:
             elements += m.d + m.d_out + (0 if _shares_kv(setting) else m.sent_kv)
         return float(tokens * (ELEMENT_BYTES * elements + lse_bytes))
-    nbytes = (
-        _attention_activations(setting) + 2 * ELEMENT_BYTES * m.hidden * tokens
-    )  # the second norm's input and output
+    nbytes: float = 4 * ELEMENT_BYTES * m.hidden * tokens  # both norms' inputs and outputs
+    nbytes += _attention_activations(setting) if head_groups == 1 else 0  # groups are recomputed
     return nbytes + (0 if tiled_mlp else ELEMENT_BYTES * _mlp_elements(m) * tokens)
 
 
 def _attention_activations(setting: Setting, head_groups: int = 1) -> float:
-    """Bytes that autograd keeps for the first norm and attention of one layer, if the projections and attention are
-    computed for ``head_groups`` groups of heads, one after another."""
+    """Bytes that autograd keeps for the attention of one layer, of one of ``head_groups`` groups of heads."""
     m = setting.model
-    # The norm's input and output, q, k, v and out; with an all-to-all, out also as a head shard.
-    of_heads = m.d + m.sent_kv + (m.d_out if setting.ulysses > 1 else 0)
-    elements = 2 * m.hidden + m.q_rank + m.d_out + of_heads / head_groups
-    return float(setting.tokens * (ELEMENT_BYTES * elements + FLOAT32_BYTES * m.heads))
+    # q, k, v and out; with an all-to-all, out also as a head shard.
+    of_heads = m.d + m.sent_kv + (2 if setting.ulysses > 1 else 1) * m.d_out
+    nbytes = ELEMENT_BYTES * (m.q_rank + of_heads / head_groups) + FLOAT32_BYTES * m.heads / head_groups
+    return float(setting.tokens * nbytes)
 
 
 def _mlp_elements(m: ModelShape) -> float:
@@ -153,7 +154,7 @@ def memory(setting: Setting, switches: Switches) -> Memory:
     """The memory of the rank with the longest shard."""
     s, m = setting, setting.model
     tokens = s.tokens
-    layer = layer_activations(s, switches.recompute, switches.tiled_mlp)
+    layer = layer_activations(s, switches.recompute, switches.tiled_mlp, switches.head_groups)
     kept = 2 * layer if switches.offload else m.layers * layer  # offloaded: of the layer being copied and the next one
     kept += 2 * ELEMENT_BYTES * m.hidden * tokens  # the output of the embedding and the input of the head
     if switches.chunked_loss:
@@ -196,10 +197,12 @@ def _working(setting: Setting, switches: Switches) -> float:
     that backward recomputes exist from then on until their own backward.
     """
     during_attention = during_mlp = 0.0
+    groups = switches.head_groups
     if switches.recompute != "none":
-        during_attention = _attention_activations(setting, switches.head_groups)
-        during_mlp = layer_activations(setting, "none", switches.tiled_mlp)
-        during_mlp -= _attention_activations(setting) - during_attention
+        during_attention = 2 * ELEMENT_BYTES * setting.model.hidden * setting.tokens  # the norm's input and output
+        during_mlp = layer_activations(setting, "none", switches.tiled_mlp, groups)
+    if switches.recompute != "none" or groups > 1:
+        during_attention += _attention_activations(setting, groups)
     return max(
         during_attention + _attention_working(setting) / switches.head_groups,
         during_mlp + _mlp_working(setting, switches.tiled_mlp),
@@ -230,7 +233,7 @@ def _mlp_working(setting: Setting, tiled_mlp: bool) -> float:
     """Bytes of the temporary tensors of the MLP's backward: gradients of its activations, of one tile if it is
     tiled, and the gradients of its input and output."""
     m, tokens = setting.model, setting.tokens
-    tile_tokens = min(tokens, m.hidden) if tiled_mlp else tokens
+    tile_tokens = tokens / -(-tokens // TILE_TOKENS) if tiled_mlp else tokens
     activations = _mlp_elements(m)
     nbytes: float = ELEMENT_BYTES * tile_tokens * (activations / 2 if m.gated else activations)
     nbytes += 2 * ELEMENT_BYTES * tokens * m.hidden
