@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import time
@@ -23,9 +24,11 @@ from rich.table import Table
 from torch import Tensor
 
 from ..checks import check_int
+from ..comm.nccl import nccl_problems, nccl_report, nccl_version
 from ..comm.trace import trace
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
+from ..startup import LAUNCH_ORDER
 from .doctor_ranks import HEAD_DIM, HEADS, Check, Link, RankReport, examine_ranks, measured_dtype, synchronize
 from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
 from .tables import device_name, human_bytes
@@ -95,6 +98,7 @@ def examine() -> dict[str, Any]:
     versions = [_version(name, *tested) for name, tested in TESTED.items()]
     kernels = [asdict(status) for status in backends()]
     advice = [v["advice"] for v in versions if v["advice"]]
+    advice += nccl_problems(nccl_version(), {LAUNCH_ORDER: "1", **os.environ})
     advice += [reason for k in kernels if (reason := k["reason"]) and "pip install" in reason]
     return {
         "platform": f"{platform.system()} {platform.machine()}",
@@ -106,6 +110,7 @@ def examine() -> dict[str, Any]:
         },
         "build": torch.version.cuda or torch.version.hip or "CPU only",
         "devices": _devices(),
+        "nccl": nccl_report(),
         "kernels": kernels,
         "install": advice,
     }
@@ -289,6 +294,7 @@ def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
         for d in report["devices"]
     ]
     yield "Devices", ("", ""), devices if len(devices) > 1 else [*devices, ("CUDA", "none")]
+    yield "Communicators on GPUs (NCCL)", ("", ""), list(report["nccl"].items())
     kernels = [
         (k["name"], "[green]yes[/]" if k["available"] else f"[red]no[/]: {escape(str(k['reason']))}")
         for k in report["kernels"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
-from ..startup import LAUNCH_ORDER
+from ..startup import LAUNCH_ORDER, TIMEOUT
 
 Purpose = Literal["messages", "handshake"]
 # By purpose: the most CTAs of a communicator. At most three communicators for messages run at once (Ulysses, the ring
@@ -95,14 +95,16 @@ def nccl_version() -> tuple[int, ...] | None:
     return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else None
 
 
-def nccl_problems(version: tuple[int, ...]) -> list[str]:
-    """Why several communicators may wait for one another forever."""
+def nccl_problems(version: tuple[int, ...] | None, environment: Mapping[str, str]) -> list[str]:
+    """Why several communicators may wait for one another forever. Nothing without NCCL."""
+    if version is None:
+        return []
     if version < _OLDEST:
         return [
             f"NCCL {'.'.join(map(str, version))} is older than {'.'.join(map(str, _OLDEST))} and cannot keep the "
             "launch order of several communicators, which may then wait for one another; upgrade torch"
         ]
-    if os.environ.get(LAUNCH_ORDER) != "1":
+    if environment.get(LAUNCH_ORDER) != "1":
         return [
             f"{LAUNCH_ORDER} is not 1, so communicators of attention and of FSDP or DDP may wait for one another; set "
             "it before torch.distributed starts, or start it with seqpar.init_mesh, which sets it"
@@ -112,6 +114,21 @@ def nccl_problems(version: tuple[int, ...]) -> list[str]:
 
 @cache
 def _warn_of_problems() -> None:
-    version = nccl_version()
-    for problem in nccl_problems(version) if version and dist.get_rank() == 0 else []:
-        warnings.warn(problem, RuntimeWarning, stacklevel=2)
+    if dist.get_rank() == 0:
+        for problem in nccl_problems(nccl_version(), os.environ):
+            warnings.warn(problem, RuntimeWarning, stacklevel=2)
+
+
+def nccl_report() -> dict[str, str]:
+    """What matters for attention's communicators on GPUs, by name."""
+    version, ctas = nccl_version(), {"max_ctas": MAX_CTAS["messages"], **variables()}
+    others = ("NCCL_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
+    return {
+        "version": ".".join(map(str, version)) if version else "none in this build of torch",
+        LAUNCH_ORDER: "not set; init_mesh sets it to 1",
+        "timeout": f"{TIMEOUT.total_seconds() / 60:.0f} minutes, or init_mesh(timeout=)",
+        "CTAs of a communicator for messages": f"at most {ctas['max_ctas']}, at least {ctas.get('min_ctas', 1)}",
+        "communicators for messages at once": "up to 3: all-to-all, ring inside a host, ring between hosts",
+        "CTAs of the handshakes' communicator": f"at most {MAX_CTAS['handshake']}",
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(others)},
+    }

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from seqpar.cli import doctor, doctor_ranks
 from seqpar.cli.doctor_ranks import Check, Link, RankReport, compare, measure_links
+from seqpar.comm import nccl
 
 from ..pool import Pool, on_ranks
 from .command import exit_code
@@ -102,6 +103,19 @@ def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("COLUMNS", "400")
     assert exit_code("doctor", "--no-measure", "--no-check") == 0
     assert "(pip install --pre seqpar[flash4])" in capsys.readouterr().out
+
+
+def test_communicators_on_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", "8")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setattr(nccl, "nccl_version", lambda: (2, 25, 1))
+    monkeypatch.setattr(doctor, "nccl_version", nccl.nccl_version)
+    assert exit_code("doctor", "--no-measure", "--no-check") == 0
+    shown = capsys.readouterr().out
+    for words in ("2.25.1", "init_mesh sets it to 1", "10 minutes", "at most 8", "NCCL_DEBUG", "older than 2.26"):
+        assert words in shown
 
 
 def test_a_failed_self_check_is_an_exit_code(

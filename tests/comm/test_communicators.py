@@ -391,12 +391,11 @@ def test_nccl_gets_as_many_sms_as_asked_for(
             fake_nccl()
 
 
-def test_nccl_that_may_deadlock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    assert nccl.nccl_problems((2, 26, 2)) == []
-    assert "NCCL 2.25.1 is older than 2.26" in nccl.nccl_problems((2, 25, 1))[0]
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
-    assert "NCCL_LAUNCH_ORDER_IMPLICIT is not 1" in nccl.nccl_problems((2, 29, 7))[0]
+def test_nccl_that_may_deadlock_is_named() -> None:
+    ordered = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    assert nccl.nccl_problems((2, 26, 2), ordered) == nccl.nccl_problems(None, {}) == []
+    assert "NCCL 2.25.1 is older than 2.26" in nccl.nccl_problems((2, 25, 1), ordered)[0]
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT is not 1" in nccl.nccl_problems((2, 29, 7), {})[0]
 
 
 def test_global_ranks(pool: Pool) -> None:
