@@ -39,15 +39,15 @@ class Kind(Enum):
 
     FULL = "full"  # every query sees every key
     CAUSAL = "causal"  # square; query t of the tile sees its keys 0 to t
-    MASKED = "masked"  # query t sees the keys lo[t] to hi[t] - 1
+    MASKED = "masked"  # query t sees the keys lo[t] to hi[t] - 1; some queries may see none
 
 
 @dataclass(frozen=True)
 class Tile:
     """The queries ``q0:q1`` and the keys ``k0:k1``.
 
-    The tiles of one decomposition do not overlap, cover every visible (query, key) pair and leave out the queries that
-    see no key.
+    The tiles of one decomposition do not overlap and cover every visible (query, key) pair. Queries that see no key are
+    left out, unless they are a few between queries of a masked tile.
     """
 
     q0: int
@@ -79,7 +79,7 @@ def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
     empty = los[start] == his[start]
     short = (stop - start < _SHORT_RUN) & (stop - start < len(lo))
     plain = ~empty & ~short & ((kind == STILL) | (kind == HI_MOVES))
-    blocks = ~empty & ~plain  # neighbours among these runs share their masked blocks
+    blocks = ~plain & (~empty | short)  # neighbours among these runs share their masked blocks
     first = blocks & ~np.append(False, blocks[:-1])
     ends = stop[blocks & ~np.append(blocks[1:], False)].tolist()  # of each group of neighbours
     groups = iter(ends)
@@ -142,6 +142,6 @@ def _masked(lo: Array, hi: Array, start: int, stop: int) -> Iterator[Tile]:
     while start < stop:
         k0 = int(lo[start])
         end = min(start + max(_MIN_BLOCK, min(_MAX_BLOCK, (int(hi[start]) - k0) // 4)), stop)
-        if k0 < (k1 := int(hi[end - 1])):
-            yield Tile(start, end, k0, k1, Kind.MASKED)
+        if (lo[start:end] < hi[start:end]).any():
+            yield Tile(start, end, k0, int(hi[end - 1]), Kind.MASKED)
         start = end
