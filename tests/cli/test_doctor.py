@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from seqpar.comm import nccl
 from ..pool import Pool, on_ranks
 from .command import exit_code
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 RIGHT = Check("ring", "causal", 1e-7, 1e-5)
 REPORT = RankReport(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("all-to-all", 1024, 2e-5, 5e7)], [RIGHT])
@@ -160,6 +163,19 @@ def test_versions_beside_the_tested_ones(
     found = doctor._version(name, *doctor.TESTED[name])
     assert found["version"] == (version or "not installed")
     assert advice in found["advice"] and bool(advice) == bool(found["advice"])
+
+
+def test_tested_versions_are_in_continuous_integration() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    found = {
+        "Python": set(re.findall(r"\"(3\.\d+)\"", workflow)),
+        "torch": set(re.findall(r"torch==(\d+\.\d+)", workflow)),
+    }
+    for name, versions in found.items():
+        assert {*doctor.TESTED[name][:2]} <= versions, name
+    assert set(re.findall(r"Python :: (3\.\d+)", project)) == found["Python"]
+    assert f"triton=={doctor.TESTED['triton'][0]}." in workflow
 
 
 def test_bad_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
