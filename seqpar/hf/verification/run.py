@@ -41,11 +41,11 @@ from .recording import (
     PinnedExperts,
     Recording,
     deadline,
+    evaluated,
     foreign_wrappers,
     lowest_dtype,
     one_device,
     recording,
-    unchanged,
     unsharded_parameters,
 )
 
@@ -148,7 +148,7 @@ def verify(
         check_number("tolerance", tolerance)
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
-        stack.enter_context(unchanged(model))
+        stack.enter_context(evaluated(model))
         stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, batches="shared"))
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
