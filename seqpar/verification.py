@@ -159,9 +159,7 @@ def verify(
     for name, function in (("step", step), ("reference", reference)):
         if not callable(function):
             raise TypeError(f"{name}={function!r}: expected a function that returns the loss after its backward")
-    if tolerance is None:
-        dtypes = {p.dtype for p in model.parameters()} & TOLERANCE.keys()
-        tolerance = max((TOLERANCE[dtype] for dtype in dtypes), default=TOLERANCE[torch.float32])
+    tolerance = tolerance_of(model) if tolerance is None else tolerance
     check_mesh_and_group(None, group)
     group = group or dist.group.WORLD
     tolerance = check_number("tolerance", tolerance)
@@ -169,6 +167,12 @@ def verify(
     if raise_on_error and not report.ok:
         raise VerificationError(report)
     return report
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """The default tolerance for the lowest precision of the model's parameters."""
+    dtypes = {p.dtype for p in model.parameters()} & TOLERANCE.keys()
+    return max((TOLERANCE[dtype] for dtype in dtypes), default=TOLERANCE[torch.float32])
 
 
 def _same_loss(loss: float, expected: float, tolerance: float) -> bool:

@@ -27,7 +27,7 @@ from transformers.masking_utils import (
 
 from ...comm.communicator import existing_communicators
 from ...rendezvous import group_timeout
-from ...verification import TOLERANCE, unchanged
+from ...verification import unchanged
 from ...wrappers import outermost
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
@@ -312,7 +312,3 @@ def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
         return {}
     return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
-
-
-def lowest_dtype(root: nn.Module) -> torch.dtype:
-    return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])

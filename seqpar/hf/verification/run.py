@@ -29,7 +29,7 @@ from ...comm.handshake import all_gather_header
 from ...layers.gradients import sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
-from ...verification import TOLERANCE, VerificationError
+from ...verification import VerificationError, tolerance_of
 from ...wrappers import averages_over
 from ..batch import checksum
 from ..loss import reduce_over_ranks
@@ -43,7 +43,6 @@ from .recording import (
     deadline,
     evaluated,
     foreign_wrappers,
-    lowest_dtype,
     one_device,
     recording,
     unsharded_parameters,
@@ -179,7 +178,7 @@ class _Verification:
 
         all_gather_header(header, patch.group)  # raises on every rank if the batch of one rank has an error
         self.unsharded = unsharded_parameters(root)
-        self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
+        self.tolerance = tolerance_of(root) if tolerance is None else tolerance
 
     def report(self, shard: Shard | None, sync: Sync | None) -> VerificationReport:
         dry, theirs, ours = (Recording(self.root) for _ in range(3))
