@@ -290,7 +290,7 @@ def attention(
     results = [out, lse]
     if spec.returns_saved and (exchange := head_exchange(call.placement, call.heads, q.shape, q.device)) is not None:
         chunks = 3 * len(exchange.chunks)
-        kept = [*(saved[chunks:] or [q.new_empty(0)] * 2), *saved[:chunks]]
+        kept = [*(saved[chunks:] or [q.new_empty(0) for _ in range(2)]), *saved[:chunks]]
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
         dtypes = _kept_dtypes(q, k, call.placement, spec)
