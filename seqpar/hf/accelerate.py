@@ -43,7 +43,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
-from ..wrappers import deepspeed_error
+from ..memory import Memory
+from ..wrappers import EXPLICIT
 from .patch import Arguments, check_arguments, parallelize
 from .state import Batches, Patch, patch_of
 from .support import ignores_num_items
@@ -60,8 +61,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
     preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
-    It also takes these arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs and the
-    strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the logits.
+    It also takes these arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs, memory
+    and the strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the logits.
 
     Args:
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
@@ -118,7 +119,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     def to_json(self) -> dict[str, Any]:
         """The arguments by name, for the Trainer's reports."""
         sizes = {name: getattr(self, name) for name in ("cp_size", "dp_replicate_size", "dp_shard_size")}
-        return {**sizes, **self.arguments}
+        return {**sizes, **{k: str(v) if isinstance(v, Memory) else v for k, v in self.arguments.items()}}
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh of the config that an Accelerator keeps. None for a config that no Accelerator has copied yet."""
@@ -282,8 +283,14 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
             accelerator._dataloaders.append(loader)
         return loader
 
+    def rows_of_first_ranks(x: Tensor) -> Any:
+        gathered = gather(x)  # [ranks * rows, ...]
+        if sequence_ranks == 1:
+            return gathered
+        return gathered.unflatten(0, (dist.get_world_size(), -1))[::sequence_ranks].flatten(0, 1)
+
     def gather_once(data: Any) -> Any:
-        return recursively_apply(lambda x: _rows_of_first_ranks(gather(x), sequence_ranks), data)
+        return recursively_apply(rows_of_first_ranks, data)
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         accelerator.gather = gather_once  # ``original_gather_for_metrics`` calls it
@@ -293,22 +300,6 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
             del accelerator.gather
 
     accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepare_loader, gather_for_metrics
-
-
-def share_sequences_of(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
-    """``share_sequences`` for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
-    config = copy.copy(ParallelismConfig(batches="shared"))
-    config.sequence_ranks, config.cp_size = sequence_ranks, 1
-    accelerator.state.parallelism_config = config
-    share_sequences(accelerator, sequence_ranks)
-
-
-def _rows_of_first_ranks(gathered: Tensor, sequence_ranks: int) -> Tensor:
-    """The rows of ``gathered [ranks * rows, ...]`` that come from the first rank of each sequence."""
-    if sequence_ranks == 1:
-        return gathered
-    by_rank: Tensor = gathered.unflatten(0, (dist.get_world_size(), -1))  # [ranks, rows, ...]
-    return by_rank[::sequence_ranks].flatten(0, 1)
 
 
 def _prepare_loader(
@@ -372,7 +363,10 @@ class SequenceParallelMixin(_Mixin):
         super().__init__(*args, **kwargs)
         patch = self._patch
         if self.is_deepspeed_enabled and patch.gradients == "auto":
-            raise deepspeed_error("the Trainer uses DeepSpeed")
+            raise ValueError(
+                f"gradients='auto': the Trainer uses DeepSpeed, whose configuration decides what it divides by; "
+                f"{EXPLICIT}"
+            )
         if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "full":
             raise ValueError(
                 "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "
@@ -392,7 +386,10 @@ class SequenceParallelMixin(_Mixin):
                 f"model: its sequence is sharded over {patch.ranks} ranks, but the Trainer has "
                 f"{self.args.world_size}; start a multiple of {patch.ranks} ranks"
             )
-        share_sequences_of(self.accelerator, self.args.world_size // _data_parallel(patch, self.args.world_size))
+        config = ParallelismConfig(cp_size=1, batches="shared")
+        config.sequence_ranks = self.args.world_size // _data_parallel(patch, self.args.world_size)
+        self.accelerator.state.parallelism_config = config
+        share_sequences(self.accelerator, config.sequence_ranks)
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )

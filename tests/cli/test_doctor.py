@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.cli import doctor, doctor_ranks
-from seqpar.cli.doctor_ranks import Check, Link, RankReport, compare, measure_links
+from seqpar.cli import doctor, measure
+from seqpar.cli.doctor import Check, RankReport, compare
+from seqpar.cli.measure import Link, measure_links
+from seqpar.comm import nccl
 
 from ..pool import Pool, on_ranks
 from .command import exit_code
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 RIGHT = Check("ring", "causal", 1e-7, 1e-5)
 REPORT = RankReport(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("all-to-all", 1024, 2e-5, 5e7)], [RIGHT])
@@ -26,7 +31,7 @@ REPORT = RankReport(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("al
 
 @on_ranks
 def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, str | None]]:
-    right: Callable[..., Tensor] = vars(doctor_ranks)["attention"]
+    right: Callable[..., Tensor] = vars(doctor)["attention"]
 
     def wrong(*args: Any, strategy: str, **options: Any) -> Tensor:
         out: Tensor = right(*args, strategy=strategy, **options)
@@ -34,7 +39,7 @@ def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, st
 
     patch = pytest.MonkeyPatch()
     if broken:
-        patch.setattr(doctor_ranks, "attention", wrong)
+        patch.setattr(doctor, "attention", wrong)
     try:
         return [(c.what, c.mask, c.ok, c.problem) for c in compare(group, CPU)]
     finally:
@@ -61,7 +66,7 @@ def test_a_wrong_strategy_is_found(pool: Pool) -> None:
 @on_ranks
 def _links(group: ProcessGroup) -> list[Link]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(doctor_ranks, "_SIZES", (8, 4096))
+    patch.setattr(measure, "_SIZES", (8, 4096))
     try:
         return list(measure_links(group, CPU))
     finally:
@@ -87,7 +92,7 @@ def test_the_command_starts_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.slow
 def test_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "_LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr(measure, "_LONG_ENOUGH_S", 0.01)
     monkeypatch.setattr(doctor, "_start_ranks", lambda *_: REPORT)
     assert exit_code("doctor") == 0
     shown = capsys.readouterr().out
@@ -102,6 +107,19 @@ def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setenv("COLUMNS", "400")
     assert exit_code("doctor", "--no-measure", "--no-check") == 0
     assert "(pip install --pre seqpar[flash4])" in capsys.readouterr().out
+
+
+def test_communicators_on_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", "8")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setattr(nccl, "nccl_version", lambda: (2, 25, 1))
+    monkeypatch.setattr(doctor, "nccl_version", nccl.nccl_version)
+    assert exit_code("doctor", "--no-measure", "--no-check") == 0
+    shown = capsys.readouterr().out
+    for words in ("2.25.1", "init_mesh sets it to 1", "10 minutes", "at most 8", "NCCL_DEBUG", "older than 2.26"):
+        assert words in shown
 
 
 def test_a_failed_self_check_is_an_exit_code(
@@ -145,6 +163,19 @@ def test_versions_beside_the_tested_ones(
     found = doctor._version(name, *doctor.TESTED[name])
     assert found["version"] == (version or "not installed")
     assert advice in found["advice"] and bool(advice) == bool(found["advice"])
+
+
+def test_tested_versions_are_in_continuous_integration() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    found = {
+        "Python": set(re.findall(r"\"(3\.\d+)\"", workflow)),
+        "torch": set(re.findall(r"torch==(\d+\.\d+)", workflow)),
+    }
+    for name, versions in found.items():
+        assert {*doctor.TESTED[name][:2]} <= versions, name
+    assert set(re.findall(r"Python :: (3\.\d+)", project)) == found["Python"]
+    assert f"triton=={doctor.TESTED['triton'][0]}." in workflow
 
 
 def test_bad_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
