@@ -142,7 +142,7 @@ def local_layer(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "strategy", "world", "layout"),
     [
-        (name, strategy, *WORLDS_AND_LAYOUTS[(i + j) % len(WORLDS_AND_LAYOUTS)])
+        pytest.param(name, strategy, *WORLDS_AND_LAYOUTS[(i + j) % 3], marks=pytest.mark.slow if (i + j) % 3 else ())
         for i, name in enumerate(CASES)
         for j, strategy in enumerate((*STRATEGIES, "activations"))
     ],
