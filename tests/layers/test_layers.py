@@ -18,7 +18,8 @@ from seqpar import Mask
 from seqpar.layout import LAYOUTS
 
 from ..pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
-from ..reference import assert_close, dense_attention, inverse_frequencies, rank_positions
+from ..reference import assert_close, dense_attention, rank_positions
+from ..rotary_reference import inverse_frequencies
 from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES
 
 HIDDEN = 24

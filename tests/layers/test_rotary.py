@@ -16,7 +16,7 @@ import seqpar
 from seqpar.layers import rotary as rotary_module
 
 from ..pool import Pool, on_ranks
-from ..reference import inverse_frequencies
+from ..rotary_reference import inverse_frequencies
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
