@@ -25,8 +25,8 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 import seqpar.hf
 
+from ..hf.test_accelerate import logged, settings, torchrun
 from ..hf.test_multimodal import make_batch, tiny
-from ..hf.trainers import logged, settings, torchrun
 from ..pool import Pool, on_ranks
 
 pytestmark = pytest.mark.slow

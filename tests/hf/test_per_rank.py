@@ -28,8 +28,8 @@ from seqpar.hf.logits import MissingLogits
 
 from ..live_bytes import LiveBytes
 from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
+from .test_accelerate import torchrun
 from .test_compose import fsdp1, fsdp1_gradients, shard_fully
-from .trainers import torchrun
 from .workers import PARALLELIZE, Result, check, gradients, make_batch, tiny
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ import transformers
 import seqpar.hf
 
 from ..pool import OwnPool, on_ranks, start
-from .trainers import settings, tokenizer, torchrun
+from .test_accelerate import settings, tokenizer, torchrun
 from .workers import VOCAB, tiny
 
 pytestmark = pytest.mark.slow
