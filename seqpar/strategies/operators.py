@@ -160,8 +160,8 @@ class _Attention(torch.autograd.Function):
                 else:
                     out_dim = run_call.v_head_dim(v.shape)
                     out, *saved = ulysses_forward(exchange, partial(Run, run_call), q, k, v, out_dim)
-                    lse = saved_lse(exchange, saved)
-                    results = out, exchange.lse_to_sequence(lse) if spec.return_lse else lse.new_empty(0)
+                    lse = saved[-1].new_empty(0)
+                    results = out, exchange.lse_to_sequence(saved_lse(exchange, saved)) if spec.return_lse else lse
                     saved += (k, v) if exchange.shares_kv else ()
         if ctx is None:
             return call, *results, *saved
