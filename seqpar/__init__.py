@@ -27,6 +27,7 @@ from .layers import (
 )
 from .layers.factory import ParallelAttention
 from .mask import Mask
+from .memory import Memory
 from .mesh import init_mesh
 from .planner import Hardware, ModelShape, Plan, plan
 from .scaled_dot_product import replace_sdpa, sdpa
@@ -77,6 +78,7 @@ __all__ = [
     "Mask",
     "MegatronAttention",
     "MegatronMLP",
+    "Memory",
     "ModelShape",
     "ParallelAttention",
     "Plan",

@@ -28,7 +28,7 @@ FLOORS = (
     ),
     ("schedule", "comm", "kernels"),
     ("strategies", "planner", "functional", "scaled_dot_product", "sharding", "spec"),
-    ("layers", "megatron", "verification"),
+    ("layers", "megatron", "memory", "verification"),
     ("hf", "cli"),
     ("peers",),
 )
