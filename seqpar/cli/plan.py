@@ -188,7 +188,7 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
         f"{made.ranks:,} x {gpu.name}, {gpu.gpus_per_host} per host, attention kernel {made.kernel}; a step has "
         f"{made.global_batch:,} x {human_tokens(made.seq_len)} tokens",
         _ROW.format("", "dp x ring", "step", "", "", "NVLink", "network", "mem.", ""),
-        _ROW.format("strategy", "x uly x tp", "s", "tokens/s", "MFU", "GB", "GB", "GB", "longest"),
+        _ROW.format("strategy", "x uly x tp", "s", "tokens/s", "MFU", "GB", "GB", "GB", "fits"),
     ]
     for choice in made.choices[:top] if top else shown(made.choices):
         within, between = (choice.bytes_sent[x] + choice.parameter_bytes_sent[x] for x in (WITHIN, BETWEEN))
@@ -209,13 +209,13 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
     lines += textwrap.wrap(
         f"step: the range; tokens/s: expected; floor of the first row {_digits(made.choices[0].floor_s)} s. "
         "uly: ulysses. NVLink, network: GB that a GPU sends in a step inside its host and to other hosts, weights "
-        f"included. mem.: GB, of {_digits(gpu.memory_bytes / 1e9)}. longest: tokens that fit.",
+        f"included. mem.: GB, of {_digits(gpu.memory_bytes / 1e9)}. fits: tokens of the longest sequence.",
         _WIDTH,
     )
     return lines
 
 
-_ROW = "{:<18} {:>10} {:>9} {:>9} {:>4} {:>6} {:>7} {:>4} {:>7}"
+_ROW = "{:<18} {:>10} {:>9} {:>9} {:>4} {:>6} {:>7} {:>4} {:>5}"
 
 
 def shown(choices: Sequence[Choice]) -> list[Choice]:
