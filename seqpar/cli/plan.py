@@ -116,8 +116,6 @@ def plan(
     else:
         for line in table(made, mask, top):
             typer.echo(line)
-        if made.choices[0].possible:
-            typer.echo("--code prints the first row as a training loop, and how to measure it.")
     if not made.choices[0].possible:
         raise CommandError(f"nothing fits: {made.shortage}")
 
@@ -207,9 +205,9 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
             *textwrap.wrap(choice.reason, _WIDTH, initial_indent="  ", subsequent_indent="  "),
         ]
     lines += textwrap.wrap(
-        f"step: the range; tokens/s: expected; floor of the first row {_digits(made.choices[0].floor_s)} s. "
-        "uly: ulysses. NVLink, network: GB that a GPU sends in a step inside its host and to other hosts, weights "
-        f"included. mem.: GB, of {_digits(gpu.memory_bytes / 1e9)}. fits: tokens of the longest sequence.",
+        f"step: the range, at least {_digits(made.choices[0].floor_s)} s. uly: ulysses. NVLink, network: GB that a GPU "
+        f"sends in a step, weights included. mem.: of {_digits(gpu.memory_bytes / 1e9)} GB. fits: tokens of the "
+        "longest sequence. --code: the first row as code.",
         _WIDTH,
     )
     return lines
