@@ -97,7 +97,7 @@ def run_printed(texts: dict[str, str]) -> dict[str, tuple[float, float]]:
 def test_printed_code_runs() -> None:
     plan = small_plan()
     texts = {name: printed(plan, choice) for name, choice in variants().items()}
-    assert len(texts) >= 6
+    assert len(texts) >= 6, texts
     results = launch(run_printed, RANKS, texts, deadline_s=300)
     model = transformer()
     loss = model(**batch_of(False)).loss
