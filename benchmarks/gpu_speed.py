@@ -275,7 +275,7 @@ def measure_speed(
     flops = pairs * head_dim * heads * batch
     row: dict[str, Any] = {
         "tokens": length, "batch": batch, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "causal": causal,
-        "auto": select("auto", work.q, k, work.score, carry=False).name,
+        "auto": select("auto", work.q, k, work.score).name,
     }  # fmt: skip
     for direction, thunks, factor in (("forward", go, 4), ("backward", back, 10)):
         with torch.no_grad() if direction == "forward" else contextlib.nullcontext():

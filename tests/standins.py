@@ -124,7 +124,7 @@ class Kernels:
             "flash_attn": d == e <= 256,
             "flash_attn_3": d == e <= 256 or (128 < d <= 192 and 96 < e <= 128),
             "flash_attn_4": max(d, e) <= most or (d, e) in ((192, 128), (256, 256)),
-            "cudnn": max(d, e) <= 128 or (d, e) == (192, 128),
+            "cudnn": max(d, e) <= (256 if self.capability == (9, 0) else 128) or (d, e) == (192, 128),
         }
         assert known[library], f"{library}: head_dim {d} of q and k, {e} of v"
 
@@ -433,7 +433,8 @@ def _operator(operator: Any, body: Callable[[Arguments], Any]) -> Callable[..., 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         positional = [x.name for x in parameters if not x.kwarg_only][: len(args)]
-        o = {x.name: x.default_value for x in parameters} | dict(zip(positional, args, strict=True)) | kwargs
+        defaults = {x.name: x.default_value for x in parameters if x.has_default_value()}
+        o = defaults | dict(zip(positional, args, strict=True)) | kwargs
         assert o.keys() == {x.name for x in parameters}, o.keys()
         return body(o)
 
@@ -462,6 +463,11 @@ def _torch_flash(kernels: Kernels) -> tuple[Any, Any]:
 
 
 def _cudnn(kernels: Kernels, lse_dims: int) -> tuple[Any, Any]:
+    graphs: dict[Any, Any] = {}  # of the backward, as in PyTorch: by the layouts of q, k and v
+
+    def strides(x: Tensor) -> list[int]:
+        return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
     def run(o: Arguments) -> tuple[Any, ...]:
         backward = "grad_out" in o
         kernels.calls["backward" if backward else "forward"] += 1
@@ -476,6 +482,9 @@ def _cudnn(kernels: Kernels, lse_dims: int) -> tuple[Any, Any]:
             assert o["cum_seq_q"] is None and o["cum_seq_k"] is None
             assert (o["max_q"], o["max_k"]) == (q_len, k.shape[2])
             assert o["logsumexp"].shape == (batch, heads, q_len, 1)[:lse_dims]
+            layouts = *((x.shape, tuple(strides(x))) for x in (q, k, v)), causal, o["scale"]
+            compiled = graphs.setdefault(layouts, [strides(x) for x in (o["out"], o["grad_out"])])
+            assert compiled == [strides(x) for x in (o["out"], o["grad_out"])], "the graph of another call would run"
             tensors.append(o["logsumexp"].reshape(batch, heads, q_len))
         band = (-1, 0) if causal else (-1, -1)
         found = kernels.run(

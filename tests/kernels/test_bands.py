@@ -65,7 +65,7 @@ def test_calls_compute_each_visible_pair_once(layout: str, ranks: int) -> None:
         Abilities(gaps=True),
         Abilities(),
         Abilities(packs=False),
-        Abilities(windows=False, packs=False, fewest_keys=2),
+        Abilities(windows=False, packs=False, fewest=2),
     ]
     cuts = 0
     for rules, seq_len in cases:
