@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from ..schedule.rows import KeyIntervals
-from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, runs
+import numpy as np
 
-# With more runs than this, dividing the intervals takes longer than a kernel that takes key intervals saves.
-_MOST_RUNS = 1 << 14
+from ..schedule.rows import KeyIntervals
+from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, Array, runs
 
 
 @dataclass(frozen=True)
@@ -44,49 +43,33 @@ class Band:
     left: int
     right: int
 
-    def moved(self, queries: int, keys: int) -> Band:
-        """The same band, moved by ``queries`` rows and ``keys`` columns."""
-        return Band(self.q0 + queries, self.q1 + queries, self.k0 + keys, self.k1 + keys, self.left, self.right)
 
-
-def bands(intervals: KeyIntervals, row: int) -> list[Band] | None:
-    """The bands of one batch row, in the order of the queries; None if there are too many. No two share a query.
+def bands(intervals: KeyIntervals, row: int) -> Array:
+    """The bands of one batch row, ``[bands, 6]``: the fields of ``Band``, in the order of the queries. No two share a
+    query.
 
     Args:
         intervals: on the host.
         row: the batch row.
     """
-    lo, hi = intervals.lo[row], intervals.hi[row]
-    los, his = lo.numpy(), hi.numpy()
-    found: list[Band] = []
-    if not len(los):
-        return found
-    for number, (start, stop, step) in enumerate(runs(lo, hi)):
-        if number >= _MOST_RUNS:
-            return None
-        first_lo, first_hi = int(los[start]), int(his[start])
-        if first_lo == first_hi:
-            continue
-        k1, last = first_hi, stop - 1 - start
-        if step in (HI_MOVES, BOTH_MOVE):
-            k1 += last
-        left, right = -1, 0 if step in (HI_MOVES, BOTH_MOVE) else -1
-        if step in (LO_MOVES, BOTH_MOVE):  # query ``start``, at p = start - stop + k1, sees p - left = first_lo
-            left = start - stop + k1 - first_lo
-        band = Band(start, stop, first_lo, k1, left, right)
-        if found and (joined := _joined(found[-1], band)) is not None:
-            found[-1] = joined
-        else:
-            found.append(band)
-    return found
-
-
-def _joined(a: Band, b: Band) -> Band | None:
-    """Both as one band, if ``b`` is a window and ``a`` its first queries, which see fewer keys than the window has."""
-    continues = a.q1 == b.q0 and a.right == b.right == 0 and a.k1 + (b.q1 - b.q0) == b.k1
-    if continues and a.left == -1 and b.left >= 0 and b.k0 in (a.k0, a.k0 + 1):
-        return Band(a.q0, b.q1, a.k0, b.k1, b.left, 0)
-    return None
+    lo, hi = intervals.lo[row].numpy(), intervals.hi[row].numpy()
+    if not len(lo):
+        return np.empty((0, 6), np.int64)
+    by_run = np.stack(runs(lo, hi))  # [3, runs]
+    start, stop, kind = by_run[:, lo[by_run[0]] < hi[by_run[0]]]
+    grows, shrinks = (kind == HI_MOVES) | (kind == BOTH_MOVE), (kind == LO_MOVES) | (kind == BOTH_MOVE)
+    k0, right = lo[start].astype(np.int64), np.where(grows, 0, -1)
+    k1 = hi[start] + np.where(grows, stop - 1 - start, 0)
+    left = np.where(shrinks, start - stop + k1 - k0, -1)  # query ``start`` sees k0 = p - left; p is start - stop + k1
+    # A band and the next one are one band if the next is a window and the band its first queries, which see fewer keys
+    # than the window has.
+    found = np.stack([start, stop, k0, k1, left, right], 1)
+    a, b = found[:-1].T, found[1:].T
+    joins = (a[1] == b[0]) & (a[5] == 0) & (b[5] == 0) & (a[3] + b[1] - b[0] == b[3])
+    joins &= (a[4] == -1) & (b[4] >= 0) & ((b[2] == a[2]) | (b[2] == a[2] + 1))
+    found[1:][joins, 0], found[1:][joins, 2] = a[0][joins], a[2][joins]
+    kept: Array = found[~np.append(joins, False)[: len(found)]]
+    return kept
 
 
 @dataclass(frozen=True)
@@ -148,23 +131,23 @@ def cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilit
 
 
 def _cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int) -> list[Call] | None:
-    by_row: list[list[Band]] = []
-    for row in range(intervals.lo.shape[0]):
-        found = bands(intervals, row)
-        if found is None:
-            return None
-        by_row.append(found)
+    by_row = [bands(intervals, row) for row in range(intervals.lo.shape[0])]
     if len(by_row) == 1 and batch > 1:
         calls = _calls(by_row[0], can, most)
         if calls is None or all(call.ends is None for call in calls):
             return calls and [replace(call, every_row=True) for call in calls]
         by_row *= batch
-    return _calls([band.moved(i * q_len, i * k_len) for i, row in enumerate(by_row) for band in row], can, most)
+    moved = [np.add(found, (i * q_len, i * q_len, i * k_len, i * k_len, 0, 0)) for i, found in enumerate(by_row)]
+    return _calls(np.concatenate(moved), can, most)
 
 
-def _calls(found: Sequence[Band], can: Abilities, most: int) -> list[Call] | None:
+def _calls(found: Array, can: Abilities, most: int) -> list[Call] | None:
+    (_, q1, _, k1, _, right), (next_q0, _, next_k0, _, _, next_right) = found[:-1].T, found[1:].T
+    beside = ((next_q0 == q1) & (next_k0 == k1)) | (can.gaps & (next_k0 >= k1))
+    if len(found) - np.count_nonzero(can.packs & beside & (next_right == right)) > most:
+        return None  # found in a few microseconds, also for thousands of bands
     calls: list[Call] = []
-    for chain in _chains(found, can):
+    for chain in _chains([Band(*fields) for fields in found.tolist()], can):
         made = [_packed(chain)] if len(chain) > 1 else _alone(chain[0], can)
         if made is None or len(calls) + len(made) > most:
             return None

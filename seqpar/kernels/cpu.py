@@ -61,16 +61,19 @@ class CpuBackend:
         q_heads, k_heads, v_heads = _heads_first(width, q, k, v)
         for batch, tile in _tiles(intervals, q.shape[0]):
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+            mask, blind = _mask(intervals, batch, tile)
             out, out_lse = _forward(
                 q_heads[batch, :, queries],
                 k_heads[batch, :, keys],
                 v_heads[batch, :, keys],
                 0.0,
                 tile.kind is Kind.CAUSAL,
-                attn_mask=_mask(intervals, batch, tile) if tile.kind is Kind.MASKED else None,
+                attn_mask=mask,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, h, q]
             out = out.transpose(1, 2)[..., :v_dim]  # [b, q, h, e]
+            if blind is not None:
+                out[:, blind], out_lse[..., blind] = 0, -torch.inf
             if carry is None and out_lse.shape == (q.shape[0], q.shape[2], q.shape[1]):
                 # The first partial result, of all queries.
                 carry = out if v_dim == width else out.contiguous(), out_lse
@@ -90,16 +93,18 @@ class CpuBackend:
         new = list(grads.new)
         for batch, tile in _tiles(intervals, q.shape[0]):
             queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+            mask, blind = _mask(intervals, batch, tile)
+            tile_lse = lse[batch, :, queries]
             results = _backward(
                 dout_heads[batch, :, queries],
                 q_heads[batch, :, queries],
                 k_heads[batch, :, keys],
                 v_heads[batch, :, keys],
                 out_heads[batch, :, queries],
-                lse[batch, :, queries],
+                tile_lse if blind is None else tile_lse.masked_fill(blind, torch.inf),  # exp(score - inf) is 0
                 0.0,
                 tile.kind is Kind.CAUSAL,
-                attn_mask=_mask(intervals, batch, tile) if tile.kind is Kind.MASKED else None,
+                attn_mask=mask,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
             for i, (grad, target, rows) in enumerate(zip(results, targets, (queries, keys, keys), strict=True)):
@@ -157,10 +162,19 @@ def _tiles(intervals: KeyIntervals, batch: int) -> list[tuple[slice, Tile]]:
     return [(slice(row, row + 1), tile) for row in range(intervals.lo.shape[0]) for tile in tiles(intervals, row)]
 
 
-def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> Tensor:
-    """The additive mask of a masked tile, ``[1, 1, q, k]``. Every query sees some key, so no row is all -inf."""
+def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> tuple[Tensor | None, Tensor | None]:
+    """The additive mask of a masked tile, ``[1, 1, q, k]``, and the queries that see none of its keys, bool ``[q]``.
+
+    None where there is no such tensor. A query without keys sees the first key in the mask, because the kernel does not
+    say what it returns for a row that is all -inf. Its results must be replaced.
+    """
+    if tile.kind is not Kind.MASKED:
+        return None, None
     row = batch.start if intervals.lo.shape[0] > 1 else 0
     lo, hi = intervals.lo[row, tile.q0 : tile.q1], intervals.hi[row, tile.q0 : tile.q1]  # [q]
     keys = torch.arange(tile.k0, tile.k1, dtype=torch.int32, device="cpu")
     seen = (keys >= lo[:, None]) & (keys < hi[:, None])  # [q, k]
-    return torch.zeros(seen.shape, device="cpu").masked_fill_(~seen, -torch.inf)[None, None]
+    blind = lo == hi
+    seen[:, 0] |= blind
+    mask = torch.zeros(seen.shape, device="cpu").masked_fill_(~seen, -torch.inf)[None, None]
+    return mask, blind if blind.any() else None

@@ -16,11 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..schedule.rows import KeyIntervals
+
+Array = NDArray[np.integer[Any]]
 
 # A run of fewer queries is cheaper as part of a masked tile than as tiles of its own, unless it is the only one.
 _SHORT_RUN = 64
@@ -35,15 +39,15 @@ class Kind(Enum):
 
     FULL = "full"  # every query sees every key
     CAUSAL = "causal"  # square; query t of the tile sees its keys 0 to t
-    MASKED = "masked"  # query t sees the keys lo[t] to hi[t] - 1
+    MASKED = "masked"  # query t sees the keys lo[t] to hi[t] - 1; some queries may see none
 
 
 @dataclass(frozen=True)
 class Tile:
     """The queries ``q0:q1`` and the keys ``k0:k1``.
 
-    The tiles of one decomposition do not overlap, cover every visible (query, key) pair and leave out the queries that
-    see no key.
+    The tiles of one decomposition do not overlap and cover every visible (query, key) pair. Queries that see no key are
+    left out, unless they are a few between queries of a masked tile.
     """
 
     q0: int
@@ -62,7 +66,7 @@ def tiles(intervals: KeyIntervals, row: int) -> tuple[Tile, ...]:
 
 
 def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
-    """Divide the intervals ``lo, hi``, int64 ``[q_len]``, into tiles.
+    """Divide the intervals ``lo, hi``, integers ``[q_len]`` on the host, into tiles.
 
     A run along which both ends are constant is one full rectangle. A run along which ``lo`` is constant and ``hi``
     grows by one key per query is a full rectangle beside a causal square. Other runs, and runs too short for tiles of
@@ -70,53 +74,51 @@ def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
     """
     if not len(lo):
         return
-    first_lo, first_hi = lo.tolist(), hi.tolist()
-    pending: int | None = None  # first query of the runs that wait for a masked block
-    for start, stop, kind in runs(lo, hi):
-        empty = first_lo[start] == first_hi[start]
-        short = stop - start < _SHORT_RUN and stop - start < len(lo)
-        plain = not empty and not short and kind in (STILL, HI_MOVES)
-        if (plain or empty) and pending is not None:
-            yield from _masked(first_lo, first_hi, pending, start)
-            pending = None
-        if plain:
-            yield from _plain(first_lo[start], first_hi[start], start, stop, kind)
-        elif not empty and pending is None:
-            pending = start
-    if pending is not None:
-        yield from _masked(first_lo, first_hi, pending, len(lo))
+    los, his = lo.numpy(), hi.numpy()
+    start, stop, kind = runs(los, his)
+    empty = los[start] == his[start]
+    short = (stop - start < _SHORT_RUN) & (stop - start < len(lo))
+    plain = ~empty & ~short & ((kind == STILL) | (kind == HI_MOVES))
+    blocks = ~plain & (~empty | short)  # neighbours among these runs share their masked blocks
+    first = blocks & ~np.append(False, blocks[:-1])
+    ends = stop[blocks & ~np.append(blocks[1:], False)].tolist()  # of each group of neighbours
+    groups = iter(ends)
+    for i in np.flatnonzero(plain | first).tolist():
+        if plain[i]:
+            yield from _plain(int(los[start[i]]), int(his[start[i]]), int(start[i]), int(stop[i]), int(kind[i]))
+        else:
+            yield from _masked(los, his, int(start[i]), next(groups))
 
 
 STILL, HI_MOVES, BOTH_MOVE, LO_MOVES, _OTHER = range(5)
 
 
-def runs(lo: Tensor, hi: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Maximal runs as ``(start, stop, step)``, where ``step`` is how ``lo`` and ``hi`` change along the run.
+def runs(lo: Array, hi: Array) -> tuple[Array, Array, Array]:
+    """Maximal runs as arrays ``(start, stop, kind)``, int64 ``[runs]``. ``kind`` is how ``lo`` and ``hi`` change.
 
-    A run of one query has the step ``STILL``.
+    A run of one query has the kind ``STILL``. ``lo`` and ``hi`` are ``[q_len]``, with at least one query.
     """
-    dlo, dhi, seen = lo.diff(), hi.diff(), lo < hi
-    # steps[t] is the step from query t to query t + 1.
-    steps = torch.full_like(dlo, _OTHER)
-    steps[(dlo == 0) & (dhi == 0)] = STILL
-    steps[(dlo == 0) & (dhi == 1)] = HI_MOVES
-    steps[(dlo == 1) & (dhi == 1)] = BOTH_MOVE
-    steps[(dlo == 1) & (dhi == 0)] = LO_MOVES
+    dlo, dhi, seen = np.diff(lo), np.diff(hi), lo < hi
+    # steps[t] is the step from query t to query t + 1: for (dlo, dhi) = (0, 0), (0, 1), (1, 0) and (1, 1).
+    by_change = np.array([STILL, HI_MOVES, LO_MOVES, BOTH_MOVE])
+    steps = np.where((dlo | dhi) & ~1 == 0, by_change[(dlo & 1) * 2 + (dhi & 1)], _OTHER)
     steps[~seen[1:] & ~seen[:-1]] = STILL
     steps[seen[1:] != seen[:-1]] = _OTHER
-    start, kind, row = 0, STILL, 1
-    for step, count in zip(*(x.tolist() for x in steps.unique_consecutive(return_counts=True)), strict=True):
-        if step == _OTHER:  # each of these queries is a run of its own, unless the next step continues it
-            for first in range(row, row + count):
-                yield start, first, kind
-                start, kind = first, STILL
-        elif start == row - 1:  # the current run has one query: this step continues it
-            kind = step
-        else:
-            yield start, row, kind
-            start, kind = row, step if count > 1 else STILL
-        row += count
-    yield start, len(lo), kind
+    # Groups of equal steps. A run takes a whole group and the query after it. The next run starts at the query after
+    # that, unless the run has a single query: then it takes the next group. So of several groups of one step each,
+    # every other one begins a run.
+    first = np.flatnonzero(np.append(True, steps[1:] != steps[:-1])) if len(steps) else np.empty(0, np.int64)
+    kinds, index = steps[first], np.arange(len(first))
+    known = (kinds == _OTHER) | (np.diff(first, append=len(steps)) > 1)  # whether the next group continues a run
+    last = np.maximum.accumulate(np.where(known, index, -1))
+    after = np.where(last >= 0, kinds[last] == _OTHER, True) ^ ((index - last) % 2 == 1)
+    continues = np.append(True, after[:-1])[: len(first)]
+    begins = steps == _OTHER
+    begins[first[~continues]] = True
+    start = np.append(0, np.flatnonzero(begins) + 1)
+    stop = np.append(start[1:], len(lo))
+    kind = np.where(stop - start > 1, np.append(steps, STILL)[start], STILL)
+    return start, stop, kind
 
 
 def _plain(lo: int, hi: int, start: int, stop: int, kind: int) -> Iterator[Tile]:
@@ -135,11 +137,11 @@ def _plain(lo: int, hi: int, start: int, stop: int, kind: int) -> Iterator[Tile]
         yield Tile(start + first, start + end, k0 + first, k0 + end, Kind.CAUSAL)
 
 
-def _masked(lo: list[int], hi: list[int], start: int, stop: int) -> Iterator[Tile]:
+def _masked(lo: Array, hi: Array, start: int, stop: int) -> Iterator[Tile]:
     """Blocks of queries over all keys that any of them sees. The blocks are larger if the queries see more keys."""
     while start < stop:
-        width = hi[start] - lo[start]
-        end = min(start + max(_MIN_BLOCK, min(_MAX_BLOCK, width // 4)), stop)
-        if lo[start] < hi[end - 1]:
-            yield Tile(start, end, lo[start], hi[end - 1], Kind.MASKED)
+        k0 = int(lo[start])
+        end = min(start + max(_MIN_BLOCK, min(_MAX_BLOCK, (int(hi[start]) - k0) // 4)), stop)
+        if (lo[start:end] < hi[start:end]).any():
+            yield Tile(start, end, k0, int(hi[end - 1]), Kind.MASKED)
         start = end

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.kernels.bands import Abilities, Call, bands, cut
+from seqpar.kernels.bands import Abilities, Call, cut
 from seqpar.kernels.block_lists import block_lists
 from seqpar.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import attention_plan
@@ -153,7 +153,7 @@ def test_packed_documents_are_one_call() -> None:
 
 def test_a_mask_without_lines_is_not_cut() -> None:
     lo = list(range(0, 40000, 2))
-    assert bands(intervals_of(lo, [x + 5 for x in lo]), 0) is None
+    assert cut(intervals_of(lo, [x + 5 for x in lo]), 1, len(lo), 40005, Abilities(gaps=True), most=8) is None
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
