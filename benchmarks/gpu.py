@@ -302,7 +302,7 @@ def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
     yield from (hops("ring", tokens, 128) for tokens in (16384, 131072))
     yield from (hops("ring", 65536, head_dim) for head_dim in (64, 256))
 
-    for kernel, head_dim in (("forward", 128), ("backward", 128), ("forward", 64), ("backward", 64)):
+    for kernel, head_dim in (("forward", 128), ("backward", 128), ("forward", 64), ("backward", 64), ("forward", 256)):
         yield Task("tiles", f"tiles of {kernel}, head_dim {head_dim}", 20, "measure_tiles", (False, kernel, head_dim))
 
     dims = {"bfloat16": (128, 64, 40, 256), "float16": (128, 64), "float32": (64,)}

@@ -262,6 +262,19 @@ def test_what_matters_most_comes_first(gpu: ModuleType) -> None:
     assert hops == {(s, n, d) for s in ("ring", "all-gather", "ulysses") for n in lengths for d in head_dims}
 
 
+def test_the_measured_tiles_are_candidates_for_tuning(
+    gpu: ModuleType, speed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from seqpar.triton_kernels import configs
+
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    tasks = gpu.tasks(smoke=False, backends=["triton"])
+    assert {task.arguments[1:] for task in tasks if task.part == "tiles"} == set(speed._TILES)
+    for (kernel, head_dim), cells in speed._TILES.items():
+        known = configs.candidates(kernel, torch.device("cuda", 9), head_dim, torch.bfloat16)
+        assert {configs.parse_cell(cell) for cell in cells} <= set(known[1:]), (kernel, head_dim)
+
+
 @pytest.mark.slow
 def test_it_runs_from_a_checkout_without_an_installed_package(tmp_path: Path) -> None:
     """In an environment that has PyTorch, Triton, numpy and einops, but not seqpar. Another package is named tests."""
