@@ -20,7 +20,7 @@ from .layout import Layout, check_lengths
 from .mask import Mask
 from .mesh import ANY_RANKS, sequence_group
 from .planner.rules import named
-from .schedule.plan import MaskPlanner
+from .schedule.plan import plan_ahead
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
 from .strategies import StrategyName, operators
@@ -313,12 +313,12 @@ def _agree(
 
 def mask_planner(
     sharding: Sharding, strategy: StrategyName = "ring", **strategy_options: Unpack[StrategyOptions]
-) -> MaskPlanner:
+) -> Callable[..., Mask]:
     """A function that plans attention under a mask ahead of time, such as in the workers of a data loader.
 
     A plan says which rows a rank sends and receives at which step, and is computed from the mask. If every training
     step has new documents, its first layer computes the plan, which takes milliseconds of the host's time. A planner
-    computes the plan elsewhere and stores it in the mask.
+    computes the plan elsewhere.
 
     Args:
         sharding: the sharding of the sequence.
@@ -326,7 +326,8 @@ def mask_planner(
         strategy_options: as given to ``attention``.
 
     Returns:
-        ``planner(mask)`` returns the mask. The planner can be pickled; see ``MaskPlanner``.
+        ``planner(mask)`` stores the plan in the mask and returns it; ``planner(mask, seq_len)`` for a sequence of
+        another length. The planner and the planned mask can be pickled.
 
     Examples:
         >>> planner = mask_planner(Sharding(1024), "ring")
@@ -335,7 +336,7 @@ def mask_planner(
     check_sharding(sharding)
     if strategy == "auto":
         raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
-    return MaskPlanner(*sharding.place(attention_spec(strategy, strategy_options)).plan_arguments)
+    return partial(plan_ahead, sharding.place(attention_spec(strategy, strategy_options)).plan_arguments)
 
 
 class FixedAttention(Protocol):

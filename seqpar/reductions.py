@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -28,12 +28,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .wrappers import Reduction, owners
+from .wrappers import EXPLICIT, Reduction, averaged_ranks, owners
 
 Gradients = Literal["auto", "sum", "mean"]
 Region = Literal["whole", "partial"]
-
-_EXPLICIT = "pass token_loss gradients='mean' if it averages over all ranks of the sequence, otherwise gradients='sum'"
 
 
 @dataclass
@@ -103,12 +101,12 @@ def reduction_behind(node: Any, group: ProcessGroup, gradients: Gradients) -> Re
     ranks = frozenset(dist.get_process_group_ranks(group))
     if node is None:
         if gradients == "auto" and _any_wrapper():
-            raise ValueError(f"gradients='auto': autograd's graph is not known in a compiled backward; {_EXPLICIT}")
+            raise ValueError(f"gradients='auto': autograd's graph is not known in a compiled backward; {EXPLICIT}")
         return None
     found = _explore(node, ranks, "partial", gradients)
     if len(found) > 1:
         names = " and ".join(f"{r.name} over ranks {sorted(r.ranks)}" for r in found)
-        raise ValueError(f"gradients='auto': {names} reduce gradients of one loss differently; {_EXPLICIT}")
+        raise ValueError(f"gradients='auto': {names} reduce gradients of one loss differently; {EXPLICIT}")
     return next(iter(found), None)
 
 
@@ -152,11 +150,11 @@ def _explore(node: Any, ranks: frozenset[int], region: Region, gradients: Gradie
     tensor_parallel = [leaf for leaf, _ in leaves if isinstance(leaf, DTensor)]
     tensor_ranks = {rank for p in tensor_parallel for rank in p.device_mesh.mesh.flatten().tolist()}
     if gradients == "auto":
-        factor = _factor(found, ranks, tensor_ranks)
+        factor = averaged_ranks(found, ranks, tensor_ranks)
         if has_hidden and not found and (other := _any_wrapper()):
             raise ValueError(
                 "gradients='auto': reentrant activation checkpointing hides the parameters, so that it is not known "
-                f"whether {other} reduces their gradients; checkpoint with use_reentrant=False, or {_EXPLICIT}"
+                f"whether {other} reduces their gradients; checkpoint with use_reentrant=False, or {EXPLICIT}"
             )
     else:
         factor, found = len(ranks) if gradients == "mean" else 1, set()
@@ -238,27 +236,6 @@ def _any_wrapper() -> str:
     if owners().reductions:
         gc.collect()
     return next((r.name for of in owners().reductions.values() for r in of if len(r.ranks) > 1), "")
-
-
-def _factor(found: Iterable[Reduction], ranks: frozenset[int], tensor_ranks: set[int]) -> int:
-    factors = set()
-    for r in found:
-        if r.divisor is None:
-            raise ValueError(f"gradients='auto': DeepSpeed's configuration decides what it divides by; {_EXPLICIT}")
-        shared = len(r.ranks & ranks)
-        # Under tensor parallelism, fully_shard reduces over the ring, and sync_gradients over the ranks of tp.
-        if 1 < shared < len(ranks) and not (tensor_ranks < ranks and len(r.ranks & tensor_ranks) == 1):
-            raise ValueError(
-                f"gradients='auto': {r.name} averages over ranks {sorted(r.ranks)}, which are some but not all of the "
-                f"ranks of the sequence, {sorted(ranks)}; wrap the model over all of them, or over dp only"
-            )
-        factors.add(shared)
-    if len(factors) > 1:
-        raise ValueError(
-            "gradients='auto': a part of the model is wrapped over the ranks of the sequence, another over dp only; "
-            "wrap all of it over the same ranks"
-        )
-    return factors.pop() if factors else 1
 
 
 def _use(p: nn.Parameter, ranks: frozenset[int], task: int) -> _Use:

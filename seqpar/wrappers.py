@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,6 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .checks import no_compile
 
+EXPLICIT = (
+    "pass token_loss gradients='mean' if it averages over all ranks of the sequence, otherwise gradients='sum' "
+    "(in seqpar.hf.parallelize: 'mean' or 'partial')"
+)
 _DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine"  # recognized by name, because it may not be installed
 
 _wrappers: WeakSet[nn.Module] = WeakSet()  # every DDP, FSDP1 and DeepSpeed wrapper known in this process
@@ -160,23 +164,14 @@ register_module_module_registration_hook(_remember)
 _collected: WeakSet[nn.Module] = WeakSet()  # the models for which unused wrappers have been freed
 
 
-class Averaging(NamedTuple):
-    """A wrapper that averages the gradients of a model."""
-
-    name: str  # of its class, for error messages
-    ranks: frozenset[int]  # the global ranks that it averages over
-
-
 @no_compile
-def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Averaging]:
-    """The wrappers in and around ``model`` that average gradients of its parameters.
+def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Reduction]:
+    """What the wrappers in and around ``model`` do that average gradients of its parameters, or divide them by a number
+    that is not known (DeepSpeed).
 
     A wrapper counts if it holds any part of the model, as a pipeline stage may. With ``fully_shard``, groups of
     parameters whose ``gradient_divide_factor`` was set by hand do not count. DDP reduces only the gradients of forwards
     that were called through it: ``in_forward``, in the model's forward, only the DDP that is running counts.
-
-    Raises:
-        ValueError: one of the wrappers is DeepSpeed, whose configuration decides what it divides by.
     """
     found = _known_wrappers(model)
     if found:
@@ -185,17 +180,49 @@ def averaging_wrappers(model: nn.Module, in_forward: bool) -> set[Averaging]:
     if in_forward:
         active = DistributedDataParallel._active_ddp_module
         found = [w for w in found if not isinstance(w, DistributedDataParallel) or w is active or _in_python(w)]
-    return {averaging for wrapper in found for averaging in _averaging(wrapper)}
+    several = (r for wrapper in found for r in reductions(wrapper) if len(r.ranks) > 1)
+    return {r for r in several if r.divisor in (None, len(r.ranks))}
 
 
-def gradient_wrappers(model: nn.Module, group: dist.ProcessGroup | None) -> list[Averaging]:
-    """The DDP, FSDP1 and ``fully_shard`` modules in ``model``, or ``model`` itself, that average over all ``group``."""
+def averages_over(group: ProcessGroup | None, model: nn.Module) -> bool:
+    """Whether a DDP, FSDP1 or ``fully_shard`` module in ``model``, or ``model`` itself, averages over all ``group``."""
     if group is None:
-        return []
+        return False
     sequence = frozenset(dist.get_process_group_ranks(group))
     types = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
-    found = {averaging for m in model.modules() if isinstance(m, types) for averaging in _averaging(m)}
-    return [averaging for averaging in found if sequence <= averaging.ranks]
+    found = (r for m in model.modules() if isinstance(m, types) for r in reductions(m))
+    return any(r.divisor == len(r.ranks) and sequence <= r.ranks for r in found)
+
+
+def averaged_ranks(found: Iterable[Reduction], ranks: frozenset[int], tensor_ranks: Collection[int] = ()) -> int:
+    """The number of ranks of the sequence that wrappers average over: ``len(ranks)``, or 1 without such a wrapper.
+
+    Raises:
+        ValueError: a wrapper averages over some of the ranks only, or divides by a number that is not known; or one
+            wrapper averages over the ranks, and another does not.
+    """
+    factors = set()
+    for r in found:
+        if r.divisor is None:
+            raise ValueError(
+                f"gradients='auto': the model is inside a {r.name}, and DeepSpeed's configuration decides what it "
+                f"divides by; {EXPLICIT}"
+            )
+        shared = len(r.ranks & ranks)
+        # Under tensor parallelism, fully_shard reduces over the ring, and sync_gradients over the ranks of tp.
+        in_ring = ranks.issuperset(tensor_ranks) and len(tensor_ranks) < len(ranks)
+        if 1 < shared < len(ranks) and not (in_ring and len(r.ranks.intersection(tensor_ranks)) == 1):
+            raise ValueError(
+                f"gradients='auto': {r.name} averages over ranks {sorted(r.ranks)}, which are some but not all of the "
+                f"ranks of the sequence, {sorted(ranks)}; wrap the model over all of them, or over dp only"
+            )
+        factors.add(shared)
+    if len(factors) > 1:
+        raise ValueError(
+            "gradients='auto': a part of the model is wrapped over the ranks of the sequence, another over dp only; "
+            "wrap all of it over the same ranks"
+        )
+    return factors.pop() if factors else 1
 
 
 def outermost(model: nn.Module) -> nn.Module:
@@ -214,23 +241,6 @@ def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:
     if any(isinstance(w, FullyShardedDataParallel) and w.module is head for w in _known_wrappers(model)):
         return False
     return tuple(head.weight.shape) == (head.out_features, head.in_features)
-
-
-def _averaging(wrapper: nn.Module) -> Iterator[Averaging]:
-    for reduction in reductions(wrapper):
-        if reduction.divisor is None:
-            raise deepspeed_error(f"the model is inside a {reduction.name}")
-        if reduction.divisor == len(reduction.ranks):
-            yield Averaging(reduction.name, reduction.ranks)
-
-
-def deepspeed_error(found: str) -> ValueError:
-    """The error for ``gradients="auto"`` with DeepSpeed. ``found`` says where DeepSpeed was found."""
-    return ValueError(
-        f"gradients='auto': {found}, and DeepSpeed's configuration decides what it divides gradients by; call "
-        "parallelize with gradients='mean' if it averages over all ranks of the sequence (its default), or "
-        "gradients='partial' if it averages over dp only"
-    )
 
 
 def _in_python(wrapper: DistributedDataParallel) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
+from importlib.util import find_spec
 
 from .launch import FAILED, INTERRUPTED, CommandError, exit_with
 
@@ -15,7 +15,10 @@ def main(argv: list[str] | None = None) -> None:
 
     The exit code is 0 on success, 1 on failure, 2 for bad options, 124 past the deadline, and 130 if interrupted.
     """
-    _check_packages()
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        words = f"the seqpar command needs {', '.join(missing)}; install with: pip install 'seqpar[cli]'"
+        exit_with(CommandError(words, FAILED))
     import typer
 
     from .bench import bench
@@ -39,15 +42,3 @@ def main(argv: list[str] | None = None) -> None:
         exit_with(error)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def _check_packages() -> None:
-    missing = []
-    for name in _NEEDED:
-        try:
-            import_module(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        words = f"the seqpar command needs {', '.join(missing)}; install with: pip install 'seqpar[cli]'"
-        exit_with(CommandError(words, FAILED))

@@ -12,8 +12,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,16 +23,15 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..checks import check_int
-from ..mesh import init_mesh
+from ..mesh import ranks_by_host
 from ..planner.mixes import MIXES
 from .bench_cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
 from .bench_run import BOTH, PASSES, CaseResult, Sample, run_cases
 from .bench_runners import adapters
-from .launch import BAD_OPTION, CommandError, bad_options, cores, launch, under_launcher
+from .launch import CommandError, bad_options, cores, join, launch, under_launcher
 from .plan import read_tokens
 from .tables import (
     device_name,
@@ -128,16 +127,11 @@ def run_bench(config: BenchConfig) -> None:
     with bad_options():
         config.check(int(os.environ["WORLD_SIZE"]))
         peers = adapters(config.peer_names)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = config.device != "cpu" and torch.cuda.device_count() >= local_ranks
-    if config.device == "cuda" and not cuda:
-        raise CommandError(
-            f"device='cuda': {torch.cuda.device_count()} GPU(s) for {local_ranks} rank(s); use --device cpu", BAD_OPTION
-        )
-    init_mesh(ring=-1, device_type="cuda" if cuda else "cpu", timeout=_TIMEOUT)
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    device = join(_TIMEOUT, config.device)
+    assert dist.group.WORLD is not None
+    hosts = len(ranks_by_host(dist.group.WORLD))
     world, is_first = dist.get_world_size(), dist.get_rank() == 0
-    cases, folder = config.cases(world, cuda), Path(config.out)
+    cases, folder = config.cases(world, device.type == "cuda"), Path(config.out)
     if is_first or config.trace:
         with bad_options():
             make_folder(folder)
@@ -145,13 +139,13 @@ def run_bench(config: BenchConfig) -> None:
     facts = machine_facts(device)
     if is_first:
         console.print(
-            f"{facts['device']}, {cores()} core(s), {world} rank(s) on {world // local_ranks or 1} host(s), torch "
+            f"{facts['device']}, {cores()} core(s), {world} rank(s) on {hosts} host(s), torch "
             f"{facts['torch']}. {len(cases)} case(s); presets: "
             + "; ".join(f"{name}: {PRESETS[name].about}" for name in config.preset),
             highlight=False,
         )
-    with _progress(console, is_first) as show:
-        results = run_cases(config, cases, device, peers, show)
+    with console.status("starting") if is_first else nullcontext() as status:
+        results = run_cases(config, cases, device, peers, status.update if status else lambda text: None)
     if is_first:
         report(results, facts, folder, console, config.charts)
         console.print(
@@ -164,18 +158,6 @@ def run_bench(config: BenchConfig) -> None:
     wrong = [f"{name}: {why}" for name, why in refused if why.startswith("WRONG") and name.split(" ")[0] in seqpars]
     if wrong:
         raise CommandError("; ".join(wrong))
-
-
-@contextmanager
-def _progress(console: Console, is_first: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows a text on the terminal of rank 0, if there is one."""
-    if not is_first or not console.is_terminal:
-        yield lambda text: None
-        return
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda text: progress.update(task, description=text)
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

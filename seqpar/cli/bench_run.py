@@ -127,7 +127,8 @@ class CaseMeasurement:
     """Measures one case on this rank. All ranks of the case call each method together."""
 
     def __init__(self, case: BenchCase, groups: Groups, device: torch.device, config: BenchConfig, show: Show) -> None:
-        self._config, self._show, self._groups = config, show, groups
+        self._config, self._groups = config, groups
+        self._show: Show = lambda text: show(f"{case}: {text}")
         self._setting = BenchSetting(case, groups.group, groups.alone, dist.get_world_size(), device)
         self._rank = groups.control.rank()
         self._hosts = ranks_by_host(groups.group)
@@ -290,7 +291,7 @@ def run_cases(
         if dist.get_rank() < case.ranks:
             share = weights[i] / sum(weights[i:])
             until = time.monotonic() + max(0.0, start + config.budget - time.monotonic()) * share
-            measurement = CaseMeasurement(case, groups[case.ranks], device, config, partial(_show_case, case, show))
+            measurement = CaseMeasurement(case, groups[case.ranks], device, config, show)
             measurement.prepare(peers)
             measurement.rounds(until)
             if config.trace:
@@ -299,10 +300,6 @@ def run_cases(
             torch.cuda.empty_cache()
         groups[world].gather(None)
     return results
-
-
-def _show_case(case: BenchCase, show: Show, text: str) -> None:
-    show(f"{case}: {text}")
 
 
 def busy_seconds() -> float:

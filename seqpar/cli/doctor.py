@@ -1,7 +1,4 @@
-"""``seqpar doctor``: what this machine can run, how fast, and whether its ranks compute what one device computes.
-
-Rates are in operations or bytes per second, from the fastest of a few runs.
-"""
+"""``seqpar doctor``: what this machine can run, how fast, and whether its ranks compute what one device computes."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ import importlib.metadata
 import json
 import platform
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Annotated, Any, cast
 
 import torch
@@ -21,13 +18,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..checks import check_int
-from ..comm.trace import trace
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
-from .doctor_ranks import HEAD_DIM, HEADS, Check, Link, RankReport, examine_ranks, measured_dtype, synchronize
-from .launch import FAILED, CommandError, bad_options, cores, launch, under_launcher
+from ..layers import LocalAttention
+from ..mask import Mask
+from ..megatron import MegatronAttention
+from ..mesh import ranks_by_host
+from ..sharding import Sharding
+from ..strategies import STRATEGIES, compared_options
+from .launch import FAILED, CommandError, bad_options, cores, join, launch, this_device, under_launcher
+from .measure import (
+    HEAD_DIM,
+    HEADS,
+    Link,
+    attention_rate,
+    copy_rate,
+    gather,
+    matrix_rate,
+    measure_links,
+    measured_dtype,
+)
 from .tables import device_name, human_bytes
 
 # For each package: the oldest and the newest release that the tests have run with, and the extra of seqpar that
@@ -41,6 +54,34 @@ TESTED: dict[str, tuple[str, str, str]] = {
     "peft": ("0.21", "0.21", "hf"),
 }
 _DEADLINE_S = 120.0  # of the ranks that the command starts
+_TIMEOUT = timedelta(seconds=60)  # of one collective
+# The largest allowed relative error of a result against float64, in the 2-norm. Rounding causes less than a fifth.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A comparison of one strategy with one device in float64."""
+
+    what: str  # the strategy, and the backend if a particular one was compared
+    mask: str
+    error: float | None  # the largest relative error of the output and the gradients; None after an exception
+    tolerance: float
+    problem: str | None = None  # what is wrong
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    ranks: int
+    hosts: int
+    backend: str  # "nccl" or "gloo"
+    device: str  # "cuda" or "cpu"
+    links: list[Link]  # one for each operation and size; empty with one rank
+    checks: list[Check]  # one for each strategy and mask
 
 
 def doctor(
@@ -147,27 +188,17 @@ def _devices() -> list[dict[str, Any]]:
 
 # Rates of one device
 
-_LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel
-
-
-@dataclass(frozen=True)
-class _AttentionRate:
-    ran: str  # the backend; another one than was asked for, if that one does not support the call
-    seq_len: int
-    forward: float  # operations per second
-    forward_backward: float  # of both together
-
 
 def _rates() -> dict[str, Any]:
     """The rates of this process's device as texts with units."""
     torch.set_num_threads(cores())
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    operations = {"matrix product": _flops(_matrix_rate(device))}
+    device = this_device()
+    operations = {"matrix product": _flops(matrix_rate(device))}
     for name, backend in BACKENDS.items():
         if backend.unavailable() is not None:
             continue
         try:
-            rate = _attention_rate(cast("BackendName", name), device)
+            rate = attention_rate(cast("BackendName", name), device)
         except (RuntimeError, MemoryError) as error:
             operations[f"attention, {name}"] = f"failed: {str(error).splitlines()[0]}"
             continue
@@ -177,7 +208,7 @@ def _rates() -> dict[str, Any]:
         operations[f"attention, {name}: causal, {rate.seq_len:,} tokens, {HEADS} heads of {HEAD_DIM}"] = (
             f"forward {_flops(rate.forward)}, forward and backward {_flops(rate.forward_backward)}"
         )
-    operations["memory copy"] = f"{_copy_rate(device) / 1e9:.1f} GB/s, read and written"
+    operations["memory copy"] = f"{copy_rate(device) / 1e9:.1f} GB/s, read and written"
     threads = "" if device.type == "cuda" else f", {cores()} thread(s)"
     return {
         "device": f"{device_name(device)}{threads}",
@@ -190,61 +221,7 @@ def _flops(rate: float) -> str:
     return f"{rate / 1e12:.2f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"
 
 
-def _attention_rate(backend: BackendName, device: torch.device) -> _AttentionRate:
-    """The rate of causal attention with 8 heads of head_dim 64.
-
-    The sequence has the first length of 512, 1,024, 2,048, ... whose forward takes long enough to be measured. A
-    forward counts as ``2 * seq_len**2 * 8 * 64`` operations, half as many as with a full mask. A backward counts as 2.5
-    times that.
-    """
-    longest = 32768 if device.type == "cuda" else 8192
-    seq_len = 256
-    while True:
-        seq_len *= 2
-        shape = (1, seq_len, HEADS, HEAD_DIM)  # [batch, seq, heads, head_dim]
-        q, k, v = (
-            torch.randn(shape, device=device, dtype=measured_dtype(device), requires_grad=True) for _ in range(3)
-        )
-        dout = torch.randn_like(q)
-
-        def forward() -> Tensor:
-            return attention(q, k, v, strategy="local", backend=backend)  # noqa: B023 (called before the next round)
-
-        with trace() as t:
-            forward()  # compiles kernels and fills caches
-        if _best_seconds(forward, device, 1) > _LONG_ENOUGH_S / 3 or seq_len >= longest:
-            break
-    seconds = _best_seconds(forward, device)
-    both = _best_seconds(lambda: forward().backward(dout), device)
-    operations = 2.0 * seq_len**2 * HEADS * HEAD_DIM
-    return _AttentionRate(", ".join(t.backends), seq_len, operations / seconds, 3.5 * operations / both)
-
-
-def _matrix_rate(device: torch.device) -> float:
-    """Operations per second of the product of two square matrices."""
-    n = 8192 if device.type == "cuda" else 1536
-    a, b = (torch.randn(n, n, device=device, dtype=measured_dtype(device)) for _ in range(2))
-    torch.mm(a, b)  # the first product sets up the library
-    return 2.0 * n**3 / _best_seconds(lambda: torch.mm(a, b), device)
-
-
-def _copy_rate(device: torch.device) -> float:
-    """Bytes per second, read and written together, of a copy of 256 MiB (1 GiB on CUDA)."""
-    n = (1 << 30) if device.type == "cuda" else (256 << 20)
-    source = torch.zeros(n, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    return 2.0 * n / _best_seconds(lambda: target.copy_(source), device)
-
-
-def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
+# Several ranks
 
 
 def _start_ranks(measure: bool, check: bool, nproc: int | None) -> RankReport | str:
@@ -256,6 +233,122 @@ def _start_ranks(measure: bool, check: bool, nproc: int | None) -> RankReport | 
         return launch(examine_ranks, ranks, measure, check, deadline_s=_DEADLINE_S)[0]
     except CommandError as error:
         return str(error)
+
+
+def examine_ranks(measure: bool, check: bool) -> RankReport:
+    """Measure the links and compare the strategies. All ranks of the job call this together."""
+    device, group = join(_TIMEOUT), dist.group.WORLD
+    assert group is not None
+    return RankReport(
+        group.size(),
+        len(ranks_by_host(group)),
+        "nccl" if device.type == "cuda" else "gloo",
+        device.type,
+        list(measure_links(group, device)) if measure and group.size() > 1 else [],
+        list(compare(group, device)) if check else [],
+    )
+
+
+def compare(group: ProcessGroup, device: torch.device) -> Iterator[Check]:
+    """Compare forward and backward of every strategy with attention of the full sequence in float64."""
+    ranks, dtype = group.size(), measured_dtype(device)
+    tokens, batch, kv_heads = 64 * ranks + 5, 2, 2
+    masks = {
+        "causal": Mask.causal(),
+        "window": Mask.sliding_window(37),
+        "documents": Mask.documents([0, 11, tokens // 2, tokens]),
+    }
+    generator = torch.Generator().manual_seed(0)
+    inputs = [  # q, k, v, dout of the full sequence, rounded to the dtype that the ranks compute in
+        torch.randn(batch, tokens, heads, HEAD_DIM, generator=generator).to(dtype)
+        for heads in (HEADS, kv_heads, kv_heads, HEADS)
+    ]
+    expected = {name: _one_device(inputs, mask) for name, mask in masks.items()}
+
+    def check(what: str, mask: str, **options: Any) -> Check:
+        def pairs() -> list[tuple[Tensor, Tensor]]:
+            sharding = Sharding(tokens, "zigzag", group=group)
+            q, k, v, dout = (sharding.shard(x).to(device) for x in inputs)
+            for x in (q, k, v):
+                x.requires_grad_()
+            out = attention(q, k, v, mask=masks[mask], sharding=sharding, **options)
+            results = [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+            return [(x, sharding.shard(y)) for x, y in zip(results, expected[mask], strict=True)]
+
+        return _judge(what, mask, pairs, group, device, ("out", "dq", "dk", "dv"))
+
+    for mask in masks:
+        for strategy in STRATEGIES:
+            if strategy != "local" or ranks == 1:
+                yield check(strategy, mask, strategy=strategy, **compared_options(strategy))
+    for name, backend in BACKENDS.items():
+        if backend.unavailable() is None:
+            yield check(f"ring, {name}", "causal", strategy="ring", backend=name)
+    yield _check_layer(tokens, group, device)
+
+
+def _one_device(inputs: list[Tensor], mask: Mask) -> list[Tensor]:
+    """``out, dq, dk, dv`` of q, k, v and dout ``[b, s, h, d]``, in float64 with a dense mask."""
+    q, k, v, dout = (x.double().requires_grad_(i < 3) for i, x in enumerate(inputs))
+    keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[3] ** -0.5
+    weights = scores.masked_fill(~mask.dense(q.shape[1]), float("-inf")).softmax(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def _check_layer(tokens: int, group: ProcessGroup, device: torch.device) -> Check:
+    """Compare ``MegatronAttention`` with the same layer on one device in float64."""
+    dtype, hidden, kv_heads, head_dim = measured_dtype(device), 64, 2, 16
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(2, tokens, hidden, generator=generator).to(dtype) for _ in range(2))
+
+    def pairs() -> list[tuple[Tensor, Tensor]]:
+        one = LocalAttention(hidden, HEADS, kv_heads, head_dim, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in one.parameters():
+                random = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
+                parameter.copy_(random.to(dtype))
+        full = x.double().requires_grad_()
+        y = one(full, seq_len=tokens)
+        (dx,) = torch.autograd.grad(y, full, dy.double())
+        layer = MegatronAttention(hidden, HEADS, kv_heads, head_dim, group=group, device=device, dtype=dtype)
+        layer.load_state_dict({name: value.to(device, dtype) for name, value in one.state_dict().items()})
+        sharding = Sharding(tokens, "zigzag", group=group, strategy="tp_sp")
+        x_local, dy_local = (sharding.shard(t).to(device) for t in (x, dy))
+        out = layer(x_local.requires_grad_(), sharding=sharding)
+        (dx_local,) = torch.autograd.grad(out, x_local, dy_local)
+        return [(out.detach(), sharding.shard(y.detach())), (dx_local, sharding.shard(dx))]
+
+    return _judge("tp_sp", "causal", pairs, group, device, ("out", "dx"))
+
+
+def _judge(
+    what: str,
+    mask: str,
+    pairs: Callable[[], list[tuple[Tensor, Tensor]]],
+    group: ProcessGroup,
+    device: torch.device,
+    quantities: tuple[str, ...],
+) -> Check:
+    """Compare the results of all ranks: ``pairs()`` are this rank's results and the expected ones, by quantity.
+
+    An exception that all ranks raise becomes the check's problem. If only some ranks raise, the others wait for them
+    until the deadline of the command.
+    """
+    tolerance = TOLERANCES[measured_dtype(device)]
+    try:
+        results = pairs()
+    except Exception as error:
+        first = (str(error).strip() or repr(error)).splitlines()[0]
+        return Check(what, mask, None, tolerance, f"{type(error).__name__}: {first}")
+    errors = {}
+    for name, (result, right) in zip(quantities, results, strict=True):
+        squares = (float(x.square().sum()) for x in (result.cpu().double() - right, right))
+        wrong, norm = (sum(gather(x, group, device)) for x in squares)
+        errors[name] = (wrong / max(norm, 1e-300)) ** 0.5
+    bad = [f"{name} differs by {x:.1e}" for name, x in errors.items() if not x <= tolerance]
+    return Check(what, mask, max(errors.values()), tolerance, "; ".join(bad) or None)
 
 
 # Tables

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +23,8 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..mesh import init_mesh
 
 FAILED = 1
 BAD_OPTION = 2
@@ -71,6 +74,28 @@ def threads_per_rank(nproc: int) -> int:
 def under_launcher() -> bool:
     """Whether torchrun started this process as one of its ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def this_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def join(timeout: timedelta | None = None, device: str = "auto") -> torch.device:
+    """Make the default group of the ranks that were started, and return this rank's device.
+
+    The device is a GPU if this host has one for each of its ranks, and ``device`` is "auto" or "cuda".
+
+    Raises:
+        CommandError: ``device`` is "cuda", but there are fewer GPUs than ranks.
+    """
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda = device != "cpu" and torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    if device == "cuda" and not cuda:
+        raise CommandError(
+            f"device='cuda': {torch.cuda.device_count()} GPU(s) for {local_ranks} rank(s); use --device cpu", BAD_OPTION
+        )
+    init_mesh(ring=-1, device_type="cuda" if cuda else "cpu", timeout=timeout)
+    return this_device() if cuda else torch.device("cpu")
 
 
 def launch(function: Callable[..., T], nproc: int, *arguments: Any, deadline_s: float) -> list[T]:

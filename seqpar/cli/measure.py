@@ -1,45 +1,180 @@
-"""``seqpar plan --measure``: measure the rates of this machine for the planner, in a few seconds.
+"""The rates of this machine: matrix products, attention, memory, and messages among ranks.
 
-Two processes measure the links. On a machine without a GPU, each core of the CPU counts as a GPU. The planner counts 2
-bytes per element, but the CPU computes in float32 with 4. So half of the measured bandwidth is reported.
+Rates are in operations or bytes per second, from the fastest of a few runs.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ..comm.collectives import start_all_gather, start_all_to_all
+from ..comm.p2p import exchange
+from ..comm.trace import trace
+from ..functional import attention
 from ..kernels import BackendName, backends
-from ..mesh import init_mesh
 from ..planner import HARDWARE, Hardware
 from ..planner.hardware import AttentionRate
-from .doctor import _attention_rate, _copy_rate, _matrix_rate
-from .doctor_ranks import Link, measure_links
-from .launch import cores, launch
+from .launch import cores, join, launch, this_device
 
-_RANKS = 2
+HEADS, HEAD_DIM = 8, 64
+_SIZES = (8, 1 << 10, 32 << 10, 1 << 20, 32 << 20)  # bytes that each rank sends
+_REPEATS = 5
+_LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel
+_RANKS = 2  # that measure the links for the planner
 _DEADLINE_S = 120.0
 
 
-def measure_machine() -> Hardware:
-    """The rates of this machine: matrix products, attention, memory, and messages between two processes.
+@dataclass(frozen=True)
+class Link:
+    """The time of messages of one size among all ranks at once."""
 
-    Raises:
-        CommandError: one of the two processes failed.
+    operation: str  # "p2p" (to the next rank, from the previous one), "all-to-all" or "all-gather"
+    nbytes: int  # that each rank sends, to all other ranks together
+    seconds: float  # of the slowest rank, the median of a few runs
+    bytes_per_second: float  # that each rank sends
+
+
+@dataclass(frozen=True)
+class MeasuredAttention:
+    ran: str  # the backend; another one than was asked for, if that one does not support the call
+    seq_len: int
+    forward: float  # operations per second
+    forward_backward: float  # of both together
+
+
+def measured_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def attention_rate(backend: BackendName, device: torch.device) -> MeasuredAttention:
+    """The rate of causal attention with 8 heads of head_dim 64.
+
+    The sequence has the first length of 512, 1,024, 2,048, ... whose forward takes long enough to be measured. A
+    forward counts as ``2 * seq_len**2 * 8 * 64`` operations, half as many as with a full mask. A backward counts as 2.5
+    times that.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    longest = 32768 if device.type == "cuda" else 8192
+    seq_len = 256
+    while True:
+        seq_len *= 2
+        shape = (1, seq_len, HEADS, HEAD_DIM)  # [batch, seq, heads, head_dim]
+        q, k, v = (
+            torch.randn(shape, device=device, dtype=measured_dtype(device), requires_grad=True) for _ in range(3)
+        )
+        dout = torch.randn_like(q)
+
+        def forward() -> Tensor:
+            return attention(q, k, v, strategy="local", backend=backend)  # noqa: B023 (called before the next round)
+
+        with trace() as t:
+            forward()  # compiles kernels and fills caches
+        if _best_seconds(forward, device, 1) > _LONG_ENOUGH_S / 3 or seq_len >= longest:
+            break
+    seconds = _best_seconds(forward, device)
+    both = _best_seconds(lambda: forward().backward(dout), device)
+    operations = 2.0 * seq_len**2 * HEADS * HEAD_DIM
+    return MeasuredAttention(", ".join(t.backends), seq_len, operations / seconds, 3.5 * operations / both)
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Operations per second of the product of two square matrices."""
+    n = 8192 if device.type == "cuda" else 1536
+    a, b = (torch.randn(n, n, device=device, dtype=measured_dtype(device)) for _ in range(2))
+    torch.mm(a, b)  # the first product sets up the library
+    return 2.0 * n**3 / _best_seconds(lambda: torch.mm(a, b), device)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes per second, read and written together, of a copy of 256 MiB (1 GiB on CUDA)."""
+    n = (1 << 30) if device.type == "cuda" else (256 << 20)
+    source = torch.zeros(n, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2.0 * n / _best_seconds(lambda: target.copy_(source), device)
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def measure_links(group: ProcessGroup, device: torch.device) -> Iterator[Link]:
+    """The time of messages among all ranks at once, for each operation and size."""
+    ranks, rank = group.size(), group.rank()
+
+    def tensor(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def p2p(size: int) -> None:
+        exchange([((rank + 1) % ranks, tensor(size))], [((rank - 1) % ranks, tensor(size))], group).wait()
+
+    def all_to_all(size: int) -> None:
+        part = -(-size // (ranks - 1))
+        start_all_to_all(tensor(ranks * part), [part] * ranks, [part] * ranks, group)[1].wait()
+
+    def all_gather(size: int) -> None:
+        start_all_gather(tensor(-(-size // (ranks - 1))), group)[1].wait()
+
+    for operation, run in (("p2p", p2p), ("all-to-all", all_to_all), ("all-gather", all_gather)):
+        for size in _SIZES:
+            times = []
+            for number in range(_REPEATS + 1):
+                synchronize(device)
+                gather(0.0, group, device)  # so that all ranks begin together
+                start = time.perf_counter()
+                run(size)
+                synchronize(device)
+                if number:  # the first run connects the ranks
+                    times.append(time.perf_counter() - start)
+            seconds = max(gather(statistics.median(times), group, device))
+            yield Link(operation, size, seconds, size / seconds)
+
+
+def gather(value: float, group: ProcessGroup, device: torch.device) -> list[float]:
+    """Every rank's value, by rank."""
+    if group.size() == 1:
+        return [value]
+    by_rank, pending = start_all_gather(torch.tensor([value], dtype=torch.float64, device=device), group)
+    pending.wait()
+    values: list[float] = by_rank.flatten().tolist()
+    return values
+
+
+def measure_machine() -> Hardware:
+    """This machine for the planner, from a few seconds of measurements.
+
+    Two processes measure the links. On a machine without a GPU, each core of the CPU counts as a GPU. The planner
+    counts 2 bytes per element, but the CPU computes in float32 with 4. So half of the measured bandwidth is reported.
+    """
+    device = this_device()
     torch.set_num_threads(1)
     kernel = next(status.name for status in backends() if status.available)
-    gemm = _matrix_rate(device)
-    attention = _attention_rate(cast("BackendName", kernel), device)
+    gemm = matrix_rate(device)
+    attention = attention_rate(cast("BackendName", kernel), device)
     # A backward has 2.5 times the FLOPs of a forward: 3.5 / forward_backward = 1 / forward + 2.5 / backward.
     backward = 2.5 / max(1e-30, 3.5 / attention.forward_backward - 1 / attention.forward)
     links = launch(_measure_links, _RANKS, deadline_s=_DEADLINE_S)[0]
-    scale = 0.5 if device.type == "cpu" else 1.0  # of bandwidths: see the top of this file
+    scale = 0.5 if device.type == "cpu" else 1.0
     p2p, all_to_all, all_gather = (
         scale * max(link.bytes_per_second for link in links if link.operation == operation)
         for operation in ("p2p", "all-to-all", "all-gather")
@@ -57,13 +192,13 @@ def measure_machine() -> Hardware:
         gemm_flops=gemm,
         attention={kernel: AttentionRate(attention.forward, backward, kernel in ("triton", "reference"))},
         memory_bytes=memory,
-        memory_bandwidth=_copy_rate(device) * scale,
+        memory_bandwidth=copy_rate(device) * scale,
         p2p=p2p,
         peer=p2p,
         all_to_all=all_to_all,
         all_gather=all_gather,
         network=p2p,
-        host_link=_copy_rate(device) * scale,
+        host_link=copy_rate(device) * scale,
         latency=min(link.seconds for link in links),
         kernel=0.0,
         gpus_per_host=gpus,
@@ -74,9 +209,6 @@ def measure_machine() -> Hardware:
 
 def _measure_links() -> list[Link]:
     """One of the two ranks."""
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= _RANKS
-    init_mesh(ring=-1, device_type="cuda" if cuda else "cpu")
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    group = dist.group.WORLD
-    assert group is not None
-    return list(measure_links(group, device))
+    device = join()
+    assert dist.group.WORLD is not None
+    return list(measure_links(dist.group.WORLD, device))

@@ -134,27 +134,10 @@ def _write(write: Any, path: Path) -> None:
 
 def _row(choice: Choice) -> dict[str, Any]:
     """A choice as a row of the CSV file. The column names have the units."""
-    return {
-        "strategy": choice.strategy,
-        "context": choice.context,
-        "comm": choice.comm,
-        **choice.degrees,
-        "layout": choice.layout,
-        "fits": choice.fits,
-        "seconds": choice.seconds,
-        "tokens_per_s": choice.tokens_per_s,
-        "mfu": choice.mfu,
-        "exposed_s": choice.exposed_s,
-        **{f"bytes_sent_{level}": n for level, n in choice.bytes_sent.items()},
-        "parameter_bytes_sent": choice.parameter_bytes_sent,
-        "memory_bytes": choice.memory_bytes,
-        "longest_seq_len": choice.longest_seq_len,
-        "recompute": choice.switches.recompute,
-        "offload": choice.switches.offload,
-        "chunked_loss": choice.switches.chunked_loss,
-        "tiled_mlp": choice.switches.tiled_mlp,
-        "reason": choice.reason,
-    }
+    row = choice.as_dict()
+    sent, memory = row.pop("bytes_sent"), row.pop("memory")
+    row |= {**row.pop("degrees"), **row.pop("switches")}
+    return row | {f"bytes_sent_{level}": n for level, n in sent.items()} | {f"memory_{x}": n for x, n in memory.items()}
 
 
 def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:

@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
-from ..wrappers import deepspeed_error
+from ..wrappers import EXPLICIT
 from .patch import Arguments, check_arguments, parallelize
 from .state import Batches, Patch, patch_of
 from .support import ignores_num_items
@@ -282,8 +282,14 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
             accelerator._dataloaders.append(loader)
         return loader
 
+    def rows_of_first_ranks(x: Tensor) -> Any:
+        gathered = gather(x)  # [ranks * rows, ...]
+        if sequence_ranks == 1:
+            return gathered
+        return gathered.unflatten(0, (dist.get_world_size(), -1))[::sequence_ranks].flatten(0, 1)
+
     def gather_once(data: Any) -> Any:
-        return recursively_apply(lambda x: _rows_of_first_ranks(gather(x), sequence_ranks), data)
+        return recursively_apply(rows_of_first_ranks, data)
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         accelerator.gather = gather_once  # ``original_gather_for_metrics`` calls it
@@ -293,22 +299,6 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
             del accelerator.gather
 
     accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepare_loader, gather_for_metrics
-
-
-def share_sequences_of(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
-    """``share_sequences`` for an Accelerator without a ParallelismConfig, whose models are parallelized already."""
-    config = copy.copy(ParallelismConfig(batches="shared"))
-    config.sequence_ranks, config.cp_size = sequence_ranks, 1
-    accelerator.state.parallelism_config = config
-    share_sequences(accelerator, sequence_ranks)
-
-
-def _rows_of_first_ranks(gathered: Tensor, sequence_ranks: int) -> Tensor:
-    """The rows of ``gathered [ranks * rows, ...]`` that come from the first rank of each sequence."""
-    if sequence_ranks == 1:
-        return gathered
-    by_rank: Tensor = gathered.unflatten(0, (dist.get_world_size(), -1))  # [ranks, rows, ...]
-    return by_rank[::sequence_ranks].flatten(0, 1)
 
 
 def _prepare_loader(
@@ -372,7 +362,10 @@ class SequenceParallelMixin(_Mixin):
         super().__init__(*args, **kwargs)
         patch = self._patch
         if self.is_deepspeed_enabled and patch.gradients == "auto":
-            raise deepspeed_error("the Trainer uses DeepSpeed")
+            raise ValueError(
+                f"gradients='auto': the Trainer uses DeepSpeed, whose configuration decides what it divides by; "
+                f"{EXPLICIT}"
+            )
         if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "full":
             raise ValueError(
                 "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "
@@ -392,7 +385,10 @@ class SequenceParallelMixin(_Mixin):
                 f"model: its sequence is sharded over {patch.ranks} ranks, but the Trainer has "
                 f"{self.args.world_size}; start a multiple of {patch.ranks} ranks"
             )
-        share_sequences_of(self.accelerator, self.args.world_size // _data_parallel(patch, self.args.world_size))
+        config = ParallelismConfig(cp_size=1, batches="shared")
+        config.sequence_ranks = self.args.world_size // _data_parallel(patch, self.args.world_size)
+        self.accelerator.state.parallelism_config = config
+        share_sequences(self.accelerator, config.sequence_ranks)
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )

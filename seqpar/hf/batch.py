@@ -122,8 +122,8 @@ def shard_batch(
     check_choice("layout", layout, LAYOUTS)
     ranks = size_of(group)
 
-    def parse() -> _BatchSpec:
-        spec = _BatchSpec(batch, ranks, layout, shift_labels)
+    def parse() -> BatchSpec:
+        spec = BatchSpec(batch, ranks, layout, shift_labels)
         if sharding is not None and spec.seq_len != sharding.seq_len:
             raise ValueError(
                 f"batch: its rows have {spec.seq_len} tokens, but the sharding is of seq_len={sharding.seq_len}; make "
@@ -133,7 +133,7 @@ def shard_batch(
 
     if not check:
         return parse().shard(rank_in(group))
-    specs: list[_BatchSpec] = []
+    specs: list[BatchSpec] = []
 
     def header() -> _BatchHeader:
         if batch is None and ranks > 1:
@@ -170,13 +170,7 @@ def shard_for_rank(
     seed: int | None = None,
 ) -> dict[str, Any]:
     """What ``shard_batch`` returns on rank ``rank`` of ``ranks``. ``seed`` defaults to a checksum."""
-    return _BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
-
-
-def mask_and_length(batch: Mapping[str, Any]) -> tuple[Mask, int]:
-    """The mask of a full batch, with its documents and padding, and the number of tokens of its rows."""
-    spec = _BatchSpec(batch, 1, "contiguous", None)
-    return spec.mask, spec.seq_len
+    return BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
 
 
 def tokens_of(batch: Any, if_sharded: str) -> Tensor:
@@ -205,7 +199,7 @@ class _BatchHeader(NamedTuple):
     seed: int  # of the rank's random number generator
 
 
-class _BatchSpec:
+class BatchSpec:
     """A full batch, parsed: its documents and padding as a ``mask``, its labels shifted and counted.
 
     ``tensors`` are the entries ``[batch, seq, ...]``, which are sharded, and ``others`` all other entries. ``valid`` is
@@ -314,7 +308,7 @@ class _BatchSpec:
         return {**self.others, **local}
 
 
-def _scatter(spec: _BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
+def _scatter(spec: BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
     """Send each rank its part of the batch, which only rank 0 has."""
 
     def moved(part: dict[str, Any], device: str) -> dict[str, Any]:

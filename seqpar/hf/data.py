@@ -15,7 +15,7 @@ from ..functional import mask_planner
 from ..layout import LAYOUTS, Layout
 from ..mask import keep_layer_mask
 from ..mesh import rank_in, sequence_group, size_of
-from .batch import PLANNED, checksum, mask_and_length, shard_batch, shard_for_rank
+from .batch import PLANNED, BatchSpec, checksum, shard_batch, shard_for_rank
 from .state import patch_of
 
 
@@ -244,7 +244,7 @@ class PlanCollator:
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """The full batch of ``examples``, with the plans of this rank's layers."""
         batch = self.collate(examples)
-        mask, length = mask_and_length(batch)
+        spec = BatchSpec(batch, 1, "contiguous", None)
         for layer in self.layer_masks:
-            self.planner(keep_layer_mask(mask, layer), length)
-        return {**batch, PLANNED: mask}
+            self.planner(keep_layer_mask(spec.mask, layer), spec.seq_len)
+        return {**batch, PLANNED: spec.mask}

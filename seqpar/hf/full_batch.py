@@ -69,12 +69,9 @@ def shard_call(model: Any, kwargs: dict[str, Any], has_images: bool, seed: int |
     """Prepare a call with a full batch. With images, the text model's hook shards the tokens.
 
     ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
-    compare their batches, in some of the calls, and agree on a seed.
-
-    Returns:
-        * The arguments of this rank's forward, with the entry ``seqpar``.
-        * The ``FullCall``.
-        * With images: the indices of this rank's tokens whose logits are computed, int64, or None for all.
+    compare their batches, in some of the calls, and agree on a seed. The result: the arguments of this rank's forward,
+    with the entry ``seqpar``; the ``FullCall``; and, with images, the indices of this rank's tokens whose logits are
+    computed, int64, or None for all.
     """
     return _shard_merged_call(model, kwargs, seed) if has_images else (*_shard_text_call(model, kwargs, seed), None)
 
@@ -148,13 +145,13 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
         if full_call.logits is not full_call.tokens:
             raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
         output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
-        return output if outputs == "local" else tuple(map(_Gather(forward, full_call).in_tuple, output))
+        return output if outputs == "local" else _gather("", output, forward, full_call)
     named = dict(output.items())
     if leaves_logits_out and "logits" in named:
         named["logits"] = MissingLogits()
     if outputs != "local" or full_call.last is not None:
-        gather = _Gather(forward, full_call)
-        named = finish({name: gather(name, x) for name, x in named.items()}, full_call, forward.model)
+        named = {name: _gather(name, x, forward, full_call) for name, x in named.items()}
+        named = finish(named, full_call, forward.model)
     return type(output)(**named)
 
 
@@ -184,35 +181,24 @@ def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> An
     return type(output)(**{**output, "loss": loss})
 
 
-class _Gather:
-    def __init__(self, forward: Forward, full_call: FullCall) -> None:
-        patch = self.patch = forward.patch
-        self.full_call = full_call
-        self.scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
+def _gather(name: str, x: Any, forward: Forward, full_call: FullCall) -> Any:
+    """The output ``x`` called ``name``, all-gathered if it has a value for each token.
 
-    def __call__(self, name: str, x: Any) -> Any:
-        """The output ``x`` called ``name``, all-gathered if it has a value for each token."""
-        if self.patch.ranks == 1:
-            return x.materialize() if isinstance(x, LazyLogits) else x
-        if isinstance(x, tuple | list):
-            return type(x)(self(name, y) for y in x)
-        if isinstance(x, LazyLogits):
-            x = x.materialize()
-        if not isinstance(x, Tensor) or isinstance(x, MissingLogits) or name not in PER_TOKEN:
-            return x
-        if name == "router_logits":  # [batch * seq_local, experts]
-            return self._all_gather(x.unflatten(0, (self.full_call.rows, -1)), self.full_call.tokens).flatten(0, 1)
-        return self._all_gather(x, self.full_call.logits if name == "logits" else self.full_call.tokens)
-
-    def in_tuple(self, x: Any) -> Any:
-        """An output without a name (``return_dict=False``), all-gathered if it has the shape of hidden states."""
-        if isinstance(x, tuple):
-            return tuple(self.in_tuple(y) for y in x)
-        per_token = isinstance(x, LazyLogits) or (isinstance(x, Tensor) and x.dim() == 3)
-        return self("hidden_states" if per_token else "", x)
-
-    def _all_gather(self, x: Tensor, places: tuple[Tensor, ...]) -> Tensor:
-        return all_gather_tokens(x, places, self.patch, self.scale)
+    An output without a name (``return_dict=False``) has one for each token if it has the shape of hidden states.
+    """
+    patch = forward.patch
+    if isinstance(x, tuple | list):
+        return type(x)(_gather(name, y, forward, full_call) for y in x)
+    if isinstance(x, LazyLogits):
+        x, name = x.materialize(), "logits"
+    is_output = isinstance(x, Tensor) and not isinstance(x, MissingLogits)
+    if patch.ranks == 1 or not is_output or not (name in PER_TOKEN or (not name and x.dim() == 3)):
+        return x
+    scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
+    places = full_call.logits if name == "logits" else full_call.tokens
+    if name == "router_logits":  # [batch * seq_local, experts]
+        return all_gather_tokens(x.unflatten(0, (full_call.rows, -1)), places, patch, scale).flatten(0, 1)
+    return all_gather_tokens(x, places, patch, scale)
 
 
 def merges(model: nn.Module) -> bool:

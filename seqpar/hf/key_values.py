@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -78,11 +79,8 @@ def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Te
         record(layer, latents, rotated)
         return expand(layer, latents, rotated)
 
-    setattr(layer, _METHOD, record_and_expand)
-    try:
+    with mock.patch.object(layer, _METHOD, record_and_expand):
         yield
-    finally:
-        disable_latent_kv(layer)
 
 
 def latent_weight(layer: nn.Module, heads: int, latents: Tensor, copies: int) -> Tensor | None:

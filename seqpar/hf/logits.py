@@ -6,6 +6,7 @@ Shapes: tokens of this rank, hidden, vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,20 +30,19 @@ class LazyLogits:
     the logits of all tokens.
     """
 
-    def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: tuple[Pointwise, ...] = ()) -> None:
+    def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: Pointwise | None = None) -> None:
         self.head = head  # the output embedding
         self.hidden = hidden  # [..., hidden], its input
-        self.pointwise = pointwise  # applied to the logits, in order
+        self.pointwise = pointwise  # applied to the logits
 
     def materialize(self) -> Tensor:
         """The logits ``[..., vocabulary]``."""
         logits = F.linear(self.hidden, self.head.weight, self.head.bias)
-        for function in self.pointwise:
-            logits = function(logits)
-        return logits
+        return self.pointwise(logits) if self.pointwise else logits
 
     def _then(self, function: Pointwise) -> LazyLogits:
-        return LazyLogits(self.head, self.hidden, (*self.pointwise, function))
+        before = self.pointwise
+        return LazyLogits(self.head, self.hidden, (lambda x: function(before(x))) if before else function)
 
     def _binary(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
         if isinstance(other, int | float):
@@ -116,7 +116,7 @@ def fused_cross_entropy(
     hidden: Tensor,
     head: nn.Linear,
     labels: Tensor,
-    pointwise: tuple[Pointwise, ...] = (),
+    pointwise: Pointwise | None = None,
     ignore_index: int = IGNORE_INDEX,
     chunk: int | None = None,
 ) -> Tensor:
@@ -131,9 +131,11 @@ def fused_cross_entropy(
     counted = (labels != ignore_index).nonzero().flatten()
     if len(counted) < len(labels):
         hidden, labels = hidden.index_select(0, counted), labels.index_select(0, counted)
-    if not pointwise and chunk is None and hidden.is_cuda and len(labels) and (liger := _liger()) is not None:
-        liger_loss: Tensor = liger(reduction="sum")(head.weight, hidden, labels, head.bias).float()
-        return liger_loss
+    if not pointwise and chunk is None and hidden.is_cuda and len(labels) and find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        liger_loss: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="sum")(head.weight, hidden, labels, head.bias)
+        return liger_loss.float()
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
     inputs = [hidden, head.weight, head.bias]
     if not torch.is_grad_enabled():  # otherwise the forward would compute the gradients of the parameters
@@ -157,8 +159,7 @@ def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | No
 
     def score(rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor) -> Tensor:
         scores = F.linear(rows, weight, bias)  # [chunk, vocabulary]
-        for function in logits.pointwise:
-            scores = function(scores)
+        scores = logits.pointwise(scores) if logits.pointwise else scores
         return -F.cross_entropy(scores.float(), wanted, reduction="none")
 
     # If no label counts there is one empty chunk, so that this rank runs the same backward as the other ranks.
@@ -169,14 +170,6 @@ def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | No
     return torch.zeros(labels.numel(), device=rows.device).index_put((counted,), torch.cat(scored)).view(labels.shape)
 
 
-def _liger() -> Any:
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError:
-        return None
-    return LigerFusedLinearCrossEntropyLoss
-
-
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -185,7 +178,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        pointwise: tuple[Pointwise, ...],
+        pointwise: Pointwise | None,
         chunk: int,
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -201,9 +194,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             # Without these hooks, activation checkpointing around the model would recompute the tensors that are saved
             # here, and torch.autograd.grad would run the model's forward again.
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
-                scores = logits
-                for function in pointwise:
-                    scores = function(scores)
+                scores = pointwise(logits) if pointwise else logits
                 loss = F.cross_entropy(scores.float(), labels[span], reduction="sum")
             total += loss.detach()
             if not logits.requires_grad:

@@ -27,7 +27,7 @@ from ..comm.collectives import all_gather
 from ..layers.loss import all_reduce_loss
 from ..layout import shard_positions
 from ..reductions import factor_at, mark, note_frozen
-from ..wrappers import averaging_wrappers
+from ..wrappers import averaged_ranks, averaging_wrappers
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, fused_cross_entropy
 from .state import Forward, Patch, current_forward, patch_of
@@ -66,7 +66,8 @@ class TokenLoss:
         multiplied by P, and each rank keeps the part of its own tokens. What else L depends on (an L2 penalty, the
         parameters of ``user_loss``) gets 1 / P of its gradient on each rank.
         """
-        shard = seqpar or _current_shard()
+        forward = current_forward()
+        shard = seqpar or (None if forward is None else forward.batch_shard)
         if shard is None or shard.in_place is None:
             raise ValueError(
                 f"model.loss_function={user_loss}: a loss function of your own gets the unshifted labels; call the "
@@ -106,7 +107,7 @@ class TokenLoss:
         forward = current_forward()
         if forward is not None and forward.targets is not None:
             return torch.zeros((), device=labels.device)  # the caller asked for log-probabilities instead of a loss
-        shard = seqpar or _current_shard()
+        shard = seqpar or (None if forward is None else forward.batch_shard)
         if shard is None or (shard.num_items is None and num_items_in_batch is None):
             raise ValueError(
                 "labels: they were not sharded by seqpar.hf.shard_batch; give it the full batch with 'labels'"
@@ -124,11 +125,6 @@ class TokenLoss:
             total = F.cross_entropy(flat, labels, ignore_index=ignore_index, reduction="sum")
         num_items = shard.num_items if num_items_in_batch is None else num_items_in_batch
         return reduce_over_ranks(_divide(total, num_items), self.patch, self.model)
-
-
-def _current_shard() -> BatchShard | None:
-    forward = current_forward()
-    return None if forward is None else forward.batch_shard
 
 
 def _divide(total: Tensor, num_items: Any) -> Tensor:
@@ -241,18 +237,9 @@ def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
         return 1
     if patch.gradients == "mean":
         return patch.ranks
-    sequence = frozenset(dist.get_process_group_ranks(group))
-    scale = 1
     forward = current_forward()
-    for name, ranks in averaging_wrappers(model, forward is not None and forward.model is model):
-        if sequence <= ranks:
-            scale = patch.ranks
-        elif len(sequence & ranks) > 1:
-            raise ValueError(
-                f"gradients='auto': {name} averages over ranks {sorted(ranks)}, which are some but not all of the "
-                f"ranks of the sequence, {sorted(sequence)}; wrap the model over all of them, or over dp only"
-            )
-    return scale
+    found = averaging_wrappers(model, in_forward=forward is not None and forward.model is model)
+    return averaged_ranks(found, frozenset(dist.get_process_group_ranks(group)))
 
 
 def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale: int = 1) -> Tensor:
@@ -357,8 +344,7 @@ def _labels(batch: dict[str, Any]) -> Tensor:
 # transformers' ``load_balancing_loss_func``, the loss of the routers in mixture-of-experts models, multiplies two means
 # over tokens, which must be taken over the tokens of all ranks. Each model file has the function as a global name. The
 # name is bound to a replacement, which calls the original function except during a forward on a sharded sequence.
-_original_losses: dict[str, Callable[..., Any]] = {}  # by the name of the Python module
-_patched_models: dict[str, set[int]] = {}  # by the name of the Python module: the ids of its parallelized models
+_router_losses: dict[str, tuple[Callable[..., Any], set[int]]] = {}  # by Python module: original, ids of the models
 
 
 def patch_router_loss(model: nn.Module) -> None:
@@ -371,19 +357,19 @@ def patch_router_loss(model: nn.Module) -> None:
         original = getattr(sys.modules.get(name), _ROUTER_LOSS, None)
         if original is None:
             continue
-        if name not in _original_losses:
-            _original_losses[name] = original
+        if name not in _router_losses:
+            _router_losses[name] = original, set()
             setattr(sys.modules[name], _ROUTER_LOSS, _sharded_router_loss(original))
-        _patched_models.setdefault(name, set()).add(id(model))
+        _router_losses[name][1].add(id(model))
 
 
 def unpatch_router_loss(model: nn.Module) -> None:
     """Restore the original router loss, unless another parallelized model needs the replacement."""
-    for name, models in list(_patched_models.items()):
+    for name, (original, models) in list(_router_losses.items()):
         models.discard(id(model))
         if not models:
-            setattr(sys.modules[name], _ROUTER_LOSS, _original_losses.pop(name))
-            del _patched_models[name]
+            setattr(sys.modules[name], _ROUTER_LOSS, original)
+            del _router_losses[name]
 
 
 def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ function.
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from torch import nn
@@ -20,12 +21,11 @@ from ..layout import LAYOUTS, Layout
 from ..mesh import size_of
 from ..strategies import STRATEGIES, StrategyName, StrategyOptions, resolve, strategy_options
 from . import forward
-from .attention import attention_forward
+from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, structure
 from .full_batch import before_text_model
 from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
-from .masks import compare_masks, layer_mask_of, model_mask, no_mask, structure
-from .per_rank import unwrap_call, wrap_call
+from .per_rank import call
 from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
 from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
 from .trial import Trial
@@ -265,8 +265,9 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     if pools_last_token(root):
         after(root.score, forward.after_score)
     if patch.batches == "per_rank" and patch.ranks > 1:
-        wrap_call(root)
-        patch.undo.callback(unwrap_call, root)
+        # ``nn.Module.__call__`` looks up in the instance the method that runs the hooks and the forward.
+        vars(root)["_call_impl"] = MethodType(call, root)
+        patch.undo.callback(vars(root).pop, "_call_impl", None)
     head = root.get_output_embeddings()
     if isinstance(head, nn.Module):
         before(head, forward.before_head, with_kwargs=False)

@@ -14,21 +14,19 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MethodType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..checks import no_compile
-from ..comm.collectives import all_gather
+from ..comm.collectives import all_gather, start_all_to_all
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
-from ..comm.trace import count_sent
 from ..reductions import factor_at, mark
 from .batch import BOUNDARY_NAMES, tokens_of
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
@@ -37,24 +35,9 @@ from .logits import MissingLogits
 from .state import NAME, FullCall, Patch
 from .support import parameters_of
 
-TensorSpec = tuple[Sequence[int], torch.dtype]  # shape and dtype
-Places = tuple[Tensor, ...] | None  # for each rank, the indices of its tokens in a full output; None: parts are summed
-
 # Scalar outputs. Each rank computes the part of its own tokens; the output is the sum of the ranks' parts.
 _PARTIAL_SUMS = ("loss", "aux_loss")
 _PLAIN = (bool, int, float, str)
-# The method of ``nn.Module`` that runs the hooks and the forward. ``nn.Module.__call__`` looks it up in the instance.
-_CALL = "_call_impl"
-_IMPLEMENTATION = "_attn_implementation_internal"  # set directly, because the property sets the sub-configs too
-
-
-def wrap_call(model: nn.Module) -> None:
-    """Make ``model(...)`` run ``call``, which runs the hooks and the forward once for each rank's batch."""
-    vars(model)[_CALL] = MethodType(call, model)
-
-
-def unwrap_call(model: nn.Module) -> None:
-    vars(model).pop(_CALL, None)
 
 
 @no_compile
@@ -105,9 +88,10 @@ def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[No
             disable_latent_kv(layer)
             stack.callback(enable_latent_kv, layer)
         for original, ours in patch.config_copies:
-            stack.callback(setattr, ours, _IMPLEMENTATION, getattr(ours, _IMPLEMENTATION))
             before = original._attn_implementation
-            setattr(ours, _IMPLEMENTATION, implementation or ("sdpa" if before == NAME else before))
+            name = implementation or ("sdpa" if before == NAME else before)
+            # set directly, because the property sets the sub-configs too
+            stack.enter_context(mock.patch.object(ours, "_attn_implementation_internal", name))
         yield
 
 
@@ -141,14 +125,14 @@ def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup)
     patch.calls += 1
     check_same(headers, "arguments", "gradients", "training")
     ours = prepared[0]
-    specs = [ours.specs(header.rows, header.seq_len) for header in headers]
-    sizes = [_nbytes(x) for x in specs]
-    packed = _pack(ours.tensors.values(), ours.device)
-    received = all_gather(packed, sizes, 0, group).split(sizes)
-    return [
-        ({**ours.values, **dict(zip(ours.tensors, _unpack(x, spec), strict=True))}, header.seed)
-        for x, spec, header in zip(received, specs, headers, strict=True)
-    ]
+    batches = [dict(ours.values) for _ in headers]
+    for name, x in ours.tensors.items():
+        shapes = [ours.shape(name, header) for header in headers]
+        sizes = [shape.numel() for shape in shapes]
+        received = all_gather(x.reshape(-1), sizes, 0, group).split(sizes)
+        for batch, values, shape in zip(batches, received, shapes, strict=True):
+            batch[name] = values.view(shape)
+    return [(batch, header.seed) for batch, header in zip(batches, headers, strict=True)]
 
 
 class _Arguments:
@@ -193,40 +177,18 @@ class _Arguments:
                 )
         # For each tensor its dimensions: "rows", "seq", or a size that is the same on every rank.
         self.shapes = {name: tuple(self._dimensions(x)) for name, x in self.tensors.items()}
+        dtypes = tuple((name, str(x.dtype)) for name, x in self.tensors.items())
+        # of everything that must be the same on every rank
+        self.fingerprint = fingerprint(dtypes, tuple(self.shapes.items()), tuple(self.values.items()))
 
     def _dimensions(self, x: Tensor) -> Iterator[str | int]:
         for i, size in enumerate(x.shape):
             yield "rows" if (i, size) == (0, self.rows) else "seq" if (i, size) == (1, self.seq_len) else size
 
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Of everything that must be the same on every rank."""
-        dtypes = tuple((name, str(x.dtype)) for name, x in self.tensors.items())
-        return fingerprint(dtypes, tuple(self.shapes.items()), tuple(self.values.items()))
-
-    def specs(self, rows: int, seq_len: int) -> list[TensorSpec]:
-        """Of the tensors of a rank whose batch has ``rows`` rows of ``seq_len`` tokens."""
-        sizes = {"rows": rows, "seq": seq_len}
-        return [
-            ([sizes[d] if isinstance(d, str) else d for d in self.shapes[name]], x.dtype)
-            for name, x in self.tensors.items()
-        ]
-
-
-def _nbytes(specs: Sequence[TensorSpec]) -> int:
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in specs)
-
-
-def _pack(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The tensors as bytes, one after another: uint8 ``[nbytes]``."""
-    parts = [x.contiguous().reshape(-1).view(torch.uint8) for x in tensors]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def _unpack(packed: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    parts = packed.split([_nbytes([spec]) for spec in specs])
-    # a copy is aligned for any dtype
-    return [x.clone().view(dtype).view(tuple(shape)) for x, (shape, dtype) in zip(parts, specs, strict=True)]
+    def shape(self, name: str, header: _Header) -> torch.Size:
+        """Of a tensor of the rank with ``header``."""
+        sizes = {"rows": header.rows, "seq": header.seq_len}
+        return torch.Size(sizes[d] if isinstance(d, str) else d for d in self.shapes[name])
 
 
 def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any) -> Any:
@@ -235,27 +197,41 @@ def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any
     ``outputs[i]`` is the output for this rank's tokens of rank i's batch, and ``full_calls[i]`` describes that call.
     """
     patch: Patch = model._seqpar
-    local_output = outputs[patch.rank]
+    ranks, local_output, local_call = patch.ranks, outputs[patch.rank], full_calls[patch.rank]
     keys = list(_tensor_keys(local_output))
-    parts: list[Tensor] = []
-    places: list[list[Places]] = [[] for _ in outputs]
-    for output, full_call, where in zip(outputs, full_calls, places, strict=True):
-        for name, i in keys:
+    parts: list[Tensor] = []  # for each key, of each rank's batch
+    shapes: list[Sequence[int]] = []  # for each key, of each rank's part of this rank's output
+    for name, i in keys:
+        for output, full_call in zip(outputs, full_calls, strict=True):
             x: Tensor = output[name] if i is None else output[name][i]
             # models return router logits as [batch * seq_local, experts]
             parts.append(x.unflatten(0, (full_call.rows, -1)) if name == "router_logits" else x)
-            indices = full_call.logits if name == "logits" else full_call.tokens
-            where.append(None if name in _PARTIAL_SUMS else indices)
-    received = _ExchangeOutputs.apply(places, patch.rank, patch.group, *parts)
+        x = parts[patch.rank - ranks]
+        places = _places(name, local_call)
+        shapes += [x.shape] * ranks if places is None else [(len(x), len(p), *x.shape[2:]) for p in places]
+    received = _ExchangeOutputs.apply(shapes, patch.group, *parts)
     named = {name: list(x) if isinstance(x, tuple | list) else x for name, x in local_output.items()}
-    for (name, i), y in zip(keys, received, strict=True):
+    for k, (name, i) in enumerate(keys):
+        pieces, places = received[k * ranks : (k + 1) * ranks], _places(name, local_call)
+        if places is None:
+            y = torch.stack(pieces).sum(0)
+        else:
+            order = torch.cat(places).argsort().to(pieces[0].device)
+            y = torch.cat(pieces, 1).index_select(1, order)  # [batch, seq, ...]
         y = y.flatten(0, 1) if name == "router_logits" else y
         if i is None:
             named[name] = y
         else:
             named[name][i] = y
     named = {name: tuple(x) if isinstance(x, list) else x for name, x in named.items()}
-    return type(local_output)(**finish(named, full_calls[patch.rank], model))
+    return type(local_output)(**finish(named, local_call, model))
+
+
+def _places(name: str, full_call: FullCall) -> tuple[Tensor, ...] | None:
+    """For each rank, the indices of its tokens in a full output; None for an output whose parts are summed."""
+    if name in _PARTIAL_SUMS:
+        return None
+    return full_call.logits if name == "logits" else full_call.tokens
 
 
 def _tensor_keys(output: Any) -> Iterator[tuple[str, int | None]]:
@@ -269,76 +245,44 @@ def _tensor_keys(output: Any) -> Iterator[tuple[str, int | None]]:
 
 
 class _ExchangeOutputs(torch.autograd.Function):
-    """The all-to-all that sends every rank the outputs of its own batch. Backward returns their gradients."""
+    """Sends every rank this rank's parts of the outputs of that rank's batch. Backward returns their gradients.
+
+    ``parts`` are ``[batch, seq_local, ...]``, or ``[]`` for a sum: for each output, the part of each rank's batch. The
+    result has the ``shapes``: for each output of this rank's batch, the part of each rank.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, places: list[list[Places]], rank: int, group: ProcessGroup, *parts: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The outputs of this rank's batch, each ``[batch, seq, ...]``, or ``[]`` for a sum.
-
-        ``parts`` are this rank's parts ``[batch, seq_local, ...]`` of all outputs of rank 0's batch, then of rank 1's
-        batch, and so on. ``places[batch][output]`` are the ``Places`` of an output of that rank's batch.
-        """
-        ranks, count = len(places), len(places[0])
-        by_batch = [parts[i * count : (i + 1) * count] for i in range(ranks)]
-        local = list(zip(by_batch[rank], places[rank], strict=True))
-        specs: list[list[TensorSpec]] = [
-            [(x.shape if where is None else (len(x), len(where[peer]), *x.shape[2:]), x.dtype) for x, where in local]
-            for peer in range(ranks)
-        ]
-        by_peer = _all_to_all(by_batch, specs, group)
+    def forward(ctx: Any, shapes: list[Sequence[int]], group: ProcessGroup, *parts: Tensor) -> tuple[Tensor, ...]:
         mark(ctx, group, "partial")
-        ctx.places, ctx.rank, ctx.group = places, rank, group
-        ctx.specs = [[(tuple(x.shape), x.dtype) for x in batch] for batch in by_batch]
-        outputs = []
-        for i, (x, where) in enumerate(local):
-            pieces = [peer[i] for peer in by_peer]
-            if where is None:
-                outputs.append(torch.stack(pieces).sum(0))
+        ranks = group.size()
+        ctx.group, ctx.shapes, ctx.starts = group, [x.shape for x in parts], []
+        received: list[Tensor] = []
+        constant: list[Tensor] = []
+        for i in range(0, len(parts), ranks):
+            received += _all_to_all(parts[i : i + ranks], shapes[i : i + ranks], group)
+            # All ranks must agree on which outputs are differentiable, because they send gradients to one another.
+            if any(ctx.needs_input_grad[2 + i : 2 + i + ranks]):
+                ctx.starts.append(i)
             else:
-                order = torch.cat(where).argsort().to(x.device)
-                outputs.append(torch.cat(pieces, 1).index_select(1, order))  # [batch, seq, ...]
-        # All ranks must agree on which outputs are differentiable, because each of them sends gradients to the others.
-        ctx.differentiable = [i for i in range(count) if any(ctx.needs_input_grad[3 + i :: count])]
-        ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in ctx.differentiable))
-        return tuple(outputs)
+                constant += received[i:]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(received)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         factor_at(ctx, "sum")  # notes that the model's gradients are partial
-        ranks, differentiable = len(ctx.places), ctx.differentiable
-        sends: list[list[Tensor]] = [[] for _ in range(ranks)]
-        for i in differentiable:
-            where = ctx.places[ctx.rank][i]
-            for peer, to_peer in enumerate(sends):
-                grad = grads[i].to(ctx.specs[ctx.rank][i][1])
-                to_peer.append(grad if where is None else grad.index_select(1, where[peer].to(grad.device)))
-        received = _all_to_all(sends, [[specs[i] for i in differentiable] for specs in ctx.specs], ctx.group)
-        d_parts: list[Any] = [None] * (ranks * len(ctx.places[0]))  # in the order of ``parts``
-        for batch, from_peer in enumerate(received):
-            for i, grad in zip(differentiable, from_peer, strict=True):
-                d_parts[batch * len(ctx.places[0]) + i] = grad
-        return None, None, None, *d_parts
+        d_parts: list[Any] = [None] * len(grads)
+        for i in ctx.starts:
+            span = slice(i, i + ctx.group.size())
+            d_parts[span] = _all_to_all(grads[span], ctx.shapes[span], ctx.group)
+        return None, None, *d_parts
 
 
-def _all_to_all(
-    sends: Sequence[Sequence[Tensor]], specs: Sequence[Sequence[TensorSpec]], group: ProcessGroup
-) -> list[list[Tensor]]:
-    """Send the tensors ``sends[peer]`` to each rank, in one message, and return the tensors of each rank.
-
-    ``specs[peer]`` describes the tensors that ``peer`` sends. This rank's own tensors are not copied.
-    """
-    rank = group.rank()
-    device = next((x.device for tensors in sends for x in tensors), torch.device("cpu"))
-    packed = [_pack(() if peer == rank else tensors, device) for peer, tensors in enumerate(sends)]
-    sizes = [0 if peer == rank else _nbytes(from_peer) for peer, from_peer in enumerate(specs)]
-    received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, torch.cat(packed), sizes, [len(x) for x in packed], group=group)
-    for peer, x in enumerate(packed):
-        if peer != rank:
-            count_sent(len(x), group, peer)
-    return [
-        list(sends[rank]) if peer == rank else _unpack(x, specs[peer]) for peer, x in enumerate(received.split(sizes))
-    ]
+def _all_to_all(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: ProcessGroup) -> list[Tensor]:
+    """Send ``parts[peer]`` to each rank, and return what each rank sends, in the ``shapes``. All have one dtype."""
+    packed = torch.cat([x.reshape(-1) for x in parts])
+    sends, receives = [x.numel() for x in parts], [torch.Size(shape).numel() for shape in shapes]
+    received, pending = start_all_to_all(packed, sends, receives, group)
+    pending.wait()
+    return [x.view(tuple(shape)) for x, shape in zip(received, shapes, strict=True)]

@@ -29,6 +29,7 @@ _MIXES_TOKENS = re.compile(
 _ACTS_ON_EACH_TOKEN = re.compile(r"(norm|(?<!^mobilebert)embeddings?|mlp|output|dropout)$", re.IGNORECASE)
 # Class names of modules that select keys for an attention layer. They would select among the keys of one rank only.
 _CHOOSES_KEYS = re.compile(r"indexer", re.IGNORECASE)
+_INTERFACE = ("ALL_ATTENTION_FUNCTIONS", "attention_interface(")  # in the source of a layer that uses the interface
 _COUNTS_POSITIONS = "create_position_ids_from_input_ids"
 _POOLER = re.compile(r"pooler$", re.IGNORECASE)
 _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
@@ -111,7 +112,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if module not in in_towers and _uses_interface(type(module))
+        if module not in in_towers and any(x in _forward_source(type(module)) for x in _INTERFACE)
     }
 
 
@@ -227,10 +228,6 @@ def _counts_positions(module: nn.Module) -> bool:
     return hasattr(module, _COUNTS_POSITIONS) or _COUNTS_POSITIONS in source
 
 
-def _uses_interface(cls: type[Any]) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in _forward_source(cls) or "attention_interface(" in _forward_source(cls)
-
-
 def computes_cross_entropy(model: nn.Module) -> bool:
     """Whether ``model`` is of transformers and computes a cross-entropy in its forward, without a loss function."""
     forward = inspect.unwrap(model.forward)
@@ -245,17 +242,13 @@ def ignores_num_items(model: nn.Module) -> bool:
 def pools_last_token(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers decoder that classifies a sequence, by the scores of its last token."""
     generic = inspect.unwrap(GenericForSequenceClassification.forward)
-    return isinstance(model, GenericForSequenceClassification) and _function(model.forward) is generic
+    forward = inspect.unwrap(model.forward)
+    return isinstance(model, GenericForSequenceClassification) and getattr(forward, "__func__", forward) is generic
 
 
 def predicts_in_place(model: nn.Module) -> bool:
     """Whether ``model`` predicts each token itself, not the next one."""
     return getattr(model, "loss_type", None) in _LOSSES_IN_PLACE
-
-
-def _function(method: Any) -> Any:
-    function = inspect.unwrap(method)
-    return getattr(function, "__func__", function)
 
 
 def _forward_source(cls: Any) -> str:

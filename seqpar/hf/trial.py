@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -41,25 +42,17 @@ _SMALL = 1 << 16  # parameters of at most so many elements are replaced by conti
 
 
 class Trial:
-    """The results of a trial run of ``root``, and its hooks, which write the results.
-
-    Attributes:
-        attention_modules: the modules that called the attention function.
-        attention_calls: these modules, each with its ``is_causal`` and ``sliding_window``.
-        mask_calls: the arguments of the calls of the mask interface.
-        length: the number of tokens.
-        mixer: name and class of the innermost module whose output for a token depends on other tokens.
-        pooler: name and class of the innermost module that returns one vector per sequence.
-        error: what ended the trial run.
-    """
+    """The results of a trial run of ``root``, and its hooks, which write the results."""
 
     def __init__(self, root: PreTrainedModel) -> None:
-        self.attention_modules: list[nn.Module] = []
-        self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []
-        self.mask_calls: list[dict[str, Any]] = []
+        self.attention_modules: list[nn.Module] = []  # that called the attention function
+        self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []  # is_causal, sliding_window
+        self.mask_calls: list[dict[str, Any]] = []  # the arguments of the calls of the mask interface
+        # Name and class of the innermost module whose output for a token depends on other tokens, and of the innermost
+        # module that returns one vector per sequence.
         self.mixer: tuple[str, str] | None = None
         self.pooler: tuple[str, str] | None = None
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # what ended the trial run
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
         self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
@@ -134,7 +127,8 @@ def run_trial(root: PreTrainedModel) -> Trial:
             stack.enter_context(replaced_interface(lambda name, default: trial.attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
             positions = torch.arange(trial.length)[None].expand(trial.rows, -1)
-            output = root(input_ids=ids, position_ids=positions, **_without_cache(root))
+            no_cache = {"use_cache": False} if "use_cache" in inspect.signature(root.forward).parameters else {}
+            output = root(input_ids=ids, position_ids=positions, **no_cache)
             callers = set(trial.attention_modules)
             for layer, first in same_kind:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
@@ -204,10 +198,6 @@ def _function_key(x: Any) -> Any:
     return id(getattr(x, "__func__", x))
 
 
-def _without_cache(root: PreTrainedModel) -> dict[str, Any]:
-    return {"use_cache": False} if "use_cache" in inspect.signature(root.forward).parameters else {}
-
-
 def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
     """int64 ``[rows, length]``. Each of rows 1 to 3 differs from row 0 in one token, and none has special tokens."""
     config = root.config.get_text_config()
@@ -259,11 +249,8 @@ def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
         return replace(attn_implementation, original(self, attn_implementation, *default))
 
     # The method of the class is replaced, because some model files have an interface object of their own.
-    setattr(AttentionInterface, name, look_up)
-    try:
+    with mock.patch.object(AttentionInterface, name, look_up):
         yield
-    finally:
-        setattr(AttentionInterface, name, original)
 
 
 @contextmanager
@@ -276,9 +263,8 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
         for module in root.modules():
             # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
-            stack.callback(_restore, vars(module), dict(vars(module)))
-            for attribute in (x for x in vars(module).values() if isinstance(x, dict)):
-                stack.callback(_restore, attribute, dict(attribute))
+            for attributes in (vars(module), *(x for x in vars(module).values() if isinstance(x, dict))):
+                stack.enter_context(mock.patch.dict(attributes))
             for store in (module._parameters, module._buffers):
                 for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
@@ -291,8 +277,7 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         for config in _configs(root):
             for name, value in (("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")):
                 if hasattr(config, name):
-                    stack.callback(setattr, config, name, getattr(config, name))
-                    setattr(config, name, value)
+                    stack.enter_context(mock.patch.object(config, name, value))
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
         ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: mask_calls.append(kwargs)
         yield
@@ -301,11 +286,6 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
 def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
     configs = {id(x): x for m in root.modules() for x in vars(m).values() if isinstance(x, PreTrainedConfig)}
     return list(configs.values())
-
-
-def _restore(values: dict[Any, Any], before: dict[Any, Any]) -> None:
-    values.clear()
-    values.update(before)
 
 
 def _substitute(x: Tensor) -> Tensor:
@@ -326,10 +306,6 @@ def _substitute(x: Tensor) -> Tensor:
 _PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
 
 
-def _overlaps(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 1 and x.untyped_storage().nbytes() < x.numel() * x.element_size()
-
-
 class _TokenwiseFunctions(TorchFunctionMode):
     """Replaces linear layers, products with large weights, and embeddings by cheap functions of each token.
 
@@ -348,12 +324,13 @@ class _TokenwiseFunctions(TorchFunctionMode):
             if features >= self.vocabulary:
                 return _linear(x, 1).expand(*x.shape[:-1], features)
             return _linear(x, features)
-        if func in _PRODUCTS and len(args) == 2 and _overlaps(args[1]):  # experts whose weights are one tensor
-            x, weight = args
+        if func in _PRODUCTS and len(args) == 2 and args[1].untyped_storage().nbytes() < args[1].nbytes:
+            x, weight = args  # experts whose weights are one tensor, whose rows overlap
             return _linear(x.expand(*weight.shape[: weight.dim() - x.dim()], *x.shape), weight.shape[-1])
         if func is F.embedding:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            return _embedding(args[0] if args else kwargs["input"], weight.shape[-1])
+            ids = args[0] if args else kwargs["input"]  # [...], to [..., channels] with different values for each id
+            return torch.sin((ids[..., None] + 1) * (torch.arange(weight.shape[-1]) * 0.37 + 1.0))
         return func(*args, **kwargs)
 
 
@@ -363,8 +340,3 @@ def _linear(x: Tensor, features: int) -> Tensor:
     copies = -(-features // x.shape[-1])
     out = x.repeat(*[1] * (x.dim() - 1), copies)[..., :features]
     return out * (1 + 0.3 * torch.cos(torch.arange(features) * 0.9))
-
-
-def _embedding(ids: Tensor, channels: int) -> Tensor:
-    """``ids [...]`` to ``[..., channels]``, with different values for each id."""
-    return torch.sin((ids[..., None] + 1) * (torch.arange(channels) * 0.37 + 1.0))

@@ -8,7 +8,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -34,7 +34,7 @@ from ..layout import LAYOUTS, Layout, check_lengths
 from ..mask import Mask
 from ..mesh import ParallelContext
 from ..planner.rules import named
-from ..schedule.plan import MaskPlanner
+from ..schedule.plan import plan_ahead
 from ..sharding import Sharding, check_sharding, layout_of, require_layout, resolve_sequence_group
 from ..spec import AttentionSpec, constants
 from ..strategies import COMMS, operators, strategy_options
@@ -295,10 +295,10 @@ class AttentionLayer(nn.Module):
             spec = named(spec, mask, self.num_heads, self.num_kv_heads, *cluster)
         return spec
 
-    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
+    def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
         check_sharding(sharding)
-        return MaskPlanner(*sharding.place(self.spec, self._parallel_context).plan_arguments)
+        return partial(plan_ahead, sharding.place(self.spec, self._parallel_context).plan_arguments)
 
     # Tensor parallelism overrides the methods below, and ``_build``.
 
@@ -389,7 +389,7 @@ class AutoAttention(AttentionLayer):
 
     strategy = "auto"
 
-    def mask_planner(self, sharding: Sharding) -> MaskPlanner:
+    def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
         raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
 
 

@@ -35,7 +35,7 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -394,33 +394,14 @@ def attention_plan(
     return plan
 
 
-@dataclass(frozen=True)
-class MaskPlanner:
-    """Plans attention under a mask ahead of the step that needs it. Made by ``mask_planner``.
+def plan_ahead(arguments: tuple[TokenLayout, int, bool, int], mask: Mask, seq_len: int | None = None) -> Mask:
+    """Plan attention under ``mask``, and return the mask. It then holds the plan, also when it is pickled.
 
-    It can be pickled and sent to the workers of a data loader, which have no process groups.
-
-    Attributes:
-        sharding: which positions each rank holds.
-        rank: this rank in the ring.
-        gather: whether K/V are received in one step.
-        per_host: how many consecutive ranks of the ring share a host. None: all.
+    ``arguments`` are of ``attention_plan``; ``seq_len`` replaces the layout's.
     """
-
-    sharding: TokenLayout
-    rank: int
-    gather: bool
-    per_host: int | None = None
-
-    def __call__(self, mask: Mask, seq_len: int | None = None) -> Mask:
-        """Plan attention under ``mask``, and return the mask. The mask then holds the plan, also when it is pickled.
-
-        Args:
-            mask: which keys each query sees.
-            seq_len: tokens of the full sequence; by default the planner's.
-        """
-        if not isinstance(mask, Mask):
-            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.documents(...)")
-        sharding = self.sharding if seq_len is None else replace(self.sharding, seq_len=seq_len)
-        attention_plan(mask, sharding, self.rank, self.gather, self.per_host).prepare()
-        return mask
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.documents(...)")
+    tokens, rank, gather, per_host = arguments
+    tokens = tokens if seq_len is None else replace(tokens, seq_len=seq_len)
+    attention_plan(mask, tokens, rank, gather, per_host).prepare()
+    return mask

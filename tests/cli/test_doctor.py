@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.cli import doctor, doctor_ranks
-from seqpar.cli.doctor_ranks import Check, Link, RankReport, compare, measure_links
+from seqpar.cli import doctor, measure
+from seqpar.cli.doctor import Check, RankReport, compare
+from seqpar.cli.measure import Link, measure_links
 
 from ..pool import Pool, on_ranks
 from .command import exit_code
@@ -26,7 +27,7 @@ REPORT = RankReport(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("al
 
 @on_ranks
 def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, str | None]]:
-    right: Callable[..., Tensor] = vars(doctor_ranks)["attention"]
+    right: Callable[..., Tensor] = vars(doctor)["attention"]
 
     def wrong(*args: Any, strategy: str, **options: Any) -> Tensor:
         out: Tensor = right(*args, strategy=strategy, **options)
@@ -34,7 +35,7 @@ def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, st
 
     patch = pytest.MonkeyPatch()
     if broken:
-        patch.setattr(doctor_ranks, "attention", wrong)
+        patch.setattr(doctor, "attention", wrong)
     try:
         return [(c.what, c.mask, c.ok, c.problem) for c in compare(group, CPU)]
     finally:
@@ -61,7 +62,7 @@ def test_a_wrong_strategy_is_found(pool: Pool) -> None:
 @on_ranks
 def _links(group: ProcessGroup) -> list[Link]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(doctor_ranks, "_SIZES", (8, 4096))
+    patch.setattr(measure, "_SIZES", (8, 4096))
     try:
         return list(measure_links(group, CPU))
     finally:
@@ -87,7 +88,7 @@ def test_the_command_starts_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.slow
 def test_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "_LONG_ENOUGH_S", 0.01)
+    monkeypatch.setattr(measure, "_LONG_ENOUGH_S", 0.01)
     monkeypatch.setattr(doctor, "_start_ranks", lambda *_: REPORT)
     assert exit_code("doctor") == 0
     shown = capsys.readouterr().out

@@ -23,8 +23,8 @@ from transformers.masking_utils import (
 import seqpar
 import seqpar.hf
 from seqpar import Mask
-from seqpar.hf import masks
-from seqpar.hf.masks import mask_of_function
+from seqpar.hf import attention as hf_attention
+from seqpar.hf.attention import mask_of_function
 
 from ..pool import Pool, on_ranks
 from .workers import LOSS, Result, check_step, freeze_imports, trained
@@ -188,8 +188,8 @@ def test_structure_of_a_shard_whose_positions_jump() -> None:
         )
         plain = masking_utils.or_masks(*outside, masking_utils.or_masks(*inside))
         asked = masking_utils.or_masks(*outside, packed)
-        assert masks.structure(asked) == masks.structure(plain)
-        assert masks._blocks(masks._unpacked(asked), 1, 4, torch.device("cpu")) == [[]]
+        assert hf_attention.structure(asked) == hf_attention.structure(plain)
+        assert hf_attention._blocks(hf_attention._unpacked(asked), 1, 4, torch.device("cpu")) == [[]]
         tokens[0, :2] = 0  # an image of two tokens
-        assert masks._blocks(masks._unpacked(asked), 1, 4, torch.device("cpu")) == [[(0, 2)]]
+        assert hf_attention._blocks(hf_attention._unpacked(asked), 1, 4, torch.device("cpu")) == [[(0, 2)]]
         tokens[:] = -1

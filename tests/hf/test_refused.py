@@ -27,8 +27,8 @@ from transformers.masking_utils import (
 
 import seqpar
 import seqpar.hf
+from seqpar.hf.attention import no_mask
 from seqpar.hf.batch import shard_for_rank
-from seqpar.hf.masks import no_mask
 from seqpar.rendezvous import missing_message
 
 from ..pool import Pool, on_ranks

@@ -25,7 +25,6 @@ from seqpar.hf import VerificationReport
 from seqpar.hf import attention as hf_attention
 from seqpar.hf import batch as hf_batch
 from seqpar.hf import loss as hf_loss
-from seqpar.hf import masks as hf_masks
 from seqpar.hf.loss import TokenLoss
 from seqpar.hf.state import current_forward
 from seqpar.mask import Mask
@@ -63,7 +62,7 @@ def stale_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
 
 def replaced(name: str, value: Any, model: Any, batch: Any = "plain") -> VerificationReport:
     """The report while the attention of ``seqpar.hf`` uses ``value`` as its function ``name``."""
-    with mock.patch.object(hf_attention if hasattr(hf_attention, name) else hf_masks, name, value):
+    with mock.patch.object(hf_attention, name, value):
         return report_on(model, batch)
 
 

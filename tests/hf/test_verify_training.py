@@ -19,7 +19,7 @@ import transformers
 import seqpar
 import seqpar.hf
 from seqpar.hf import VerificationError, VerificationReport
-from seqpar.hf import masks as hf_masks
+from seqpar.hf import attention as hf_attention
 from seqpar.hf.state import patch_of
 from seqpar.hf.verification.monitoring import foreign_code
 
@@ -86,7 +86,7 @@ def by_itself(group: ProcessGroup, setting: str, own: bool, fault: bool) -> tupl
         seqpar.hf.parallelize(model, group=group)
         stack.callback(seqpar.hf.restore, model)
         if fault:
-            stack.enter_context(mock.patch.object(hf_masks, "window_and_chunk", return_value=(None, None)))
+            stack.enter_context(mock.patch.object(hf_attention, "window_and_chunk", return_value=(None, None)))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         try:
             for _ in range(2):

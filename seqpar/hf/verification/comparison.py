@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from ...layout import LAYOUTS, shard_positions
 from ...mask import document_boundaries
+from ..attention import window_and_chunk
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of
 from ..full_batch import has_more_than_text, merges
-from ..masks import window_and_chunk
 from ..state import Patch
 from ..support import parameters_of, pools_last_token, predicts_in_place
 from .recording import Place, Recording
@@ -29,35 +29,22 @@ _KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "back
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference between a parallelized model and the same model on one device.
+    """One difference between a parallelized model and the same model on one device."""
 
-    Attributes:
-        kind: what differs. "batch", "path" or "weights": the ranks' batches, models or weights differ from one another.
-            "layer": a layer does not attend over the sharded sequence. "input": the tokens, positions or labels that
-            the model received. "forward": a tensor of the forward, the first one that differs. "loss": the loss.
-            "backward": the gradient of a tensor of the forward, the first one in backward that differs. "gradient": the
-            gradient of a parameter.
-        quantity: the name of the tensor or parameter.
-        layer: the name of the attention layer; empty for the model itself.
-        tokens: the global positions of the tokens that differ.
-        ranks: the ranks of the sequence on which the quantity differs.
-        error: the norm of the difference, relative to the norm of what one device computes.
-        tolerance: the largest error that counts as equal.
-        explanation: a probable cause.
-        stops: whether nothing after this difference can be compared.
-        at: its place in the order of the training step, among the differences of its kind.
-    """
-
+    # "batch", "path" or "weights": the ranks' batches, models or weights differ from one another. "layer": a layer does
+    # not attend over the sharded sequence. "input": the tokens, positions or labels that the model received. "forward"
+    # and "backward": the first tensor of the forward that differs, and the first gradient of such a tensor in backward.
+    # "loss", and "gradient": the gradient of a parameter.
     kind: str
-    quantity: str
-    layer: str = ""
-    tokens: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
-    error: float = 0.0
-    tolerance: float = 0.0
-    explanation: str = ""
-    stops: bool = False
-    at: int = 0
+    quantity: str  # the name of the tensor or parameter
+    layer: str = ""  # the name of the attention layer; empty for the model itself
+    tokens: tuple[int, ...] = ()  # the global positions of the tokens that differ
+    ranks: tuple[int, ...] = ()  # of the sequence, on which the quantity differs
+    error: float = 0.0  # the norm of the difference, relative to the norm of what one device computes
+    tolerance: float = 0.0  # the largest error that counts as equal
+    explanation: str = ""  # a probable cause
+    stops: bool = False  # whether nothing after this difference can be compared
+    at: int = 0  # its place in the order of the training step, among the differences of its kind
 
     @property
     def order(self) -> tuple[int, int]:
@@ -116,32 +103,21 @@ _GRADIENT_CAUSES: tuple[tuple[Callable[[float, int], bool], str], ...] = (
 class FullBatch:
     """A full batch, prepared for the parallelized model and for one device.
 
-    It is parsed without ``hf/batch.py``, so that errors of that file are found.
-
-    Attributes:
-        for_parallelized: the batch for the parallelized model or ``shard_batch``. Labels that a padding token would
-            predict are -100, because what a padding token sees depends on the attention implementation.
-        for_one_device: the batch for the model without ``parallelize``, with the same labels.
-        documents: int ``[b, s]``, the index of each token's document. None if each row is one document.
-        merges: whether the batch has images or sound. The model merges them into the text before it shards.
-        valid: bool ``[b, s]``, False for padding.
-        positions: int64 ``[s_local]``, the global positions of this rank's tokens.
-        position_ids: int64 ``[b, s]``.
-        in_place: whether the model predicts each token itself, not the next one.
-        labels: int64 ``[b, s]``, the label of the output for each token, or None.
+    It is parsed without ``hf/batch.py``, so that errors of that file are found. Labels that a padding token would
+    predict are -100, because what a padding token sees depends on the attention implementation.
     """
 
     def __init__(self, batch: Mapping[str, Any], patch: Patch, root: PreTrainedModel) -> None:
         tokens, entries = tokens_of(batch, "give verify the full batch"), dict(batch)
         rows, self.seq_len = tokens.shape[:2]
         shape = (rows, self.seq_len)
-        self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.layout)
+        self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.layout)  # [s_local]
         index = torch.arange(self.seq_len)
-        self.valid = torch.ones(shape, dtype=torch.bool)
+        self.valid = torch.ones(shape, dtype=torch.bool)  # False for padding
         boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
         for name in UNUSED_NAMES:
             entries.pop(name, None)
-        self.merges = merges(root) and has_more_than_text(dict(batch))
+        self.merges = merges(root) and has_more_than_text(dict(batch))  # images or sound into the text
         ids, documents, jumps = entries.get("position_ids"), None, False
         if self.merges and isinstance(ids, Tensor) and ids.dim() == 3:
             ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: row 0 counts the tokens, the others are for images
@@ -153,9 +129,10 @@ class FullBatch:
             ids = (index - starts).to(tokens.device) if ids is None else ids
         elif ids is not None:
             documents, jumps = _documents((ids[None] if ids.dim() == 1 else ids).expand(shape))
+        # [b, s], the index of each token's document; None if each row is one document
         self.documents = None if documents is None else documents.to(tokens.device)
         ids = index[None].to(tokens.device) if ids is None else ids[None] if ids.dim() == 1 else ids
-        self.position_ids = ids.expand(shape)
+        self.position_ids = ids.expand(shape)  # [b, s]
         if not self.merges:  # with images, the model may compute the positions itself
             entries["position_ids"] = self.position_ids
         mask = entries.pop("attention_mask", None)
@@ -166,7 +143,7 @@ class FullBatch:
             entries["attention_mask"] = torch.ones(shape, dtype=torch.int64, device=tokens.device)
         self.in_place = predicts_in_place(root)
         self.for_parallelized = dict(batch)
-        self.labels: Tensor | None = None
+        self.labels: Tensor | None = None  # [b, s], the label of the output for each token
         if not pools_last_token(root):  # a model that classifies sequences has one label per row
             self._set_labels(entries)
         if "use_cache" in parameters_of(root):
@@ -223,15 +200,8 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
         if local.shape[-1] == expected.shape[-1] and local.dim() <= expected.dim():
             local = local.expand(expected.shape)
         if local.shape != expected.shape:
-            differences.append(
-                Difference(
-                    "input",
-                    name,
-                    error=math.inf,
-                    explanation=_shapes(local, expected),
-                    at=at,
-                )
-            )
+            why = _shapes(local, expected)
+            differences.append(Difference("input", name, error=math.inf, explanation=why, at=at))
             continue
         valid = batch.valid.index_select(1, batch.positions)
         wrong = ((local != expected) & (valid if name != "input_ids" else True)).flatten(0, -2).any(0)

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -63,15 +64,15 @@ class PinnedExperts(TorchFunctionMode):
 
     Otherwise rounding could route a token to another expert in half precision, and its output would differ by far more
     than rounding error. The experts are the result of ``torch.topk``, as in the routers of transformers.
-
-    Args:
-        pins: whether the topk of this run returns the recorded ``experts``, or records them.
-        experts: for each call the indices, ``[rows * seq, k]`` or ``[rows, seq, k]``.
-        positions: int64 ``[seq_local]``, the tokens that this run computes.
-        seq_len: the number of tokens of the recorded run.
     """
 
-    def __init__(self, pins: bool, experts: list[Tensor], positions: Tensor, seq_len: int) -> None:
+    def __init__(
+        self,
+        pins: bool,  # whether the topk of this run returns the recorded ``experts``, or records them
+        experts: list[Tensor],  # for each call the indices, [rows * seq, k] or [rows, seq, k]
+        positions: Tensor,  # int64 [seq_local], the tokens that this run computes
+        seq_len: int,  # of the recorded run
+    ) -> None:
         super().__init__()
         self.pins, self.experts, self.positions, self.seq_len = pins, experts, positions, seq_len
         self._recorded = iter(experts)
@@ -141,9 +142,7 @@ class Recording:
         self._record(self._names[layer], "rotated keys", rotated, token_dim=2)
 
     def watch_inputs(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name in _INPUTS:
-            if isinstance(x := kwargs.get(name), Tensor):
-                self.inputs[name] = x.detach().cpu()
+        self.inputs |= {name: kwargs[name].detach().cpu() for name in _INPUTS if isinstance(kwargs.get(name), Tensor)}
 
     def watch_text_inputs(self, text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(ids := kwargs.get("position_ids"), Tensor):
@@ -152,18 +151,20 @@ class Recording:
             self._record("", "embeddings", x)
 
     def watch_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (x := _hidden_states((*args, kwargs.get("hidden_states")))) is not None:
-            self._record(self._names[layer], "input", x)
+        self._record_first(self._names[layer], "input", (*args, kwargs.get("hidden_states")))
 
     def watch_output(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        values = output if isinstance(output, tuple) else (output,)
-        if (x := _hidden_states(values)) is not None:
-            self._record(self._names[layer], "output", x)
+        self._record_first(self._names[layer], "output", output if isinstance(output, tuple) else (output,))
 
     def watch_last(self, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         values = tuple(output.values()) if hasattr(output, "values") else output
-        if isinstance(values, tuple | list) and (x := _hidden_states(values)) is not None:
-            self._record("", "last hidden states", x)
+        self._record_first("", "last hidden states", values if isinstance(values, tuple | list) else ())
+
+    def _record_first(self, layer: str, quantity: str, values: Sequence[Any]) -> None:
+        """Record the first floating-point tensor ``[batch, seq, hidden]``."""
+        x = next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
+        if x is not None:
+            self._record(layer, quantity, x)
 
     def _record(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
         """Record ``x``, with the tokens along ``token_dim``, and in backward its gradient, as ``[batch, seq, ...]``."""
@@ -183,11 +184,6 @@ def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
     """``x [batch, seq, ...]`` on the CPU, in float32 or float64."""
     x = x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
     return x.transpose(1, token_dim)
-
-
-def _hidden_states(values: Sequence[Any]) -> Tensor | None:
-    """The first floating-point tensor ``[batch, seq, hidden]``."""
-    return next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
 
 
 @contextmanager
@@ -222,9 +218,6 @@ def recording(record: Recording, attend: Attend | None = None) -> Iterator[None]
             handle.remove()
 
 
-_FIND_DOCUMENTS = "find_packed_sequence_indices"
-
-
 @contextmanager
 def one_device(
     root: PreTrainedModel,
@@ -246,8 +239,7 @@ def one_device(
             if (ours := restore_loss_function(module)) is not None:
                 stack.callback(vars(module).__setitem__, "_loss_function", ours)
         # Only some models look for documents in ``position_ids``, and not in the way of ``shard_batch``.
-        stack.callback(setattr, masking_utils, _FIND_DOCUMENTS, getattr(masking_utils, _FIND_DOCUMENTS))
-        setattr(masking_utils, _FIND_DOCUMENTS, lambda position_ids: documents)
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=documents))
         if documents is not None:
             # An entry of this instance takes precedence over the entry of the class.
             ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)

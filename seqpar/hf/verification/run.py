@@ -16,6 +16,7 @@ from functools import partial
 from itertools import zip_longest
 from math import inf, isnan
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from ...layers.gradients import sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
 from ...verification import TOLERANCE, VerificationError
-from ...wrappers import gradient_wrappers
+from ...wrappers import averages_over
 from ..batch import checksum
 from ..loss import reduce_over_ranks
 from ..state import NAME, Patch, patch_of
@@ -148,9 +149,7 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
         stack.enter_context(unchanged(model))
-        for name in ("calls", "seed", "batches"):
-            stack.callback(setattr, patch, name, getattr(patch, name))
-        patch.batches = "shared"
+        stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, batches="shared"))
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
@@ -289,7 +288,7 @@ class _Verification:
         if loss.requires_grad and not alone:
             if sync is not None:
                 sync(self.model)
-            elif not gradient_wrappers(self.model, self.patch.group):
+            elif not averages_over(self.patch.group, self.model):
                 module = self.model if foreign_wrappers(self.model, self.root) else self.root
                 sync_gradients(module, mesh=self.patch.mesh, group=self.patch.given_group)
         run.parameter_gradients = {
