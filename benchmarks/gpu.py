@@ -136,10 +136,13 @@ class Runner:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            for process in self._live:
-                process.kill()
+        self.kill()
         self._folder.cleanup()
+
+    def kill(self) -> None:
+        """End all processes."""
+        for process in list(self._live):
+            process.kill()
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Run the tasks in order: tasks beside one another that need not be alone at the same time."""
@@ -375,6 +378,13 @@ def main(argv: list[str] | None = None) -> int:
     with Runner(
         worker, report, None if smoke else arguments.out, suffix, arguments.seconds, jobs, environment
     ) as runner:
+
+        def stop(*_: object) -> None:  # the processes have sessions of their own, and would go on
+            runner.kill()
+            os._exit(1)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
         runner.run([Task("", "environment", 0, "describe", (smoke,))])
         if not report.environment:
             return 2  # the reason has been printed

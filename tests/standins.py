@@ -410,7 +410,7 @@ def from_blocks(q: Tensor, k: Tensor, mask_mod: Any, aux: list[Tensor], sparse: 
     for count, index, masked in kinds:
         outer, inner = (columns, rows) if backward else (rows, columns)
         assert count.dtype == index.dtype == torch.int32
-        assert count.shape[1:] == (1, outer) and index.shape[1:] == (1, outer, inner)
+        assert count.shape[1:] == (1, outer) and index.shape[1:-1] == (1, outer) and 1 <= index.shape[-1] <= inner
         assert len(count) == len(index) and len(count) in (1, batch)
         for b in range(batch):
             for i in range(outer):

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.kernels import BACKENDS, _fallback, _warn_of_reference, flash, order, select
+from seqpar.kernels import BACKENDS, _fallback, _warn_of_reference, block_lists, flash, order, select
 from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.elementwise import interpreted
@@ -358,6 +358,9 @@ def test_unknown_masks_run_on_another_backend() -> None:
         with stand_ins() as kernels:  # one call, with lists of blocks
             check(ring_of("flash_attn_4", problem, 3, "striped", gather=gather), problem)
             assert (kernels.calls["masked"] > 0) == gather
+        with stand_ins() as kernels, mock.patch.object(block_lists, "_MOST_BYTES", 0):
+            check(ring_of("flash_attn_4", problem, 3, "striped", gather=gather), problem)
+            assert not kernels.calls["masked"]
     with stand_ins() as kernels, seqpar.trace() as trace:  # an older version takes blocks of one size only
         sparse: Any = sys.modules["flash_attn.cute.block_sparsity"]
         sparse.BlockSparseTensorsTorch = SimpleNamespace(_fields=("mask_block_cnt", "mask_block_idx"))

@@ -97,11 +97,11 @@ def test_descriptors_that_cuda_accepts() -> None:
     }
     assert {name: errors(x) for name, x in accepted.items()} == {name: [] for name in accepted}
     assert not describable(empty(2, 100, 4, 68)[..., :64])  # heads 136 bytes apart
-    rejected = TensorDescriptor(empty(2, 100, 4, 68), [2, 4, 100, 64], [27200, 68, 272, 1], [1, 1, 64, 64])
+    rejected = TensorDescriptor(empty(2, 100, 4, 64), [2, 4, 100, 64], [2**40, 64, 256, 1], [1, 1, 64, 64])
     launch: Any = SimpleNamespace(arguments={"K": rejected}, kernel=SimpleNamespace(params=[SimpleNamespace(name="K")]))
     found = tma_errors(launch, [{"elem_size": 2, "block_size": [1, 1, 512, 128], "swizzle": 3}])
     assert found == [
-        "the descriptor of K has strides [27200, 68, 272, 1]",
+        "the descriptor of K has strides [1099511627776, 64, 256, 1]",
         "the descriptor of K has a box of [1, 1, 512, 128]",
         "the descriptor of K has a row of 256 bytes",
     ]
