@@ -6,6 +6,8 @@ PYTHON ?= python3
 # torch is installed first and by itself, so that no other package chooses its build. Without a GPU that is the CPU
 # build, which saves several GB of CUDA libraries. If PyTorch's own index cannot be reached, the default index is used.
 TORCH ?= torch==2.13.0
+# Triton, for its compiler and interpreter; with other packages that have to fit to it.
+TRITON ?= triton
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_DEADLINE_S ?= 2400
 PYTEST_ARGS ?=
@@ -81,7 +83,7 @@ $(READY): pyproject.toml setup.py
 	nvidia-smi -L >/dev/null 2>&1 || \
 	  $(BIN)/python -m pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) "$(TORCH)" || true
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]" $(foreach package,$(TRITON),"$(package)")
 	@touch $@
 
 clean:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .comm.trace import Trace, trace
+from .decoding import KeyValueCache
 from .functional import (
     attention,
     context_parallel_attention,
@@ -27,6 +28,7 @@ from .layers import (
 )
 from .layers.factory import ParallelAttention
 from .mask import Mask
+from .memory import Memory
 from .mesh import init_mesh
 from .planner import Hardware, ModelShape, Plan, plan
 from .scaled_dot_product import replace_sdpa, sdpa
@@ -73,10 +75,12 @@ __all__ = [
     "ContextParallelAttention",
     "Hardware",
     "HybridAttention",
+    "KeyValueCache",
     "LocalAttention",
     "Mask",
     "MegatronAttention",
     "MegatronMLP",
+    "Memory",
     "ModelShape",
     "ParallelAttention",
     "Plan",

@@ -64,7 +64,7 @@ def init_mesh(
             not need the GPU. But gloo connects every rank with every other one when it starts, which fails in jobs of
             hundreds of hosts.
         timeout: how long an operation may wait for other ranks, in seconds or as a timedelta. Then the ranks that
-            wait raise an error or, in NCCL, end their process. By default torch's: 10 minutes for NCCL, 30 for gloo.
+            wait raise an error or, in NCCL, end their process. By default 10 minutes.
         device_id: the GPU of this rank, as an index or a torch.device. By default ``LOCAL_RANK``, which torchrun sets,
             or the only GPU that the process sees. NCCL is bound to it: it connects the ranks at once instead of at
             their first message, and makes the mesh's groups from that connection.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +51,12 @@ def started_ranks() -> int:
     return 1
 
 
+# With this variable, NCCL runs the kernels of several communicators in the order in which the host launched them. It
+# reads the variable once, at the first launch.
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+# How long an operation may wait for other ranks, by default. torch's own default is 10 minutes for NCCL alone, and 30
+# for other backends, such as gloo and NCCL together.
+TIMEOUT = timedelta(minutes=10)
 # Up to this many ranks, a process group on GPUs has gloo beside NCCL. gloo connects all pairs of ranks.
 _MOST_GLOO_RANKS = 256
 
@@ -67,18 +74,19 @@ def start_process_group(
         backend = nccl if device_type == "cuda" else "gloo"
     if not isinstance(backend, str):
         raise TypeError(f"backend={backend!r}: expected a str, such as 'nccl', 'gloo' or 'cpu:gloo,cuda:nccl'")
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    options: dict[str, Any] = {"timeout": timeout or TIMEOUT}
     if device_type == "cuda":
         device = _own_device(device_id)
         torch.cuda.set_device(device)
         if "nccl" in backend:
             options["device_id"] = device
+            os.environ.setdefault(LAUNCH_ORDER, "1")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, **options)
     else:  # one process, without a port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
     # gloo's threads must not outlive the interpreter. A group that the caller started is left to the caller.
-    atexit.register(_destroy_process_group)
+    atexit.register(_end_process_group)
 
 
 def _own_device(device_id: torch.device | int | None) -> torch.device:
@@ -123,6 +131,11 @@ def check_timeout(timeout: timedelta | float | None) -> timedelta | None:
     return timedelta(seconds=seconds)
 
 
-def _destroy_process_group() -> None:
-    if dist.is_initialized():
+def _end_process_group() -> None:
+    """End the process groups at exit. After an error, without waiting for messages that were not sent or received."""
+    if not dist.is_initialized():
+        return
+    if hasattr(sys, "last_value"):  # the error that ends the interpreter
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()

@@ -209,7 +209,9 @@ class Simulator(TorchDispatchMode):
         new = [x for x in outputs if x.untyped_storage()._cdata not in known]
         for x in new:
             self.memory_of(x)
-        if func._schema.name.removeprefix("aten::") not in _MAKES_EMPTY and (writes or new):
+        name = func._schema.name.removeprefix("aten::")
+        to_host = name == "copy_" and bool(inputs)  # the host's memory is not modelled, but the copy reads the device's
+        if name not in _MAKES_EMPTY and (writes or new or to_host):
             self.run(func._schema.name, inputs, [*writes, *new])
         return result
 

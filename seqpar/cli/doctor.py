@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..checks import check_int
+from ..comm.nccl import nccl_problems, nccl_report, nccl_version
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
 from ..layers import LocalAttention
@@ -28,6 +30,7 @@ from ..mask import Mask
 from ..megatron import MegatronAttention
 from ..mesh import ranks_by_host
 from ..sharding import Sharding
+from ..startup import LAUNCH_ORDER
 from ..strategies import STRATEGIES, compared_options
 from .launch import FAILED, CommandError, bad_options, cores, join, launch, this_device, under_launcher
 from .measure import (
@@ -136,6 +139,7 @@ def examine() -> dict[str, Any]:
     versions = [_version(name, *tested) for name, tested in TESTED.items()]
     kernels = [asdict(status) for status in backends()]
     advice = [v["advice"] for v in versions if v["advice"]]
+    advice += nccl_problems(nccl_version(), {LAUNCH_ORDER: "1", **os.environ})
     advice += [reason for k in kernels if (reason := k["reason"]) and "pip install" in reason]
     return {
         "platform": f"{platform.system()} {platform.machine()}",
@@ -147,6 +151,7 @@ def examine() -> dict[str, Any]:
         },
         "build": torch.version.cuda or torch.version.hip or "CPU only",
         "devices": _devices(),
+        "nccl": nccl_report(),
         "kernels": kernels,
         "install": advice,
     }
@@ -382,6 +387,7 @@ def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
         for d in report["devices"]
     ]
     yield "Devices", ("", ""), devices if len(devices) > 1 else [*devices, ("CUDA", "none")]
+    yield "Communicators on GPUs (NCCL)", ("", ""), list(report["nccl"].items())
     kernels = [
         (k["name"], "[green]yes[/]" if k["available"] else f"[red]no[/]: {escape(str(k['reason']))}")
         for k in report["kernels"]

@@ -6,7 +6,6 @@ Shapes: b batch, s tokens of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import unwrap
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from ..mesh import Ranks
 from .p2p import Link, Pending, connect, sends_messages
 from .trace import count_sent
 
-# torch.distributed wraps its collectives in a logger of errors. It looks up the group's backend in torch's table
-# of groups, which lacks attention's communicators, and would raise an error about that instead of the collective's own
-# error. torch 2.13 renamed two of the collectives; 2.11 has only the old names.
-all_gather_single: Callable[..., Any] = unwrap(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
-reduce_scatter_single: Callable[..., Any] = unwrap(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor))
-all_to_all_single: Callable[..., Any] = unwrap(dist.all_to_all_single)
+# torch 2.13 renamed two of the collectives; 2.11 has only the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_to_all_single: Callable[..., Any] = dist.all_to_all_single
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:

@@ -6,24 +6,27 @@ exchanges messages has a communicator of its own, on a stream of high priority. 
 group that the caller passed, even if it has the same ranks.
 
 A communicator is made at the first call that needs it, by its own ranks alone, while other ranks run other code. The
-functions of torch.distributed that make a group do not allow this: ``new_group`` must be called by all ranks of the
-job, and ``new_group(use_local_synchronization=True)`` and ``split_group`` name the group after the number of groups
-that this process has, which may differ from rank to rank. So the group is made here from its backend, under a name
-that its ranks agree on through the store. It is not entered in torch's table of groups, because that would change the
-names of the groups that these ranks make later.
+functions of torch.distributed that make a group do not allow this. ``new_group`` must be called by all ranks of the
+job, and ``split_group`` by all ranks of a group that is bound to a GPU; gloo cannot be split.
+``new_group(use_local_synchronization=True)`` names the group after the number of groups that this process has, which
+may differ from rank to rank, and on a GPU it divides the default group, for which all ranks of the job are needed. A
+caller may pass any group at any time. So all communicators are made here, in one way, also for a mesh of ``init_mesh``:
+from their backend, under a name that their ranks agree on through the store.
+
+They are then entered in torch's tables, like all other groups. So torch's errors and its flight recorder name them,
+``destroy_process_group`` flushes them, ``_abort_process_group`` aborts them, and at exit PyTorch ends them without
+waiting for messages that other ranks may never send. As with ``new_group(use_local_synchronization=True)``, ranks that
+have made different numbers of groups cannot make another group whose name depends on this number.
 
 There is one communicator for a set of ranks, however many meshes and groups with these ranks are made and destroyed.
-All communicators are shut down with the default group, or at exit.
 """
 
 from __future__ import annotations
 
-import os
 import uuid
-import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from datetime import timedelta
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,21 +36,24 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
 from ..rendezvous import group_timeout, store_all_gather
+from ..schedule.rounds import p2p_rounds
+from .nccl import Purpose, nccl_backend
 
-Purpose = Literal["messages", "handshake"]
 # NCCL ends the process when one of its operations takes longer than the timeout. The timeout of handshakes is longer by
 # this margin, so that the error that names the missing ranks is raised first.
 _HANDSHAKE_MARGIN = timedelta(seconds=60)
+# In communicators of more ranks, a pair is connected by its first message: each takes memory of the GPU, whether it is
+# used or not.
+_MOST_CONNECTED = 256
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class PerWorld(Generic[Key, Value]):
-    """Values by key that end with the default group. ``end`` is called with each value then."""
+    """Values by key, until the default group ends."""
 
-    def __init__(self, end: Callable[[Value], None]) -> None:
-        self._end = end
+    def __init__(self) -> None:
         self._caches: MutableMapping[ProcessGroup, dict[Key, Value]] = WeakKeyDictionary()
 
     def cache(self) -> dict[Key, Value]:
@@ -55,20 +61,9 @@ class PerWorld(Generic[Key, Value]):
         world = dist.group.WORLD
         assert world is not None
         if world not in self._caches:
-            self.end_all()  # torch's own modules may hold a default group that was destroyed
+            self._caches.clear()  # torch's own modules may hold a default group that was destroyed
             self._caches[world] = {}
-            weakref.finalize(world, self._end_values, self._caches[world])
         return self._caches[world]
-
-    def end_all(self) -> None:
-        """End the values of every default group."""
-        for cache in list(self._caches.values()):
-            self._end_values(cache)
-
-    def _end_values(self, cache: dict[Key, Value]) -> None:
-        for value in cache.values():
-            self._end(value)
-        cache.clear()
 
 
 def communicator(
@@ -110,11 +105,13 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
         )
     timeout, what = group_timeout(parent), f"the first exchange of {purpose} on {device.type}"
     nonce = store_all_gather(what, global_ranks(ranks), uuid.uuid4().hex, patience or timeout)[0]
-    store = PrefixStore(f"seqpar/group/{nonce}/", c10d._get_default_store())
+    group_name = f"seqpar/{nonce}"
+    store = PrefixStore(f"{group_name}/", c10d._get_default_store())
     group: Any = ProcessGroup(store, rank, size)  # Any: the private methods below have no type stubs
     if name == "nccl":
         backend_type = ProcessGroup.BackendType.NCCL
-        backend = _nccl(store, ranks, timeout + _HANDSHAKE_MARGIN if purpose == "handshake" else timeout)
+        limit = timeout + _HANDSHAKE_MARGIN if purpose == "handshake" else timeout
+        backend = nccl_backend(store, ranks, device, purpose, group_name, limit)
     elif name == "gloo":
         backend_type = ProcessGroup.BackendType.GLOO
         backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
@@ -125,38 +122,46 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
         backend = c10d.Backend._plugins["FAKE"].creator_fn(options, None)
     group._set_default_backend(backend_type)
     group._register_backend(device, backend_type, backend)
-    group._set_group_name(f"seqpar/{nonce}")
+    group._set_group_name(group_name)
     group._set_group_desc(f"seqpar_{purpose}")
+    _register(group, name, f"{device.type}:{name}", store, ranks)
     if name == "nccl":
-        # Connect now, with all ranks present, because the first exchange of a schedule may leave some of them out.
-        backend.eager_connect_single_device(torch.device(device.type, torch.cuda.current_device()))
-    # dist.P2POp looks up the ranks of its group here.
-    c10d._world.pg_group_ranks[group] = {global_rank: i for i, global_rank in enumerate(global_ranks(ranks))}
+        backend.eager_connect_single_device(device)
+    if purpose == "messages" and name != "fake":
+        _connect_pairs(group, device)
     result: ProcessGroup = group
     return result
 
 
-def _nccl(store: dist.Store, ranks: Ranks, timeout: timedelta) -> Any:
-    """An NCCL backend on a stream of high priority, with the number of SMs that the environment variables set."""
-    options = c10d.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    for name in ("min_ctas", "max_ctas"):
-        variable = f"SEQPAR_NCCL_{name.upper()}"
-        if (value := os.environ.get(variable)) is not None:
-            if not (value.isdecimal() and 1 <= int(value) <= 64):
-                raise ValueError(
-                    f"{variable}={value!r}: expected the number of SMs that NCCL uses for attention's transfers, 1 to "
-                    "64, the same on every rank; or leave it unset"
-                )
-            setattr(options.config, name, int(value))
-    options._timeout = timeout
-    options.global_ranks_in_group = list(global_ranks(ranks))
-    return c10d.ProcessGroupNCCL(store, rank_in(ranks), size_of(ranks), options)
+def _register(group: ProcessGroup, backend: str, config: str, store: dist.Store, ranks: Ranks) -> None:
+    """Enter the group in torch's tables, under a tag of its own. So torch does not find it by its ranks alone."""
+    world: Any = c10d._world
+    tag = f"ptd:{group.group_name}"
+    world.pg_map[group] = (backend, store)
+    world.pg_names[group] = group.group_name
+    world.pg_backend_config[group] = config
+    world.pg_group_ranks[group] = {global_rank: i for i, global_rank in enumerate(global_ranks(ranks))}
+    world.pg_to_tag[group] = tag
+    world.tags_to_pg[tag] = [group]
+    register: Any = c10d._register_process_group
+    register(group.group_name, group)
 
 
-def _shut_down(group: ProcessGroup) -> None:
-    c10d._world.pg_group_ranks.pop(group, None)
-    group.shutdown()
+def _connect_pairs(group: ProcessGroup, device: torch.device) -> None:
+    """Send one byte between all pairs of ranks.
+
+    NCCL connects a pair at its first message. The host waits for the peer meanwhile, and memory of the GPU is taken
+    that is not torch's. Documents may let a pair exchange its first message in any step, so all pairs are connected
+    before the first one.
+    """
+    if group.size() > _MOST_CONNECTED:
+        return
+    for peers in p2p_rounds(group.size(), group.rank()):
+        sent, received = (torch.zeros(len(peers), dtype=torch.uint8, device=device) for _ in range(2))
+        ops = [dist.P2POp(dist.isend, sent[i : i + 1], group=group, group_peer=p) for i, p in enumerate(peers)]
+        ops += [dist.P2POp(dist.irecv, received[i : i + 1], group=group, group_peer=p) for i, p in enumerate(peers)]
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
 
 
-_communicators: PerWorld[tuple[Purpose, str, tuple[int, ...]], ProcessGroup] = PerWorld(_shut_down)
+_communicators: PerWorld[tuple[Purpose, str, tuple[int, ...]], ProcessGroup] = PerWorld()

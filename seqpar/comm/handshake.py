@@ -223,8 +223,11 @@ def _arrival_log(group: ProcessGroup, ranks: Ranks) -> ArrivalLog:
 
 def _control_device(ranks: Ranks) -> torch.device:
     """The host if the group can communicate from there; else the GPU."""
-    types = {device.type for device in parent_group(ranks)._device_types}
-    return torch.device("cpu") if "cpu" in types else torch.device(next(iter(types)), torch.cuda.current_device())
+    parent = parent_group(ranks)
+    types = {device.type for device in parent._device_types}
+    if "cpu" in types:
+        return torch.device("cpu")
+    return parent.bound_device_id or torch.device(next(iter(types)), torch.cuda.current_device())
 
 
 @lru_cache(maxsize=64)

@@ -202,7 +202,7 @@ class SharedMemoryTransport:
 
 
 # By global ranks, and whether SEQPAR_SHARED_MEMORY is on.
-_transports: PerWorld[tuple[tuple[int, ...], bool], SharedMemoryTransport | None] = PerWorld(lambda transport: None)
+_transports: PerWorld[tuple[tuple[int, ...], bool], SharedMemoryTransport | None] = PerWorld()
 
 
 def shared_memory(ranks: Ranks, device: torch.device) -> SharedMemoryTransport | None:

@@ -43,6 +43,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
+from ..memory import Memory
 from ..wrappers import EXPLICIT
 from .patch import Arguments, check_arguments, parallelize
 from .state import Batches, Patch, patch_of
@@ -60,8 +61,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
     preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
-    It also takes these arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs and the
-    strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the logits.
+    It also takes these arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs, memory
+    and the strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the logits.
 
     Args:
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
@@ -118,7 +119,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     def to_json(self) -> dict[str, Any]:
         """The arguments by name, for the Trainer's reports."""
         sizes = {name: getattr(self, name) for name in ("cp_size", "dp_replicate_size", "dp_shard_size")}
-        return {**sizes, **self.arguments}
+        return {**sizes, **{k: str(v) if isinstance(v, Memory) else v for k, v in self.arguments.items()}}
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh of the config that an Accelerator keeps. None for a config that no Accelerator has copied yet."""

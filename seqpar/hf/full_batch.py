@@ -29,7 +29,7 @@ from ..mask import Mask
 from ..sharding import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits
-from .loss import all_gather_tokens, gradient_scale, reduce_over_ranks
+from .loss import all_gather_tokens, gradient_scale, join_tiles, reduce_over_ranks
 from .state import Forward, FullCall, Patch, current_forward, shards_text_model
 from .support import parameters_of, pools_last_token, text_model
 
@@ -187,6 +187,8 @@ def _gather(name: str, x: Any, forward: Forward, full_call: FullCall) -> Any:
     An output without a name (``return_dict=False``) has one for each token if it has the shape of hidden states.
     """
     patch = forward.patch
+    if name == "router_logits" and isinstance(x, tuple):
+        x = join_tiles(x, full_call.rows * len(full_call.tokens[patch.rank]))
     if isinstance(x, tuple | list):
         return type(x)(_gather(name, y, forward, full_call) for y in x)
     if isinstance(x, LazyLogits):

@@ -394,8 +394,16 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_balancing_loss
 
 
+def join_tiles(router_logits: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
+    """The logits ``[tokens, experts]`` of each layer, from the logits of each layer's tiles (``Memory.tiled_mlp``)."""
+    if all(len(x) == tokens for x in router_logits):
+        return router_logits
+    joined = torch.cat([x.to(router_logits[0].device) for x in router_logits])
+    return tuple(torch.split(joined, tokens))
+
+
 def _router_sums(
-    gate_logits: tuple[Tensor, ...],  # of each layer, [tokens, num_experts]
+    gate_logits: tuple[Tensor, ...],  # of each layer or tile, [tokens, num_experts]
     num_experts: int,
     top_k: int,
     valid: Tensor | None,  # bool [batch, seq_local], False for padding, which does not count
@@ -407,7 +415,7 @@ def _router_sums(
     device = gate_logits[0].device
     counts, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
     tokens = torch.zeros(1, device=device)
-    for gate in gate_logits:
+    for gate in gate_logits if valid is None else join_tiles(gate_logits, valid.numel()):
         p = torch.softmax(gate.to(device), dim=-1)  # [tokens, num_experts]
         weight = torch.ones(len(p), device=device) if valid is None else valid.reshape(-1).to(device).float()
         experts = p.detach().topk(top_k, dim=-1).indices  # [tokens, top_k]

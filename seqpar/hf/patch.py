@@ -18,6 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from ..checks import check_choice, check_int, check_options
 from ..kernels import BackendName, check_backend
 from ..layout import LAYOUTS, Layout
+from ..memory import Memory
+from ..memory import restore as restore_memory
+from ..memory.switches import layers_of
 from ..mesh import size_of
 from ..strategies import STRATEGIES, StrategyName, StrategyOptions, resolve, strategy_options
 from . import forward
@@ -49,6 +52,7 @@ class Arguments(StrategyOptions, total=False):
     gradients: Gradients
     loss_chunk: int | None
     outputs: Outputs
+    memory: Memory | None
 
 
 def check_arguments(
@@ -59,6 +63,7 @@ def check_arguments(
     loss_chunk: int | None = None,
     outputs: str = "auto",
     batches: str = "shared",
+    memory: Memory | None = None,
     **options: Any,
 ) -> None:
     """Raise an error if an argument of ``parallelize`` has the wrong type or value."""
@@ -75,6 +80,8 @@ def check_arguments(
         )
     if loss_chunk is not None:
         check_int("loss_chunk", loss_chunk, 1)
+    if memory is not None and not isinstance(memory, Memory):
+        raise TypeError(f"memory={memory!r}: expected a seqpar.Memory, such as seqpar.Memory(checkpoint='attention')")
 
 
 def parallelize(
@@ -89,6 +96,7 @@ def parallelize(
     loss_chunk: int | None = None,
     outputs: Outputs = "auto",
     batches: Batches = "shared",
+    memory: Memory | None = None,
     **options: Unpack[StrategyOptions],
 ) -> Model:
     """Make ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
@@ -128,6 +136,7 @@ def parallelize(
             sharded over all ranks one after another, and backward recomputes all but one of these forwards. All ranks
             must call the model equally often, and each must call backward on a loss of its outputs. The sum of all
             ranks' gradients is then the gradient of the sum of their losses. Generation runs on each rank alone.
+        memory: how the layers of the text model save memory, as ``seqpar.Memory(tiled_mlp=32_768)``.
         options: the strategy's options, as in ``seqpar.attention``.
 
     Raises:
@@ -137,7 +146,7 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
-    check_arguments(strategy, layout, backend, gradients, loss_chunk, outputs, batches, **options)
+    check_arguments(strategy, layout, backend, gradients, loss_chunk, outputs, batches, memory, **options)
     placement = resolve(strategy, mesh, group, options)
     if any(hasattr(m, "_seqpar") for m in model.modules()):
         raise ValueError("model: it is parallelized already; call seqpar.hf.restore(model) first")
@@ -165,6 +174,13 @@ def parallelize(
     for root in roots:
         _register_hooks(root, patch)
         verify_while_training(root, patch)
+    if memory is not None:
+        patch.undo.callback(restore_memory, model)
+        try:
+            memory.apply(model, [layer for text in texts for layer in layers_of(text)])
+        except ValueError:
+            patch.undo.close()
+            raise
     return model
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,12 @@ from torch.distributed import ProcessGroup
 from seqpar.cli import doctor, measure
 from seqpar.cli.doctor import Check, RankReport, compare
 from seqpar.cli.measure import Link, measure_links
+from seqpar.comm import nccl
 
 from ..pool import Pool, on_ranks
 from .command import exit_code
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 RIGHT = Check("ring", "causal", 1e-7, 1e-5)
 REPORT = RankReport(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("all-to-all", 1024, 2e-5, 5e7)], [RIGHT])
@@ -105,6 +109,19 @@ def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "(pip install --pre seqpar[flash4])" in capsys.readouterr().out
 
 
+def test_communicators_on_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", "8")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setattr(nccl, "nccl_version", lambda: (2, 25, 1))
+    monkeypatch.setattr(doctor, "nccl_version", nccl.nccl_version)
+    assert exit_code("doctor", "--no-measure", "--no-check") == 0
+    shown = capsys.readouterr().out
+    for words in ("2.25.1", "init_mesh sets it to 1", "10 minutes", "at most 8", "NCCL_DEBUG", "older than 2.26"):
+        assert words in shown
+
+
 def test_a_failed_self_check_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +163,19 @@ def test_versions_beside_the_tested_ones(
     found = doctor._version(name, *doctor.TESTED[name])
     assert found["version"] == (version or "not installed")
     assert advice in found["advice"] and bool(advice) == bool(found["advice"])
+
+
+def test_tested_versions_are_in_continuous_integration() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    found = {
+        "Python": set(re.findall(r"\"(3\.\d+)\"", workflow)),
+        "torch": set(re.findall(r"torch==(\d+\.\d+)", workflow)),
+    }
+    for name, versions in found.items():
+        assert {*doctor.TESTED[name][:2]} <= versions, name
+    assert set(re.findall(r"Python :: (3\.\d+)", project)) == found["Python"]
+    assert f"triton=={doctor.TESTED['triton'][0]}." in workflow
 
 
 def test_bad_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
-from seqpar.comm import collectives
+from seqpar.comm import collectives, nccl
 from seqpar.comm import communicator as communicators
 from seqpar.comm.communicator import communicator
 from seqpar.comm.p2p import without_messages
@@ -79,11 +79,11 @@ def made() -> dict[Any, ProcessGroup]:
 
 @on_ranks
 def payload_groups(group: ProcessGroup, options: dict[str, Any]) -> tuple[bool, bool, int]:
-    """Whether a payload went through a group that torch or the caller knows, that all were made once, and how many."""
-    known = [dist.group.WORLD, group, *dist.distributed_c10d._world.pg_map]
+    """Whether a payload went through another group, whether all were made once, and the number of payloads."""
     used: list[ProcessGroup] = []
     step(group=group, **options)
     first = made()
+    known = [each for each in (group, *dist.distributed_c10d._world.pg_map) if each not in first.values()]
     with groups_of_payload(used):
         for _ in range(2):
             step(group=group, **options)
@@ -137,20 +137,20 @@ def test_errors_of_torch_keep_their_type_and_text(pool: Pool) -> None:
 
 @on_ranks
 def some_ranks_only(group: ProcessGroup, port: int) -> tuple[int, int]:
-    """Two ranks attend, then all of them in a group that torch names after the number of groups of each process."""
+    """Two ranks attend, then all of them in a group of all ranks."""
     world = start(port, "some", group.rank(), group.size())
     half = dist.new_group([0, 1] if world.rank() < 2 else [2, 3], use_local_synchronization=True)
     if world.rank() < 2:
         step(group=half, strategy="hybrid")
         step(group=half, strategy="ring")
-    whole = dist.new_group([0, 1, 2, 3], use_local_synchronization=True)
+    whole = dist.new_group([0, 1, 2, 3])
     step(group=whole, strategy="ring")
-    return len(dist.distributed_c10d._world.pg_names), len(made())
+    return dist.get_pg_count(), len(made())
 
 
 def test_only_the_ranks_of_the_group_take_part(own: OwnPool) -> None:
     results = own.pool.run(4, some_ranks_only, own.port)
-    assert {groups for groups, _ in results} == {3}
+    assert len({groups for groups, _ in results}) == 1
     assert results[0][1] > results[3][1]  # the first two have made communicators that the others have not
 
 
@@ -201,6 +201,58 @@ def restart(group: ProcessGroup, port: int) -> list[bool]:
 def test_the_default_group_can_be_started_again(own: OwnPool) -> None:
     for ended in own.pool.run(4, restart, own.port):
         assert ended == [True] * 3
+
+
+@on_ranks
+def ended_together(group: ProcessGroup, port: int, how: str) -> tuple[set[str], set[str]]:
+    """The communicators of this process, and the groups that torch has ended together with the default group."""
+    c10d = dist.distributed_c10d
+    start(port, f"to {how}", group.rank(), group.size())
+    step(strategy="hybrid")
+    ended, end = set[str](), vars(ProcessGroup)[how]
+
+    def spy(self: ProcessGroup) -> None:
+        ended.add(self.group_name)
+        end(self)
+
+    names = {str(each.group_name) for each in made().values()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroup, how, spy)
+        c10d._abort_process_group() if how == "abort" else dist.destroy_process_group()
+    return names, ended
+
+
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_torch_ends_them_with_the_default_group(own: OwnPool, how: str) -> None:
+    for names, ended in own.pool.run(4, ended_together, own.port, how):
+        assert names and names <= ended
+
+
+@on_ranks
+def first_messages(group: ProcessGroup, port: int) -> tuple[list[int], int, list[str]]:
+    """The peers of a new communicator's messages, the most messages in a group, and the names of two communicators."""
+    world = start(port, f"pairs of {group.size()}", group.rank(), group.size())
+    exchange, groups = dist.batch_isend_irecv, list[list[Any]]()
+
+    def spy(ops: list[Any]) -> Any:
+        groups.append(ops)
+        return exchange(ops)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", spy)
+        made_now = communicator(world, CPU), communicator(world, CPU, "handshake")
+    for each in made_now:
+        assert dist.get_backend(each) == "gloo" and dist.get_process_group_ranks(each) == [*range(world.size())]
+        assert dist.distributed_c10d._find_pg_by_ranks_and_tag("", dist.get_process_group_ranks(each)) not in made_now
+    peers = [op.group_peer for ops in groups for op in ops if op.op is dist.irecv]
+    return sorted(peers), max(map(len, groups)), [each.group_desc for each in made_now]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all_pairs_are_connected_at_first(own: OwnPool, world: int) -> None:
+    for rank, (peers, longest, names) in enumerate(own.pool.run(world, first_messages, own.port)):
+        assert peers == [peer for peer in range(world) if peer != rank] and longest <= 32
+        assert names == ["seqpar_messages", "seqpar_handshake"]
 
 
 class Model(nn.Module):
@@ -292,31 +344,58 @@ class FakeNccl:
 
 
 @pytest.fixture
-def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FakeNccl]:
-    """What makes an NCCL backend of two ranks."""
+def fake_nccl(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeNccl]:
+    """What makes an NCCL backend of two ranks. Its arguments are the settings of the caller's group."""
     monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", FakeNccl, raising=False)
-    monkeypatch.setattr(communicators, "global_ranks", lambda ranks: (4, 6))
-    monkeypatch.setattr(communicators, "rank_in", lambda ranks: 1)
-    monkeypatch.setattr(communicators, "size_of", lambda ranks: 2)
+    monkeypatch.setattr(nccl, "global_ranks", lambda ranks: (4, 6))
+    monkeypatch.setattr(nccl, "rank_in", lambda ranks: 1)
+    monkeypatch.setattr(nccl, "size_of", lambda ranks: 2)
+    monkeypatch.setattr(nccl, "_warn_of_problems", lambda: None)
     anything: Any = object()
-    return lambda: communicators._nccl(dist.HashStore(), anything, timedelta(seconds=9))
+
+    def make(purpose: nccl.Purpose = "messages", **settings: Any) -> FakeNccl:
+        callers = SimpleNamespace(options=SimpleNamespace(config=SimpleNamespace(**settings)))
+        monkeypatch.setattr(nccl, "parent_group", lambda ranks: SimpleNamespace(_get_backend=lambda device: callers))
+        limit = timedelta(seconds=9)
+        backend: FakeNccl = nccl.nccl_backend(dist.HashStore(), anything, CPU, purpose, "seqpar/1", limit)
+        return backend
+
+    return make
 
 
-def test_nccl_gets_a_high_priority_stream(fake_nccl: Callable[[], FakeNccl]) -> None:
+def test_nccl_gets_a_high_priority_stream(fake_nccl: Callable[..., FakeNccl]) -> None:
     backend = fake_nccl()
     assert backend.options.is_high_priority_stream and backend.where == (1, 2)
     assert backend.options.global_ranks_in_group == [4, 6] and backend.options._timeout == timedelta(seconds=9)
-    assert not vars(backend.options.config)  # NCCL's own defaults
+    assert vars(backend.options)["group_name"] == "seqpar/1"
+    assert vars(backend.options.config) == {"max_ctas": 16}
+    assert vars(fake_nccl("handshake").options.config) == {"max_ctas": 1}
 
 
-def test_nccl_gets_as_many_sms_as_asked_for(fake_nccl: Callable[[], FakeNccl], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SEQPAR_NCCL_MIN_CTAS", "2")
-    monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", "8")
-    assert vars(fake_nccl().options.config) == {"min_ctas": 2, "max_ctas": 8}
+def test_nccl_gets_the_settings_of_the_callers_group(fake_nccl: Callable[..., FakeNccl]) -> None:
+    settings = {"cga_cluster_size": 2, "min_ctas": 4, "max_ctas": 24, "net_name": "Socket"}
+    assert vars(fake_nccl(**settings).options.config) == settings
+    assert vars(fake_nccl(**{**settings, "max_ctas": nccl._UNSET}).options.config) == {**settings, "max_ctas": 16}
+
+
+def test_nccl_gets_as_many_sms_as_asked_for(
+    fake_nccl: Callable[..., FakeNccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEQPAR_NCCL_MIN_CTAS", "20")
+    assert vars(fake_nccl().options.config) == {"min_ctas": 20, "max_ctas": 20}
+    monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", "28")
+    assert vars(fake_nccl(max_ctas=4).options.config) == {"min_ctas": 20, "max_ctas": 28}
     for bad in ("0", "-1", "many", "65", ""):
         monkeypatch.setenv("SEQPAR_NCCL_MAX_CTAS", bad)
         with pytest.raises(ValueError, match=f"SEQPAR_NCCL_MAX_CTAS='{bad}': expected the number of SMs"):
             fake_nccl()
+
+
+def test_nccl_that_may_deadlock_is_named() -> None:
+    ordered = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    assert nccl.nccl_problems((2, 26, 2), ordered) == nccl.nccl_problems(None, {}) == []
+    assert "NCCL 2.25.1 is older than 2.26" in nccl.nccl_problems((2, 25, 1), ordered)[0]
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT is not 1" in nccl.nccl_problems((2, 29, 7), {})[0]
 
 
 def test_global_ranks(pool: Pool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 import seqpar
 from seqpar import startup
 from seqpar.mesh import ranks_by_host
+
+TIMEOUT = timedelta(minutes=10)
 
 
 class StartedError(Exception):
@@ -32,6 +35,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted.update(set_device=device))
     launchers = [name for names in startup._LAUNCHERS for name in names]
+    monkeypatch.setenv(startup.LAUNCH_ORDER, "")  # so that it is restored
+    monkeypatch.delenv(startup.LAUNCH_ORDER)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *launchers):
         monkeypatch.delenv(name, raising=False)
     return noted
@@ -56,7 +61,8 @@ def test_the_default_on_gpus(
     under_torchrun(monkeypatch, world)
     init(device_type="cuda")
     device = torch.device("cuda", 3)
-    assert started == {"backend": backend, "device_id": device, "set_device": device}
+    assert started == {"backend": backend, "timeout": TIMEOUT, "device_id": device, "set_device": device}
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
 def test_what_the_caller_asks_for(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +77,7 @@ def test_what_the_caller_asks_for(started: dict[str, Any], monkeypatch: pytest.M
     assert started == {"backend": "gloo", "timeout": timedelta(minutes=2)}
     started.clear()
     init(device_type="cuda", backend="gloo", device_id="cuda:1")  # NCCL alone is bound to a device
-    assert started == {"backend": "gloo", "set_device": torch.device("cuda", 1)}
+    assert started == {"backend": "gloo", "timeout": TIMEOUT, "set_device": torch.device("cuda", 1)}
 
 
 def test_the_only_gpu_that_a_process_sees(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

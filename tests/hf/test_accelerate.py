@@ -278,10 +278,13 @@ def test_sft_trainer(
 
 @pytest.mark.parametrize(("cp_size", "data", "fsdp"), [(4, "shuffled", False), (2, "stream", False), (2, "rows", True)])
 def test_accelerate_loop(pools: dict[int, Pool], cp_size: int, data: str, fsdp: bool) -> None:
-    """Under DDP, and FSDP2 over all four ranks."""
+    """Under DDP, and FSDP2 over all four ranks, there with all switches of ``Memory``."""
     dp = 4 // cp_size
+    config: dict[str, Any] = {"cp_size": cp_size}
+    if fsdp:
+        config["memory"] = seqpar.Memory(tiled_mlp=5, head_groups=2, checkpoint="attention", offload=True)
     expected, _ = alone("loop", "", "mistral", 4, data)
-    runs = pools[4].run(4, parallel, "loop", {"cp_size": cp_size}, "", "mistral", 4 // dp, data, fsdp)
+    runs = pools[4].run(4, parallel, "loop", config, "", "mistral", 4 // dp, data, fsdp)
     losses = torch.tensor([run[0] for run in runs]).unflatten(0, (dp, cp_size))  # [dp, cp, steps]
     assert torch.equal(losses, losses[:, :1].expand_as(losses))
     assert losses.mean((0, 1)).tolist() == pytest.approx(expected, abs=LOSS)

@@ -127,7 +127,8 @@ def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
 
     def watched_send(ops: list[dist.P2POp]) -> Any:
         nonlocal handed_over, p2p
-        nbytes = sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        sends = [op.tensor.nbytes for op in ops if op.op is dist.isend]
+        nbytes = sum(size for size in sends if size > 1)  # a communicator connects each pair of ranks by one byte
         handed_over += nbytes
         p2p += nbytes
         return send(ops)

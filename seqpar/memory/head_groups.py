@@ -1,0 +1,109 @@
+"""Attention for some heads at a time, with the projections before and after it (Untied Ulysses, arXiv 2602.21196)."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from ..checks import no_compile
+from .layers import contexts_of_part
+from .weights import Forward, Weights, replace_forward
+
+# By the names of an attention layer's parameters: the dimension that has heads, or None.
+_RULES: tuple[tuple[str, int | None], ...] = (
+    (r"[qkv]_proj\.(base_layer\.)?(weight|bias)", 0),
+    (r"[qkv]_proj\.lora_B\.\w+\.weight", 0),
+    (r"[qkv]_proj\.lora_A\.\w+\.weight", None),
+    (r"o_proj\.(base_layer\.)?weight", 1),
+    (r"o_proj\.lora_A\.\w+\.weight", 1),
+    (r"o_proj\.lora_B\.\w+\.weight", None),
+    (r"o_proj\.(base_layer\.)?bias", None),
+    (r"sinks", 0),
+    (r"[qk]_norm\.weight", None),
+)
+_OUTPUT_BIAS = re.compile(r"o_proj\.(base_layer\.)?bias")
+_NUMBER_OF_HEADS = re.compile(r"\b(num|n)_((attention|query|key_value|kv|q)_)?heads?\b")
+
+
+def group_heads(module: nn.Module, groups: int) -> None:
+    """Compute ``module`` for ``1/groups`` of its heads at a time, and recompute each group in backward. In place.
+
+    Only one group's q, k, v and attention output exist at a time. The groups' outputs are summed in float32. Without
+    gradients, as during generation, all heads are computed at once.
+
+    Args:
+        module: an attention layer with the linear layers q_proj, k_proj, v_proj and o_proj, whose forward takes the
+            number of heads from their outputs. It may have LoRA weights, sinks, and norms of q and k over head_dim.
+        groups: divides the number of KV heads.
+
+    Raises:
+        ValueError: the layer is not of this kind.
+    """
+    dimensions = _check(module, groups)
+
+    @no_compile  # torch.compile does not trace replaced weights
+    def run(self: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if self.training and getattr(self, "attention_dropout", None):
+            raise ValueError("head_groups: all groups would drop the same weights of attention; set its dropout to 0")
+        if kwargs.get("past_key_values") is not None:
+            kwargs["past_key_values"] = None  # a cache must not be written by every group
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        weights = Weights(self)
+
+        def group_forward(group: int, x: Tensor) -> tuple[Any, ...]:
+            def cut(name: str, p: Tensor) -> Tensor:
+                dimension = dimensions[name]
+                if dimension is None:
+                    return torch.zeros_like(p) if group and _OUTPUT_BIAS.fullmatch(name) else p  # it is added once
+                return p.chunk(groups, dimension)[group]
+
+            y = weights.call(forward, x, *args, cut=cut, **kwargs)
+            return y if isinstance(y, tuple) else (y,)
+
+        total: Tensor | None = None
+        for group in range(groups):
+            y, *others = checkpoint(group_forward, group, x, use_reentrant=False, context_fn=contexts_of_part)
+            total = y.to(torch.promote_types(y.dtype, torch.float32)) if total is None else total.add_(y)
+        assert total is not None
+        if any(other is not None for other in others):
+            raise ValueError(f"head_groups: {type(self).__name__} returns more than its output; leave head_groups out")
+        return (total.to(y.dtype), *others) if others else total.to(y.dtype)
+
+    replace_forward(module, run)
+
+
+def _check(module: nn.Module, groups: int) -> dict[str, int | None]:
+    """Raise unless the layer can be computed by groups. For each parameter: the dimension that is cut."""
+    name = type(module).__name__
+    if not all(hasattr(module, f"{x}_proj") for x in "qkvo"):
+        raise ValueError(f"head_groups: {name} has no q_proj, k_proj, v_proj and o_proj; leave head_groups out")
+    head_dim = getattr(module, "head_dim", None)
+    if not isinstance(head_dim, int):
+        raise ValueError(f"head_groups: {name} has no head_dim; leave head_groups out")
+    if word := _NUMBER_OF_HEADS.search(inspect.getsource(type(module).forward)):
+        raise ValueError(
+            f"head_groups: the forward of {name} uses {word[0]}, which would not be the number of heads of a group; "
+            "leave head_groups out"
+        )
+    dimensions: dict[str, int | None] = {}
+    for parameter, p in module.named_parameters():
+        rules = [dimension for pattern, dimension in _RULES if re.fullmatch(pattern, parameter)]
+        over_all_heads = "norm" in parameter and p.shape != (head_dim,)
+        if not rules or isinstance(p, DTensor) or over_all_heads:
+            raise ValueError(
+                f"head_groups: {name} has the parameter {parameter} of shape {tuple(p.shape)}, and it is not known "
+                "which part of it belongs to a head; leave head_groups out"
+            )
+        dimensions[parameter] = rules[0]
+    kv_heads = cast(nn.Linear, module.k_proj).out_features // head_dim
+    if kv_heads % groups:
+        raise ValueError(f"head_groups={groups}: it must divide the {kv_heads} KV heads of {name}")
+    return dimensions

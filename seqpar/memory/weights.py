@@ -1,0 +1,125 @@
+"""Calls of a module's forward several times in one pass, with gradients of its weights that are summed in float32.
+
+If a bfloat16 weight is used in several calls, autograd sums the calls' gradients in bfloat16 and rounds each sum. Here
+a weight is replaced by a ``_Weight``, whose gradient goes to the weight's ``_Sum`` in float32. A ``_Sum`` has the shape
+of the weight and no memory: it exists only because autograd adds up the gradients of its uses. The weight itself gets
+one gradient, after the last call. DDP and FSDP therefore reduce it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+_BEFORE = "_seqpar_forward"  # the name under which a module keeps a forward that its instance had before
+
+# A module, its original forward, and the arguments of the call.
+Forward = Callable[..., Any]
+# By a weight's name and values: the part of the weight that a call uses.
+Cut = Callable[[str, Tensor], Tensor]
+
+
+def replace_forward(module: nn.Module, run: Forward) -> None:
+    """Make ``module.forward(...)`` call ``run(module, forward, ...)``. ``forward`` is the original one.
+
+    The module's hooks, parameters and names do not change. A copy of the module is replaced in the same way.
+    """
+
+    @wraps(module.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, getattr(self, _BEFORE, None) or partial(type(self).forward, self), *args, **kwargs)
+
+    if "forward" in vars(module):
+        vars(module)[_BEFORE] = vars(module)["forward"]
+    vars(forward)["_seqpar_run"] = run
+    vars(module)["forward"] = MethodType(forward, module)  # a bound method is deep-copied together with the module
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Undo ``replace_forward``."""
+    if is_replaced(module):
+        del vars(module)["forward"]
+        if _BEFORE in vars(module):
+            vars(module)["forward"] = vars(module).pop(_BEFORE)
+
+
+def is_replaced(module: nn.Module) -> bool:
+    return hasattr(vars(module).get("forward"), "_seqpar_run")
+
+
+class _Sum(torch.autograd.Function):
+    """A weight to a tensor of its shape, whose gradient is the float32 sum of the gradients of all uses."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32)).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.to(ctx.dtype)
+
+
+class _Weight(torch.autograd.Function):
+    """The values of a weight, for one use. The gradient goes to the weight's ``_Sum``."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sum_: Tensor) -> Tensor:
+        ctx.dtype = sum_.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient.to(ctx.dtype)
+
+
+class Weights:
+    """The trainable weights of a module, for several calls of its forward.
+
+    DTensors and the parameters that DeepSpeed partitions are left as they are: their gradients are summed by autograd.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.sums: dict[str, Tensor] = {
+            name: _Sum.apply(p)
+            for name, p in module.named_parameters()
+            if p.requires_grad and not isinstance(p, DTensor) and not hasattr(p, "ds_id")
+        }
+
+    def call(self, forward: Forward, *args: Any, cut: Cut | None = None, **kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)``, the original forward of the module, with gradients that go to the sums.
+
+        Args:
+            forward: the original forward.
+            args, kwargs: its arguments.
+            cut: by default a call uses all of each weight.
+        """
+        values: dict[str, Tensor] = {}
+        for name, p in self.module.named_parameters():  # looked up anew: a wrapper may have gathered them again
+            total = self.sums.get(name)
+            if total is not None:
+                parts = (p.detach(), total) if cut is None else (cut(name, p.detach()), cut(name, total))
+                values[f"module.{name}"] = _Weight.apply(*parts)
+            elif cut is not None:
+                values[f"module.{name}"] = cut(name, p)
+        return functional_call(_Original(self.module, forward), values, args, kwargs)
+
+
+class _Original(nn.Module):
+    """Calls the original forward of ``module``, without the hooks of ``module``."""
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.module = module
+        self._run = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)

@@ -1,0 +1,69 @@
+"""A rank that raises an error ends soon, even while it waits for a message that no other rank will send."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+import torch.distributed as dist
+
+# Between the error and the end of the process, on a busy machine. It takes two to four seconds otherwise.
+_END_S = 30
+# The flush of an NCCL group waits for all its messages. gloo's does not, so here a flush that never ends stands for it.
+RANK = """
+import sys, time
+import torch
+import torch.distributed as dist
+import seqpar
+from seqpar.comm.communicator import existing_communicators
+from seqpar.comm.p2p import exchange
+
+if "by init_mesh" in sys.argv:
+    seqpar.init_mesh(ring=-1, device_type="cpu")
+else:
+    dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.group.WORLD
+exchange([(1 - rank, torch.ones(8))], [(1 - rank, torch.empty(8))], world).wait()
+assert len(existing_communicators()) == 1
+dist.ProcessGroup.shutdown = lambda group: time.sleep(3600)
+print("connected", flush=True)
+if rank == 1:
+    time.sleep(3600)
+pending = exchange([], [(1, torch.empty(8))], world)
+raise ValueError("out of memory")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started", ["by init_mesh", "by the caller"])
+def test_a_rank_that_raises_does_not_wait_for_messages(started: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "SEQPAR_SHARED_MEMORY": "0",
+    }
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-c", RANK, started],
+                env={**environment, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            ranks.append(process)
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdout.readline() == "connected\n"
+        _, errors = ranks[0].communicate(timeout=_END_S)
+        assert ranks[0].returncode == 1 and "ValueError: out of memory" in errors
