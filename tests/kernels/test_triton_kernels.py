@@ -52,15 +52,17 @@ def test_kernels_compile(kernel: str, head_dim: int) -> None:
 
 
 def test_what_an_iteration_waits_for() -> None:
-    """Disassembled code of two loops, of a spin loop, and of a wait behind the end of the kernel."""
+    """Disassembled code of two loops, and behind the end of the kernel a wait that jumps back into the second one."""
     from tools.compiled import _loops
 
     lines = [
-        "STL [R1], R4", "HGMMA.64x128x16.F32 R24, gdesc[UR16], R24", "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR8], R18",
-        "@!P4 BRA 0x00f0", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "BAR.SYNC.DEFER_BLOCKING 0x0", "@P4 BRA 0x0010",
-        "HMMA.16816.F32.BF16 R4, R8, R12, R4", "LDL R4, [R1]", "BAR.SYNC 0x0", "@P1 BRA 0x0070", "BAR.SYNC 0x0",
-        "BRA 0x00c0", "HGMMA.64x128x16.F32 R24, gdesc[UR16], R24", "EXIT ",
-        "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR8], R18", "@!P4 BRA 0x00f0", "BRA 0x0040",
+        "STL [R1], R4",
+        "HGMMA.64x128x16.F32 R24, gdesc[UR16], R24", "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR8], R18", "@!P4 BRA 0x0230",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0", "BAR.SYNC.DEFER_BLOCKING 0x0", "@P4 BRA 0x0010",
+        "HMMA.16816.F32.BF16 R4, R8, R12, R4", *["FADD R4, R4, R4"] * 20, "HMMA.16816.F32.BF16 R4, R8, R12, R4",
+        "LDL R4, [R1]", "BAR.SYNC 0x0", "@P1 BRA 0x0070",
+        "BAR.SYNC 0x0", "BRA 0x0210", "EXIT ",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR8], R18", "@!P4 BRA 0x0230", "BRA 0x01b0",
     ]  # fmt: skip
     code = "\n".join(f"        /*{16 * i:04x}*/   {line};   /* 0x0200000cffff49a7 */" for i, line in enumerate(lines))
     assert _loops(code) == ((2, 1, 0), (0, 1, 1))
