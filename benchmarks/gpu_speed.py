@@ -83,11 +83,12 @@ def timed(name: str, thunk: Thunk) -> Timing:
         _cycles[name] = 2 * cycles
 
 
-def interleaved(thunks: dict[str, Thunk], rounds: int, unmeasured: int = 1) -> dict[str, Timing]:
+def interleaved(thunks: dict[str, Thunk], rounds: int) -> dict[str, Timing]:
     """The median times by name. Every round runs all thunks, so that clock rates and heat affect all alike."""
     times: dict[str, list[Timing]] = {name: [] for name in thunks}
     _cycles.clear()
-    for attempt in range(rounds + unmeasured):
+    unmeasured = 1 if DEVICE.type == "cuda" else 0
+    for attempt in range(unmeasured + rounds):
         for name, thunk in thunks.items():
             timing = timed(name, thunk)
             if attempt >= unmeasured:
